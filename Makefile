@@ -1,0 +1,77 @@
+# Every target prepares what it needs: a machine with Python 3.11 or newer is enough.
+# PYTHON=... names another interpreter, ARGS=... goes to the command that is run.
+
+PYTHON ?= python3
+ARGS ?=
+PACKAGES := .venv/.packages
+TOOLS := .venv/.tools
+RUN := .venv/bin/python
+INSTALL := $(RUN) -m pip install --quiet -c .venv/constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-gpu check sweep bench clean
+
+help: ## Say what each target does
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
+
+demo: $(PACKAGES) ## Train a small GPT plainly and with recoup, and compare them
+	$(RUN) -m recoup.cli.demo $(ARGS)
+
+test: $(PACKAGES) ## Run the tests (on a GPU too, if there is one)
+	$(RUN) -m pytest $(ARGS)
+
+test-gpu: ## Run the tests that need a GPU with this machine's own Python and packages
+	PYTHONPATH=src $(PYTHON) -m pytest -m cuda $(ARGS)
+
+check: $(TOOLS) ## Check format, lint, types, layers and spelling
+	.venv/bin/ruff format --check .
+	.venv/bin/ruff check .
+	.venv/bin/lint-imports
+	.venv/bin/codespell
+	.venv/bin/pyright
+
+sweep: $(PACKAGES) ## Run the whole of PyTorch's operator database (long)
+	$(RUN) -m pytest -m sweep tests/sweep $(ARGS)
+
+bench: $(PACKAGES) ## Measure recoup beside torch.utils.checkpoint
+	$(RUN) -m benchmarks.cases.overhead $(ARGS)
+
+clean: ## Remove the environment and every cache
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The environment. Where the machine's own Python has a torch that sees a GPU, that
+# torch is used: the environment reads the machine's packages through machine.pth
+# (--system-site-packages is not enough: if that Python is itself in an environment,
+# it would give the packages of the Python below).
+MACHINE_TORCH = import pathlib, torch; assert torch.cuda.is_available(); print(pathlib.Path(torch.__file__).parents[1])
+ENOUGH_PYTHON = import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"recoup needs Python 3.11 or newer, found {v[0]}.{v[1]}. Name another: make PYTHON=python3.12")
+SITE_PACKAGES = import sysconfig; print(sysconfig.get_path("purelib"))
+
+.venv/.created:
+	@$(PYTHON) -c '$(ENOUGH_PYTHON)'
+	@test -x $(RUN) || $(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }
+	@if machine=$$($(PYTHON) -c '$(MACHINE_TORCH)' 2>/dev/null); then \
+	  echo "Using this machine's GPU build of torch."; \
+	  echo "$$machine" > "$$($(RUN) -c '$(SITE_PACKAGES)')/machine.pth"; \
+	fi
+	@touch $@
+
+# Without a network nothing can be installed: then the machine's own packages have to
+# do, and recoup itself is put on the path.
+$(PACKAGES): pyproject.toml constraints.txt | .venv/.created
+	@site=$$($(RUN) -c '$(SITE_PACKAGES)'); cp constraints.txt .venv/constraints.txt; \
+	if ! test -e "$$site/machine.pth"; then \
+	  $(INSTALL) -e '.[test]'; \
+	else \
+	  sed '/^torch==/d' constraints.txt > .venv/constraints.txt; \
+	  PIP_RETRIES=1 $(INSTALL) -e '.[test]' > .venv/install.log 2>&1 \
+	  || { echo "Nothing could be installed (.venv/install.log says why):" \
+	            "using this machine's own packages."; \
+	       echo "$(CURDIR)/src" > "$$site/recoup.pth"; }; \
+	fi
+	@touch $@
+
+$(TOOLS): $(PACKAGES)
+	$(INSTALL) -e '.[lint]'
+	@touch $@

@@ -1,0 +1,1 @@
+"""The torch border: private torch interfaces are touched here and nowhere else."""

@@ -1,0 +1,56 @@
+"""The autograd border: saved-tensor hooks, the running backward, below-autograd runs."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Pack = Callable[[Tensor], Any]
+Unpack = Callable[[Any], Tensor]
+
+push_hooks: Callable[[Pack, Unpack], None] = (
+    torch._C._autograd._push_saved_tensors_default_hooks
+)
+pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
+current_backward: Callable[[], int] = torch._C._current_graph_task_id
+"""Return the number of the backward that runs on this thread, or -1."""
+
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+for _name in ("CUDA", "XPU", "MPS", "HPU", "PrivateUse1"):
+    _AUTOCAST = _AUTOCAST | torch._C.DispatchKeySet(
+        getattr(torch._C.DispatchKey, f"Autocast{_name}")
+    )
+
+
+def ambient_hooks() -> tuple[Pack, Unpack] | None:
+    """Return the saved-tensor hooks in force on this thread, if there are any."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def hooks_refused() -> str | None:
+    """Return why saved-tensor hooks cannot be used here, or None if they can."""
+    if torch._C._autograd._saved_tensors_hooks_is_enabled():
+        return None
+    return torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Call `call` when the backward that runs now has finished."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+@contextmanager
+def below_autograd() -> Iterator[None]:
+    """Run operators as autograd's kernels do: no graph, no views, no autocast."""
+    with (
+        torch._C._AutoDispatchBelowADInplaceOrView(),
+        torch._C._ExcludeDispatchKeyGuard(_AUTOCAST),
+    ):
+        yield
+
+
+def records_gradients() -> bool:
+    """Return whether autograd would save anything for backward here."""
+    return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()

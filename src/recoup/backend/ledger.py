@@ -1,0 +1,199 @@
+"""A ledger of unique storages: who is counted, how large it is, when it dies."""
+
+import collections
+import threading
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+
+class StorageLedger:
+    """Count unique storages from the moment they are added until they die.
+
+    Torch keeps the Python object of a storage as long as the storage itself, also
+    while only C++ refers to it. So a weak reference to that object dies exactly with
+    the bytes, and `id` names a storage as long as it lives. The reference's callback
+    only queues the death: it runs wherever the last owner lets go, in any thread, and
+    must take no lock. Every method first books the queued deaths.
+
+    Examples:
+        >>> ledger = StorageLedger()
+        >>> ones = torch.ones(10)
+        >>> ledger.add(ones.untyped_storage()), ledger.add(ones[2:].untyped_storage())
+        (True, False)
+        >>> ledger.live_bytes
+        40
+        >>> del ones
+        >>> ledger.live_bytes, ledger.peak_bytes, ledger.total_bytes
+        (0, 40, 40)
+    """
+
+    def __init__(self) -> None:
+        # Reentrant, because a garbage collection inside may run foreign finalizers.
+        self._lock = threading.RLock()
+        self._entries: dict[int, _Entry] = {}
+        self._deaths: collections.deque[_Entry] = collections.deque()
+        self._live_bytes = 0
+        self._peak_bytes = 0
+        self._total_bytes = 0
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of the added storages that are alive now."""
+        with self._lock:
+            self._bury()
+            return self._live_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest `live_bytes` since the start or `reset_peak`."""
+        return self._peak_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all storages ever added, each at its size when it was added."""
+        return self._total_bytes
+
+    def reset_peak(self) -> None:
+        """Start a new peak at what is alive now."""
+        with self._lock:
+            self._bury()
+            self._peak_bytes = self._live_bytes
+
+    def add(self, storage: torch.UntypedStorage) -> bool:
+        """Count `storage`; say whether it was new."""
+        with self._lock:
+            if self.refresh(storage):
+                return False
+            entry = _Entry(storage, self._deaths.append)
+            entry.key, entry.counted_bytes = id(storage), 0
+            self._entries[entry.key] = entry
+            self._total_bytes += storage.nbytes()
+            self.refresh(storage)
+            return True
+
+    def refresh(self, storage: torch.UntypedStorage) -> bool:
+        """Book the size `storage` has now, if it is counted; say whether it is."""
+        with self._lock:
+            self._bury()
+            entry = self._entries.get(id(storage))
+            if entry is None:
+                return False
+            now_bytes = storage.nbytes()
+            self._live_bytes += now_bytes - entry.counted_bytes
+            self._peak_bytes = max(self._peak_bytes, self._live_bytes)
+            entry.counted_bytes = now_bytes
+            return True
+
+    def watch_resizes(self) -> None:
+        """Notice `UntypedStorage.resize_` at once, until `unwatch_resizes`."""
+        _RESIZES.watch(self)
+
+    def unwatch_resizes(self) -> None:
+        """Undo one `watch_resizes`."""
+        _RESIZES.unwatch(self)
+
+    def _bury(self) -> None:
+        while self._deaths:
+            entry = self._deaths.popleft()
+            del self._entries[entry.key]
+            self._live_bytes -= entry.counted_bytes
+
+
+def storages_in(tree: Any) -> list[torch.UntypedStorage]:
+    """Return the storages of every tensor in nested tuples, lists and dictionaries.
+
+    A strided tensor has one, a sparse tensor one for its values and for each of its
+    indices, a wrapper subclass those of its inner tensors, an opaque one none.
+
+    Examples:
+        >>> tree = {"a": torch.ones(2), "b": ("text", torch.eye(3).to_sparse())}
+        >>> [storage.nbytes() for storage in storages_in(tree)]
+        [8, 48, 12]
+    """
+    found: list[torch.UntypedStorage] = []
+    _collect(tree, found)
+    return found
+
+
+def _collect(tree: Any, found: list[torch.UntypedStorage]) -> None:
+    # By hand, because this runs twice an operator and torch's trees are slower.
+    if isinstance(tree, Tensor):
+        if tree.layout is torch.strided and not is_traceable_wrapper_subclass(tree):
+            found.append(tree.untyped_storage())
+        else:
+            _collect(_parts(tree), found)
+    elif isinstance(tree, tuple | list):
+        for branch in tree:
+            _collect(branch, found)
+    elif isinstance(tree, dict):
+        _collect(list(tree.values()), found)
+
+
+def _parts(tensor: Tensor) -> list[Any]:
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        return [getattr(tensor, name) for name in names]
+    return [getattr(tensor, name)() for name in _PARTS.get(tensor.layout, ())]
+
+
+_PARTS = {
+    # Underscored: `indices()` and `values()` refuse a tensor that is not coalesced.
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+
+
+class _Entry(weakref.ref[torch.UntypedStorage]):
+    """A counted storage; it knows the queue of deaths but no ledger: no cycle."""
+
+    __slots__ = ("counted_bytes", "key")
+
+    key: int
+    counted_bytes: int
+
+
+class _ResizeWatch:
+    """Tell ledgers of `UntypedStorage.resize_`, which no dispatch mode sees.
+
+    The method is replaced on the class while any ledger watches, and put back after.
+    That is state of the process, hence the one instance below.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ledgers: tuple[StorageLedger, ...] = ()
+
+    def watch(self, ledger: StorageLedger) -> None:
+        with self._lock:
+            if not self._ledgers:
+                torch.UntypedStorage.resize_ = _resize_and_tell
+            self._ledgers = (*self._ledgers, ledger)
+
+    def unwatch(self, ledger: StorageLedger) -> None:
+        with self._lock:
+            position = self._ledgers.index(ledger)
+            self._ledgers = self._ledgers[:position] + self._ledgers[position + 1 :]
+            if not self._ledgers:
+                del torch.UntypedStorage.resize_
+
+    def tell(self, storage: torch.UntypedStorage) -> None:
+        for ledger in self._ledgers:
+            ledger.refresh(storage)
+
+
+def _resize_and_tell(
+    storage: torch.UntypedStorage, size_bytes: int
+) -> torch.UntypedStorage:
+    torch._C.StorageBase.resize_(storage, size_bytes)
+    _RESIZES.tell(storage)
+    return storage
+
+
+_RESIZES = _ResizeWatch()

@@ -1,0 +1,195 @@
+"""What the engine must know about an operator before it may be run again."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import HigherOrderOperator, OpOverload
+
+Operator = OpOverload
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known about one operator; see docs/design/engine.md.
+
+    Attributes:
+        name: The operator's name with its overload, as `aten.add.Tensor`.
+        passes: It only makes views or changes metadata: nothing to record.
+        opaque: Its outputs are kept, never recomputed.
+        opaque_on_accelerator: The same, on devices where it adds in any order.
+        writes: Arguments it writes to: positions, or names of keywords.
+        overwrites: It writes without reading what was there.
+        makes_more: It returns tensors other than those it writes to.
+        random: It draws from a generator.
+        uninitialised: Its outputs hold whatever was in memory.
+        statistics: Positions of running statistics that it updates on the side and
+            that its outputs do not depend on when argument `training_at` is true.
+        training_at: The position of the training flag, or -1 for always.
+    """
+
+    name: str
+    passes: bool = False
+    opaque: bool = False
+    opaque_on_accelerator: bool = False
+    writes: tuple[int | str, ...] = ()
+    overwrites: bool = False
+    makes_more: bool = False
+    random: bool = False
+    uninitialised: bool = False
+    statistics: tuple[int, ...] = ()
+    training_at: int = -1
+
+    @property
+    def simple(self) -> bool:
+        """Whether it is a plain function of its arguments."""
+        return not (
+            self.passes
+            or self.opaque
+            or self.opaque_on_accelerator
+            or self.writes
+            or self.random
+            or self.uninitialised
+            or self.statistics
+        )
+
+
+def facts_of(operator: Any) -> Facts:
+    """Return what is known about an operator.
+
+    Examples:
+        >>> facts_of(torch.ops.aten.mul_.Tensor).writes
+        (0,)
+        >>> facts_of(torch.ops.aten.view.default).passes
+        True
+    """
+    if isinstance(operator, HigherOrderOperator):
+        return Facts(name=str(operator), opaque=True)
+    schema = operator._schema
+    tags = operator.tags
+    name = str(operator)
+    base = schema.name
+    statistics = _STATISTICS.get(base, ((), -1))
+    written = _writes(schema)
+    return Facts(
+        name=name,
+        passes=_passes(operator, written),
+        opaque=_is_opaque(base, tags),
+        opaque_on_accelerator=base.rstrip("_") in _ATOMIC,
+        writes=written,
+        overwrites=torch.Tag.out in tags or base in _OVERWRITING,
+        makes_more=any(
+            returned.alias_info is None for returned in schema.returns
+        ),
+        random=torch.Tag.nondeterministic_seeded in tags or _takes_generator(schema),
+        uninitialised=base in _UNINITIALISED,
+        statistics=statistics[0],
+        training_at=statistics[1],
+    )
+
+
+def crosses_devices(args: tuple[Any, ...], out: Any) -> bool:
+    """Return whether an operator copied between devices."""
+    if not isinstance(out, Tensor):
+        return False
+    return any(
+        isinstance(argument, Tensor)
+        and argument.device != out.device
+        and argument.dim() > 0
+        for argument in args
+    )
+
+
+def draws_outside_generators(name: str, args: tuple[Any, ...]) -> bool:
+    """Return whether the call draws from state that is not a generator's.
+
+    cuDNN keeps the state of dropout between recurrent layers in its own buffer.
+    """
+    return name.startswith("aten._cudnn_rnn") and any(
+        isinstance(argument, float) and argument > 0 for argument in args
+    )
+
+
+def _writes(schema: Any) -> tuple[int | str, ...]:
+    return tuple(
+        argument.name if argument.kwarg_only else position
+        for position, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+def _passes(operator: OpOverload, written: tuple[int | str, ...]) -> bool:
+    if torch.Tag.inplace_view in operator.tags:
+        return operator._schema.name not in _RESIZING
+    aliases = any(
+        returned.alias_info is not None for returned in operator._schema.returns
+    )
+    return aliases and not written
+
+
+def _takes_generator(schema: Any) -> bool:
+    return any("Generator" in str(argument.type) for argument in schema.arguments)
+
+
+def _is_opaque(base: str, tags: list[torch.Tag]) -> bool:
+    return (
+        base in _KEPT
+        or base.split("::")[0] in _COLLECTIVES
+        or torch.Tag.dynamic_output_shape in tags
+        or torch.Tag.data_dependent_output in tags
+        or any(tag.name == "nondeterministic_bitwise" for tag in tags)
+    )
+
+
+# Order among equals, or routing decided by rounding: a second run may choose
+# differently on some devices, and the outputs are small.
+_KEPT = frozenset(
+    f"aten::{name}"
+    for name in (
+        "topk kthvalue median nanmedian mode multinomial bincount histc "
+        "_unique2 unique_dim unique_consecutive nonzero nonzero_static"
+    ).split()
+)
+
+_COLLECTIVES = frozenset({"c10d", "_c10d_functional", "symm_mem", "fsdp"})
+
+# Floating-point additions in any order on accelerators (torch.use_deterministic_
+# algorithms lists them).
+_ATOMIC = frozenset(
+    f"aten::{name}"
+    for name in (
+        "index_add index_put _index_put_impl index_reduce put scatter_add "
+        "scatter_reduce cumsum _segment_reduce _embedding_bag segment_reduce"
+    ).split()
+)
+
+_UNINITIALISED = frozenset(
+    f"aten::{name}"
+    for name in (
+        "empty empty_like empty_strided empty_permuted new_empty new_empty_strided"
+    ).split()
+)
+
+_OVERWRITING = frozenset(
+    f"aten::{name}_"
+    for name in (
+        "fill zero copy normal uniform random bernoulli exponential cauchy "
+        "log_normal geometric"
+    ).split()
+)
+
+_RESIZING = frozenset({"aten::resize_", "aten::resize_as_", "aten::_resize_output_"})
+
+# Operators that update running statistics without saying so in their schema (or, for
+# the last two, saying so): positions of the statistics, and of the training flag.
+_STATISTICS: dict[str, tuple[tuple[int, ...], int]] = {
+    "aten::native_batch_norm": ((3, 4), 5),
+    "aten::cudnn_batch_norm": ((3, 4), 5),
+    "aten::miopen_batch_norm": ((3, 4), 5),
+    "aten::batch_norm_gather_stats": ((3, 4), -1),
+    "aten::batch_norm_gather_stats_with_counts": ((3, 4), -1),
+    "aten::_batch_norm_with_update": ((3, 4), -1),
+    "aten::_native_batch_norm_legit": ((3, 4), 5),
+    "aten::batch_norm_update_stats": ((1, 2), -1),
+}

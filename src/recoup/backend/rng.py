@@ -1,0 +1,62 @@
+"""Random state: read, set and restore the generator an operator draws from."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+
+
+def generator_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Generator:
+    """Return the generator an operator called with these arguments draws from.
+
+    Examples:
+        >>> generator_of((torch.zeros(2),), {}) is torch.default_generator
+        True
+    """
+    for argument in (*kwargs.values(), *args):
+        if isinstance(argument, Generator):
+            return argument
+    return default_generator(_device_of(args, kwargs))
+
+
+def default_generator(device: torch.device) -> Generator:
+    """Return the device's default generator."""
+    if device.type in ("cpu", "meta"):
+        return torch.default_generator
+    module = torch.get_device_module(device)
+    index = module.current_device() if device.index is None else device.index
+    return module.default_generators[index]
+
+
+@contextmanager
+def random_state(generator: Generator, state: Tensor) -> Iterator[None]:
+    """Run the block with the generator in `state`, then put it back as it was."""
+    before = generator.get_state()
+    generator.set_state(state)
+    try:
+        yield
+    finally:
+        generator.set_state(before)
+
+
+def default_states(devices: Sequence[torch.device]) -> list[tuple[Generator, Tensor]]:
+    """Return the default generators of the CPU and these devices with their states."""
+    found = {id(torch.default_generator): torch.default_generator}
+    for device in devices:
+        generator = default_generator(device)
+        found[id(generator)] = generator
+    return [(generator, generator.get_state()) for generator in found.values()]
+
+
+def _device_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
+    for argument in (*args, *kwargs.values()):
+        if isinstance(argument, Tensor):
+            return argument.device
+        if isinstance(argument, (list, tuple)) and argument:
+            first = argument[0]
+            if isinstance(first, Tensor):
+                return first.device
+    device = kwargs.get("device")
+    return torch.device("cpu") if device is None else torch.device(device)

@@ -1,0 +1,127 @@
+"""Storage identity and geometry: which memory a tensor names, and how it lies there."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+free_weak_reference = torch.UntypedStorage._free_weak_ref
+"""Release one weak reference taken with `take_weak_reference`, by address."""
+
+
+QUANTIZED = frozenset(
+    {torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+)
+"""Types whose tensors are more than their storage."""
+
+
+class Geometry(NamedTuple):
+    """How a tensor lies in its storage.
+
+    `bits` is 1 for a lazily conjugated tensor, 2 for a lazily negated one, 3 for both.
+    """
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    bits: int
+
+
+def storage_address(tensor: Tensor) -> int:
+    """Return the address of the tensor's storage object, its identity.
+
+    Raises:
+        NotImplementedError: The tensor has no storage (sparse, wrapper subclass).
+
+    Examples:
+        >>> x = torch.zeros(4)
+        >>> storage_address(x) == storage_address(x[1:])
+        True
+    """
+    return tensor.untyped_storage()._cdata
+
+
+def take_weak_reference(tensor: Tensor) -> int:
+    """Return the storage's address and pin that address, not the memory behind it.
+
+    While the weak reference exists, no other storage gets the same address, so the
+    address alone is an identity; a lookup needs no further guard. Release it with
+    `free_weak_reference`.
+    """
+    return tensor.untyped_storage()._weak_ref()
+
+
+def has_storage(tensor: Tensor) -> bool:
+    """Return whether the tensor is backed by one plain storage."""
+    return (
+        torch._C._has_storage(tensor)
+        and tensor.layout is torch.strided
+        and tensor.dtype not in QUANTIZED
+    )
+
+
+def geometry_of(tensor: Tensor) -> Geometry:
+    """Return how the tensor lies in its storage."""
+    return Geometry(
+        tensor.shape,
+        tensor.stride(),
+        tensor.storage_offset(),
+        tensor.dtype,
+        lazy_bits(tensor),
+    )
+
+
+def lazy_bits(tensor: Tensor) -> int:
+    """Return the tensor's lazy conjugation and negation as bits."""
+    return int(tensor.is_conj()) | int(tensor.is_neg()) << 1
+
+
+def shaped(tensor: Tensor, geometry: Geometry) -> Tensor:
+    """Return a view of the tensor's storage with another geometry."""
+    shape, stride, offset, dtype, bits = geometry
+    if tensor.dtype is dtype and bits == 0 and lazy_bits(tensor) == 0:
+        return tensor.as_strided(shape, stride, offset)
+    plain = torch.empty(0, dtype=dtype, device=tensor.device)
+    plain.set_(tensor.untyped_storage(), offset, shape, stride)
+    if bits & 1:
+        plain = plain.conj()
+    return torch._neg_view(plain) if bits & 2 else plain
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """Return the whole storage as one dimension, in the tensor's type."""
+    length = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return shaped(
+        tensor, Geometry(torch.Size((length,)), (1,), 0, tensor.dtype, 0)
+    )
+
+
+def copy_storage(tensor: Tensor) -> Tensor:
+    """Return a tensor of the same geometry on a copy of the whole storage."""
+    geometry = geometry_of(tensor)
+    return shaped(flat(tensor.detach()).clone(), geometry)
+
+
+def covers_storage(tensor: Tensor) -> bool:
+    """Return whether the tensor's elements fill its whole storage."""
+    nbytes = tensor.untyped_storage().nbytes()
+    return tensor.numel() * tensor.element_size() == nbytes and is_dense(tensor)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether the elements fill one stretch of memory, each in its own place.
+
+    Examples:
+        >>> is_dense(torch.zeros(2, 3).T), is_dense(torch.zeros(2, 3)[:, 1:])
+        (True, False)
+    """
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True

@@ -1,0 +1,61 @@
+"""Every error that recoup raises on purpose, under one base class.
+
+Each message says what was asked, what was found and what to do.
+"""
+
+
+class RecoupError(Exception):
+    """Catch this to catch everything that recoup raises on purpose.
+
+    Examples:
+        >>> try:
+        ...     raise UsageError("a scope needs a name: got ''. Give it one.")
+        ... except RecoupError as error:
+        ...     print(error)
+        a scope needs a name: got ''. Give it one.
+    """
+
+
+class UsageError(RecoupError, ValueError):
+    """An argument or an order of calls that cannot be carried out.
+
+    Nothing has happened yet when this is raised: correct the call and repeat it.
+    """
+
+
+class ReplayError(RecoupError, RuntimeError):
+    """A region could not be recomputed in backward as it was recorded.
+
+    The subclasses say why. No gradient has been computed from a wrong value.
+    """
+
+
+class ChangedTensorError(ReplayError):
+    """A tensor from outside the region was written to before backward needed it."""
+
+
+class MismatchError(ReplayError):
+    """A recomputed value is not the value that forward produced."""
+
+
+class ClearedError(ReplayError):
+    """What the region needs for its replay has been freed already.
+
+    It is raised by a second backward without `retain_graph=True`, and by a
+    backward after the saved activations were cleared.
+    """
+
+
+class CaptureError(ReplayError):
+    """A function that would be run again no longer sees the variables it saw.
+
+    The usual case is a `lambda` in a loop that refers to the loop variable: by
+    the time of backward the variable has moved on.
+    """
+
+
+class UnsupportedError(RecoupError, RuntimeError):
+    """PyTorch can do this, recoup cannot carry it through a region.
+
+    It is raised in place of an answer that might be wrong.
+    """

@@ -1,0 +1,1 @@
+"""Carry it out: record regions, replay them in backward, and the tools made of it."""

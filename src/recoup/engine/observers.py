@@ -1,0 +1,40 @@
+"""Who watches regions: profilers and managers, told of every region that runs."""
+
+import threading
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from recoup.engine.region import Region
+
+
+class Observer(Protocol):
+    """Is told when a region begins and when its forward has ended."""
+
+    def began(self, region: "Region") -> None:
+        """Take note of a region that is about to record."""
+        ...
+
+    def ended(self, region: "Region") -> None:
+        """Take note of a region whose forward has ended."""
+        ...
+
+
+_LOCK = threading.Lock()
+_OBSERVERS: list[Observer] = []
+
+
+def observers() -> tuple[Observer, ...]:
+    """Return everyone who watches now."""
+    return tuple(_OBSERVERS) if _OBSERVERS else ()
+
+
+def subscribe(observer: Observer) -> None:
+    """Tell the observer about every region from now on, on all threads."""
+    with _LOCK:
+        _OBSERVERS.append(observer)
+
+
+def unsubscribe(observer: Observer) -> None:
+    """Stop telling the observer."""
+    with _LOCK:
+        _OBSERVERS.remove(observer)

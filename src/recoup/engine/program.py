@@ -1,0 +1,174 @@
+"""Programs: the part of a tape that certain values need, ready to be run again."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from recoup.backend.dispatch import run
+from recoup.backend.graph import below_autograd
+from recoup.backend.rng import random_state
+from recoup.backend.storages import copy_storage, shaped
+from recoup.engine.recomputing import recomputing
+from recoup.engine.values import Operation, Value, View
+
+Observe = Callable[[Value, Tensor, str], None]
+"""Called with a replayed value, its tensor and the operator that made it."""
+
+
+class Step:
+    """One operation of a program, with what happens to values around it.
+
+    Attributes:
+        operation: What to run.
+        copies: Values it writes to that are needed unchanged: it gets copies.
+        frees: Values that nobody needs after it.
+    """
+
+    __slots__ = ("copies", "frees", "operation")
+
+    def __init__(self, operation: Operation) -> None:
+        self.operation = operation
+        self.copies: list[Value] = []
+        self.frees: list[Value] = []
+
+
+class Program:
+    """The operations that certain values need, and nothing else.
+
+    Args:
+        operations: The tape's operations.
+        wanted: The values to compute.
+    """
+
+    def __init__(self, operations: Sequence[Operation], wanted: list[Value]) -> None:
+        indices, self.roots = needed(operations, wanted)
+        self.wanted = wanted
+        self.steps = [Step(operations[index]) for index in indices]
+        self._schedule()
+
+    def run(self, observe: Observe | None = None) -> dict[Value, Tensor]:
+        """Run the operations again and return the wanted values.
+
+        Every other value is freed at its last use. Builds no graph, moves no
+        generator, and writes to nothing that existed before.
+
+        Args:
+            observe: Called with every value as it is made.
+        """
+        live: dict[Value, Tensor] = {}
+        with below_autograd(), recomputing():
+            for step in self.steps:
+                _run_step(step, live)
+                if observe is not None:
+                    _show(step.operation, live, observe)
+                for value in step.frees:
+                    live.pop(value, None)
+            for value in self.wanted:
+                if value not in live:
+                    assert value.hold is not None, "wanted values are run or held"
+                    live[value] = value.hold.fetch("a backward operator")
+        return live
+
+    def _schedule(self) -> None:
+        """Find out when each value is last used."""
+        later = set(self.wanted)
+        for step in reversed(self.steps):
+            operation = step.operation
+            for before, _ in operation.writes:
+                if before in later or before.hold is not None:
+                    step.copies.append(before)
+            mentioned = set(operation.reads)
+            mentioned.update(value for _, value in operation.outputs)
+            mentioned.update(after for _, after in operation.writes)
+            step.frees = [value for value in mentioned if value not in later]
+            later |= mentioned
+
+
+def needed(
+    operations: Sequence[Operation], wanted: Iterable[Value]
+) -> tuple[list[int], set[Value]]:
+    """Return the operations that the wanted values need, and the held values these use.
+
+    Going back stops at held values: nothing before them is run again.
+    """
+    required: set[int] = set()
+    roots: set[Value] = set()
+    stack = list(wanted)
+    while stack:
+        value = stack.pop()
+        if value.hold is not None:
+            roots.add(value)
+        elif value.producer not in required:
+            assert value.producer >= 0, "a value without a producer is held"
+            required.add(value.producer)
+            stack.extend(operations[value.producer].reads)
+    return sorted(required), roots
+
+
+def _run_step(step: Step, live: dict[Value, Tensor]) -> None:
+    operation = step.operation
+    scratch: dict[Value, Tensor] = {}
+    for value in step.copies:
+        scratch[value] = copy_storage(_fetch(value, live, operation))
+    args, kwargs = _arguments(operation, live, scratch)
+    if operation.random is None:
+        out = run(operation.operator, args, kwargs)
+    else:
+        with random_state(*operation.random):
+            out = run(operation.operator, args, kwargs)
+    del args, kwargs
+    for place, value in operation.outputs:
+        if value.hold is None:
+            live[value] = out if place is None else out[place]
+    for before, after in operation.writes:
+        live[after] = scratch[before] if before in scratch else live[before]
+
+
+def _show(operation: Operation, live: dict[Value, Tensor], observe: Observe) -> None:
+    made = [value for _, value in operation.outputs if value.hold is None]
+    made.extend(after for _, after in operation.writes)
+    for value in made:
+        observe(value, live[value], str(operation.operator))
+
+
+def _arguments(
+    operation: Operation, live: dict[Value, Tensor], scratch: dict[Value, Tensor]
+) -> tuple[list[Any], dict[str, Any]]:
+    args = operation.args
+    kwargs = operation.kwargs
+    if operation.places:
+        args = args.copy()
+        for place in operation.places:
+            if isinstance(place, int):
+                args[place] = _fill(args[place], live, scratch, operation)
+            else:
+                if kwargs is operation.kwargs:
+                    kwargs = kwargs.copy()
+                kwargs[place] = _fill(kwargs[place], live, scratch, operation)
+    return args, kwargs
+
+
+def _fill(
+    template: Any,
+    live: dict[Value, Tensor],
+    scratch: dict[Value, Tensor],
+    operation: Operation,
+) -> Any:
+    if type(template) is Value:
+        found = scratch.get(template) if scratch else None
+        return _fetch(template, live, operation) if found is None else found
+    if type(template) is View:
+        whole = _fill(template.value, live, scratch, operation)
+        return shaped(whole, template.geometry)
+    if type(template) is list:
+        return [_fill(element, live, scratch, operation) for element in template]
+    return template
+
+
+def _fetch(value: Value, live: dict[Value, Tensor], operation: Operation) -> Tensor:
+    tensor = live.get(value)
+    if tensor is None:
+        assert value.hold is not None, "a value is run, or held, before it is used"
+        tensor = live[value] = value.hold.fetch(str(operation.operator))
+    return tensor

@@ -1,0 +1,205 @@
+"""The recorder: sees each operator of a region and writes it on the tape."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recoup.backend.dispatch import OperatorMode, all_plain, run
+from recoup.backend.operators import (
+    Facts,
+    crosses_devices,
+    draws_outside_generators,
+    facts_of,
+)
+from recoup.backend.rng import generator_of
+from recoup.backend.storages import covers_storage, has_storage
+from recoup.engine.tape import Tape
+from recoup.engine.values import OUTSIDE, Operation, Value, View
+
+_FACTS: dict[Any, tuple[Facts, bool]] = {}
+
+
+class Recorder(OperatorMode):
+    """Writes every operator that runs while it is active on a tape.
+
+    Args:
+        tape: What to write on.
+    """
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self.tape = tape
+        self.paused = False
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run the operator, and record it unless it only makes views."""
+        known = _FACTS.get(func)
+        if known is None:
+            facts = facts_of(func)
+            known = _FACTS[func] = (facts, facts.simple)
+        facts, simple = known
+        kwargs = kwargs or {}
+        if facts.passes or self.paused:
+            return run(func, args, kwargs)
+        if types and not all_plain(types):
+            return self._unrecorded(facts, func, args, kwargs)
+        if not simple:
+            return self._special(facts, func, args, kwargs)
+        tape = self.tape
+        try:
+            operation = tape.call(func, args, kwargs)
+        except NotImplementedError:
+            return run(func, args, kwargs)
+        out = run(func, args, kwargs)
+        tape.append(operation, out)
+        return out
+
+    def _special(
+        self, facts: Facts, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Record an operator that does more than compute its result."""
+        targets = _targets(facts, args, kwargs)
+        if self._must_keep(facts, args, kwargs, targets):
+            return self._unrecorded(facts, func, args, kwargs)
+        recorded = args
+        if facts.statistics and (facts.training_at < 0 or args[facts.training_at]):
+            targets = [args[i] for i in facts.statistics if args[i] is not None]
+            recorded = _without_statistics(facts, func, args)
+        try:
+            operation = self.tape.call(
+                func,
+                recorded,
+                kwargs,
+                overwritten=targets if facts.overwrites else (),
+            )
+        except NotImplementedError:
+            return self._unrecorded(facts, func, args, kwargs)
+        befores = [self._before_write(target) for target in targets]
+        out = self._run_random(operation, facts, func, args, kwargs)
+        if crosses_devices(args, out):
+            for target in targets:
+                self.tape.forget(target)
+            return out
+        for target, before in zip(targets, befores, strict=True):
+            self._after_write(facts, operation, target, before)
+        self.tape.append(operation, out, tainted=facts.uninitialised)
+        return out
+
+    def _must_keep(
+        self,
+        facts: Facts,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        targets: list[Tensor],
+    ) -> bool:
+        if facts.opaque or draws_outside_generators(facts.name, args):
+            return True
+        if not all(has_storage(target) for target in targets):
+            return True
+        if facts.opaque_on_accelerator:
+            tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+            if any(tensor.device.type != "cpu" for tensor in tensors):
+                return True
+        if not targets or facts.statistics:
+            return False
+        values = [self.tape.value_of(target) for target in targets]
+        if not facts.overwrites and any(v is not None and v.tainted for v in values):
+            return True
+        # A write to a tensor from outside happens once, in forward. The operation is
+        # recorded only if it also makes or changes something of the region's own.
+        inside = any(v is not None and v.producer != OUTSIDE for v in values)
+        return not inside and not facts.makes_more
+
+    def _before_write(self, target: Tensor) -> Value | View | None:
+        """Save what the write would destroy; return how the target was referred to."""
+        value = self.tape.value_of(target)
+        before = None if value is None else self.tape.refer(target, value)
+        self.tape.protect(target)
+        return before
+
+    def _after_write(
+        self,
+        facts: Facts,
+        operation: Operation,
+        target: Tensor,
+        before: Value | View | None,
+    ) -> None:
+        tape = self.tape
+        value = before.value if isinstance(before, View) else before
+        if value is None or before is None or value.producer == OUTSIDE:
+            tape.forget(target)
+            if value is not None and value in operation.reads:
+                # The replay writes too: on a copy, whose outcome nobody names.
+                operation.writes.append((value, Value(OUTSIDE, value.geometry)))
+            return
+        after = tape.overwrite(target, len(tape.operations), before)
+        after.tainted = value.tainted and not (
+            facts.overwrites and covers_storage(target)
+        )
+        operation.writes.append((value, after))
+
+    def _run_random(
+        self,
+        operation: Operation,
+        facts: Facts,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        if not facts.random:
+            return run(func, args, kwargs)
+        generator = generator_of(args, kwargs)
+        state = generator.get_state()
+        out = run(func, args, kwargs)
+        # Attention and the like are random operators even with a rate of zero.
+        if not torch.equal(state, generator.get_state()):
+            operation.random = (generator, state)
+        return out
+
+    def _unrecorded(
+        self, facts: Facts, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run an operator that is not replayed; its results are as from outside."""
+        targets = [t for t in _targets(facts, args, kwargs) if has_storage(t)]
+        for target in targets:
+            self.tape.protect(target)
+        out = run(func, args, kwargs)
+        for target in targets:
+            self.tape.forget(target)
+        return out
+
+
+def _targets(
+    facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[Tensor]:
+    found: list[Tensor] = []
+    for place in facts.writes:
+        if isinstance(place, str):
+            target = kwargs.get(place)
+        else:
+            target = args[place] if place < len(args) else None
+        if isinstance(target, Tensor):
+            found.append(target)
+        elif isinstance(target, (list, tuple)):
+            found.extend(t for t in target if isinstance(t, Tensor))
+    return found
+
+
+def _without_statistics(
+    facts: Facts, func: Any, args: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """Return the arguments for a replay, which must not move running statistics."""
+    recorded = list(args)
+    for position in facts.statistics:
+        if recorded[position] is None:
+            continue
+        optional = "Optional" in str(func._schema.arguments[position].type)
+        recorded[position] = None if optional else recorded[position].clone()
+    return tuple(recorded)

@@ -1,0 +1,302 @@
+"""Regions: a stretch of forward whose saved tensors are forgotten and replayed."""
+
+import threading
+import weakref
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from recoup.backend.graph import (
+    ambient_hooks,
+    at_end_of_backward,
+    current_backward,
+    pop_hooks,
+    push_hooks,
+)
+from recoup.backend.storages import Geometry, copy_storage, shaped
+from recoup.core.errors import ClearedError
+from recoup.engine.policies import Policy
+from recoup.engine.program import Program, needed
+from recoup.engine.recorder import Recorder
+from recoup.engine.tape import Tape
+from recoup.engine.values import Hold, Value, View, version_of
+from recoup.engine.verification import LEDGER, Verify, check_for, signature
+
+STATE_BYTES = 1 << 20
+"""Tensors from outside that a region writes to and then needs as they were after the
+write are copied up to this size: they are counters and running statistics, which the
+next region will write again. Larger ones are held by reference and checked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a region treats what autograd saves in it.
+
+    Attributes:
+        recompute: Forget what is saved and recompute it; False keeps it.
+        policy: Which outputs to keep although they could be recomputed.
+        cache: Keep recomputed values until the graph is freed, for several backwards.
+        verify: When recomputed values are compared with what forward saw.
+    """
+
+    recompute: bool = True
+    policy: Policy | None = None
+    cache: bool = False
+    verify: Verify = "first"
+
+
+class Saved:
+    """Stands for one tensor that autograd saved in a region.
+
+    It dies when autograd lets go of the saved tensor, and the region then knows that
+    one demand for its value is gone.
+    """
+
+    __slots__ = ("geometry", "region", "task", "value")
+
+    def __init__(self, region: "Region", value: Value, geometry: Geometry) -> None:
+        self.region = region
+        self.value = value
+        self.geometry = geometry
+        self.task = -1
+
+    def __del__(self) -> None:
+        self.region.release(self)
+
+
+class Region:
+    """One run of a scope, a function or a module under recoup's control.
+
+    Enter it around the computation. While it is open it records; from then on it
+    lives as long as autograd holds a tensor that was saved in it.
+
+    Args:
+        name: What error messages and statistics call it.
+        options: How saved tensors are treated.
+        key: What tells this region from others, for verification at first use.
+    """
+
+    def __init__(self, name: str, options: Options, key: Hashable = None) -> None:
+        check = check_for(options.verify, key)
+        self.name = name
+        self.options = options
+        self.key = key
+        self.check = check
+        self.tape = Tape(options.policy, check.watch if check else None)
+        self.recorder: Recorder | None = None
+        self.replays = 0
+        self.replayed_operators = 0
+        self.listeners: tuple[Callable[[Tensor], None], ...] = ()
+        self._program: Program | None = None
+        self._live: dict[Value, Tensor] | None = None
+        self._pending: dict[Value, int] = {}
+        self._task = -1
+        self._cleared = False
+        self._lock = threading.RLock()
+
+    def open(self) -> None:
+        """Start recording on this thread."""
+        self.recorder = Recorder(self.tape)
+        self.recorder.__enter__()
+        push_hooks(self.pack, self.unpack)
+
+    def close(self) -> None:
+        """Stop recording; drop what neither backward nor a replay needs."""
+        assert self.recorder is not None, "only an open region is closed"
+        pop_hooks()
+        self.recorder.__exit__(None, None, None)
+        self.recorder = None
+        self._freeze()
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Take a tensor that autograd saves; return what stands for it."""
+        for listener in self.listeners:
+            listener(tensor)
+        try:
+            reference = self.tape.reference(tensor, detached=True)
+        except NotImplementedError:
+            return Hold(tensor)
+        if isinstance(reference, View):
+            value, geometry = reference.value, reference.geometry
+        else:
+            value, geometry = reference, reference.geometry
+        if value.hold is None:
+            if not self.options.recompute and value not in self.tape.forced:
+                value.hold = Hold(tensor)
+                value.geometry = geometry
+            elif self.check is not None and value.fingerprint is None:
+                self._fingerprint(value, tensor, geometry)
+        with self._lock:
+            self.tape.saved[value] = None
+            value.demand += 1
+        return Saved(self, value, geometry)
+
+    def unpack(self, packed: Any) -> Tensor:
+        """Return the tensor that `packed` stands for, recomputing it if need be."""
+        if isinstance(packed, Hold):
+            return packed.fetch("a backward operator")
+        value = packed.value
+        with self._lock:
+            if self._cleared:
+                raise ClearedError(
+                    f"backward needs a tensor saved in region {self.name!r}, but its "
+                    "checkpoints were cleared. Run backward before clearing them, or "
+                    "run the forward again."
+                )
+            hold = value.hold
+            if hold is not None and hold.tensor is not None:
+                whole = hold.fetch("a backward operator")
+            else:
+                whole = self._recomputed(packed)
+        if packed.geometry is value.geometry:
+            return whole
+        return shaped(whole, packed.geometry)
+
+    def release(self, saved: Saved) -> None:
+        """Take note that autograd let go of a saved tensor."""
+        value = saved.value
+        with self._lock:
+            value.demand -= 1
+            if self._live is not None and saved.task != self._task:
+                self._count_down(value)
+
+    def clear(self) -> None:
+        """Drop everything held; a later backward through the region is an error."""
+        with self._lock:
+            self._cleared = True
+            self._live = None
+            self._program = None
+            for value in self.held():
+                value.hold = None
+            self.tape.operations = []
+
+    def held(self) -> list[Value]:
+        """Return the values that the region holds."""
+        if self._program is None:
+            return []
+        return [value for value in self._program.roots if value.hold is not None]
+
+    def recompute(self) -> tuple[Tensor, ...]:
+        """Return the saved values that are not held, recomputed now."""
+        with self._lock:
+            wanted = [value for value in self.tape.saved if _is_wanted(value)]
+            return tuple(self._run(wanted).values())
+
+    def _fingerprint(self, value: Value, tensor: Tensor, geometry: Geometry) -> None:
+        assert self.check is not None, "only called when there is a check"
+        recorder = self.recorder
+        if recorder is None:
+            return
+        recorder.paused = True
+        try:
+            value.fingerprint = self.check.remember(tensor, geometry)
+        finally:
+            recorder.paused = False
+
+    def _freeze(self) -> None:
+        tape = self.tape
+        tape.close()
+        wanted = [value for value in tape.saved if value.demand > 0]
+        indices, roots = needed(tape.operations, wanted)
+        kept = [tape.operations[index] for index in indices]
+        for index, operation in enumerate(kept):
+            for _, value in (*operation.outputs, *operation.writes):
+                value.producer = index
+        tape.operations = kept
+        tape.saved = dict.fromkeys(wanted)
+        if self.key is not None and self.check is None:
+            LEDGER.ran(self.key, signature(kept))
+        self._hand_over(roots)
+        self._program = Program(kept, wanted)
+
+    def _hand_over(self, roots: set[Value]) -> None:
+        """Pass what is held on to the hooks around this region."""
+        hooks = ambient_hooks()
+        for value in roots:
+            hold = value.hold
+            assert hold is not None, "roots are held"
+            tensor = hold.tensor
+            assert tensor is not None, "not handed over before"
+            if value.written and tensor.untyped_storage().nbytes() <= STATE_BYTES:
+                if version_of(tensor) == hold.version:
+                    value.hold = hold = Hold(copy_storage(tensor))
+            if hooks is not None:
+                hold.hand_over(*hooks, value.geometry)
+
+    def _recomputed(self, saved: Saved) -> Tensor:
+        value = saved.value
+        task = current_backward()
+        if task == -1 and not self.options.cache:
+            return self._run([value])[value]
+        if self._live is None or (task != self._task and not self.options.cache):
+            self._start(task)
+        assert self._live is not None, "just started"
+        tensor = self._live.get(value)
+        if tensor is None:
+            # Asked again after its last use, as by a function that reads its saved
+            # tensors twice.
+            return self._run([value])[value]
+        if saved.task != task:
+            saved.task = task
+            self._count_down(value)
+        return tensor
+
+    def _start(self, task: int) -> None:
+        wanted = [value for value in self.tape.saved if _is_wanted(value)]
+        self._live = self._run(wanted)
+        self._pending = {value: value.demand for value in wanted}
+        self._task = task
+        if task != -1 and not self.options.cache:
+            at_end_of_backward(_Ending(self, task))
+
+    def _run(self, wanted: list[Value]) -> dict[Value, Tensor]:
+        program = self._program
+        if program is None or program.wanted != wanted:
+            program = Program(self.tape.operations, wanted)
+        check = self.check
+        if check is None:
+            live = program.run()
+        else:
+            live = program.run(partial(check.observe, self.name))
+            check.compare(self.name, self.tape.operations, live)
+        self.replays += 1
+        self.replayed_operators += len(program.steps)
+        return live
+
+    def _count_down(self, value: Value) -> None:
+        if self.options.cache or value not in self._pending:
+            return
+        self._pending[value] -= 1
+        if self._pending[value] == 0 and self._live is not None:
+            self._live.pop(value, None)
+
+    def end(self, task: int) -> None:
+        """Drop what a backward left behind."""
+        with self._lock:
+            if self._task == task:
+                self._live = None
+                self._pending = {}
+                self._task = -1
+
+
+class _Ending:
+    """Ends a backward in a region without keeping the region alive until then."""
+
+    def __init__(self, region: Region, task: int) -> None:
+        self._region = weakref.ref(region)
+        self._task = task
+
+    def __call__(self) -> None:
+        region = self._region()
+        if region is not None:
+            region.end(self._task)
+
+
+def _is_wanted(value: Value) -> bool:
+    return value.demand > 0 and (value.hold is None or value.hold.tensor is None)
+
+
+

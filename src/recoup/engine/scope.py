@@ -1,0 +1,146 @@
+"""Scopes: `with CheckpointScope("layer1"):` around ordinary PyTorch code."""
+
+import sys
+import threading
+from collections.abc import Hashable
+from types import TracebackType
+from typing import Self
+
+from recoup.core.errors import UnsupportedError, UsageError
+from recoup.engine.active import begin, end
+from recoup.engine.node import CheckpointNode, held_bytes
+from recoup.engine.policies import Policy
+from recoup.engine.region import Options, Region
+from recoup.engine.verification import Verify, check_verify
+
+_FUNC_TRANSFORM = "don't yet support saved tensor hooks"
+
+
+class CheckpointScope:
+    """Forget what autograd saves inside the block; replay it in backward.
+
+    The block is ordinary code: nothing has to be put into a function. Between forward
+    and backward autograd holds only what came into the block from outside. In backward
+    the operators that the saved tensors need are run again, once, and freed at their
+    last use. No Python code of the block runs twice. Gradients are bitwise those of
+    the same code without the scope.
+
+    A scope may be entered again, nested to any depth, and used with the same name any
+    number of times. With gradients disabled it does nothing.
+
+    Costs: in backward at most the operators of the block once more; in forward some
+    microseconds of host time per operator; no synchronisation.
+
+    Args:
+        name: What statistics and error messages call it.
+        enabled: False makes the scope do nothing.
+        use_recomputation: False keeps what autograd saves, still named and accounted.
+        policy: Which outputs to keep although they could be recomputed.
+        verify: Compare replayed values with forward's: at the `"first"` use of this
+            scope, `"always"`, `"full"` (copies of everything, names the first operator
+            that differs), or `"off"`.
+        cache: Keep recomputed values across several backwards, until the graph is
+            freed; by default each backward recomputes.
+
+    Raises:
+        UsageError: The name is empty or no text, or `verify` is none of its words.
+
+    Examples:
+        >>> import torch
+        >>> x = torch.linspace(-1, 1, 8, requires_grad=True)
+        >>> with CheckpointScope("block"):
+        ...     y = (x.exp() * x.sin()).tanh()
+        >>> y.sum().backward()
+        >>> plain = x.detach().clone().requires_grad_()
+        >>> (plain.exp() * plain.sin()).tanh().sum().backward()
+        >>> torch.equal(x.grad, plain.grad)
+        True
+    """
+
+    def __init__(
+        self,
+        name: str,
+        enabled: bool = True,  # noqa: FBT001, FBT002 (the seed's signature)
+        *,
+        use_recomputation: bool = True,
+        policy: Policy | None = None,
+        verify: Verify = "first",
+        cache: bool = False,
+    ) -> None:
+        if not isinstance(name, str) or not name.strip():
+            raise UsageError(
+                f"a scope needs a name: got {name!r}. Give it a text that tells it "
+                'from others, as in CheckpointScope("layer1").'
+            )
+        check_verify(verify)
+        caller = sys._getframe(1)
+        self._name = name
+        self._key: Hashable = (name, caller.f_code.co_filename, caller.f_lineno)
+        self._policy = policy
+        self._verify: Verify = verify
+        self._cache = cache
+        self._entered = threading.local()
+        self._nodes: list[CheckpointNode] = []
+        self.is_enabled = enabled
+        self.use_recomputation = use_recomputation
+
+    @property
+    def name(self) -> str:
+        """What statistics and error messages call the scope."""
+        return self._name
+
+    @property
+    def nodes(self) -> list[CheckpointNode]:
+        """The regions of this scope whose graph is still alive, oldest first."""
+        self._nodes = [node for node in self._nodes if node.is_alive]
+        return list(self._nodes)
+
+    @property
+    def memory_bytes(self) -> int:
+        """The bytes that the scope's living regions hold; shared storages once."""
+        return held_bytes(self.nodes)
+
+    def __enter__(self) -> Self:
+        region = begin(self._name, self._options(), self._key) if self.is_enabled else None
+        self._stack().append(region)
+        if region is not None:
+            self._nodes = self.nodes
+            self._nodes.append(CheckpointNode(region=region))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+        if isinstance(error, RuntimeError) and _FUNC_TRANSFORM in str(error):
+            raise UnsupportedError(
+                f"scope {self._name!r} holds a torch.func transform that PyTorch does "
+                "not let work with saved-tensor hooks. Move the transform out of the "
+                "scope, or use torch.autograd.grad inside it."
+            ) from error
+
+    def close(self) -> None:
+        """End the recording that was begun last; do nothing if none is open.
+
+        What backward will need is untouched.
+        """
+        stack = self._stack()
+        region = stack.pop() if stack else None
+        if region is not None:
+            end(region)
+
+    def _options(self) -> Options:
+        return Options(
+            recompute=self.use_recomputation,
+            policy=self._policy,
+            cache=self._cache,
+            verify=self._verify,
+        )
+
+    def _stack(self) -> list[Region | None]:
+        if not hasattr(self._entered, "stack"):
+            self._entered.stack = []
+        return self._entered.stack

@@ -1,0 +1,244 @@
+"""The tape: which operators a region ran, on which values, and what must be held."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from recoup.backend.operators import Operator
+from recoup.backend.storages import (
+    QUANTIZED,
+    Geometry,
+    copy_storage,
+    free_weak_reference,
+    geometry_of,
+    lazy_bits,
+    take_weak_reference,
+)
+from recoup.engine.policies import Policy
+from recoup.engine.values import OUTSIDE, Hold, Operation, Value, View
+
+Watch = Callable[[Value, Tensor], None]
+
+
+class Tape:
+    """What one region did so far, and which of its values are held.
+
+    See docs/design/engine.md for the rules. The tape owns its values; nothing on it
+    refers back to the tape.
+
+    Args:
+        policy: Which outputs to keep although they could be recomputed.
+        watch: Called with every value that an operation makes, and its tensor.
+
+    Attributes:
+        operations: What ran, in order.
+        saved: The values that autograd saved, each once, in order.
+        forced: The values that the user asked to be recomputed.
+    """
+
+    def __init__(
+        self, policy: Policy | None = None, watch: Watch | None = None
+    ) -> None:
+        self.operations: list[Operation] = []
+        self.saved: dict[Value, None] = {}
+        self.forced: set[Value] = set()
+        self._policy = policy
+        self._watch = watch
+        self._current: dict[int, Value] = {}
+        self._lazy_bits_seen = False
+
+    def close(self) -> None:
+        """Let go of the storages' identities: no more recording."""
+        for address in self._current:
+            free_weak_reference(address)
+        self._current = {}
+
+    def __del__(self) -> None:
+        self.close()
+
+    def value_of(self, tensor: Tensor) -> Value | None:
+        """Return the value that the tensor names now, if the tape knows it."""
+        return self._current.get(tensor.untyped_storage()._cdata)
+
+    def reference(
+        self, tensor: Tensor, *, detached: bool = False, read: bool = True
+    ) -> Value | View:
+        """Return a reference to what the tensor names; hold it if it is from outside.
+
+        Args:
+            tensor: A tensor with a storage.
+            detached: It has no graph behind it and may be held as it is.
+            read: Somebody looks at its contents; False if they are overwritten.
+        """
+        value = self._current.get(tensor.untyped_storage()._cdata)
+        if value is None:
+            value = self._admit(tensor)
+        if value.tainted and read:
+            # Uninitialised memory that somebody reads was filled behind our back.
+            value.tainted = False
+            value.producer = OUTSIDE
+        if value.producer == OUTSIDE and value.hold is None:
+            value.hold = Hold(tensor if detached else tensor.detach())
+            value.geometry = geometry_of(tensor)
+            return value
+        return self.refer(tensor, value)
+
+    def call(
+        self,
+        operator: Operator,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        *,
+        overwritten: Sequence[Tensor] = (),
+    ) -> Operation:
+        """Return the call as an operation, its tensors replaced by references.
+
+        Args:
+            operator: What is called.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            overwritten: Those among the tensors that it writes without reading them.
+
+        Raises:
+            NotImplementedError: One of the tensors has no storage.
+        """
+        template: list[Any] = list(args)
+        places: list[int | str] = []
+        reads: list[Value] = []
+        for position, argument in enumerate(args):
+            if isinstance(argument, (Tensor, list, tuple)):
+                found = self._refer(argument, reads, overwritten)
+                if found is not argument:
+                    template[position] = found
+                    places.append(position)
+        named = kwargs
+        for name, argument in kwargs.items():
+            if isinstance(argument, (Tensor, list, tuple)):
+                found = self._refer(argument, reads, overwritten)
+                if found is not argument:
+                    named = dict(named) if named is kwargs else named
+                    named[name] = found
+                    places.append(name)
+        return Operation(operator, template, named, places, reads)
+
+    def append(self, operation: Operation, out: Any, *, tainted: bool = False) -> None:
+        """Put an operation on the tape with the new values among its results."""
+        index = len(self.operations)
+        if isinstance(out, Tensor):
+            self._born(operation, index, None, out)
+        elif isinstance(out, (tuple, list)):
+            for place, element in enumerate(out):
+                if isinstance(element, Tensor):
+                    self._born(operation, index, place, element)
+        if operation.outputs or operation.writes:
+            self.operations.append(operation)
+            if tainted:
+                for _, value in operation.outputs:
+                    value.tainted = True
+
+    def protect(self, tensor: Tensor) -> None:
+        """Prepare for a write: what the tape refers to must survive it."""
+        value = self.value_of(tensor)
+        if value is not None and value.hold is not None:
+            if value.producer == OUTSIDE:
+                value.hold = Hold(copy_storage(tensor))
+            else:
+                value.hold = None
+
+    def overwrite(self, tensor: Tensor, producer: int, before: Value | View) -> Value:
+        """Give the tensor's storage a new value, after a write by `producer`.
+
+        Args:
+            tensor: What was written to.
+            producer: The index of the operation that wrote, or `OUTSIDE`.
+            before: How the operation referred to the tensor. An operator may resize
+                a tensor it was given whole.
+        """
+        if isinstance(before, View):
+            geometry = before.value.geometry
+        else:
+            geometry = geometry_of(tensor)
+        value = Value(producer, geometry)
+        self._name(tensor, value)
+        if self._watch is not None:
+            self._watch(value, tensor)
+        return value
+
+    def forget(self, tensor: Tensor) -> None:
+        """Take note of a write that is not recorded: the storage is opaque now."""
+        value = Value(OUTSIDE, geometry_of(tensor))
+        value.written = True
+        self._name(tensor, value)
+
+    def refer(self, tensor: Tensor, value: Value) -> Value | View:
+        """Return a reference to a known value by the tensor's geometry."""
+        geometry = self._geometry(tensor)
+        return value if geometry == value.geometry else View(value, geometry)
+
+    def _refer(
+        self, argument: Any, reads: list[Value], overwritten: Sequence[Tensor]
+    ) -> Any:
+        if isinstance(argument, Tensor):
+            read = not any(argument is tensor for tensor in overwritten)
+            found = self.reference(argument, read=read)
+            reads.append(found.value if type(found) is View else found)
+            return found
+        if any(isinstance(element, Tensor) for element in argument):
+            return [
+                self._refer(element, reads, overwritten)
+                if isinstance(element, Tensor)
+                else element
+                for element in argument
+            ]
+        return argument
+
+    def _admit(self, tensor: Tensor) -> Value:
+        if lazy_bits(tensor):
+            self._lazy_bits_seen = True
+        value = Value(OUTSIDE, geometry_of(tensor))
+        self._name(tensor, value)
+        return value
+
+    def _name(self, tensor: Tensor, value: Value) -> None:
+        address = take_weak_reference(tensor)
+        if address in self._current:
+            free_weak_reference(address)
+        self._current[address] = value
+
+    def _born(
+        self, operation: Operation, index: int, place: int | None, tensor: Tensor
+    ) -> None:
+        try:
+            geometry = self._geometry(tensor)
+            address = tensor.untyped_storage()._weak_ref()
+        except NotImplementedError:
+            return
+        if address in self._current:
+            free_weak_reference(address)
+            return
+        value = Value(index, geometry)
+        self._current[address] = value
+        operation.outputs.append((place, value))
+        if self._watch is not None:
+            self._watch(value, tensor)
+        policy = self._policy
+        if policy is not None and policy.keeps(
+            str(operation.operator), tensor.untyped_storage().nbytes()
+        ):
+            value.hold = Hold(tensor.detach())
+
+    def _geometry(self, tensor: Tensor) -> Geometry:
+        dtype = tensor.dtype
+        # Lazy bits come from complex tensors only; asking costs as much as the rest.
+        if dtype.is_complex:
+            self._lazy_bits_seen = True
+        elif dtype in QUANTIZED:
+            raise NotImplementedError("a quantizer is not part of the storage")
+        return Geometry(
+            tensor.shape,
+            tensor.stride(),
+            tensor.storage_offset(),
+            dtype,
+            lazy_bits(tensor) if self._lazy_bits_seen else 0,
+        )

@@ -1,0 +1,154 @@
+"""Values, the operations that made them, and the holds that keep some of them."""
+
+from typing import Any
+
+from torch import Generator, Tensor
+
+from recoup.backend.graph import Pack, Unpack
+from recoup.backend.operators import Operator
+from recoup.backend.storages import Geometry, flat, shaped
+from recoup.core.errors import ChangedTensorError
+
+OUTSIDE = -1
+"""The producer of a value that no recorded operation made."""
+
+
+class Value:
+    """One storage at one version, as a region saw it.
+
+    Plain slots and no properties: one is made for every operator that runs.
+
+    Attributes:
+        producer: The index of the operation that made it, or `OUTSIDE`.
+        geometry: How the tensor that first named it lies in its storage.
+        hold: What keeps it, or None when it is to be recomputed.
+        demand: How many tensors saved by autograd refer to it now.
+        tainted: Part of it is uninitialised memory as far as the tape knows.
+        written: It is the outcome of a write to a tensor from outside.
+        fingerprint: What its bits looked like in forward, if that is checked.
+    """
+
+    __slots__ = (
+        "demand",
+        "fingerprint",
+        "geometry",
+        "hold",
+        "producer",
+        "tainted",
+        "written",
+    )
+
+    def __init__(self, producer: int, geometry: Geometry) -> None:
+        self.producer = producer
+        self.geometry = geometry
+        self.hold: Hold | None = None
+        self.demand = 0
+        self.tainted = False
+        self.written = False
+        self.fingerprint: Any = None
+
+
+class View:
+    """A reference to a value by another geometry than its own."""
+
+    __slots__ = ("geometry", "value")
+
+    def __init__(self, value: Value, geometry: Geometry) -> None:
+        self.value = value
+        self.geometry = geometry
+
+
+class Operation:
+    """One operator call on the tape, its tensors replaced by values.
+
+    Attributes:
+        operator: What was called.
+        args: Positional arguments; each tensor is a `Value` or a `View`.
+        kwargs: Keyword arguments, likewise.
+        places: Positions and names of the arguments that hold references.
+        reads: The values it takes.
+        outputs: Its new values, each with its place in the result (None: all of it).
+        writes: Pairs of the value before and the value after a write.
+        random: The generator it draws from and the state before it did.
+    """
+
+    __slots__ = (
+        "args",
+        "kwargs",
+        "operator",
+        "outputs",
+        "places",
+        "random",
+        "reads",
+        "writes",
+    )
+
+    def __init__(
+        self,
+        operator: Operator,
+        args: list[Any],
+        kwargs: dict[str, Any],
+        places: list[int | str],
+        reads: list[Value],
+    ) -> None:
+        self.operator = operator
+        self.args = args
+        self.kwargs = kwargs
+        self.places = places
+        self.reads = reads
+        self.outputs: list[tuple[int | None, Value]] = []
+        self.writes: list[tuple[Value, Value]] = []
+        self.random: tuple[Generator, Tensor] | None = None
+
+
+class Hold:
+    """Keeps one value: the tensor itself with its version, or what hooks made of it."""
+
+    __slots__ = ("geometry", "packed", "tensor", "unpack", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor: Tensor | None = tensor
+        self.version = version_of(tensor)
+        self.packed: Any = None
+        self.unpack: Unpack | None = None
+        self.geometry: Geometry | None = None
+
+    def hand_over(self, pack: Pack, unpack: Unpack, geometry: Geometry) -> None:
+        """Let the saved-tensor hooks around the region keep the value instead.
+
+        The hooks get the whole storage, because references to the value may name any
+        part of it.
+        """
+        assert self.tensor is not None, "a hold is handed over once"
+        self.check("a checkpointed region")
+        self.packed = pack(flat(self.tensor))
+        self.unpack = unpack
+        self.geometry = geometry
+        self.tensor = None
+
+    def fetch(self, user: str) -> Tensor:
+        """Return the value, or raise if it was changed; `user` is named then."""
+        if self.unpack is not None:
+            assert self.geometry is not None, "set together with unpack"
+            return shaped(self.unpack(self.packed), self.geometry)
+        self.check(user)
+        assert self.tensor is not None, "either a tensor or hooks hold the value"
+        return self.tensor
+
+    def check(self, user: str) -> None:
+        """Raise if the tensor was written to since the region used it."""
+        tensor = self.tensor
+        assert tensor is not None, "only a tensor in hand can be checked"
+        if version_of(tensor) != self.version:
+            raise ChangedTensorError(
+                f"a tensor of shape {tuple(tensor.shape)} and type {tensor.dtype} that "
+                f"{user} used inside a checkpointed region was changed in place before "
+                f"backward (it is at version {version_of(tensor)}, the region used "
+                f"version {self.version}). Change it after backward, or give the "
+                "region a clone of it."
+            )
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return the tensor's version counter; inference tensors have none, so -1."""
+    return -1 if tensor.is_inference() else tensor._version

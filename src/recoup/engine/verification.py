@@ -1,0 +1,190 @@
+"""Verification: a replayed value must have the bits that forward saw."""
+
+import threading
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from recoup.backend.fingerprints import fingerprint
+from recoup.backend.graph import at_end_of_backward, current_backward
+from recoup.backend.storages import Geometry, flat, shaped
+from recoup.core.errors import MismatchError, UsageError
+from recoup.engine.values import Operation, Value
+
+Verify = Literal["first", "always", "full", "off"]
+"""When replayed values are compared with forward's: the first time a region is used,
+every time, every time against copies of all values (for debugging), or never."""
+
+_REASONS = (
+    "Either the operator gives another result when it is run again (a nondeterministic "
+    "kernel), or something wrote to the region's tensors without autograd's knowledge "
+    "(`.data`, a custom kernel, NumPy). Keep its output with `recoup.keep`, or find the "
+    'first operator that differs with `verify="full"`.'
+)
+
+
+class Ledger:
+    """Remembers which regions have been verified, so that it is done once."""
+
+    def __init__(self) -> None:
+        self._done: dict[Hashable, set[int]] = {}
+        self._due: set[Hashable] = set()
+        self._lock = threading.Lock()
+
+    def needs(self, key: Hashable) -> bool:
+        """Return whether the region is to be verified when it is run next."""
+        return key not in self._done or key in self._due
+
+    def done(self, key: Hashable, signature: int) -> None:
+        """Take note that a region with these operators was verified."""
+        with self._lock:
+            self._done.setdefault(key, set()).add(signature)
+            self._due.discard(key)
+
+    def ran(self, key: Hashable, signature: int) -> None:
+        """Take note that a region ran unverified; other operators make it due again."""
+        with self._lock:
+            if signature not in self._done.get(key, ()):
+                self._due.add(key)
+
+
+LEDGER = Ledger()
+
+
+class Check:
+    """Compares the saved values of one region with what forward saw.
+
+    Holds three integers for each saved value and synchronises nothing before the end
+    of backward.
+
+    Args:
+        key: What the ledger knows the region by, or None to leave no note.
+    """
+
+    def __init__(self, key: Hashable | None = None) -> None:
+        self.key = key
+
+    def remember(self, tensor: Tensor, geometry: Geometry) -> object:
+        """Return what `compare` needs to know about a value of forward."""
+        return geometry, fingerprint(tensor)
+
+    def watch(self, value: Value, tensor: Tensor) -> None:
+        """Look at a value of forward as it is made; this check does not need to."""
+
+    def compare(
+        self,
+        region: str,
+        operations: Sequence[Operation],
+        replayed: Mapping[Value, Tensor],
+    ) -> None:
+        """Compare replayed values with forward's, at the end of the running backward.
+
+        Raises:
+            MismatchError: Outside of a backward, at once.
+        """
+        verdict = Verdict(region)
+        for value, tensor in replayed.items():
+            if value.fingerprint is not None:
+                geometry, before = value.fingerprint
+                now = fingerprint(shaped(tensor, geometry))
+                operator = str(operations[value.producer].operator)
+                verdict.add(value.producer, operator, (now != before).any())
+        if current_backward() == -1:
+            verdict()
+        else:
+            at_end_of_backward(verdict)
+        if self.key is not None:
+            LEDGER.done(self.key, signature(operations))
+
+    def observe(self, region: str, value: Value, tensor: Tensor, operator: str) -> None:
+        """Look at a value as a replay makes it; this check does not need to."""
+
+
+class FullCheck(Check):
+    """Compares every value of a region with a copy of what forward made. Debugging."""
+
+    def __init__(self, key: Hashable | None = None) -> None:
+        super().__init__(key)
+        self._originals: dict[Value, Tensor] = {}
+
+    def remember(self, tensor: Tensor, geometry: Geometry) -> object:
+        """Return nothing: `watch` has seen the value already."""
+        del tensor, geometry
+
+    def watch(self, value: Value, tensor: Tensor) -> None:
+        """Keep a copy of the value."""
+        self._originals[value] = flat(tensor.detach()).clone()
+
+    def observe(self, region: str, value: Value, tensor: Tensor, operator: str) -> None:
+        """Compare a replayed value with forward's at once.
+
+        Raises:
+            MismatchError: It differs; the operator is the first that does.
+        """
+        original = self._originals.get(value)
+        if original is None:
+            return
+        now = flat(tensor)
+        if torch.equal(fingerprint(now), fingerprint(original)):
+            return
+        unequal = int((now != original).sum())
+        raise MismatchError(
+            f"region {region!r}: {operator} is the first operator that gave another "
+            f"result when it was run again: {unequal} of {now.numel()} elements of a "
+            f"{now.dtype} tensor differ. {_REASONS}"
+        )
+
+
+class Verdict:
+    """What a check found; reads the answers from the device when it is called.
+
+    Args:
+        region: The region's name.
+    """
+
+    def __init__(self, region: str) -> None:
+        self._region = region
+        self._flags: list[tuple[int, str, Tensor]] = []
+
+    def add(self, place: int, operator: str, differs: Tensor) -> None:
+        """Add the answer for a value made by the operator at a place on the tape."""
+        self._flags.append((place, operator, differs))
+
+    def __call__(self) -> None:
+        """Raise if any value differed."""
+        wrong = [(at, operator) for at, operator, flag in self._flags if flag.item()]
+        if wrong:
+            raise MismatchError(
+                f"region {self._region!r}: recomputing {min(wrong)[1]} did not give "
+                f"what forward computed ({len(wrong)} of {len(self._flags)} saved "
+                "values differ). Do not use the gradients of this backward. "
+                f"{_REASONS}"
+            )
+
+
+def check_verify(verify: Verify) -> None:
+    """Raise unless `verify` is one of its words."""
+    if verify not in get_args(Verify):
+        raise UsageError(
+            f"verify must be one of {', '.join(map(repr, get_args(Verify)))}: got "
+            f"{verify!r}."
+        )
+
+
+def check_for(verify: Verify, key: Hashable) -> Check | None:
+    """Return the check that a region needs now, or None."""
+    if verify == "full":
+        return FullCheck()
+    if verify == "always":
+        return Check()
+    if verify == "first" and LEDGER.needs(key):
+        return Check(key)
+    return None
+
+
+def signature(operations: Sequence[Operation]) -> int:
+    """Return a number that stands for the operators of a region."""
+    return hash(tuple(operation.operator for operation in operations))
+

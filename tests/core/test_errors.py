@@ -1,0 +1,41 @@
+"""The classes of error: what catches what."""
+
+import inspect
+
+import pytest
+
+from recoup.core import errors
+
+ERRORS = [
+    value
+    for value in vars(errors).values()
+    if inspect.isclass(value) and value.__module__ == errors.__name__
+]
+REPLAY_ERRORS = ["ChangedTensorError", "MismatchError", "ClearedError", "CaptureError"]
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_one_base_class_catches_every_error(error):
+    with pytest.raises(errors.RecoupError, match="the message"):
+        raise error("the message")
+
+
+@pytest.mark.parametrize("name", REPLAY_ERRORS)
+def test_replay_error_catches_every_way_in_which_a_replay_fails(name):
+    assert issubclass(getattr(errors, name), errors.ReplayError)
+
+
+def test_code_that_expects_the_builtin_errors_still_catches_ours():
+    assert issubclass(errors.UsageError, ValueError)
+    assert issubclass(errors.ReplayError, RuntimeError)
+    assert issubclass(errors.UnsupportedError, RuntimeError)
+
+
+def test_a_wrong_call_is_not_mistaken_for_a_failed_replay():
+    assert not issubclass(errors.UsageError, RuntimeError)
+    assert not issubclass(errors.ReplayError, ValueError)
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_every_error_says_when_it_is_raised(error):
+    assert (error.__doc__ or "").strip()

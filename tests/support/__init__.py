@@ -1,0 +1,1 @@
+"""What the tests share: twins, and PyTorch's own databases as the judge."""

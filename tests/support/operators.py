@@ -1,0 +1,236 @@
+"""PyTorch's own operator database as the judge of the engine."""
+
+import random
+import unittest
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.support.twin import Region, Step, Verdict, judge
+from tests.support.variants import VARIANTS, alone
+
+DTYPES = (
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.complex128,
+)
+SPARSE_LAYOUTS = (
+    torch.sparse_coo,
+    torch.sparse_csr,
+    torch.sparse_csc,
+    torch.sparse_bsr,
+    torch.sparse_bsc,
+)
+# Their result, or its enlarged part, is whatever the memory held before.
+UNINITIALISED = frozenset(
+    {
+        "empty",
+        "empty_like",
+        "empty_permuted",
+        "empty_strided",
+        "new_empty",
+        "new_empty_strided",
+        "resize_",
+        "resize_as_",
+    }
+)
+
+# Given the scopes of a run, names the operators whose values were kept there.
+KeptValues = Callable[[Sequence[Any]], Iterable[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One subject (an operator, a module) in one setting, and what came of it."""
+
+    subject: str
+    dtype: torch.dtype
+    setting: str
+    verdict: Verdict
+    kept: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        where = f"{self.subject} {dtype} {self.setting}"
+        return f"{where}: {self.verdict.kind}: {self.verdict.detail}"
+
+
+def operator_database() -> list[Any]:
+    """Load PyTorch's operator database without its effect on global flags.
+
+    Importing PyTorch's test library forbids assignments to `torch.backends` flags
+    for the rest of the process, which would reach into other tests.
+    """
+    frozen = torch.backends.flags_frozen()
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    setattr(torch.backends, "__allow_nonbracketed_mutation_flag", not frozen)  # noqa: B010
+    return list(op_db)
+
+
+def operator_cases(
+    op: Any,
+    region: Region,
+    *,
+    variants: Iterable[str],
+    dtypes: Iterable[torch.dtype] = DTYPES,
+    limit: int | None = None,
+    device: str = "cpu",
+    refusals: tuple[type[BaseException], ...] = (),
+    kept_values: KeptValues | None = None,
+) -> Iterator[Case]:
+    """Judge one operator in several variants, on PyTorch's sample inputs.
+
+    Args:
+        op: An entry of the operator database.
+        region: Makes the regions under test.
+        variants: Names of `VARIANTS`; those that do not apply are left out.
+        dtypes: Left out where the operator does not support one.
+        limit: Most samples taken for each data type; all without it.
+        device: Where the samples are made.
+        refusals: Exceptions that are an allowed answer of the region.
+        kept_values: If given, asked after each case what was kept.
+    """
+    chosen = [VARIANTS[name] for name in variants if VARIANTS[name].applies(op)]
+    for dtype in dtypes:
+        if not chosen or dtype not in op.supported_dtypes(device):
+            continue
+        for index, sample in enumerate(dense_samples(op, dtype, device, limit)):
+            for variant in chosen:
+                yield run_case(
+                    op.formatted_name,
+                    dtype,
+                    f"sample {index}, {variant.name}",
+                    step=variant.build(op, sample),
+                    region=region,
+                    refusals=refusals,
+                    kept_values=kept_values,
+                )
+
+
+def sparse_cases(
+    op: Any, region: Region, *, limit: int | None = None, device: str = "cpu"
+) -> Iterator[Case]:
+    """Judge one operator on its sparse samples, in every layout it supports."""
+    for layout in SPARSE_LAYOUTS:
+        for index, sample in enumerate(sparse_samples(op, layout, device, limit)):
+            name = str(layout).removeprefix("torch.")
+            yield run_case(
+                op.formatted_name,
+                torch.float64,
+                f"sample {index}, {name}",
+                step=alone(op, sample),
+                region=region,
+            )
+
+
+def run_case(
+    subject: str,
+    dtype: torch.dtype,
+    setting: str,
+    *,
+    step: Step,
+    region: Region,
+    refusals: tuple[type[BaseException], ...] = (),
+    kept_values: KeptValues | None = None,
+) -> Case:
+    """Judge one step, and name the case."""
+    if subject in UNINITIALISED:
+        reason = "the result is uninitialised memory"
+        return Case(subject, dtype, setting, Verdict("excluded", reason))
+    if kept_values is None:
+        verdict = judge(step, region, refusals=refusals)
+        return Case(subject, dtype, setting, verdict)
+    scopes: list[Any] = []
+
+    def tracked(*args: Any, **kwargs: Any) -> AbstractContextManager[Any]:
+        scopes.append(region(*args, **kwargs))
+        return scopes[-1]
+
+    verdict = judge(step, tracked, refusals=refusals)
+    kept = tuple(kept_values(scopes))
+    return Case(subject, dtype, setting, verdict, kept)
+
+
+def dense_samples(
+    op: Any, dtype: torch.dtype, device: str, limit: int | None
+) -> list[Any]:
+    """Draw an operator's samples, the same ones each time."""
+    requires_grad = op.supports_autograd and dtype in op.supported_backward_dtypes(
+        device
+    )
+    _seed_everything()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        samples = op.sample_inputs(device, dtype, requires_grad=requires_grad)
+        return list(islice(samples, limit))
+
+
+def sparse_samples(
+    op: Any, layout: torch.layout, device: str, limit: int | None
+) -> list[Any]:
+    """Draw an operator's sparse samples; none where the layout is not supported."""
+    coo = layout == torch.sparse_coo
+    name = "supports_" + str(layout).removeprefix("torch.")
+    if not getattr(op, "supports_sparse" if coo else name):
+        return []
+    _seed_everything()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            samples = op.sample_inputs_sparse(
+                layout, device, torch.float64, requires_grad=op.supports_autograd
+            )
+            return list(islice(samples, limit))
+        except (NotImplementedError, unittest.SkipTest):  # flagged, but no samples
+            return []
+
+
+def failures(cases: Iterable[Case]) -> list[str]:
+    """Return the cases that were wrong or crashed, in words."""
+    return [str(case) for case in cases if case.verdict.failed]
+
+
+def write_summary(path: Path, title: str, cases: Sequence[Case]) -> None:
+    """Append counts per data type and every exception to the rule to a page."""
+    kinds = ("equal", "wrong", "crashed", "refused", "excluded")
+    counts = Counter((case.dtype, case.verdict.kind) for case in cases)
+    lines = [f"# {title}", "", "| dtype | " + " | ".join(kinds) + " |"]
+    lines.append("|---" * (len(kinds) + 1) + "|")
+    for dtype in sorted({case.dtype for case in cases}, key=str):
+        numbers = " | ".join(str(counts[dtype, kind]) for kind in kinds)
+        lines.append(f"| {str(dtype).removeprefix('torch.')} | {numbers} |")
+    kept = Counter(name for case in cases for name in case.kept)
+    if kept:
+        lines += ["", "Kept instead of replayed (cases):", ""]
+        lines += [f"- {name}: {count}" for name, count in sorted(kept.items())]
+    for kind in kinds[1:]:
+        found = Counter(
+            (case.subject, case.setting.split(", ")[-1], case.verdict.detail)
+            for case in cases
+            if case.verdict.kind == kind
+        )
+        if found:
+            lines += ["", f"## {kind}", ""]
+        lines += [
+            f"- {subject}, {setting}, {count} cases: {detail}"
+            for (subject, setting, detail), count in sorted(found.items())
+        ]
+    with path.open("a", encoding="utf-8") as page:
+        page.write("\n".join(lines) + "\n\n")
+
+
+def _seed_everything() -> None:
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002: PyTorch's samples draw from this generator

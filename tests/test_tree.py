@@ -1,0 +1,58 @@
+"""The shape of the source tree: small, described modules with telling names."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "recoup"
+MODULES = sorted(SOURCE.rglob("*.py"))
+MOST_LINES = 400
+# Names that say nothing about what is inside, and so attract everything.
+EMPTY_NAMES = {"utils", "common", "misc", "helpers", "base"}
+
+
+def faults(module: Path) -> list[str]:
+    """What is wrong with the shape of a module; nothing, if all is well."""
+    text = module.read_text(encoding="utf-8")
+    found = []
+    if len(text.splitlines()) > MOST_LINES:
+        found.append(f"has more than {MOST_LINES} lines: split it by concept")
+    if not (ast.get_docstring(ast.parse(text)) or "").strip():
+        found.append("has no docstring: say in one sentence what it is for")
+    if module.stem in EMPTY_NAMES or module.parent.name in EMPTY_NAMES:
+        found.append("is named after nothing in particular: name its concept")
+    return found
+
+
+def test_the_source_tree_is_found():
+    assert SOURCE / "core" / "errors.py" in MODULES
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda m: str(m.relative_to(SOURCE)))
+def test_a_module_is_small_described_and_well_named(module):
+    assert faults(module) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "fault"),
+    [
+        ("long.py", '"""Long."""\n' + "x = 1\n" * MOST_LINES, "more than 400 lines"),
+        ("silent.py", "x = 1\n", "no docstring"),
+        ("blank.py", '""" """\n', "no docstring"),
+        ("utils.py", '"""All sorts."""\n', "named after nothing"),
+        ("helpers/offload.py", '"""Offload."""\n', "named after nothing"),
+    ],
+)
+def test_a_module_out_of_shape_is_found(tmp_path, name, text, fault):
+    module = tmp_path / name
+    module.parent.mkdir(exist_ok=True)
+    module.write_text(text)
+    (found,) = faults(module)
+    assert fault in found
+
+
+def test_a_module_of_exactly_the_most_lines_is_accepted(tmp_path):
+    module = tmp_path / "offload.py"
+    module.write_text('"""Offload."""\n' + "x = 1\n" * (MOST_LINES - 1))
+    assert faults(module) == []
