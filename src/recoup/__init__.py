@@ -1,3 +1,75 @@
 """Make PyTorch training fit in the memory there is."""
-from recoup.engine.scope import CheckpointScope as CheckpointScope
-from recoup.core.errors import RecoupError as RecoupError
+
+from recoup.core.errors import (
+    CaptureError,
+    ChangedTensorError,
+    ClearedError,
+    MismatchError,
+    RecoupError,
+    ReplayError,
+    UnsupportedError,
+    UsageError,
+)
+from recoup.engine.function import (
+    checkpoint,
+    checkpoint_segment,
+    checkpoint_segment_flex,
+)
+from recoup.engine.group import CheckpointGroup
+from recoup.engine.manager import CheckpointManager
+from recoup.engine.marks import (
+    adaptive_checkpoint,
+    checkpoint_count,
+    clear_checkpoint_marks,
+    is_checkpoint,
+    keep,
+    mark_checkpoint,
+    recompute,
+    unmark_checkpoint,
+)
+from recoup.engine.module import (
+    checkpoint_module,
+    is_checkpointed,
+    uncheckpoint_module,
+)
+from recoup.engine.node import CheckpointNode
+from recoup.engine.policies import KeepCostly, KeepSmall, Policy
+from recoup.engine.profiler import CheckpointProfiler
+from recoup.engine.recomputing import is_recomputing
+from recoup.engine.rerun import rerun
+from recoup.engine.scope import CheckpointScope
+
+__all__ = [
+    "CaptureError",
+    "ChangedTensorError",
+    "CheckpointGroup",
+    "CheckpointManager",
+    "CheckpointNode",
+    "CheckpointProfiler",
+    "CheckpointScope",
+    "ClearedError",
+    "KeepCostly",
+    "KeepSmall",
+    "MismatchError",
+    "Policy",
+    "RecoupError",
+    "ReplayError",
+    "UnsupportedError",
+    "UsageError",
+    "adaptive_checkpoint",
+    "checkpoint",
+    "checkpoint_count",
+    "checkpoint_module",
+    "checkpoint_segment",
+    "checkpoint_segment_flex",
+    "clear_checkpoint_marks",
+    "is_checkpoint",
+    "is_checkpointed",
+    "is_recomputing",
+    "keep",
+    "mark_checkpoint",
+    "recompute",
+    "rerun",
+    "uncheckpoint_module",
+    "unmark_checkpoint",
+]

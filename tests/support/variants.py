@@ -45,8 +45,8 @@ def nested(op: Any, sample: Any) -> Step:
         given = duplicate((sample.input, sample.args, sample.kwargs))
         first, args, kwargs = given
         scale = torch.linspace(0.5, 1.5, 3).requires_grad_()
-        with region("larger", verify=False):
-            with region("operator", verify=False):
+        with region("larger", verify="off"):
+            with region("operator", verify="off"):
                 result = op(first, *args, **kwargs)
             result = sample.output_process_fn_grad(result)
             factor = (scale * scale)[1]

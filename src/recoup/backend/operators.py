@@ -79,9 +79,7 @@ def facts_of(operator: Any) -> Facts:
         opaque_on_accelerator=base.rstrip("_") in _ATOMIC,
         writes=written,
         overwrites=torch.Tag.out in tags or base in _OVERWRITING,
-        makes_more=any(
-            returned.alias_info is None for returned in schema.returns
-        ),
+        makes_more=any(returned.alias_info is None for returned in schema.returns),
         random=torch.Tag.nondeterministic_seeded in tags or _takes_generator(schema),
         uninitialised=base in _UNINITIALISED,
         statistics=statistics[0],

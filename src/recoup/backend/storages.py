@@ -61,6 +61,11 @@ def has_storage(tensor: Tensor) -> bool:
     )
 
 
+def version_of(tensor: Tensor) -> int:
+    """Return the tensor's version counter; inference tensors have none, so -1."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
 def geometry_of(tensor: Tensor) -> Geometry:
     """Return how the tensor lies in its storage."""
     return Geometry(
@@ -92,9 +97,7 @@ def shaped(tensor: Tensor, geometry: Geometry) -> Tensor:
 def flat(tensor: Tensor) -> Tensor:
     """Return the whole storage as one dimension, in the tensor's type."""
     length = tensor.untyped_storage().nbytes() // tensor.element_size()
-    return shaped(
-        tensor, Geometry(torch.Size((length,)), (1,), 0, tensor.dtype, 0)
-    )
+    return shaped(tensor, Geometry(torch.Size((length,)), (1,), 0, tensor.dtype, 0))
 
 
 def copy_storage(tensor: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Who watches regions: profilers and managers, told of every region that runs."""
 
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -38,3 +39,11 @@ def unsubscribe(observer: Observer) -> None:
     """Stop telling the observer."""
     with _LOCK:
         _OBSERVERS.remove(observer)
+
+
+def is_transparent(pack: Callable[..., object]) -> bool:
+    """Return whether saved-tensor hooks only watch and change nothing.
+
+    A region does not pass its holds on to such hooks.
+    """
+    return getattr(pack, "is_transparent", False)

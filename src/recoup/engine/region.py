@@ -16,19 +16,29 @@ from recoup.backend.graph import (
     pop_hooks,
     push_hooks,
 )
-from recoup.backend.storages import Geometry, copy_storage, shaped
+from recoup.backend.storages import Geometry, copy_storage, shaped, version_of
 from recoup.core.errors import ClearedError
+from recoup.engine.observers import is_transparent
 from recoup.engine.policies import Policy
 from recoup.engine.program import Program, needed
 from recoup.engine.recorder import Recorder
 from recoup.engine.tape import Tape
-from recoup.engine.values import Hold, Value, View, version_of
+from recoup.engine.values import Hold, Value, View
 from recoup.engine.verification import LEDGER, Verify, check_for, signature
 
 STATE_BYTES = 1 << 20
 """Tensors from outside that a region writes to and then needs as they were after the
 write are copied up to this size: they are counters and running statistics, which the
 next region will write again. Larger ones are held by reference and checked."""
+
+
+class _Handing(threading.local):
+    """Whether this thread passes a region's own holds on to hooks around it."""
+
+    over = False
+
+
+_HANDING = _Handing()
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,18 +113,35 @@ class Region:
         self.recorder.__enter__()
         push_hooks(self.pack, self.unpack)
 
-    def close(self) -> None:
-        """Stop recording; drop what neither backward nor a replay needs."""
-        assert self.recorder is not None, "only an open region is closed"
+    def suspend(self) -> None:
+        """Stop recording for now; `open` goes on where it stopped."""
+        assert self.recorder is not None, "only an open region is suspended"
         pop_hooks()
         self.recorder.__exit__(None, None, None)
         self.recorder = None
-        self._freeze()
+
+    def freeze(self) -> None:
+        """Drop what neither backward nor a replay needs; nothing more is recorded."""
+        tape = self.tape
+        tape.close()
+        wanted = [value for value in tape.saved if value.demand > 0]
+        indices, roots = needed(tape.operations, wanted)
+        kept = [tape.operations[index] for index in indices]
+        for index, operation in enumerate(kept):
+            for _, value in (*operation.outputs, *operation.writes):
+                value.producer = index
+        tape.operations = kept
+        tape.saved = dict.fromkeys(wanted)
+        if self.key is not None and self.check is None:
+            LEDGER.ran(self.key, signature(kept))
+        self._hand_over(roots)
+        self._program = Program(kept, wanted)
 
     def pack(self, tensor: Tensor) -> Any:
         """Take a tensor that autograd saves; return what stands for it."""
-        for listener in self.listeners:
-            listener(tensor)
+        if self.listeners and not _HANDING.over:
+            for listener in self.listeners:
+                listener(tensor)
         try:
             reference = self.tape.reference(tensor, detached=True)
         except NotImplementedError:
@@ -125,8 +152,7 @@ class Region:
             value, geometry = reference, reference.geometry
         if value.hold is None:
             if not self.options.recompute and value not in self.tape.forced:
-                value.hold = Hold(tensor)
-                value.geometry = geometry
+                value.hold = hold_for(value, tensor, geometry)
             elif self.check is not None and value.fingerprint is None:
                 self._fingerprint(value, tensor, geometry)
         with self._lock:
@@ -174,10 +200,24 @@ class Region:
             self.tape.operations = []
 
     def held(self) -> list[Value]:
-        """Return the values that the region holds."""
-        if self._program is None:
-            return []
-        return [value for value in self._program.roots if value.hold is not None]
+        """Return the values that the region holds for backward and for replays."""
+        program = self._program
+        if program is not None:
+            roots = program.roots
+        else:
+            wanted = [value for value in self.tape.saved if value.demand > 0]
+            roots = needed(self.tape.operations, wanted)[1]
+        return [value for value in roots if value.hold is not None]
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether backward has begun in it, or nothing needs it any more."""
+        return self.replays > 0 or not any(value.demand for value in self.tape.saved)
+
+    def random_bytes(self) -> int:
+        """Return the bytes of the generator states kept for random operators."""
+        kept = (operation.random for operation in self.tape.operations)
+        return sum(random[1].nbytes for random in kept if random is not None)
 
     def recompute(self) -> tuple[Tensor, ...]:
         """Return the saved values that are not held, recomputed now."""
@@ -196,25 +236,11 @@ class Region:
         finally:
             recorder.paused = False
 
-    def _freeze(self) -> None:
-        tape = self.tape
-        tape.close()
-        wanted = [value for value in tape.saved if value.demand > 0]
-        indices, roots = needed(tape.operations, wanted)
-        kept = [tape.operations[index] for index in indices]
-        for index, operation in enumerate(kept):
-            for _, value in (*operation.outputs, *operation.writes):
-                value.producer = index
-        tape.operations = kept
-        tape.saved = dict.fromkeys(wanted)
-        if self.key is not None and self.check is None:
-            LEDGER.ran(self.key, signature(kept))
-        self._hand_over(roots)
-        self._program = Program(kept, wanted)
-
     def _hand_over(self, roots: set[Value]) -> None:
         """Pass what is held on to the hooks around this region."""
         hooks = ambient_hooks()
+        if hooks is not None and is_transparent(hooks[0]):
+            hooks = None
         for value in roots:
             hold = value.hold
             assert hold is not None, "roots are held"
@@ -224,7 +250,11 @@ class Region:
                 if version_of(tensor) == hold.version:
                     value.hold = hold = Hold(copy_storage(tensor))
             if hooks is not None:
-                hold.hand_over(*hooks, value.geometry)
+                _HANDING.over = True
+                try:
+                    hold.hand_over(*hooks, value.geometry)
+                finally:
+                    _HANDING.over = False
 
     def _recomputed(self, saved: Saved) -> Tensor:
         value = saved.value
@@ -295,8 +325,10 @@ class _Ending:
             region.end(self._task)
 
 
+def hold_for(value: Value, tensor: Tensor, geometry: Geometry) -> Hold:
+    """Return a hold of a value by a tensor that names it with some geometry."""
+    return Hold(tensor, None if geometry == value.geometry else value.geometry)
+
+
 def _is_wanted(value: Value) -> bool:
     return value.demand > 0 and (value.hold is None or value.hold.tensor is None)
-
-
-

@@ -101,7 +101,9 @@ class CheckpointScope:
         return held_bytes(self.nodes)
 
     def __enter__(self) -> Self:
-        region = begin(self._name, self._options(), self._key) if self.is_enabled else None
+        region = (
+            begin(self._name, self._options(), self._key) if self.is_enabled else None
+        )
         self._stack().append(region)
         if region is not None:
             self._nodes = self.nodes

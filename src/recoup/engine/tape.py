@@ -13,6 +13,7 @@ from recoup.backend.storages import (
     free_weak_reference,
     geometry_of,
     lazy_bits,
+    storage_address,
     take_weak_reference,
 )
 from recoup.engine.policies import Policy
@@ -59,7 +60,7 @@ class Tape:
 
     def value_of(self, tensor: Tensor) -> Value | None:
         """Return the value that the tensor names now, if the tape knows it."""
-        return self._current.get(tensor.untyped_storage()._cdata)
+        return self._current.get(storage_address(tensor))
 
     def reference(
         self, tensor: Tensor, *, detached: bool = False, read: bool = True
@@ -71,7 +72,7 @@ class Tape:
             detached: It has no graph behind it and may be held as it is.
             read: Somebody looks at its contents; False if they are overwritten.
         """
-        value = self._current.get(tensor.untyped_storage()._cdata)
+        value = self._current.get(storage_address(tensor))
         if value is None:
             value = self._admit(tensor)
         if value.tainted and read:
@@ -173,7 +174,7 @@ class Tape:
 
     def refer(self, tensor: Tensor, value: Value) -> Value | View:
         """Return a reference to a known value by the tensor's geometry."""
-        geometry = self._geometry(tensor)
+        geometry = self.geometry(tensor)
         return value if geometry == value.geometry else View(value, geometry)
 
     def _refer(
@@ -210,8 +211,8 @@ class Tape:
         self, operation: Operation, index: int, place: int | None, tensor: Tensor
     ) -> None:
         try:
-            geometry = self._geometry(tensor)
-            address = tensor.untyped_storage()._weak_ref()
+            geometry = self.geometry(tensor)
+            address = take_weak_reference(tensor)
         except NotImplementedError:
             return
         if address in self._current:
@@ -228,7 +229,7 @@ class Tape:
         ):
             value.hold = Hold(tensor.detach())
 
-    def _geometry(self, tensor: Tensor) -> Geometry:
+    def geometry(self, tensor: Tensor) -> Geometry:
         dtype = tensor.dtype
         # Lazy bits come from complex tensors only; asking costs as much as the rest.
         if dtype.is_complex:

@@ -6,7 +6,7 @@ from torch import Generator, Tensor
 
 from recoup.backend.graph import Pack, Unpack
 from recoup.backend.operators import Operator
-from recoup.backend.storages import Geometry, flat, shaped
+from recoup.backend.storages import Geometry, flat, shaped, version_of
 from recoup.core.errors import ChangedTensorError
 
 OUTSIDE = -1
@@ -102,16 +102,21 @@ class Operation:
 
 
 class Hold:
-    """Keeps one value: the tensor itself with its version, or what hooks made of it."""
+    """Keeps one value: a tensor with its version, or what other hooks made of it.
+
+    Args:
+        tensor: A tensor without a graph behind it that names the value.
+        geometry: The geometry to give it back in, if that is not its own.
+    """
 
     __slots__ = ("geometry", "packed", "tensor", "unpack", "version")
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, geometry: Geometry | None = None) -> None:
         self.tensor: Tensor | None = tensor
         self.version = version_of(tensor)
         self.packed: Any = None
         self.unpack: Unpack | None = None
-        self.geometry: Geometry | None = None
+        self.geometry = geometry
 
     def hand_over(self, pack: Pack, unpack: Unpack, geometry: Geometry) -> None:
         """Let the saved-tensor hooks around the region keep the value instead.
@@ -133,7 +138,9 @@ class Hold:
             return shaped(self.unpack(self.packed), self.geometry)
         self.check(user)
         assert self.tensor is not None, "either a tensor or hooks hold the value"
-        return self.tensor
+        if self.geometry is None:
+            return self.tensor
+        return shaped(self.tensor, self.geometry)
 
     def check(self, user: str) -> None:
         """Raise if the tensor was written to since the region used it."""
@@ -147,8 +154,3 @@ class Hold:
                 f"version {self.version}). Change it after backward, or give the "
                 "region a clone of it."
             )
-
-
-def version_of(tensor: Tensor) -> int:
-    """Return the tensor's version counter; inference tensors have none, so -1."""
-    return -1 if tensor.is_inference() else tensor._version

@@ -1,0 +1,138 @@
+"""Groups: several calls that are recorded together and replayed together."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from recoup.core.errors import UsageError
+from recoup.engine.active import enter, is_recordable, leave
+from recoup.engine.node import CheckpointNode, held_bytes
+from recoup.engine.observers import observers
+from recoup.engine.region import Options, Region
+
+
+class CheckpointGroup:
+    """Calls that share one region: what several of them need is replayed once.
+
+    A call may use what an earlier call of the group computed; that is then recomputed
+    with the rest, not held. A group goes on with a new region once a backward has
+    begun in the old one, so one group can serve a whole training run.
+
+    Args:
+        name: What statistics and error messages call it.
+
+    Examples:
+        >>> import torch
+        >>> group = CheckpointGroup()
+        >>> a, b = (torch.ones(2, requires_grad=True) for _ in range(2))
+        >>> total, product = group.checkpoint_fn(
+        ...     (a, b), lambda inputs: (inputs[0] + inputs[1], inputs[0] * inputs[1])
+        ... )
+        >>> (total.exp() + product.sin()).sum().backward()
+        >>> group.call_count
+        1
+    """
+
+    def __init__(self, name: str = "group") -> None:
+        if not isinstance(name, str) or not name.strip():
+            raise UsageError(f"a group needs a name: got {name!r}.")
+        self.name = name
+        self.call_count = 0
+        self._region: Region | None = None
+        self._nodes: list[CheckpointNode] = []
+
+    @property
+    def nodes(self) -> list[CheckpointNode]:
+        """The group's regions whose graph is alive, oldest first."""
+        self._nodes = [node for node in self._nodes if node.is_alive]
+        return list(self._nodes)
+
+    @property
+    def memory_bytes(self) -> int:
+        """The bytes that the group's living regions hold."""
+        return held_bytes(self.nodes)
+
+    @property
+    def replay_count(self) -> int:
+        """How many times the living regions have been replayed."""
+        return sum(node.replay_count for node in self.nodes)
+
+    def checkpoint_fn(self, inputs: Any, function: Callable[[Any], Any]) -> Any:
+        """Call `function(inputs)` in the group's region.
+
+        Args:
+            inputs: Any nested structure.
+            function: What to call; it may return any nested structure.
+
+        Returns:
+            What the function returns.
+
+        Raises:
+            UsageError: The function is not callable.
+        """
+        if not callable(function):
+            raise UsageError(
+                f"a group needs a function to call: got {type(function).__name__}."
+            )
+        self.call_count += 1
+        if not is_recordable(self.name):
+            return function(inputs)
+        region = self._current()
+        enter(region)
+        try:
+            return function(inputs)
+        finally:
+            leave(region)
+            for observer in observers():
+                observer.ended(region)
+
+    def checkpoint_fn_flex(
+        self, inputs: Sequence[Tensor], function: Callable[[Sequence[Tensor]], Tensor]
+    ) -> Tensor:
+        """Call a function of a list of tensors that returns one tensor."""
+        return self._with_arity(1, inputs, function)[0]
+
+    def checkpoint_fn_flex2(
+        self,
+        inputs: Sequence[Tensor],
+        function: Callable[[Sequence[Tensor]], tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        """Call a function of a list of tensors that returns two tensors."""
+        first, second = self._with_arity(2, inputs, function)
+        return first, second
+
+    def checkpoint_fn_flex3(
+        self,
+        inputs: Sequence[Tensor],
+        function: Callable[[Sequence[Tensor]], tuple[Tensor, Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Call a function of a list of tensors that returns three tensors."""
+        first, second, third = self._with_arity(3, inputs, function)
+        return first, second, third
+
+    def _with_arity(
+        self, arity: int, inputs: Sequence[Tensor], function: Callable[..., Any]
+    ) -> tuple[Any, ...]:
+        if isinstance(inputs, Tensor) or not isinstance(inputs, Sequence):
+            raise UsageError(
+                f"this takes a list of tensors: got {type(inputs).__name__}. For other "
+                "structures use checkpoint_fn."
+            )
+        outputs = self.checkpoint_fn(inputs, function)
+        found = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
+        if len(found) != arity or not all(isinstance(t, Tensor) for t in found):
+            raise UsageError(
+                f"the function must return {arity} tensor{'s' * (arity > 1)}: it "
+                f"returned {len(found)} ({', '.join(type(t).__name__ for t in found)}). "
+                "Use the method for that number, or checkpoint_fn for any structure."
+            )
+        return tuple(found)
+
+    def _current(self) -> Region:
+        region = self._region
+        if region is None or region.is_spent:
+            region = self._region = Region(self.name, Options(), ("group", self.name))
+            self._nodes = self.nodes
+            self._nodes.append(CheckpointNode(region=region))
+        return region

@@ -1,0 +1,212 @@
+"""The manager: knows scopes by registration, and what their regions hold."""
+
+import weakref
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from recoup.core.errors import UnsupportedError, UsageError
+from recoup.engine.node import CheckpointNode, held_bytes
+from recoup.engine.observers import subscribe, unsubscribe
+from recoup.engine.region import Region
+from recoup.engine.scope import CheckpointScope
+
+_MEBIBYTE = 1 << 20
+
+
+class CheckpointManager:
+    """Accounts for scopes: which there are, and how many bytes they hold.
+
+    Scopes are registered one by one, or all that run inside `with manager:`.
+
+    Choosing what to checkpoint by itself (`auto_checkpoint=True`) needs the planner,
+    which this version does not have; asking for it is an error, not a silence.
+
+    Args:
+        max_memory_mb: The budget for saved activations, in MiB.
+        auto_checkpoint: Let the manager choose.
+        memory_threshold: The share of the budget to plan for, above 0 and up to 1.
+
+    Raises:
+        UsageError: An option is out of range.
+
+    Examples:
+        >>> import torch
+        >>> manager = CheckpointManager(max_memory_mb=64)
+        >>> x = torch.ones(256, requires_grad=True)
+        >>> with manager, CheckpointScope("block"):
+        ...     y = x.exp().sin()
+        >>> manager.total_memory_bytes(), manager.scope_memory_bytes("block")
+        (1024, 1024)
+    """
+
+    def __init__(
+        self,
+        *,
+        max_memory_mb: int = 1024,
+        auto_checkpoint: bool = False,
+        memory_threshold: float = 0.8,
+    ) -> None:
+        self.max_memory_mb = max_memory_mb
+        self.auto_checkpoint = auto_checkpoint
+        self.memory_threshold = memory_threshold
+        self._scopes: list[CheckpointScope] = []
+        self._regions: list[weakref.ref[Region]] = []
+
+    @property
+    def max_memory_mb(self) -> int:
+        """The budget for saved activations, in MiB."""
+        return self._max_memory_mb
+
+    @max_memory_mb.setter
+    def max_memory_mb(self, mebibytes: int) -> None:
+        if (
+            isinstance(mebibytes, bool)
+            or not isinstance(mebibytes, int)
+            or mebibytes < 1
+        ):
+            raise UsageError(
+                f"max_memory_mb is a whole number of MiB, at least 1: got {mebibytes!r}."
+            )
+        self._max_memory_mb = mebibytes
+
+    @property
+    def auto_checkpoint(self) -> bool:
+        """Whether the manager chooses what to checkpoint."""
+        return self._auto_checkpoint
+
+    @auto_checkpoint.setter
+    def auto_checkpoint(self, choose: bool) -> None:
+        if not isinstance(choose, bool):
+            raise UsageError(f"auto_checkpoint is True or False: got {choose!r}.")
+        self._auto_checkpoint = choose
+
+    @property
+    def memory_threshold(self) -> float:
+        """The share of the budget to plan for."""
+        return self._memory_threshold
+
+    @memory_threshold.setter
+    def memory_threshold(self, share: float) -> None:
+        is_number = isinstance(share, (int, float)) and not isinstance(share, bool)
+        if not is_number or not 0 < share <= 1:
+            raise UsageError(
+                f"memory_threshold is a share above 0 and up to 1: got {share!r}."
+            )
+        self._memory_threshold = float(share)
+
+    @property
+    def scopes(self) -> tuple[CheckpointScope, ...]:
+        """The registered scopes."""
+        return tuple(self._scopes)
+
+    @property
+    def nodes(self) -> list[CheckpointNode]:
+        """The living regions of registered scopes and of the manager's own blocks."""
+        regions: dict[int, Region] = {}
+        for reference in self._regions:
+            region = reference()
+            if region is not None:
+                regions[id(region)] = region
+        for scope in self._scopes:
+            for node in scope.nodes:
+                region = node.region
+                if region is not None:
+                    regions[id(region)] = region
+        return [CheckpointNode(region=region) for region in regions.values()]
+
+    def register_scope(self, scope: CheckpointScope) -> None:
+        """Account for a scope from now on; a second time changes nothing."""
+        self._require_scope(scope)
+        if scope not in self._scopes:
+            self._scopes.append(scope)
+
+    def unregister_scope(self, scope: CheckpointScope) -> None:
+        """Stop accounting for a scope.
+
+        Raises:
+            UsageError: It is not registered.
+        """
+        self._require_scope(scope)
+        if scope not in self._scopes:
+            raise UsageError(f"scope {scope.name!r} is not registered here.")
+        self._scopes.remove(scope)
+
+    def should_checkpoint(self, node: CheckpointNode) -> bool:
+        """Return whether the manager chooses to checkpoint a node.
+
+        Without `auto_checkpoint` it chooses nothing.
+
+        Raises:
+            UnsupportedError: `auto_checkpoint` is on.
+        """
+        if not isinstance(node, CheckpointNode):
+            raise TypeError(f"this takes a CheckpointNode: got {type(node).__name__}.")
+        self._refuse_automatic()
+        return False
+
+    def selective_checkpointing(self, nodes: Sequence[CheckpointNode]) -> None:
+        """Choose which of the nodes to checkpoint, within the budget.
+
+        Raises:
+            UnsupportedError: `auto_checkpoint` is on.
+        """
+        for node in nodes:
+            node.is_checkpoint = self.should_checkpoint(node)
+
+    def clear_all_checkpoints(self) -> None:
+        """Let go of everything that the living regions hold, at once.
+
+        A backward through them raises `ClearedError` afterwards.
+        """
+        for node in self.nodes:
+            node.clear_saved_activations()
+        self._regions = []
+
+    def scope_memory_bytes(self, name: str) -> int:
+        """Return the bytes that living regions of this name hold."""
+        return held_bytes(node for node in self.nodes if node.name == name)
+
+    def total_memory_bytes(self) -> int:
+        """Return the bytes that all living regions hold, shared storages once."""
+        return held_bytes(self.nodes)
+
+    @property
+    def current_memory_mb(self) -> float:
+        """What `total_memory_bytes` says, in MiB."""
+        return self.total_memory_bytes() / _MEBIBYTE
+
+    def began(self, region: Region) -> None:
+        """Account for a region that runs inside `with manager:`."""
+        self._regions = [known for known in self._regions if known() is not None]
+        self._regions.append(weakref.ref(region))
+
+    def ended(self, region: Region) -> None:
+        """Nothing more to note: the region is asked when somebody wants to know."""
+
+    def __enter__(self) -> Self:
+        self._refuse_automatic()
+        subscribe(self)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        unsubscribe(self)
+
+    def _refuse_automatic(self) -> None:
+        if self._auto_checkpoint:
+            raise UnsupportedError(
+                "auto_checkpoint=True asks the manager to choose what to checkpoint; "
+                "this version of recoup has no planner yet. Place CheckpointScope by "
+                "hand and leave auto_checkpoint off."
+            )
+
+    def _require_scope(self, scope: object) -> None:
+        if not isinstance(scope, CheckpointScope):
+            raise TypeError(
+                f"this takes a CheckpointScope: got {type(scope).__name__}."
+            )

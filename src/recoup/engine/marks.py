@@ -1,0 +1,172 @@
+"""Marks: say for one tensor that it is kept, or that it is recomputed."""
+
+from torch import Tensor
+
+from recoup.backend.storages import has_storage
+from recoup.backend.weak import TensorSet
+from recoup.core.errors import UsageError
+from recoup.engine.active import open_regions
+from recoup.engine.region import Region, hold_for
+from recoup.engine.values import OUTSIDE, Value
+
+_MARKED = TensorSet()
+
+
+def keep(tensor: Tensor) -> Tensor:
+    """Keep this tensor: replays start from it instead of computing it again.
+
+    Inside regions the tensor is held from now until backward, in all of them if they
+    are nested. Outside of regions it is only marked. A kept tensor that neither
+    backward nor a replay needs is not held.
+
+    Args:
+        tensor: Any tensor.
+
+    Returns:
+        The same tensor, so that calls can be chained.
+
+    Raises:
+        UsageError: The argument is no tensor.
+
+    Examples:
+        >>> import torch
+        >>> t = torch.ones(2)
+        >>> keep(t) is t, is_checkpoint(t), is_checkpoint(torch.ones(2))
+        (True, True, False)
+    """
+    _require_tensor("keep", tensor)
+    _MARKED.add(tensor)
+    for region, value in _known(tensor):
+        region.tape.forced.discard(value)
+        if value.hold is None:
+            geometry = region.tape.geometry(tensor)
+            value.hold = hold_for(value, tensor.detach(), geometry)
+    return tensor
+
+
+mark_checkpoint = keep
+"""The seed's name for `keep`: the tensor is a checkpoint from which others are
+recomputed."""
+
+
+def is_checkpoint(tensor: Tensor) -> bool:
+    """Return whether this very tensor was marked with `keep`."""
+    return isinstance(tensor, Tensor) and tensor in _MARKED
+
+
+def unmark_checkpoint(tensor: Tensor) -> Tensor:
+    """Take the mark off a tensor, and let open regions recompute it.
+
+    Returns:
+        The same tensor.
+    """
+    _require_tensor("unmark_checkpoint", tensor)
+    _MARKED.discard(tensor)
+    for region, value in _known(tensor):
+        if value.producer != OUTSIDE and region.options.recompute:
+            value.hold = None
+    return tensor
+
+
+def checkpoint_count() -> int:
+    """Return how many living tensors are marked."""
+    return len(_MARKED)
+
+
+def clear_checkpoint_marks() -> None:
+    """Take all marks off."""
+    _MARKED.clear()
+
+
+def recompute(tensor: Tensor) -> Tensor:
+    """Drop this tensor between forward and backward, and recompute it there.
+
+    It must have been computed inside an open scope, which knows how. In a plain
+    `CheckpointScope` that is the rule for every tensor; in one with
+    `use_recomputation=False`, or with a policy, it is the exception for this one.
+
+    Args:
+        tensor: A tensor that was computed in the innermost open scope.
+
+    Returns:
+        The same tensor.
+
+    Raises:
+        UsageError: The tensor is a leaf or has no graph, no scope is open, or the
+            tensor was not computed inside it by operators that can be replayed.
+
+    Examples:
+        >>> import torch
+        >>> from recoup import CheckpointScope
+        >>> x = torch.ones(4, requires_grad=True)
+        >>> with CheckpointScope("example", use_recomputation=False):
+        ...     z = recompute(torch.relu(x * 2))
+        >>> z.sum().backward()
+        >>> x.grad
+        tensor([2., 2., 2., 2.])
+    """
+    _require_tensor("recompute", tensor)
+    if tensor.grad_fn is None:
+        state = "is a leaf" if tensor.requires_grad else "has no graph behind it"
+        raise UsageError(
+            f"recompute was given a tensor of shape {tuple(tensor.shape)} that {state}: "
+            "there is nothing to compute it from. Give it the result of an operation on "
+            "tensors that require gradients."
+        )
+    regions = open_regions()
+    if not regions:
+        raise UsageError(
+            "recompute needs an open scope that has seen how the tensor was computed. "
+            'Put the computation inside `with CheckpointScope("name"):`.'
+        )
+    region = regions[-1]
+    value = region.tape.value_of(tensor) if has_storage(tensor) else None
+    if value is None or value.producer == OUTSIDE:
+        raise UsageError(
+            f"recompute was given a tensor of shape {tuple(tensor.shape)} that scope "
+            f"{region.name!r} cannot recompute: it was made outside the scope, or by an "
+            "operator that is never run twice. Compute it inside the scope."
+        )
+    _MARKED.discard(tensor)
+    region.tape.forced.add(value)
+    value.hold = None
+    return tensor
+
+
+def adaptive_checkpoint(tensor: Tensor, threshold: int) -> Tensor:
+    """Recompute the tensor if it is larger than a threshold in bytes.
+
+    Args:
+        tensor: A tensor computed in an open scope.
+        threshold: Tensors of at most this many bytes are left alone.
+
+    Returns:
+        The same tensor.
+
+    Raises:
+        UsageError: The threshold is negative or no whole number, or as `recompute`.
+
+    Examples:
+        >>> import torch
+        >>> small = torch.ones(2, 2)
+        >>> adaptive_checkpoint(small, 10 * 1024) is small
+        True
+    """
+    _require_tensor("adaptive_checkpoint", tensor)
+    if isinstance(threshold, bool) or not isinstance(threshold, int) or threshold < 0:
+        raise UsageError(
+            f"the threshold is a number of bytes, zero or more: got {threshold!r}."
+        )
+    return recompute(tensor) if tensor.nbytes > threshold else tensor
+
+
+def _known(tensor: Tensor) -> list[tuple[Region, Value]]:
+    if not has_storage(tensor):
+        return []
+    pairs = [(region, region.tape.value_of(tensor)) for region in open_regions()]
+    return [(region, value) for region, value in pairs if value is not None]
+
+
+def _require_tensor(name: str, tensor: object) -> None:
+    if not isinstance(tensor, Tensor):
+        raise UsageError(f"{name} takes a tensor: got {type(tensor).__name__}.")

@@ -1,0 +1,173 @@
+"""Modules: a region around every forward of a module, and taking it off again."""
+
+import functools
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from recoup.backend.compiled import is_compiled
+from recoup.core.errors import UsageError
+from recoup.engine.active import begin, end
+from recoup.engine.policies import Policy
+from recoup.engine.region import Options, Region
+from recoup.engine.rerun import rerun
+from recoup.engine.verification import Verify, check_verify
+
+_ATTACHED = "_recoup_attached"
+_FLAG = "use_gradient_checkpointing"
+
+
+def checkpoint_module(
+    module: nn.Module,
+    *,
+    name: str | None = None,
+    policy: Policy | None = None,
+    verify: Verify = "first",
+    cache: bool = False,
+) -> nn.Module:
+    """Run every forward of a module in a region.
+
+    The module stays the same object with the same parameters, and its `state_dict` has
+    the same keys. Set `module.use_gradient_checkpointing = False` to do without in
+    the passes that follow. A module with compiled parts is called again in backward
+    instead of being recorded.
+
+    Args:
+        module: The module.
+        name: What statistics and error messages call it; by default its class.
+        policy: Which outputs to keep although they could be recomputed.
+        verify: As for `CheckpointScope`.
+        cache: As for `CheckpointScope`.
+
+    Returns:
+        The module.
+
+    Raises:
+        UsageError: It is no module, or has been given a region already.
+
+    Examples:
+        >>> import torch
+        >>> layer = checkpoint_module(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+        >>> layer(torch.ones(2, 4)).sum().backward()
+        >>> sorted(layer.state_dict())
+        ['0.bias', '0.weight']
+        >>> _ = uncheckpoint_module(layer)
+    """
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"this takes a module: got {type(module).__name__}.")
+    if _ATTACHED in module.__dict__:
+        raise UsageError(
+            f"this {type(module).__name__} is checkpointed already: take that off with "
+            "uncheckpoint_module first."
+        )
+    check_verify(verify)
+    options = Options(policy=policy, verify=verify, cache=cache)
+    name = name or type(module).__name__
+    if is_compiled(module):
+        attached: Attached | Replaced = _replace(module)
+    else:
+        attached = Attached(name, options)
+        attached.handles = (
+            module.register_forward_pre_hook(attached.before, with_kwargs=True),
+            module.register_forward_hook(attached.after, always_call=True),
+        )
+    module.__dict__[_ATTACHED] = attached
+    module.__dict__[_FLAG] = True
+    return module
+
+
+def uncheckpoint_module(module: nn.Module) -> nn.Module:
+    """Take the regions off a module again; do nothing if it has none.
+
+    Returns:
+        The module, as it was before `checkpoint_module`.
+    """
+    attached = module.__dict__.pop(_ATTACHED, None)
+    if attached is not None:
+        attached.take_off(module)
+        module.__dict__.pop(_FLAG, None)
+    return module
+
+
+def is_checkpointed(module: nn.Module) -> bool:
+    """Return whether the module's next forward will run in a region."""
+    return _ATTACHED in module.__dict__ and bool(module.__dict__.get(_FLAG))
+
+
+class _Calls(threading.local):
+    """The regions of the calls that are under way on this thread."""
+
+    def __init__(self) -> None:
+        self.regions: list[Region | None] = []
+
+
+@dataclass
+class Attached:
+    """Opens a region before a module's forward and closes it afterwards."""
+
+    name: str
+    options: Options
+    handles: tuple[Any, ...] = ()
+    calls: _Calls = field(default_factory=_Calls)
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Open a region, if the module's flag says so."""
+        del args, kwargs
+        on = module.__dict__.get(_FLAG, False)
+        key = ("module", self.name, type(module))
+        self.calls.regions.append(begin(self.name, self.options, key) if on else None)
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Close the region, after an exception too."""
+        del module, args, output
+        region = self.calls.regions.pop() if self.calls.regions else None
+        if region is not None:
+            end(region)
+
+    def take_off(self, module: nn.Module) -> None:
+        """Remove the hooks."""
+        del module
+        for handle in self.handles:
+            handle.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"name": self.name, "options": self.options, "handles": self.handles}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, calls=_Calls())
+
+
+@dataclass
+class Replaced:
+    """Calls a compiled module's forward through `rerun`."""
+
+    place: str
+    original: Callable[..., Any]
+    was_set: bool
+
+    def take_off(self, module: nn.Module) -> None:
+        """Put the original back."""
+        if self.was_set:
+            module.__dict__[self.place] = self.original
+        else:
+            del module.__dict__[self.place]
+
+
+def _replace(module: nn.Module) -> Replaced:
+    compiled_call = module._compiled_call_impl is not None
+    place = "_compiled_call_impl" if compiled_call else "forward"
+    original = getattr(module, place)
+    replaced = Replaced(place, original, place in module.__dict__)
+    module.__dict__[place] = functools.partial(_call_again, module, original)
+    return replaced
+
+
+def _call_again(
+    module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    if module.__dict__.get(_FLAG, False):
+        return rerun(original, *args, **kwargs)
+    return original(*args, **kwargs)

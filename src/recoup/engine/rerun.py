@@ -1,0 +1,292 @@
+"""Rerun: recompute a function by calling it again, where it cannot be recorded."""
+
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recoup.backend.autocast import autocast_as, autocast_states
+from recoup.backend.fingerprints import fingerprint
+from recoup.backend.graph import (
+    ambient_hooks,
+    at_end_of_backward,
+    current_backward,
+    hooks_refused,
+    pop_hooks,
+    push_hooks,
+    records_gradients,
+)
+from recoup.backend.rng import default_states, random_state
+from recoup.backend.storages import geometry_of, has_storage
+from recoup.backend.trees import map_leaves, tensors
+from recoup.core.errors import MismatchError, UnsupportedError
+from recoup.engine.captures import Captures
+from recoup.engine.recomputing import recomputing
+from recoup.engine.region import STATE_BYTES
+from recoup.engine.values import Hold
+from recoup.engine.verification import LEDGER, Verdict
+
+
+def rerun(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call the function; recompute what it saves by calling it again in backward.
+
+    This is function-level recomputation as in torch.utils.checkpoint. recoup uses it
+    for compiled functions, which cannot be recorded. Prefer `checkpoint`, which
+    records: there, no user code runs twice.
+
+    The second call sees the random state, the autocast state, the arguments and the
+    module buffers of the first; buffers are put back afterwards. It is stopped once
+    it has saved what backward needs. Each saved tensor must have the shape and type of
+    the first call's, and, the first time a function is used, the same bits.
+
+    Costs: the function once more per backward; copies of its modules' small buffers.
+
+    Args:
+        function: What to call. It must do the same when called again.
+        *args: Its positional arguments, any nested structure of tensors.
+        **kwargs: Its keyword arguments.
+
+    Returns:
+        What the function returns.
+
+    Raises:
+        UnsupportedError: It is called under a torch.func transform that refuses hooks.
+
+    Examples:
+        >>> x = torch.ones(3, requires_grad=True)
+        >>> rerun(lambda t: t.sin().exp(), x).sum().backward()
+        >>> torch.equal(x.grad, x.sin().exp().detach() * x.cos().detach())
+        True
+    """
+    if not records_gradients() or torch.compiler.is_compiling():
+        return function(*args, **kwargs)
+    refused = hooks_refused()
+    if refused is not None:
+        raise UnsupportedError(
+            f"a function cannot be run again where PyTorch allows no saved-tensor "
+            f"hooks ({refused}). Use torch.autograd.grad or backward instead."
+        )
+    call = Rerun(function, args, kwargs)
+    push_hooks(call.pack, call.unpack)
+    try:
+        result = function(*args, **kwargs)
+    finally:
+        pop_hooks()
+    call.hand_over()
+    return result
+
+
+class Slot:
+    """Stands for one tensor that the function saved in its first call."""
+
+    __slots__ = ("__weakref__", "before", "place")
+
+    def __init__(self, place: int, tensor: Tensor, before: Tensor | None) -> None:
+        self.place = place
+        self.before = (tensor.shape, tensor.dtype, tensor.device, before)
+
+
+class Rerun:
+    """One call of a function that will be called again in backward."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        given = tensors((args, kwargs))
+        devices = [t.device for t in given if t.device.type != "cpu"]
+        self.name = getattr(function, "__qualname__", type(function).__name__)
+        self._function = function
+        self._captures = Captures(function)
+        self._buffers = _buffer_states(self._captures.modules())
+        self._random = default_states(devices)
+        self._autocast = autocast_states({device.type for device in devices})
+        self._arguments = map_leaves(_held, (args, kwargs))
+        self._key: Hashable = ("rerun", getattr(function, "__code__", self.name))
+        self._verifies = LEDGER.needs(self._key)
+        self._count = 0
+        self._task = -1
+        self._found: dict[int, Tensor] = {}
+        self._lock = threading.RLock()
+
+    def hand_over(self) -> None:
+        """Pass the held arguments on to the hooks around the call."""
+        hooks = ambient_hooks()
+        if hooks is not None:
+            for leaf in _holds(self._arguments):
+                if leaf.tensor is not None and has_storage(leaf.tensor):
+                    leaf.hand_over(*hooks, geometry_of(leaf.tensor))
+
+    def pack(self, tensor: Tensor) -> Slot:
+        """Forget a tensor that the first call saves."""
+        place = self._count
+        self._count += 1
+        checks = self._verifies and has_storage(tensor)
+        return Slot(place, tensor, fingerprint(tensor) if checks else None)
+
+    def unpack(self, slot: Slot) -> Tensor:
+        """Return the tensor, calling the function again if this backward has not."""
+        with self._lock:
+            task = current_backward()
+            if task == -1 or task != self._task or slot.place not in self._found:
+                self._found = self._call_again()
+                self._task = task
+                if task != -1:
+                    at_end_of_backward(_Forgetting(self))
+            tensor = self._found.pop(slot.place)
+            self._compare(slot, tensor)
+            return tensor
+
+    def forget(self) -> None:
+        """Drop recomputed tensors that backward did not ask for."""
+        with self._lock:
+            self._found = {}
+            self._task = -1
+
+    def _call_again(self) -> dict[int, Tensor]:
+        self._captures.check(self.name)
+        collected = _Collector(self._count)
+        args, kwargs = map_leaves(_fetched, self._arguments)
+        with self._as_before():
+            push_hooks(collected.pack, collected.unpack)
+            try:
+                self._function(*args, **kwargs)
+            except _Complete:
+                pass
+            finally:
+                pop_hooks()
+        if len(collected.found) < self._count:
+            raise MismatchError(
+                f"{self.name!r} saved {self._count} tensors in forward, but only "
+                f"{len(collected.found)} when it was called again in backward. A "
+                "function that is run again must do the same both times."
+            )
+        return collected.found
+
+    @contextmanager
+    def _as_before(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(recomputing())
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(autocast_as(self._autocast))
+            for generator, state in self._random:
+                stack.enter_context(random_state(generator, state))
+            stack.enter_context(_buffers_as(self._buffers))
+            yield
+
+    def _compare(self, slot: Slot, tensor: Tensor) -> None:
+        shape, dtype, device, before = slot.before
+        if (shape, dtype, device) != (tensor.shape, tensor.dtype, tensor.device):
+            raise MismatchError(
+                f"{self.name!r} saved a tensor of shape {tuple(shape)} and type {dtype} "
+                f"in forward, but {tuple(tensor.shape)} and {tensor.dtype} when it was "
+                "called again in backward. It must do the same both times."
+            )
+        if before is None:
+            return
+        verdict = Verdict(self.name)
+        verdict.add(slot.place, "the function", (fingerprint(tensor) != before).any())
+        if current_backward() == -1:
+            verdict()
+        else:
+            at_end_of_backward(verdict)
+        LEDGER.done(self._key, 0)
+
+
+class _Forgetting:
+    """Drops what a backward left unused, without keeping the call alive till then."""
+
+    def __init__(self, call: Rerun) -> None:
+        self._call = weakref.ref(call)
+
+    def __call__(self) -> None:
+        call = self._call()
+        if call is not None:
+            call.forget()
+
+
+class _Complete(Exception):  # noqa: N818 (a signal, not an error)
+    """Stops the second call once it has saved everything."""
+
+
+class _Collector:
+    """Collects what the second call saves."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self.found: dict[int, Tensor] = {}
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        self.found[len(self.found)] = tensor
+        if len(self.found) == self._count:
+            raise _Complete
+        return tensor
+
+    def unpack(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+
+def _held(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return _Argument(Hold(leaf.detach()), leaf.requires_grad)
+
+
+class _Argument:
+    """A tensor argument of the first call, held for the second."""
+
+    def __init__(self, hold: Hold, requires_grad: bool) -> None:  # noqa: FBT001
+        self.hold = hold
+        self.requires_grad = requires_grad
+
+
+def _fetched(leaf: Any) -> Any:
+    if not isinstance(leaf, _Argument):
+        return leaf
+    tensor = leaf.hold.fetch("a function that is run again").detach()
+    return tensor.requires_grad_(leaf.requires_grad)
+
+
+def _holds(tree: Any) -> list[Hold]:
+    found: list[Hold] = []
+    map_leaves(
+        lambda leaf: found.append(leaf.hold) if isinstance(leaf, _Argument) else None,
+        tree,
+    )
+    return found
+
+
+def _buffer_states(modules: list[nn.Module]) -> list[tuple[Tensor, Tensor]]:
+    """Return the modules' small buffers with copies of their contents."""
+    found: dict[int, tuple[Tensor, Tensor]] = {}
+    for module in modules:
+        for buffer in module.buffers():
+            if id(buffer) not in found and buffer.nbytes <= STATE_BYTES:
+                found[id(buffer)] = (buffer, buffer.detach().clone())
+    return list(found.values())
+
+
+@contextmanager
+def _buffers_as(states: list[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Run the block with buffers as they were, then put them back as they are."""
+    now = [buffer.detach().clone() for buffer, _ in states]
+    with torch.no_grad():
+        for buffer, before in states:
+            _set(buffer, before)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for (buffer, _), content in zip(states, now, strict=True):
+                _set(buffer, content)
+
+
+def _set(buffer: Tensor, content: Tensor) -> None:
+    # Through `.data`: putting a buffer back is no change that autograd must notice.
+    buffer.data.copy_(content)
