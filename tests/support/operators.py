@@ -7,8 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from importlib import import_module
 from itertools import islice
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -45,6 +47,17 @@ UNINITIALISED = frozenset(
     }
 )
 
+# Defects of PyTorch itself that make an answer garbage: by operator, the end of the
+# settings concerned and the reason. Such cases may be wrong, but not crash.
+_UNWRITTEN = ("out", "out= is not written under any dispatch mode")
+_UNREPEATABLE = ("", "the pivots of the gelsy driver start as uninitialised memory")
+DEFECTS = {
+    "linalg_matrix_rank": (_UNWRITTEN, ("out resized", _UNWRITTEN[1])),
+    "linalg_matrix_rank_hermitian": (_UNWRITTEN, ("out resized", _UNWRITTEN[1])),
+    "linalg_lstsq": (_UNREPEATABLE,),
+    "linalg_lstsq_grad_oriented": (_UNREPEATABLE,),
+}
+
 # Given the scopes of a run, names the operators whose values were kept there.
 KeptValues = Callable[[Sequence[Any]], Iterable[str]]
 
@@ -66,16 +79,20 @@ class Case:
 
 
 def operator_database() -> list[Any]:
-    """Load PyTorch's operator database without its effect on global flags.
+    """Return PyTorch's own description of every operator, with sample inputs."""
+    return list(database_module("common_methods_invocations").op_db)
 
-    Importing PyTorch's test library forbids assignments to `torch.backends` flags
-    for the rest of the process, which would reach into other tests.
+
+def database_module(name: str) -> ModuleType:
+    """Import a module of PyTorch's test library without its effect on global flags.
+
+    The import forbids assignments to `torch.backends` flags for the rest of the
+    process, which would reach into other tests.
     """
     frozen = torch.backends.flags_frozen()
-    from torch.testing._internal.common_methods_invocations import op_db
-
+    module = import_module(f"torch.testing._internal.{name}")
     setattr(torch.backends, "__allow_nonbracketed_mutation_flag", not frozen)  # noqa: B010
-    return list(op_db)
+    return module
 
 
 def operator_cases(
@@ -148,17 +165,16 @@ def run_case(
     if subject in UNINITIALISED:
         reason = "the result is uninitialised memory"
         return Case(subject, dtype, setting, Verdict("excluded", reason))
-    if kept_values is None:
-        verdict = judge(step, region, refusals=refusals)
-        return Case(subject, dtype, setting, verdict)
     scopes: list[Any] = []
 
     def tracked(*args: Any, **kwargs: Any) -> AbstractContextManager[Any]:
         scopes.append(region(*args, **kwargs))
         return scopes[-1]
 
-    verdict = judge(step, tracked, refusals=refusals)
-    kept = tuple(kept_values(scopes))
+    verdict = judge(step, tracked if kept_values else region, refusals=refusals)
+    if verdict.kind == "wrong":
+        verdict = _excused(subject, setting, verdict)
+    kept = tuple(kept_values(scopes)) if kept_values else ()
     return Case(subject, dtype, setting, verdict, kept)
 
 
@@ -228,6 +244,13 @@ def write_summary(path: Path, title: str, cases: Sequence[Case]) -> None:
         ]
     with path.open("a", encoding="utf-8") as page:
         page.write("\n".join(lines) + "\n\n")
+
+
+def _excused(subject: str, setting: str, verdict: Verdict) -> Verdict:
+    for ending, reason in DEFECTS.get(subject, ()):
+        if setting.endswith(ending):
+            return Verdict("excluded", reason)
+    return verdict
 
 
 def _seed_everything() -> None:

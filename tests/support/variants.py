@@ -176,11 +176,11 @@ def first_order(result: Any, given: Any) -> dict[str, Any]:
     """Collect outputs, gradients, and what the step did to its inputs."""
     outputs = differentiable(result)
     leaves = differentiable(given)
-    observed: dict[str, Any] = {"output": _records(result)}
+    observed: dict[str, Any] = {"output": records(result)}
     if outputs and leaves:
         gradients = _gradients(outputs, leaves, fixed_weights(outputs))
         observed["gradient"] = gradients
-    return observed | {"input afterwards": _records(given)}
+    return observed | {"input afterwards": records(given)}
 
 
 def tensors(tree: Any) -> list[Tensor]:
@@ -207,6 +207,11 @@ def fixed_weights(outputs: Sequence[Tensor]) -> list[Tensor]:
     return made
 
 
+def records(tree: Any) -> Any:
+    """Copy the tensors of a tree, so that later writes do not change the record."""
+    return pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), tree)
+
+
 def _gradients(
     outputs: Sequence[Tensor],
     leaves: Sequence[Tensor],
@@ -222,11 +227,6 @@ def _gradients(
             outputs, leaves, weights, create_graph=create_graph, allow_unused=True
         )
     )
-
-
-def _records(tree: Any) -> Any:
-    """Copy the tensors of a tree, so that later writes do not change the record."""
-    return pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), tree)
 
 
 def _multipliable(tree: Any) -> list[Tensor]:

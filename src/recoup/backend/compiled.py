@@ -24,6 +24,11 @@ def is_compiled(function: Any) -> bool:
     return hasattr(function, "_torchdynamo_orig_callable")
 
 
+def call_slot(module: nn.Module) -> str:
+    """Return the attribute through which calling a compiled module goes."""
+    return "forward" if module._compiled_call_impl is None else "_compiled_call_impl"
+
+
 def _is_compiled_module(module: Any) -> bool:
     return isinstance(module, nn.Module) and any(
         hasattr(part, "_orig_mod") or part._compiled_call_impl is not None

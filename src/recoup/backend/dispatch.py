@@ -1,7 +1,5 @@
 """Observe operators below autograd as they run."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -24,8 +22,3 @@ class OperatorMode(TorchDispatchMode):
 def all_plain(types: tuple[type, ...]) -> bool:
     """Return whether tensors of these types are plain memory with a storage."""
     return all(kind in _PLAIN for kind in types)
-
-
-def run(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call an operator; an empty keyword dictionary is not unpacked."""
-    return operator(*args, **kwargs) if kwargs else operator(*args)

@@ -1,4 +1,4 @@
-"""The autograd border: saved-tensor hooks, the running backward, below-autograd runs."""
+"""The autograd border: saved-tensor hooks, the running backward, no graph at all."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009 (no stub names it)
+
 Pack = Callable[[Tensor], Any]
 Unpack = Callable[[Any], Tensor]
 
-push_hooks: Callable[[Pack, Unpack], None] = (
-    torch._C._autograd._push_saved_tensors_default_hooks
-)
-pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
+push_hooks: Callable[[Pack, Unpack], None] = _autograd._push_saved_tensors_default_hooks
+pop_hooks: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
 """Return the number of the backward that runs on this thread, or -1."""
 
@@ -26,14 +26,14 @@ for _name in ("CUDA", "XPU", "MPS", "HPU", "PrivateUse1"):
 
 def ambient_hooks() -> tuple[Pack, Unpack] | None:
     """Return the saved-tensor hooks in force on this thread, if there are any."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return _autograd._top_saved_tensors_default_hooks(False)
 
 
 def hooks_refused() -> str | None:
     """Return why saved-tensor hooks cannot be used here, or None if they can."""
-    if torch._C._autograd._saved_tensors_hooks_is_enabled():
+    if _autograd._saved_tensors_hooks_is_enabled():
         return None
-    return torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+    return _autograd._saved_tensors_hooks_get_disabled_error_message()
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:

@@ -99,6 +99,11 @@ def crosses_devices(args: tuple[Any, ...], out: Any) -> bool:
     )
 
 
+def takes_none(operator: Operator, position: int) -> bool:
+    """Return whether the operator's argument at a position may be None."""
+    return "Optional" in str(operator._schema.arguments[position].type)
+
+
 def draws_outside_generators(name: str, args: tuple[Any, ...]) -> bool:
     """Return whether the call draws from state that is not a generator's.
 
@@ -143,38 +148,67 @@ def _is_opaque(base: str, tags: list[torch.Tag]) -> bool:
 # Order among equals, or routing decided by rounding: a second run may choose
 # differently on some devices, and the outputs are small.
 _KEPT = frozenset(
-    f"aten::{name}"
-    for name in (
-        "topk kthvalue median nanmedian mode multinomial bincount histc "
-        "_unique2 unique_dim unique_consecutive nonzero nonzero_static"
-    ).split()
+    {
+        "aten::_unique2",
+        "aten::bincount",
+        "aten::histc",
+        "aten::kthvalue",
+        "aten::median",
+        "aten::mode",
+        "aten::multinomial",
+        "aten::nanmedian",
+        "aten::nonzero",
+        "aten::nonzero_static",
+        "aten::topk",
+        "aten::unique_consecutive",
+        "aten::unique_dim",
+    }
 )
 
-_COLLECTIVES = frozenset({"c10d", "_c10d_functional", "symm_mem", "fsdp"})
+_COLLECTIVES = frozenset({"_c10d_functional", "c10d", "fsdp", "symm_mem"})
 
-# Floating-point additions in any order on accelerators (torch.use_deterministic_
-# algorithms lists them).
+# Floating-point additions in any order on accelerators; the documentation of
+# torch.use_deterministic_algorithms lists them.
 _ATOMIC = frozenset(
-    f"aten::{name}"
-    for name in (
-        "index_add index_put _index_put_impl index_reduce put scatter_add "
-        "scatter_reduce cumsum _segment_reduce _embedding_bag segment_reduce"
-    ).split()
+    {
+        "aten::_embedding_bag",
+        "aten::_index_put_impl",
+        "aten::cumsum",
+        "aten::index_add",
+        "aten::index_put",
+        "aten::index_reduce",
+        "aten::put",
+        "aten::scatter_add",
+        "aten::scatter_reduce",
+        "aten::segment_reduce",
+    }
 )
 
 _UNINITIALISED = frozenset(
-    f"aten::{name}"
-    for name in (
-        "empty empty_like empty_strided empty_permuted new_empty new_empty_strided"
-    ).split()
+    {
+        "aten::empty",
+        "aten::empty_like",
+        "aten::empty_permuted",
+        "aten::empty_strided",
+        "aten::new_empty",
+        "aten::new_empty_strided",
+    }
 )
 
 _OVERWRITING = frozenset(
-    f"aten::{name}_"
-    for name in (
-        "fill zero copy normal uniform random bernoulli exponential cauchy "
-        "log_normal geometric"
-    ).split()
+    {
+        "aten::bernoulli_",
+        "aten::cauchy_",
+        "aten::copy_",
+        "aten::exponential_",
+        "aten::fill_",
+        "aten::geometric_",
+        "aten::log_normal_",
+        "aten::normal_",
+        "aten::random_",
+        "aten::uniform_",
+        "aten::zero_",
+    }
 )
 
 _RESIZING = frozenset({"aten::resize_", "aten::resize_as_", "aten::_resize_output_"})

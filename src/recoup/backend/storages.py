@@ -1,7 +1,5 @@
 """Storage identity and geometry: which memory a tensor names, and how it lies there."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -15,17 +13,10 @@ QUANTIZED = frozenset(
 """Types whose tensors are more than their storage."""
 
 
-class Geometry(NamedTuple):
-    """How a tensor lies in its storage.
-
-    `bits` is 1 for a lazily conjugated tensor, 2 for a lazily negated one, 3 for both.
-    """
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-    bits: int
+Geometry = tuple[torch.Size, tuple[int, ...], int, torch.dtype, int]
+"""How a tensor lies in its storage: shape, strides, offset, type and lazy bits, which
+are 1 for a lazily conjugated tensor, 2 for a lazily negated one, 3 for both. A plain
+tuple, because two are made for every operator that is recorded."""
 
 
 def storage_address(tensor: Tensor) -> int:
@@ -49,7 +40,7 @@ def take_weak_reference(tensor: Tensor) -> int:
     address alone is an identity; a lookup needs no further guard. Release it with
     `free_weak_reference`.
     """
-    return tensor.untyped_storage()._weak_ref()
+    return tensor.untyped_storage()._weak_ref()  # pyright: ignore[reportReturnType]
 
 
 def has_storage(tensor: Tensor) -> bool:
@@ -68,10 +59,10 @@ def version_of(tensor: Tensor) -> int:
 
 def geometry_of(tensor: Tensor) -> Geometry:
     """Return how the tensor lies in its storage."""
-    return Geometry(
+    return (
         tensor.shape,
         tensor.stride(),
-        tensor.storage_offset(),
+        int(tensor.storage_offset()),
         tensor.dtype,
         lazy_bits(tensor),
     )
@@ -91,13 +82,13 @@ def shaped(tensor: Tensor, geometry: Geometry) -> Tensor:
     plain.set_(tensor.untyped_storage(), offset, shape, stride)
     if bits & 1:
         plain = plain.conj()
-    return torch._neg_view(plain) if bits & 2 else plain
+    return torch.ops.aten._neg_view(plain) if bits & 2 else plain
 
 
 def flat(tensor: Tensor) -> Tensor:
     """Return the whole storage as one dimension, in the tensor's type."""
     length = tensor.untyped_storage().nbytes() // tensor.element_size()
-    return shaped(tensor, Geometry(torch.Size((length,)), (1,), 0, tensor.dtype, 0))
+    return shaped(tensor, (torch.Size((length,)), (1,), 0, tensor.dtype, 0))
 
 
 def copy_storage(tensor: Tensor) -> Tensor:

@@ -66,9 +66,10 @@ class Captures:
                 raise CaptureError(
                     f"{name!r} is run again in backward, but its variable "
                     f"{variable!r} is no longer what it was in forward (it was "
-                    f"{_show(before)}, it is {_show(after)}). A function made in a loop "
-                    "sees the loop variable's last value: pass it as an argument, or "
-                    f"bind it with a default as in `lambda x, {variable}={variable}: …`."
+                    f"{_show(before)}, it is {_show(after)}). A function made in a "
+                    "loop sees the loop variable's last value: pass it as an argument, "
+                    "or bind it with a default as in `lambda x, "
+                    f"{variable}={variable}: …`."
                 )
             version = self._versions.get(variable)
             if isinstance(after, Tensor) and version_of(after) != version:

@@ -124,8 +124,9 @@ class CheckpointGroup:
         if len(found) != arity or not all(isinstance(t, Tensor) for t in found):
             raise UsageError(
                 f"the function must return {arity} tensor{'s' * (arity > 1)}: it "
-                f"returned {len(found)} ({', '.join(type(t).__name__ for t in found)}). "
-                "Use the method for that number, or checkpoint_fn for any structure."
+                f"returned {len(found)} "
+                f"({', '.join(type(t).__name__ for t in found)}). Use the method for "
+                "that number, or checkpoint_fn for any structure."
             )
         return tuple(found)
 

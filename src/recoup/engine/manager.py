@@ -60,13 +60,11 @@ class CheckpointManager:
 
     @max_memory_mb.setter
     def max_memory_mb(self, mebibytes: int) -> None:
-        if (
-            isinstance(mebibytes, bool)
-            or not isinstance(mebibytes, int)
-            or mebibytes < 1
-        ):
+        is_number = isinstance(mebibytes, int) and not isinstance(mebibytes, bool)
+        if not is_number or mebibytes < 1:
             raise UsageError(
-                f"max_memory_mb is a whole number of MiB, at least 1: got {mebibytes!r}."
+                "max_memory_mb is a whole number of MiB, at least 1: got "
+                f"{mebibytes!r}."
             )
         self._max_memory_mb = mebibytes
 

@@ -109,9 +109,9 @@ def recompute(tensor: Tensor) -> Tensor:
     if tensor.grad_fn is None:
         state = "is a leaf" if tensor.requires_grad else "has no graph behind it"
         raise UsageError(
-            f"recompute was given a tensor of shape {tuple(tensor.shape)} that {state}: "
-            "there is nothing to compute it from. Give it the result of an operation on "
-            "tensors that require gradients."
+            f"recompute was given a tensor of shape {tuple(tensor.shape)} that "
+            f"{state}: there is nothing to compute it from. Give it the result of an "
+            "operation on tensors that require gradients."
         )
     regions = open_regions()
     if not regions:
@@ -124,8 +124,8 @@ def recompute(tensor: Tensor) -> Tensor:
     if value is None or value.producer == OUTSIDE:
         raise UsageError(
             f"recompute was given a tensor of shape {tuple(tensor.shape)} that scope "
-            f"{region.name!r} cannot recompute: it was made outside the scope, or by an "
-            "operator that is never run twice. Compute it inside the scope."
+            f"{region.name!r} cannot recompute: it was made outside the scope, or by "
+            "an operator that is never run twice. Compute it inside the scope."
         )
     _MARKED.discard(tensor)
     region.tape.forced.add(value)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from recoup.backend.compiled import is_compiled
+from recoup.backend.compiled import call_slot, is_compiled
 from recoup.core.errors import UsageError
 from recoup.engine.active import begin, end
 from recoup.engine.policies import Policy
@@ -157,8 +157,7 @@ class Replaced:
 
 
 def _replace(module: nn.Module) -> Replaced:
-    compiled_call = module._compiled_call_impl is not None
-    place = "_compiled_call_impl" if compiled_call else "forward"
+    place = call_slot(module)
     original = getattr(module, place)
     replaced = Replaced(place, original, place in module.__dict__)
     module.__dict__[place] = functools.partial(_call_again, module, original)

@@ -91,9 +91,9 @@ class CheckpointNode:
         held = [hold.fetch("a checkpoint node") for hold in self._holds]
         region = self.region
         if region is not None:
-            for value in region.held():
-                if value.hold is not None and value.hold.tensor is not None:
-                    held.append(value.hold.fetch("a checkpoint node"))
+            holds = [value.hold for value in region.held()]
+            in_hand = [hold for hold in holds if hold and hold.tensor is not None]
+            held.extend(hold.fetch("a checkpoint node") for hold in in_hand)
         return held
 
     @property

@@ -58,11 +58,25 @@ class KeepSmall:
 
 
 _COSTLY = frozenset(
-    "mm addmm bmm baddbmm addbmm matmul linear convolution _convolution "
-    "cudnn_convolution mkldnn_convolution _scaled_mm _grouped_mm "
-    "_scaled_dot_product_flash_attention "
-    "_scaled_dot_product_flash_attention_for_cpu "
-    "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
-    "_scaled_dot_product_fused_attention_overrideable _flash_attention_forward "
-    "_efficient_attention_forward _cudnn_rnn mkldnn_rnn_layer".split()
+    {
+        "_convolution",
+        "_cudnn_rnn",
+        "_efficient_attention_forward",
+        "_flash_attention_forward",
+        "_grouped_mm",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_fused_attention_overrideable",
+        "_scaled_mm",
+        "addbmm",
+        "addmm",
+        "baddbmm",
+        "bmm",
+        "convolution",
+        "linear",
+        "mkldnn_rnn_layer",
+        "mm",
+    }
 )

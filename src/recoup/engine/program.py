@@ -5,7 +5,6 @@ from typing import Any
 
 from torch import Tensor
 
-from recoup.backend.dispatch import run
 from recoup.backend.graph import below_autograd
 from recoup.backend.rng import random_state
 from recoup.backend.storages import copy_storage, shaped
@@ -42,7 +41,7 @@ class Program:
     """
 
     def __init__(self, operations: Sequence[Operation], wanted: list[Value]) -> None:
-        indices, self.roots = needed(operations, wanted)
+        indices, _ = needed(operations, wanted)
         self.wanted = wanted
         self.steps = [Step(operations[index]) for index in indices]
         self._schedule()
@@ -113,10 +112,10 @@ def _run_step(step: Step, live: dict[Value, Tensor]) -> None:
         scratch[value] = copy_storage(_fetch(value, live, operation))
     args, kwargs = _arguments(operation, live, scratch)
     if operation.random is None:
-        out = run(operation.operator, args, kwargs)
+        out = operation.operator(*args, **kwargs)
     else:
         with random_state(*operation.random):
-            out = run(operation.operator, args, kwargs)
+            out = operation.operator(*args, **kwargs)
     del args, kwargs
     for place, value in operation.outputs:
         if value.hold is None:

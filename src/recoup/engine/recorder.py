@@ -5,12 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recoup.backend.dispatch import OperatorMode, all_plain, run
+from recoup.backend.dispatch import OperatorMode, all_plain
 from recoup.backend.operators import (
     Facts,
     crosses_devices,
     draws_outside_generators,
     facts_of,
+    takes_none,
 )
 from recoup.backend.rng import generator_of
 from recoup.backend.storages import covers_storage, has_storage
@@ -47,18 +48,20 @@ class Recorder(OperatorMode):
         facts, simple = known
         kwargs = kwargs or {}
         if facts.passes or self.paused:
-            return run(func, args, kwargs)
+            out = func(*args, **kwargs)
+            if facts.writes:
+                self.tape.reshape(out)
+            return out
         if types and not all_plain(types):
             return self._unrecorded(facts, func, args, kwargs)
         if not simple:
             return self._special(facts, func, args, kwargs)
-        tape = self.tape
         try:
-            operation = tape.call(func, args, kwargs)
+            operation = self.tape.call(func, args, kwargs)
         except NotImplementedError:
-            return run(func, args, kwargs)
-        out = run(func, args, kwargs)
-        tape.append(operation, out)
+            return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        self.tape.append(operation, out)
         return out
 
     def _special(
@@ -81,13 +84,13 @@ class Recorder(OperatorMode):
             )
         except NotImplementedError:
             return self._unrecorded(facts, func, args, kwargs)
-        befores = [self._before_write(target) for target in targets]
+        earlier = [self._before_write(target) for target in targets]
         out = self._run_random(operation, facts, func, args, kwargs)
         if crosses_devices(args, out):
             for target in targets:
                 self.tape.forget(target)
             return out
-        for target, before in zip(targets, befores, strict=True):
+        for target, before in zip(targets, earlier, strict=True):
             self._after_write(facts, operation, target, before)
         self.tape.append(operation, out, tainted=facts.uninitialised)
         return out
@@ -110,7 +113,7 @@ class Recorder(OperatorMode):
         if not targets or facts.statistics:
             return False
         values = [self.tape.value_of(target) for target in targets]
-        if not facts.overwrites and any(v is not None and v.tainted for v in values):
+        if not facts.overwrites and any(v in self.tape.tainted for v in values):
             return True
         # A write to a tensor from outside happens once, in forward. The operation is
         # recorded only if it also makes or changes something of the region's own.
@@ -133,16 +136,17 @@ class Recorder(OperatorMode):
     ) -> None:
         tape = self.tape
         value = before.value if isinstance(before, View) else before
-        if value is None or before is None or value.producer == OUTSIDE:
+        own = value is not None and value.producer != OUTSIDE and not facts.statistics
+        if value is None or before is None or not own:
             tape.forget(target)
             if value is not None and value in operation.reads:
                 # The replay writes too: on a copy, whose outcome nobody names.
                 operation.writes.append((value, Value(OUTSIDE, value.geometry)))
             return
         after = tape.overwrite(target, len(tape.operations), before)
-        after.tainted = value.tainted and not (
-            facts.overwrites and covers_storage(target)
-        )
+        covered = facts.overwrites and covers_storage(target)
+        if value in tape.tainted and not covered:
+            tape.tainted.add(after)
         operation.writes.append((value, after))
 
     def _run_random(
@@ -154,10 +158,10 @@ class Recorder(OperatorMode):
         kwargs: dict[str, Any],
     ) -> Any:
         if not facts.random:
-            return run(func, args, kwargs)
+            return func(*args, **kwargs)
         generator = generator_of(args, kwargs)
         state = generator.get_state()
-        out = run(func, args, kwargs)
+        out = func(*args, **kwargs)
         # Attention and the like are random operators even with a rate of zero.
         if not torch.equal(state, generator.get_state()):
             operation.random = (generator, state)
@@ -170,7 +174,7 @@ class Recorder(OperatorMode):
         targets = [t for t in _targets(facts, args, kwargs) if has_storage(t)]
         for target in targets:
             self.tape.protect(target)
-        out = run(func, args, kwargs)
+        out = func(*args, **kwargs)
         for target in targets:
             self.tape.forget(target)
         return out
@@ -200,6 +204,8 @@ def _without_statistics(
     for position in facts.statistics:
         if recorded[position] is None:
             continue
-        optional = "Optional" in str(func._schema.arguments[position].type)
-        recorded[position] = None if optional else recorded[position].clone()
+        if takes_none(func, position):
+            recorded[position] = None
+        else:
+            recorded[position] = recorded[position].clone()
     return tuple(recorded)

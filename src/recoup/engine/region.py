@@ -100,7 +100,7 @@ class Region:
         self.replays = 0
         self.replayed_operators = 0
         self.listeners: tuple[Callable[[Tensor], None], ...] = ()
-        self._program: Program | None = None
+        self._roots: set[Value] | None = None
         self._live: dict[Value, Tensor] | None = None
         self._pending: dict[Value, int] = {}
         self._task = -1
@@ -135,7 +135,7 @@ class Region:
         if self.key is not None and self.check is None:
             LEDGER.ran(self.key, signature(kept))
         self._hand_over(roots)
-        self._program = Program(kept, wanted)
+        self._roots = roots
 
     def pack(self, tensor: Tensor) -> Any:
         """Take a tensor that autograd saves; return what stands for it."""
@@ -153,11 +153,11 @@ class Region:
         if value.hold is None:
             if not self.options.recompute and value not in self.tape.forced:
                 value.hold = hold_for(value, tensor, geometry)
-            elif self.check is not None and value.fingerprint is None:
+            elif self.check is not None:
                 self._fingerprint(value, tensor, geometry)
-        with self._lock:
+        if value.demand == 0:
             self.tape.saved[value] = None
-            value.demand += 1
+        value.demand += 1
         return Saved(self, value, geometry)
 
     def unpack(self, packed: Any) -> Tensor:
@@ -194,17 +194,14 @@ class Region:
         with self._lock:
             self._cleared = True
             self._live = None
-            self._program = None
             for value in self.held():
                 value.hold = None
             self.tape.operations = []
 
     def held(self) -> list[Value]:
         """Return the values that the region holds for backward and for replays."""
-        program = self._program
-        if program is not None:
-            roots = program.roots
-        else:
+        roots = self._roots
+        if roots is None:
             wanted = [value for value in self.tape.saved if value.demand > 0]
             roots = needed(self.tape.operations, wanted)[1]
         return [value for value in roots if value.hold is not None]
@@ -232,7 +229,7 @@ class Region:
             return
         recorder.paused = True
         try:
-            value.fingerprint = self.check.remember(tensor, geometry)
+            self.check.remember(value, tensor, geometry)
         finally:
             recorder.paused = False
 
@@ -246,9 +243,8 @@ class Region:
             assert hold is not None, "roots are held"
             tensor = hold.tensor
             assert tensor is not None, "not handed over before"
-            if value.written and tensor.untyped_storage().nbytes() <= STATE_BYTES:
-                if version_of(tensor) == hold.version:
-                    value.hold = hold = Hold(copy_storage(tensor))
+            if value in self.tape.written and _is_small_state(hold, tensor):
+                value.hold = hold = Hold(copy_storage(tensor))
             if hooks is not None:
                 _HANDING.over = True
                 try:
@@ -283,9 +279,7 @@ class Region:
             at_end_of_backward(_Ending(self, task))
 
     def _run(self, wanted: list[Value]) -> dict[Value, Tensor]:
-        program = self._program
-        if program is None or program.wanted != wanted:
-            program = Program(self.tape.operations, wanted)
+        program = Program(self.tape.operations, wanted)
         check = self.check
         if check is None:
             live = program.run()
@@ -328,6 +322,11 @@ class _Ending:
 def hold_for(value: Value, tensor: Tensor, geometry: Geometry) -> Hold:
     """Return a hold of a value by a tensor that names it with some geometry."""
     return Hold(tensor, None if geometry == value.geometry else value.geometry)
+
+
+def _is_small_state(hold: Hold, tensor: Tensor) -> bool:
+    small = tensor.untyped_storage().nbytes() <= STATE_BYTES
+    return small and version_of(tensor) == hold.version
 
 
 def _is_wanted(value: Value) -> bool:

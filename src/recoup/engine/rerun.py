@@ -184,9 +184,9 @@ class Rerun:
         shape, dtype, device, before = slot.before
         if (shape, dtype, device) != (tensor.shape, tensor.dtype, tensor.device):
             raise MismatchError(
-                f"{self.name!r} saved a tensor of shape {tuple(shape)} and type {dtype} "
-                f"in forward, but {tuple(tensor.shape)} and {tensor.dtype} when it was "
-                "called again in backward. It must do the same both times."
+                f"{self.name!r} saved a tensor of shape {tuple(shape)} and type "
+                f"{dtype} in forward, but {tuple(tensor.shape)} and {tensor.dtype} "
+                "when it was called again in backward. It must do the same both times."
             )
         if before is None:
             return

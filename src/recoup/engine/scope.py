@@ -1,6 +1,6 @@
 """Scopes: `with CheckpointScope("layer1"):` around ordinary PyTorch code."""
 
-import sys
+import inspect
 import threading
 from collections.abc import Hashable
 from types import TracebackType
@@ -73,9 +73,9 @@ class CheckpointScope:
                 'from others, as in CheckpointScope("layer1").'
             )
         check_verify(verify)
-        caller = sys._getframe(1)
+        caller = _caller()
         self._name = name
-        self._key: Hashable = (name, caller.f_code.co_filename, caller.f_lineno)
+        self._key: Hashable = (name, *caller)
         self._policy = policy
         self._verify: Verify = verify
         self._cache = cache
@@ -146,3 +146,11 @@ class CheckpointScope:
         if not hasattr(self._entered, "stack"):
             self._entered.stack = []
         return self._entered.stack
+
+
+def _caller() -> tuple[str, int]:
+    """Return where the scope was made, which tells it from others of its name."""
+    frame = inspect.currentframe()
+    for _ in range(2):
+        frame = None if frame is None else frame.f_back
+    return ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)

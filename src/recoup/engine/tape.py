@@ -1,5 +1,6 @@
 """The tape: which operators a region ran, on which values, and what must be held."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,9 @@ from recoup.engine.values import OUTSIDE, Hold, Operation, Value, View
 
 Watch = Callable[[Value, Tensor], None]
 
+_HOLDS_TENSORS = (Tensor, list, tuple)
+_UNKNOWN: Any = None
+
 
 class Tape:
     """What one region did so far, and which of its values are held.
@@ -36,6 +40,8 @@ class Tape:
         operations: What ran, in order.
         saved: The values that autograd saved, each once, in order.
         forced: The values that the user asked to be recomputed.
+        tainted: The values that are partly uninitialised memory, as far as is known.
+        written: The outcomes of writes to tensors from outside.
     """
 
     def __init__(
@@ -44,6 +50,8 @@ class Tape:
         self.operations: list[Operation] = []
         self.saved: dict[Value, None] = {}
         self.forced: set[Value] = set()
+        self.tainted: set[Value] = set()
+        self.written: set[Value] = set()
         self._policy = policy
         self._watch = watch
         self._current: dict[int, Value] = {}
@@ -75,13 +83,16 @@ class Tape:
         value = self._current.get(storage_address(tensor))
         if value is None:
             value = self._admit(tensor)
-        if value.tainted and read:
+        elif value.born is not None and value.born() is tensor:
+            if not self.tainted or value not in self.tainted:
+                return value
+        if read and value in self.tainted:
             # Uninitialised memory that somebody reads was filled behind our back.
-            value.tainted = False
+            self.tainted.discard(value)
             value.producer = OUTSIDE
         if value.producer == OUTSIDE and value.hold is None:
             value.hold = Hold(tensor if detached else tensor.detach())
-            value.geometry = geometry_of(tensor)
+            value.geometry = self.geometry(tensor)
             return value
         return self.refer(tensor, value)
 
@@ -108,14 +119,14 @@ class Tape:
         places: list[int | str] = []
         reads: list[Value] = []
         for position, argument in enumerate(args):
-            if isinstance(argument, (Tensor, list, tuple)):
+            if isinstance(argument, _HOLDS_TENSORS):
                 found = self._refer(argument, reads, overwritten)
                 if found is not argument:
                     template[position] = found
                     places.append(position)
         named = kwargs
         for name, argument in kwargs.items():
-            if isinstance(argument, (Tensor, list, tuple)):
+            if isinstance(argument, _HOLDS_TENSORS):
                 found = self._refer(argument, reads, overwritten)
                 if found is not argument:
                     named = dict(named) if named is kwargs else named
@@ -135,13 +146,13 @@ class Tape:
         if operation.outputs or operation.writes:
             self.operations.append(operation)
             if tainted:
-                for _, value in operation.outputs:
-                    value.tainted = True
+                self.tainted.update(value for _, value in operation.outputs)
 
     def protect(self, tensor: Tensor) -> None:
         """Prepare for a write: what the tape refers to must survive it."""
         value = self.value_of(tensor)
         if value is not None and value.hold is not None:
+            value.born = None
             if value.producer == OUTSIDE:
                 value.hold = Hold(copy_storage(tensor))
             else:
@@ -161,6 +172,7 @@ class Tape:
         else:
             geometry = geometry_of(tensor)
         value = Value(producer, geometry)
+        value.born = (before.value if isinstance(before, View) else before).born
         self._name(tensor, value)
         if self._watch is not None:
             self._watch(value, tensor)
@@ -169,8 +181,14 @@ class Tape:
     def forget(self, tensor: Tensor) -> None:
         """Take note of a write that is not recorded: the storage is opaque now."""
         value = Value(OUTSIDE, geometry_of(tensor))
-        value.written = True
+        self.written.add(value)
         self._name(tensor, value)
+
+    def reshape(self, tensor: Tensor) -> None:
+        """Take note that the tensor itself got another geometry, as by `t_`."""
+        value = self.value_of(tensor)
+        if value is not None:
+            value.born = None
 
     def refer(self, tensor: Tensor, value: Value) -> Value | View:
         """Return a reference to a known value by the tensor's geometry."""
@@ -181,9 +199,9 @@ class Tape:
         self, argument: Any, reads: list[Value], overwritten: Sequence[Tensor]
     ) -> Any:
         if isinstance(argument, Tensor):
-            read = not any(argument is tensor for tensor in overwritten)
+            read = not (overwritten and any(argument is t for t in overwritten))
             found = self.reference(argument, read=read)
-            reads.append(found.value if type(found) is View else found)
+            reads.append(found.value if isinstance(found, View) else found)
             return found
         if any(isinstance(element, Tensor) for element in argument):
             return [
@@ -195,10 +213,10 @@ class Tape:
         return argument
 
     def _admit(self, tensor: Tensor) -> Value:
-        if lazy_bits(tensor):
+        if not self._lazy_bits_seen and tensor.is_neg():
             self._lazy_bits_seen = True
-        value = Value(OUTSIDE, geometry_of(tensor))
-        self._name(tensor, value)
+        value = Value(OUTSIDE, _UNKNOWN)
+        self._current[take_weak_reference(tensor)] = value
         return value
 
     def _name(self, tensor: Tensor, value: Value) -> None:
@@ -219,6 +237,7 @@ class Tape:
             free_weak_reference(address)
             return
         value = Value(index, geometry)
+        value.born = weakref.ref(tensor)
         self._current[address] = value
         operation.outputs.append((place, value))
         if self._watch is not None:
@@ -230,16 +249,20 @@ class Tape:
             value.hold = Hold(tensor.detach())
 
     def geometry(self, tensor: Tensor) -> Geometry:
+        """Return how the tensor lies in its storage.
+
+        Raises:
+            NotImplementedError: It is quantized.
+        """
         dtype = tensor.dtype
         # Lazy bits come from complex tensors only; asking costs as much as the rest.
         if dtype.is_complex:
             self._lazy_bits_seen = True
         elif dtype in QUANTIZED:
             raise NotImplementedError("a quantizer is not part of the storage")
-        return Geometry(
-            tensor.shape,
-            tensor.stride(),
-            tensor.storage_offset(),
-            dtype,
-            lazy_bits(tensor) if self._lazy_bits_seen else 0,
-        )
+        try:
+            stride = tensor.stride()
+        except RuntimeError as error:  # a compressed sparse layout
+            raise NotImplementedError("the layout has no strides") from error
+        bits = lazy_bits(tensor) if self._lazy_bits_seen else 0
+        return tensor.shape, stride, int(tensor.storage_offset()), dtype, bits

@@ -1,5 +1,6 @@
 """Values, the operations that made them, and the holds that keep some of them."""
 
+import weakref
 from typing import Any
 
 from torch import Generator, Tensor
@@ -23,29 +24,18 @@ class Value:
         geometry: How the tensor that first named it lies in its storage.
         hold: What keeps it, or None when it is to be recomputed.
         demand: How many tensors saved by autograd refer to it now.
-        tainted: Part of it is uninitialised memory as far as the tape knows.
-        written: It is the outcome of a write to a tensor from outside.
-        fingerprint: What its bits looked like in forward, if that is checked.
+        born: A weak reference to the tensor that first named it. An argument that is
+            this very tensor needs no look at its geometry.
     """
 
-    __slots__ = (
-        "demand",
-        "fingerprint",
-        "geometry",
-        "hold",
-        "producer",
-        "tainted",
-        "written",
-    )
+    __slots__ = ("born", "demand", "geometry", "hold", "producer")
 
     def __init__(self, producer: int, geometry: Geometry) -> None:
         self.producer = producer
         self.geometry = geometry
         self.hold: Hold | None = None
         self.demand = 0
-        self.tainted = False
-        self.written = False
-        self.fingerprint: Any = None
+        self.born: weakref.ref[Tensor] | None = None
 
 
 class View:
@@ -126,7 +116,11 @@ class Hold:
         """
         assert self.tensor is not None, "a hold is handed over once"
         self.check("a checkpointed region")
-        self.packed = pack(flat(self.tensor))
+        try:
+            whole = flat(self.tensor)
+        except NotImplementedError:  # no storage, as inside a torch.func transform
+            return
+        self.packed = pack(whole)
         self.unpack = unpack
         self.geometry = geometry
         self.tensor = None

@@ -18,10 +18,10 @@ Verify = Literal["first", "always", "full", "off"]
 every time, every time against copies of all values (for debugging), or never."""
 
 _REASONS = (
-    "Either the operator gives another result when it is run again (a nondeterministic "
-    "kernel), or something wrote to the region's tensors without autograd's knowledge "
-    "(`.data`, a custom kernel, NumPy). Keep its output with `recoup.keep`, or find the "
-    'first operator that differs with `verify="full"`.'
+    "Either the operator gives another result when it is run again (a "
+    "nondeterministic kernel), or something wrote to the region's tensors without "
+    "autograd's knowledge (`.data`, a custom kernel, NumPy). Keep its output with "
+    '`recoup.keep`, or find the first operator that differs with `verify="full"`.'
 )
 
 
@@ -65,10 +65,12 @@ class Check:
 
     def __init__(self, key: Hashable | None = None) -> None:
         self.key = key
+        self._seen: dict[Value, tuple[Geometry, Tensor]] = {}
 
-    def remember(self, tensor: Tensor, geometry: Geometry) -> object:
-        """Return what `compare` needs to know about a value of forward."""
-        return geometry, fingerprint(tensor)
+    def remember(self, value: Value, tensor: Tensor, geometry: Geometry) -> None:
+        """Take the fingerprint of a value that autograd saves, once."""
+        if value not in self._seen:
+            self._seen[value] = (geometry, fingerprint(tensor))
 
     def watch(self, value: Value, tensor: Tensor) -> None:
         """Look at a value of forward as it is made; this check does not need to."""
@@ -86,8 +88,8 @@ class Check:
         """
         verdict = Verdict(region)
         for value, tensor in replayed.items():
-            if value.fingerprint is not None:
-                geometry, before = value.fingerprint
+            if value in self._seen and value.hold is None:
+                geometry, before = self._seen[value]
                 now = fingerprint(shaped(tensor, geometry))
                 operator = str(operations[value.producer].operator)
                 verdict.add(value.producer, operator, (now != before).any())
@@ -109,9 +111,8 @@ class FullCheck(Check):
         super().__init__(key)
         self._originals: dict[Value, Tensor] = {}
 
-    def remember(self, tensor: Tensor, geometry: Geometry) -> object:
-        """Return nothing: `watch` has seen the value already."""
-        del tensor, geometry
+    def remember(self, value: Value, tensor: Tensor, geometry: Geometry) -> None:
+        """Do nothing: `watch` has seen the value already."""
 
     def watch(self, value: Value, tensor: Tensor) -> None:
         """Keep a copy of the value."""
