@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.support.bits import duplicate
 from tests.support.operators import Case, database_module, run_case
-from tests.support.twin import Region, Step, duplicate
+from tests.support.twin import Region, Step
 from tests.support.variants import differentiable, fixed_weights, records
 
 DTYPES = (torch.float64, torch.float32)

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, func
 from torch.utils import _pytree as pytree
 
+from tests.support.bits import duplicate
 from tests.support.operators import Case, dense_samples, run_case
-from tests.support.twin import Region, Step, duplicate, plain
+from tests.support.twin import Region, Step, plain
 from tests.support.variants import differentiable, fixed_weights, tensors
 
 Function = Callable[..., Any]
@@ -35,7 +36,7 @@ def grad(function: Function, inputs: Sequence[Tensor]) -> Any:
 
 
 def vjp(function: Function, inputs: Sequence[Tensor]) -> Any:
-    outputs, pull = func.vjp(function, *inputs)
+    outputs, pull = func.vjp(function, *inputs)[:2]
     return outputs, pull(fixed_weights(outputs))
 
 

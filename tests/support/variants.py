@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
-from tests.support.twin import Region, Step, duplicate
+from tests.support.bits import duplicate
+from tests.support.twin import Region, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,4 +258,3 @@ def _out(op: Any, sample: Any, *, make: Callable[[Tensor], Tensor]) -> Step:
         return first_order((buffers, products), (given, scale))
 
     return step
-

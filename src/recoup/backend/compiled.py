@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -22,6 +23,37 @@ def is_compiled(function: Any) -> bool:
     if isinstance(owner, nn.Module) and _is_compiled_module(owner):
         return True
     return hasattr(function, "_torchdynamo_orig_callable")
+
+
+def original_of(function: Any) -> Any:
+    """Return the function that was compiled, or the function itself.
+
+    Examples:
+        >>> original_of(len) is len
+        True
+    """
+    if isinstance(function, functools.partial):
+        return original_of(function.func)
+    module = getattr(function, "_orig_mod", None)
+    if module is not None:
+        return module
+    return getattr(function, "_torchdynamo_orig_callable", function)
+
+
+def leave_uncompiled(function: Any) -> None:
+    """Keep torch.compile from tracing a function, and all it calls.
+
+    A compiled function that is called inside a region would otherwise make it compile
+    the recorder. Unlike `torch.compiler.disable`, this wraps nothing and so costs
+    nothing per call, and it does not import the compiler.
+    """
+    function._torchdynamo_disable = True
+    function._torchdynamo_disable_msg = "recoup's own code is not compiled"
+    frames: Any = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(
+        function.__code__, frames._FrameExecStrategy(skip, skip)
+    )
 
 
 def call_slot(module: nn.Module) -> str:

@@ -173,7 +173,7 @@ class _ResizeWatch:
     def watch(self, ledger: StorageLedger) -> None:
         with self._lock:
             if not self._ledgers:
-                torch.UntypedStorage.resize_ = _resize_and_tell
+                torch.UntypedStorage.resize_ = _resize_and_tell  # pyright: ignore[reportAttributeAccessIssue]
             self._ledgers = (*self._ledgers, ledger)
 
     def unwatch(self, ledger: StorageLedger) -> None:
@@ -191,9 +191,10 @@ class _ResizeWatch:
 def _resize_and_tell(
     storage: torch.UntypedStorage, size_bytes: int
 ) -> torch.UntypedStorage:
-    torch._C.StorageBase.resize_(storage, size_bytes)
+    _resize(storage, size_bytes)
     _RESIZES.tell(storage)
     return storage
 
 
+_resize = torch.UntypedStorage.resize_
 _RESIZES = _ResizeWatch()

@@ -111,7 +111,7 @@ class StorageMeter(TorchDispatchMode):
 
     Not seen: memory that a kernel uses inside one operator, and storages that are
     made outside the dispatcher (states of random generators, `torch.UntypedStorage`
-    before it becomes a tensor). Costs a few microseconds an operator, keeps no
+    before it becomes a tensor). Costs some ten microseconds an operator, keeps no
     tensor alive, and may be nested in or around any other mode. Like every dispatch
     mode it follows the thread that entered it, and autograd's own threads in the
     backward passes started there.
@@ -167,8 +167,8 @@ class StorageMeter(TorchDispatchMode):
         Of a module that is its parameters, their gradients, and its buffers.
 
         Examples:
-            >>> meter = StorageMeter()
-            >>> meter.track(torch.nn.Linear(10, 5))
+            >>> linear, meter = nn.Linear(10, 5), StorageMeter()
+            >>> meter.track(linear)
             >>> meter.live_bytes
             220
         """

@@ -23,6 +23,8 @@ class Facts:
         overwrites: It writes without reading what was there.
         makes_more: It returns tensors other than those it writes to.
         random: It draws from a generator.
+        dropout_at: The position of a dropout rate, or -1; it draws only if that is
+            above zero.
         uninitialised: Its outputs hold whatever was in memory.
         statistics: Positions of running statistics that it updates on the side and
             that its outputs do not depend on when argument `training_at` is true.
@@ -37,6 +39,7 @@ class Facts:
     overwrites: bool = False
     makes_more: bool = False
     random: bool = False
+    dropout_at: int = -1
     uninitialised: bool = False
     statistics: tuple[int, ...] = ()
     training_at: int = -1
@@ -81,6 +84,7 @@ def facts_of(operator: Any) -> Facts:
         overwrites=torch.Tag.out in tags or base in _OVERWRITING,
         makes_more=any(returned.alias_info is None for returned in schema.returns),
         random=torch.Tag.nondeterministic_seeded in tags or _takes_generator(schema),
+        dropout_at=_place_of("dropout_p", schema),
         uninitialised=base in _UNINITIALISED,
         statistics=statistics[0],
         training_at=statistics[1],
@@ -129,6 +133,13 @@ def _passes(operator: OpOverload, written: tuple[int | str, ...]) -> bool:
         returned.alias_info is not None for returned in operator._schema.returns
     )
     return aliases and not written
+
+
+def _place_of(name: str, schema: Any) -> int:
+    for position, argument in enumerate(schema.arguments):
+        if argument.name == name and not argument.kwarg_only:
+            return position
+    return -1
 
 
 def _takes_generator(schema: Any) -> bool:

@@ -85,6 +85,20 @@ def shaped(tensor: Tensor, geometry: Geometry) -> Tensor:
     return torch.ops.aten._neg_view(plain) if bits & 2 else plain
 
 
+def fitted(tensor: Tensor, geometry: Geometry) -> Tensor:
+    """Return the tensor if it has this geometry, else a view that has it."""
+    shape, stride, offset, dtype, bits = geometry
+    if (
+        tensor.shape == shape
+        and tensor.dtype is dtype
+        and tensor.stride() == stride
+        and tensor.storage_offset() == offset
+        and lazy_bits(tensor) == bits
+    ):
+        return tensor
+    return shaped(tensor, geometry)
+
+
 def flat(tensor: Tensor) -> Tensor:
     """Return the whole storage as one dimension, in the tensor's type."""
     length = tensor.untyped_storage().nbytes() // tensor.element_size()

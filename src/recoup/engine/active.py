@@ -6,22 +6,24 @@ from collections.abc import Hashable
 import torch
 
 from recoup.backend.graph import hooks_refused, records_gradients
-from recoup.core.errors import UnsupportedError
+from recoup.core.errors import UnsupportedError, UsageError
 from recoup.engine.observers import observers
 from recoup.engine.region import Options, Region
 
 
 class _Open(threading.local):
+    """What was begun on this thread: by whom, and the region if there is one."""
+
     def __init__(self) -> None:
-        self.regions: list[Region] = []
+        self.stack: list[tuple[object, Region | None]] = []
 
 
 _OPEN = _Open()
 
 
-def open_regions() -> tuple[Region, ...]:
+def open_regions() -> list[Region]:
     """Return the regions that record on this thread now, outermost first."""
-    return tuple(_OPEN.regions)
+    return [region for _, region in _OPEN.stack if region is not None]
 
 
 def is_recordable(name: str) -> bool:
@@ -46,33 +48,48 @@ def is_recordable(name: str) -> bool:
     return True
 
 
-def begin(name: str, options: Options, key: Hashable) -> Region | None:
-    """Open a region on this thread, or return None where there is nothing to do."""
-    if not is_recordable(name):
-        return None
-    region = Region(name, options, key)
-    enter(region)
+def begin(owner: object, name: str, options: Options, key: Hashable) -> Region | None:
+    """Open a region on this thread, where there is something to do.
+
+    Args:
+        owner: Who begins it, and will end it.
+        name: What error messages and statistics call it.
+        options: How saved tensors are treated.
+        key: What tells this region from others.
+
+    Returns:
+        The region, or None where autograd saves nothing.
+    """
+    region = Region(name, options, key) if is_recordable(name) else None
+    if region is not None:
+        for observer in observers():
+            observer.began(region)
+        region.open()
+    _OPEN.stack.append((owner, region))
     return region
 
 
-def enter(region: Region) -> None:
-    """Let a region record on this thread."""
-    for observer in observers():
-        observer.began(region)
-    region.open()
-    _OPEN.regions.append(region)
+def skip(owner: object) -> None:
+    """Begin nothing, to be ended all the same."""
+    _OPEN.stack.append((owner, None))
 
 
-def end(region: Region) -> None:
-    """Close the region that was opened last on this thread."""
-    leave(region)
-    region.freeze()
-    for observer in observers():
-        observer.ended(region)
+def end(owner: object) -> None:
+    """End what the owner began last on this thread; do nothing if it began nothing.
 
-
-def leave(region: Region) -> None:
-    """Suspend the region that was opened last on this thread."""
-    assert _OPEN.regions[-1] is region, "regions are closed in reverse order"
-    _OPEN.regions.pop()
-    region.suspend()
+    Raises:
+        UsageError: Something else was begun since then and has not been ended.
+    """
+    stack = _OPEN.stack
+    if not any(other is owner for other, _ in stack):
+        return
+    if stack[-1][0] is not owner:
+        raise UsageError(
+            "a checkpoint region is closed before one that was opened inside it. Close "
+            "the inner one first, or use `with` blocks, which nest by themselves."
+        )
+    region = stack.pop()[1]
+    if region is not None:
+        region.close()
+        for observer in observers():
+            observer.ended(region)

@@ -111,14 +111,12 @@ def call_in_region(
     **kwargs: Any,
 ) -> Any:
     """Call the function in a region with these options."""
-    key = ("function", name, getattr(function, "__code__", None))
-    region = begin(name, options, key)
-    if region is None:
-        return function(*args, **kwargs)
+    owner = object()
+    begin(owner, name, options, ("function", name, getattr(function, "__code__", None)))
     try:
         return function(*args, **kwargs)
     finally:
-        end(region)
+        end(owner)
 
 
 def name_of(function: Callable[..., Any]) -> str:

@@ -1,4 +1,4 @@
-"""Groups: several calls that are recorded together and replayed together."""
+"""Groups: calls with any inputs and outputs, accounted for together."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -6,18 +6,16 @@ from typing import Any
 from torch import Tensor
 
 from recoup.core.errors import UsageError
-from recoup.engine.active import enter, is_recordable, leave
+from recoup.engine.active import begin, end
 from recoup.engine.node import CheckpointNode, held_bytes
-from recoup.engine.observers import observers
-from recoup.engine.region import Options, Region
+from recoup.engine.region import Options
 
 
 class CheckpointGroup:
-    """Calls that share one region: what several of them need is replayed once.
+    """Calls in regions that are counted and accounted for together.
 
-    A call may use what an earlier call of the group computed; that is then recomputed
-    with the rest, not held. A group goes on with a new region once a backward has
-    begun in the old one, so one group can serve a whole training run.
+    Each call is one region: all its outputs, and every gradient path through them, are
+    served by one replay. What several calls take in is held once.
 
     Args:
         name: What statistics and error messages call it.
@@ -39,7 +37,6 @@ class CheckpointGroup:
             raise UsageError(f"a group needs a name: got {name!r}.")
         self.name = name
         self.call_count = 0
-        self._region: Region | None = None
         self._nodes: list[CheckpointNode] = []
 
     @property
@@ -59,7 +56,7 @@ class CheckpointGroup:
         return sum(node.replay_count for node in self.nodes)
 
     def checkpoint_fn(self, inputs: Any, function: Callable[[Any], Any]) -> Any:
-        """Call `function(inputs)` in the group's region.
+        """Call `function(inputs)` in a region of the group.
 
         Args:
             inputs: Any nested structure.
@@ -76,16 +73,19 @@ class CheckpointGroup:
                 f"a group needs a function to call: got {type(function).__name__}."
             )
         self.call_count += 1
-        if not is_recordable(self.name):
-            return function(inputs)
-        region = self._current()
-        enter(region)
+        region = begin(
+            self,
+            self.name,
+            Options(),
+            ("group", self.name, getattr(function, "__code__", None)),
+        )
+        if region is not None:
+            self._nodes = self.nodes
+            self._nodes.append(CheckpointNode(region=region))
         try:
             return function(inputs)
         finally:
-            leave(region)
-            for observer in observers():
-                observer.ended(region)
+            end(self)
 
     def checkpoint_fn_flex(
         self, inputs: Sequence[Tensor], function: Callable[[Sequence[Tensor]], Tensor]
@@ -129,11 +129,3 @@ class CheckpointGroup:
                 "that number, or checkpoint_fn for any structure."
             )
         return tuple(found)
-
-    def _current(self) -> Region:
-        region = self._region
-        if region is None or region.is_spent:
-            region = self._region = Region(self.name, Options(), ("group", self.name))
-            self._nodes = self.nodes
-            self._nodes.append(CheckpointNode(region=region))
-        return region

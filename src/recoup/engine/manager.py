@@ -7,8 +7,7 @@ from typing import Self
 
 from recoup.core.errors import UnsupportedError, UsageError
 from recoup.engine.node import CheckpointNode, held_bytes
-from recoup.engine.observers import subscribe, unsubscribe
-from recoup.engine.region import Region
+from recoup.engine.observers import Watched, subscribe, unsubscribe
 from recoup.engine.scope import CheckpointScope
 
 _MEBIBYTE = 1 << 20
@@ -51,7 +50,7 @@ class CheckpointManager:
         self.auto_checkpoint = auto_checkpoint
         self.memory_threshold = memory_threshold
         self._scopes: list[CheckpointScope] = []
-        self._regions: list[weakref.ref[Region]] = []
+        self._regions: list[weakref.ref[Watched]] = []
 
     @property
     def max_memory_mb(self) -> int:
@@ -101,7 +100,7 @@ class CheckpointManager:
     @property
     def nodes(self) -> list[CheckpointNode]:
         """The living regions of registered scopes and of the manager's own blocks."""
-        regions: dict[int, Region] = {}
+        regions: dict[int, Watched] = {}
         for reference in self._regions:
             region = reference()
             if region is not None:
@@ -174,12 +173,12 @@ class CheckpointManager:
         """What `total_memory_bytes` says, in MiB."""
         return self.total_memory_bytes() / _MEBIBYTE
 
-    def began(self, region: Region) -> None:
+    def began(self, region: Watched) -> None:
         """Account for a region that runs inside `with manager:`."""
         self._regions = [known for known in self._regions if known() is not None]
         self._regions.append(weakref.ref(region))
 
-    def ended(self, region: Region) -> None:
+    def ended(self, region: Watched) -> None:
         """Nothing more to note: the region is asked when somebody wants to know."""
 
     def __enter__(self) -> Self:

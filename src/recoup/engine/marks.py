@@ -6,8 +6,8 @@ from recoup.backend.storages import has_storage
 from recoup.backend.weak import TensorSet
 from recoup.core.errors import UsageError
 from recoup.engine.active import open_regions
-from recoup.engine.region import Region, hold_for
-from recoup.engine.values import OUTSIDE, Value
+from recoup.engine.region import Region
+from recoup.engine.values import OUTSIDE, Hold, Value
 
 _MARKED = TensorSet()
 
@@ -39,8 +39,7 @@ def keep(tensor: Tensor) -> Tensor:
     for region, value in _known(tensor):
         region.tape.forced.discard(value)
         if value.hold is None:
-            geometry = region.tape.geometry(tensor)
-            value.hold = hold_for(value, tensor.detach(), geometry)
+            value.hold = Hold(tensor.detach(), value.geometry)
     return tensor
 
 

@@ -1,23 +1,23 @@
 """Modules: a region around every forward of a module, and taking it off again."""
 
 import functools
-import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from recoup.backend.compiled import call_slot, is_compiled
 from recoup.core.errors import UsageError
-from recoup.engine.active import begin, end
+from recoup.engine.active import begin, end, skip
 from recoup.engine.policies import Policy
-from recoup.engine.region import Options, Region
+from recoup.engine.region import Options
 from recoup.engine.rerun import rerun
 from recoup.engine.verification import Verify, check_verify
 
 _ATTACHED = "_recoup_attached"
 _FLAG = "use_gradient_checkpointing"
+_ABSENT = "absent"
 
 
 def checkpoint_module(
@@ -74,8 +74,9 @@ def checkpoint_module(
             module.register_forward_pre_hook(attached.before, with_kwargs=True),
             module.register_forward_hook(attached.after, always_call=True),
         )
-    module.__dict__[_ATTACHED] = attached
-    module.__dict__[_FLAG] = True
+    attributes = module.__dict__
+    attributes[_ATTACHED] = (attached, attributes.get(_FLAG, _ABSENT))
+    attributes[_FLAG] = True
     return module
 
 
@@ -85,23 +86,18 @@ def uncheckpoint_module(module: nn.Module) -> nn.Module:
     Returns:
         The module, as it was before `checkpoint_module`.
     """
-    attached = module.__dict__.pop(_ATTACHED, None)
+    attached, flag_before = module.__dict__.pop(_ATTACHED, (None, _ABSENT))
     if attached is not None:
         attached.take_off(module)
-        module.__dict__.pop(_FLAG, None)
+        del module.__dict__[_FLAG]
+        if flag_before != _ABSENT:
+            module.__dict__[_FLAG] = flag_before
     return module
 
 
 def is_checkpointed(module: nn.Module) -> bool:
     """Return whether the module's next forward will run in a region."""
     return _ATTACHED in module.__dict__ and bool(module.__dict__.get(_FLAG))
-
-
-class _Calls(threading.local):
-    """The regions of the calls that are under way on this thread."""
-
-    def __init__(self) -> None:
-        self.regions: list[Region | None] = []
 
 
 @dataclass
@@ -111,33 +107,25 @@ class Attached:
     name: str
     options: Options
     handles: tuple[Any, ...] = ()
-    calls: _Calls = field(default_factory=_Calls)
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Open a region, if the module's flag says so."""
         del args, kwargs
-        on = module.__dict__.get(_FLAG, False)
-        key = ("module", self.name, type(module))
-        self.calls.regions.append(begin(self.name, self.options, key) if on else None)
+        if module.__dict__.get(_FLAG, False):
+            begin(self, self.name, self.options, ("module", self.name, type(module)))
+        else:
+            skip(self)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         """Close the region, after an exception too."""
         del module, args, output
-        region = self.calls.regions.pop() if self.calls.regions else None
-        if region is not None:
-            end(region)
+        end(self)
 
     def take_off(self, module: nn.Module) -> None:
         """Remove the hooks."""
         del module
         for handle in self.handles:
             handle.remove()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"name": self.name, "options": self.options, "handles": self.handles}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, calls=_Calls())
 
 
 @dataclass

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from recoup.backend.storages import storage_address
+from recoup.backend.storages import has_storage, storage_address
 from recoup.core.errors import UsageError
-from recoup.engine.region import Region
+from recoup.engine.observers import Watched
 from recoup.engine.values import Hold
 
 RecomputeFunction = Callable[[], Tensor | Sequence[Tensor]]
@@ -44,7 +44,7 @@ class CheckpointNode:
         output: Tensor | None = None,
         operation: str = "",
         *children: "CheckpointNode",
-        region: Region | None = None,
+        region: Watched | None = None,
     ) -> None:
         self.operation = region.name if region is not None else operation
         self.children = children
@@ -66,7 +66,7 @@ class CheckpointNode:
         return None if self._output is None else self._output()
 
     @property
-    def region(self) -> Region | None:
+    def region(self) -> Watched | None:
         """The region it shows, while its graph is alive."""
         return None if self._region is None else self._region()
 
@@ -88,13 +88,16 @@ class CheckpointNode:
         Raises:
             ChangedTensorError: One was changed in place since it was saved.
         """
-        held = [hold.fetch("a checkpoint node") for hold in self._holds]
+        return [
+            hold.fetch("a checkpoint node")
+            for hold in self.holds()
+            if hold.tensor is not None
+        ]
+
+    def holds(self) -> list[Hold]:
+        """Return what is held, by the node itself and by its region."""
         region = self.region
-        if region is not None:
-            holds = [value.hold for value in region.held()]
-            in_hand = [hold for hold in holds if hold and hold.tensor is not None]
-            held.extend(hold.fetch("a checkpoint node") for hold in in_hand)
-        return held
+        return self._holds if region is None else [*self._holds, *region.holds()]
 
     @property
     def recompute_functions(self) -> list[RecomputeFunction]:
@@ -157,8 +160,10 @@ def held_bytes(nodes: Iterable[CheckpointNode]) -> int:
     """Return the bytes that nodes hold, every storage once."""
     storages: dict[int, int] = {}
     for node in nodes:
-        for tensor in node.saved_activations:
-            storages[storage_address(tensor)] = tensor.untyped_storage().nbytes()
+        for hold in node.holds():
+            if hold.tensor is not None and has_storage(hold.tensor):
+                address = storage_address(hold.tensor)
+                storages[address] = hold.tensor.untyped_storage().nbytes()
     return sum(storages.values())
 
 

@@ -2,20 +2,48 @@
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from recoup.engine.region import Region
+from torch import Tensor
+
+from recoup.engine.values import Hold
+
+Listener = Callable[[Tensor], None]
+"""Called with a tensor that autograd saves in a region."""
+
+
+class Watched(Protocol):
+    """What observers and nodes see of a region, or of a function that is run again."""
+
+    name: str
+    replays: int
+    listeners: tuple[Listener, ...]
+
+    def holds(self) -> list[Hold]:
+        """Return everything it holds."""
+        ...
+
+    def random_bytes(self) -> int:
+        """Return the bytes of generator states that it keeps."""
+        ...
+
+    def recompute(self) -> tuple[Tensor, ...]:
+        """Return what it does not hold, recomputed now."""
+        ...
+
+    def clear(self) -> None:
+        """Drop everything it holds."""
+        ...
 
 
 class Observer(Protocol):
     """Is told when a region begins and when its forward has ended."""
 
-    def began(self, region: "Region") -> None:
-        """Take note of a region that is about to record."""
+    def began(self, region: Watched) -> None:
+        """Take note of a region that is about to run."""
         ...
 
-    def ended(self, region: "Region") -> None:
+    def ended(self, region: Watched) -> None:
         """Take note of a region whose forward has ended."""
         ...
 

@@ -2,19 +2,24 @@
 
 import threading
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from torch import Tensor
 
-from recoup.backend.graph import pop_hooks, push_hooks
+from recoup.backend.graph import Pack, Unpack, ambient_hooks, pop_hooks, push_hooks
 from recoup.backend.storages import (
     free_weak_reference,
     has_storage,
     take_weak_reference,
 )
 from recoup.core.errors import UsageError
-from recoup.engine.observers import subscribe, unsubscribe
-from recoup.engine.region import Region
+from recoup.engine.active import open_regions
+from recoup.engine.observers import (
+    Watched,
+    is_transparent,
+    subscribe,
+    unsubscribe,
+)
 from recoup.engine.values import Hold
 
 
@@ -43,20 +48,27 @@ class CheckpointProfiler:
         self._lock = threading.RLock()
         self._would = _Storages()
         self._kept = _Storages()
-        self._random: dict[int, int] = {}
+        self._random_bytes = 0
         self._count = 0
         self._thread: int | None = None
+        self._around: tuple[Pack, Unpack] | None = None
 
     def start_tracking(self) -> None:
         """Set the counts back and start.
 
         Raises:
-            UsageError: It is tracking already.
+            UsageError: It is tracking already, or a scope is open on this thread.
         """
         if self._thread is not None:
             raise UsageError("this profiler is tracking already: stop it first.")
+        if open_regions():
+            raise UsageError(
+                "a profiler is started inside a checkpoint scope, which saves for "
+                "itself. Start it before the scope is entered."
+            )
         self.reset_statistics()
         self._thread = threading.get_ident()
+        self._around = ambient_hooks()
         subscribe(self)
         push_hooks(self._pack, self._unpack)
 
@@ -64,13 +76,20 @@ class CheckpointProfiler:
         """Stop; the counts stay readable. Does nothing if it is not tracking.
 
         Raises:
-            UsageError: It was started on another thread.
+            UsageError: It was started on another thread, or something that was
+                entered since then has not been left.
         """
         if self._thread is None:
             return
-        if self._thread != threading.get_ident():
-            raise UsageError("stop the profiler on the thread that started it.")
+        hooks = ambient_hooks()
+        mine = hooks is not None and getattr(hooks[0], "__self__", None) is self
+        if self._thread != threading.get_ident() or not mine:
+            raise UsageError(
+                "stop a profiler on the thread that started it, after every scope, "
+                "profiler and saved-tensor hook that was entered since has been left."
+            )
         self._thread = None
+        self._around = None
         pop_hooks()
         unsubscribe(self)
 
@@ -79,7 +98,7 @@ class CheckpointProfiler:
         with self._lock:
             self._would = _Storages()
             self._kept = _Storages()
-            self._random = {}
+            self._random_bytes = 0
             self._count = 0
 
     def memory_saved(self) -> int:
@@ -94,26 +113,34 @@ class CheckpointProfiler:
     def kept_bytes(self) -> int:
         """Return the bytes that are kept: by regions, and saved outside of them."""
         with self._lock:
-            return self._kept.total_bytes + sum(self._random.values())
+            return self._kept.total_bytes + self._random_bytes
 
     def checkpoint_count(self) -> int:
         """Return how many regions have run."""
         with self._lock:
             return self._count
 
-    def began(self, region: Region) -> None:
-        """Take note of a region that is about to record."""
-        if self._would_have not in region.listeners:
-            region.listeners = (*region.listeners, self._would_have)
+    def began(self, region: Watched) -> None:
+        """Take note of a region that is about to run."""
+        region.listeners = (*region.listeners, self._would_have)
 
-    def ended(self, region: Region) -> None:
+    def ended(self, region: Watched) -> None:
         """Take note of what a region holds after its forward."""
         with self._lock:
             self._count += 1
-            self._random[id(region)] = region.random_bytes()
-            for value in region.held():
-                if value.hold is not None and value.hold.tensor is not None:
-                    self._kept.add(value.hold.tensor)
+            self._random_bytes += region.random_bytes()
+            for hold in region.holds():
+                if hold.tensor is not None:
+                    self._kept.add(hold.tensor)
+
+    def note(self, tensor: Tensor) -> None:
+        """Take note of a tensor saved outside of regions."""
+        with self._lock:
+            self._would.add(tensor)
+            self._kept.add(tensor)
+        around = None if self._around is None else self._around[0]
+        if around is not None and is_transparent(around):
+            getattr(around, "__self__").note(tensor)  # noqa: B009 (a bound method)
 
     def __enter__(self) -> Self:
         self.start_tracking()
@@ -131,16 +158,21 @@ class CheckpointProfiler:
         with self._lock:
             self._would.add(tensor)
 
-    def _pack(self, tensor: Tensor) -> Hold:
-        with self._lock:
-            self._would.add(tensor)
-            self._kept.add(tensor)
-        return Hold(tensor)
+    def _pack(self, tensor: Tensor) -> Any:
+        self.note(tensor)
+        around = self._around
+        if around is None or is_transparent(around[0]):
+            return Hold(tensor)
+        pack, unpack = around
+        return pack(tensor), unpack
 
-    _pack.is_transparent = True  # type: ignore[attr-defined]
+    _pack.is_transparent = True  # pyright: ignore[reportFunctionMemberAccess]
 
-    def _unpack(self, hold: Hold) -> Tensor:
-        return hold.fetch("a backward operator")
+    def _unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, Hold):
+            return packed.fetch("a backward operator")
+        kept, unpack = packed
+        return unpack(kept)
 
 
 class _Storages:

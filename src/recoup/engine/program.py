@@ -7,7 +7,7 @@ from torch import Tensor
 
 from recoup.backend.graph import below_autograd
 from recoup.backend.rng import random_state
-from recoup.backend.storages import copy_storage, shaped
+from recoup.backend.storages import copy_storage, fitted
 from recoup.engine.recomputing import recomputing
 from recoup.engine.values import Operation, Value, View
 
@@ -159,7 +159,7 @@ def _fill(
         return _fetch(template, live, operation) if found is None else found
     if type(template) is View:
         whole = _fill(template.value, live, scratch, operation)
-        return shaped(whole, template.geometry)
+        return fitted(whole, template.geometry)
     if type(template) is list:
         return [_fill(element, live, scratch, operation) for element in template]
     return template

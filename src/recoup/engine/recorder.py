@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from recoup.backend.dispatch import OperatorMode, all_plain
@@ -13,10 +12,10 @@ from recoup.backend.operators import (
     facts_of,
     takes_none,
 )
-from recoup.backend.rng import generator_of
+from recoup.backend.rng import generator_of, same_state
 from recoup.backend.storages import covers_storage, has_storage
 from recoup.engine.tape import Tape
-from recoup.engine.values import OUTSIDE, Operation, Value, View
+from recoup.engine.values import OUTSIDE, Operation, Value
 
 _FACTS: dict[Any, tuple[Facts, bool]] = {}
 
@@ -120,34 +119,28 @@ class Recorder(OperatorMode):
         inside = any(v is not None and v.producer != OUTSIDE for v in values)
         return not inside and not facts.makes_more
 
-    def _before_write(self, target: Tensor) -> Value | View | None:
-        """Save what the write would destroy; return how the target was referred to."""
+    def _before_write(self, target: Tensor) -> Value | None:
+        """Save what the write would destroy; return the value before it."""
         value = self.tape.value_of(target)
-        before = None if value is None else self.tape.refer(target, value)
         self.tape.protect(target)
-        return before
+        return value
 
     def _after_write(
-        self,
-        facts: Facts,
-        operation: Operation,
-        target: Tensor,
-        before: Value | View | None,
+        self, facts: Facts, operation: Operation, target: Tensor, before: Value | None
     ) -> None:
         tape = self.tape
-        value = before.value if isinstance(before, View) else before
-        own = value is not None and value.producer != OUTSIDE and not facts.statistics
-        if value is None or before is None or not own:
+        own = before is not None and before.producer != OUTSIDE
+        if before is None or not own or facts.statistics:
             tape.forget(target)
-            if value is not None and value in operation.reads:
+            if before is not None and before in operation.reads:
                 # The replay writes too: on a copy, whose outcome nobody names.
-                operation.writes.append((value, Value(OUTSIDE, value.geometry)))
+                operation.writes.append((before, Value(OUTSIDE, before.geometry)))
             return
         after = tape.overwrite(target, len(tape.operations), before)
         covered = facts.overwrites and covers_storage(target)
-        if value in tape.tainted and not covered:
+        if before in tape.tainted and not covered:
             tape.tainted.add(after)
-        operation.writes.append((value, after))
+        operation.writes.append((before, after))
 
     def _run_random(
         self,
@@ -157,13 +150,13 @@ class Recorder(OperatorMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        if not facts.random:
+        at = facts.dropout_at
+        if not facts.random or (0 <= at < len(args) and args[at] == 0):
             return func(*args, **kwargs)
         generator = generator_of(args, kwargs)
         state = generator.get_state()
         out = func(*args, **kwargs)
-        # Attention and the like are random operators even with a rate of zero.
-        if not torch.equal(state, generator.get_state()):
+        if not same_state(state, generator.get_state()):
             operation.random = (generator, state)
         return out
 

@@ -2,43 +2,34 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
+from recoup.backend.compiled import leave_uncompiled
 from recoup.backend.graph import (
-    ambient_hooks,
     at_end_of_backward,
     current_backward,
     pop_hooks,
     push_hooks,
 )
-from recoup.backend.storages import Geometry, copy_storage, shaped, version_of
+from recoup.backend.storages import Geometry, copy_storage, fitted, version_of
 from recoup.core.errors import ClearedError
-from recoup.engine.observers import is_transparent
+from recoup.engine.holding import hand_over, is_handing_over
+from recoup.engine.observers import Listener
 from recoup.engine.policies import Policy
 from recoup.engine.program import Program, needed
 from recoup.engine.recorder import Recorder
 from recoup.engine.tape import Tape
-from recoup.engine.values import Hold, Value, View
+from recoup.engine.values import Hold, Value
 from recoup.engine.verification import LEDGER, Verify, check_for, signature
 
 STATE_BYTES = 1 << 20
 """Tensors from outside that a region writes to and then needs as they were after the
 write are copied up to this size: they are counters and running statistics, which the
 next region will write again. Larger ones are held by reference and checked."""
-
-
-class _Handing(threading.local):
-    """Whether this thread passes a region's own holds on to hooks around it."""
-
-    over = False
-
-
-_HANDING = _Handing()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +50,7 @@ class Options:
 
 
 class Saved:
-    """Stands for one tensor that autograd saved in a region.
+    """Stands for one tensor that autograd saved in a region and that can be remade.
 
     It dies when autograd lets go of the saved tensor, and the region then knows that
     one demand for its value is gone.
@@ -80,26 +71,32 @@ class Saved:
 class Region:
     """One run of a scope, a function or a module under recoup's control.
 
-    Enter it around the computation. While it is open it records; from then on it
-    lives as long as autograd holds a tensor that was saved in it.
+    Between `open` and `close` it records. From then on it lives as long as autograd
+    holds a tensor that was saved in it.
 
     Args:
         name: What error messages and statistics call it.
         options: How saved tensors are treated.
         key: What tells this region from others, for verification at first use.
+
+    Attributes:
+        replays: How many times it has been replayed.
+        replayed_operators: How many operators that ran in all.
+        listeners: Called with every tensor that autograd saves in it.
     """
 
-    def __init__(self, name: str, options: Options, key: Hashable = None) -> None:
+    def __init__(self, name: str, options: Options, key: Hashable) -> None:
         check = check_for(options.verify, key)
         self.name = name
         self.options = options
-        self.key = key
-        self.check = check
         self.tape = Tape(options.policy, check.watch if check else None)
-        self.recorder: Recorder | None = None
         self.replays = 0
         self.replayed_operators = 0
-        self.listeners: tuple[Callable[[Tensor], None], ...] = ()
+        self.listeners: tuple[Listener, ...] = ()
+        self._key = key
+        self._check = check
+        self._recorder = Recorder(self.tape)
+        self._kept: list[Hold] = []
         self._roots: set[Value] | None = None
         self._live: dict[Value, Tensor] | None = None
         self._pending: dict[Value, int] = {}
@@ -109,77 +106,72 @@ class Region:
 
     def open(self) -> None:
         """Start recording on this thread."""
-        self.recorder = Recorder(self.tape)
-        self.recorder.__enter__()
+        self._recorder.__enter__()
         push_hooks(self.pack, self.unpack)
 
-    def suspend(self) -> None:
-        """Stop recording for now; `open` goes on where it stopped."""
-        assert self.recorder is not None, "only an open region is suspended"
+    def close(self) -> None:
+        """Stop recording; drop what neither backward nor a replay needs."""
         pop_hooks()
-        self.recorder.__exit__(None, None, None)
-        self.recorder = None
-
-    def freeze(self) -> None:
-        """Drop what neither backward nor a replay needs; nothing more is recorded."""
+        self._recorder.__exit__(None, None, None)
         tape = self.tape
         tape.close()
         wanted = [value for value in tape.saved if value.demand > 0]
         indices, roots = needed(tape.operations, wanted)
         kept = [tape.operations[index] for index in indices]
         for index, operation in enumerate(kept):
-            for _, value in (*operation.outputs, *operation.writes):
+            for _, value in operation.outputs:
+                value.producer = index
+            for _, value in operation.writes:
                 value.producer = index
         tape.operations = kept
         tape.saved = dict.fromkeys(wanted)
-        if self.key is not None and self.check is None:
-            LEDGER.ran(self.key, signature(kept))
-        self._hand_over(roots)
+        if self._check is None:
+            LEDGER.ran(self._key, signature(kept))
+        for value in roots:
+            self._settle_state(value)
         self._roots = roots
+        hand_over(self.holds())
 
-    def pack(self, tensor: Tensor) -> Any:
+    def pack(self, tensor: Tensor) -> Saved | Hold:
         """Take a tensor that autograd saves; return what stands for it."""
-        if self.listeners and not _HANDING.over:
+        if self.listeners and not is_handing_over():
             for listener in self.listeners:
                 listener(tensor)
         try:
-            reference = self.tape.reference(tensor, detached=True)
+            found = self.tape.save(tensor)
         except NotImplementedError:
-            return Hold(tensor)
-        if isinstance(reference, View):
-            value, geometry = reference.value, reference.geometry
-        else:
-            value, geometry = reference, reference.geometry
+            found = Hold(tensor)
+        if isinstance(found, Hold):
+            self._kept.append(found)
+            return found
+        value, geometry = found
         if value.hold is None:
             if not self.options.recompute and value not in self.tape.forced:
-                value.hold = hold_for(value, tensor, geometry)
-            elif self.check is not None:
+                value.hold = Hold(tensor, value.geometry)
+            elif self._check is not None:
                 self._fingerprint(value, tensor, geometry)
         if value.demand == 0:
             self.tape.saved[value] = None
         value.demand += 1
         return Saved(self, value, geometry)
 
-    def unpack(self, packed: Any) -> Tensor:
+    def unpack(self, packed: Saved | Hold) -> Tensor:
         """Return the tensor that `packed` stands for, recomputing it if need be."""
+        if self._cleared:
+            raise ClearedError(
+                f"backward needs a tensor saved in region {self.name!r}, but its "
+                "checkpoints were cleared. Run backward before clearing them, or "
+                "run the forward again."
+            )
         if isinstance(packed, Hold):
             return packed.fetch("a backward operator")
-        value = packed.value
         with self._lock:
-            if self._cleared:
-                raise ClearedError(
-                    f"backward needs a tensor saved in region {self.name!r}, but its "
-                    "checkpoints were cleared. Run backward before clearing them, or "
-                    "run the forward again."
-                )
-            hold = value.hold
+            hold = packed.value.hold
             if hold is not None and hold.tensor is not None:
                 whole = hold.fetch("a backward operator")
             else:
                 whole = self._recomputed(packed)
-        if packed.geometry is value.geometry:
-            return whole
-        return shaped(whole, packed.geometry)
+        return fitted(whole, packed.geometry)
 
     def release(self, saved: Saved) -> None:
         """Take note that autograd let go of a saved tensor."""
@@ -189,68 +181,61 @@ class Region:
             if self._live is not None and saved.task != self._task:
                 self._count_down(value)
 
-    def clear(self) -> None:
-        """Drop everything held; a later backward through the region is an error."""
-        with self._lock:
-            self._cleared = True
-            self._live = None
-            for value in self.held():
-                value.hold = None
-            self.tape.operations = []
-
-    def held(self) -> list[Value]:
-        """Return the values that the region holds for backward and for replays."""
-        roots = self._roots
-        if roots is None:
-            wanted = [value for value in self.tape.saved if value.demand > 0]
-            roots = needed(self.tape.operations, wanted)[1]
-        return [value for value in roots if value.hold is not None]
-
-    @property
-    def is_spent(self) -> bool:
-        """Whether backward has begun in it, or nothing needs it any more."""
-        return self.replays > 0 or not any(value.demand for value in self.tape.saved)
-
-    def random_bytes(self) -> int:
-        """Return the bytes of the generator states kept for random operators."""
-        kept = (operation.random for operation in self.tape.operations)
-        return sum(random[1].nbytes for random in kept if random is not None)
-
     def recompute(self) -> tuple[Tensor, ...]:
         """Return the saved values that are not held, recomputed now."""
         with self._lock:
             wanted = [value for value in self.tape.saved if _is_wanted(value)]
             return tuple(self._run(wanted).values())
 
-    def _fingerprint(self, value: Value, tensor: Tensor, geometry: Geometry) -> None:
-        assert self.check is not None, "only called when there is a check"
-        recorder = self.recorder
-        if recorder is None:
-            return
-        recorder.paused = True
-        try:
-            self.check.remember(value, tensor, geometry)
-        finally:
-            recorder.paused = False
+    def clear(self) -> None:
+        """Drop everything held; a later backward through the region is an error."""
+        with self._lock:
+            self._cleared = True
+            self._live = None
+            for hold in self.holds():
+                hold.drop()
+            self._kept = []
+            self.tape.operations = []
 
-    def _hand_over(self, roots: set[Value]) -> None:
-        """Pass what is held on to the hooks around this region."""
-        hooks = ambient_hooks()
-        if hooks is not None and is_transparent(hooks[0]):
-            hooks = None
-        for value in roots:
-            hold = value.hold
-            assert hold is not None, "roots are held"
-            tensor = hold.tensor
-            assert tensor is not None, "not handed over before"
-            if value in self.tape.written and _is_small_state(hold, tensor):
-                value.hold = hold = Hold(copy_storage(tensor))
-            if hooks is not None:
-                _HANDING.over = True
-                try:
-                    hold.hand_over(*hooks, value.geometry)
-                finally:
-                    _HANDING.over = False
+    def holds(self) -> list[Hold]:
+        """Return everything that the region holds for backward and for replays."""
+        roots = self._roots
+        if roots is None:
+            wanted = [value for value in self.tape.saved if value.demand > 0]
+            roots = needed(self.tape.operations, wanted)[1]
+        found = [value.hold for value in roots if value.hold is not None]
+        found.extend(hold for hold in self._kept if hold not in found)
+        return found
+
+    def random_bytes(self) -> int:
+        """Return the bytes of the generator states kept for random operators."""
+        kept = (operation.random for operation in self.tape.operations)
+        return sum(random[1].nbytes for random in kept if random is not None)
+
+    def end(self, task: int) -> None:
+        """Drop what a backward left behind."""
+        with self._lock:
+            if self._task == task:
+                self._live = None
+                self._pending = {}
+                self._task = -1
+
+    def _fingerprint(self, value: Value, tensor: Tensor, geometry: Geometry) -> None:
+        assert self._check is not None, "only called when there is a check"
+        self._recorder.paused = True
+        try:
+            self._check.remember(value, tensor, geometry)
+        finally:
+            self._recorder.paused = False
+
+    def _settle_state(self, value: Value) -> None:
+        """Copy a small tensor from outside that the region itself wrote to."""
+        hold = value.hold
+        if hold is None or hold.tensor is None or value not in self.tape.written:
+            return
+        small = hold.tensor.untyped_storage().nbytes() <= STATE_BYTES
+        if small and version_of(hold.tensor) == hold.version:
+            value.hold = Hold(copy_storage(hold.tensor))
 
     def _recomputed(self, saved: Saved) -> Tensor:
         value = saved.value
@@ -280,7 +265,7 @@ class Region:
 
     def _run(self, wanted: list[Value]) -> dict[Value, Tensor]:
         program = Program(self.tape.operations, wanted)
-        check = self.check
+        check = self._check
         if check is None:
             live = program.run()
         else:
@@ -297,14 +282,6 @@ class Region:
         if self._pending[value] == 0 and self._live is not None:
             self._live.pop(value, None)
 
-    def end(self, task: int) -> None:
-        """Drop what a backward left behind."""
-        with self._lock:
-            if self._task == task:
-                self._live = None
-                self._pending = {}
-                self._task = -1
-
 
 class _Ending:
     """Ends a backward in a region without keeping the region alive until then."""
@@ -319,15 +296,9 @@ class _Ending:
             region.end(self._task)
 
 
-def hold_for(value: Value, tensor: Tensor, geometry: Geometry) -> Hold:
-    """Return a hold of a value by a tensor that names it with some geometry."""
-    return Hold(tensor, None if geometry == value.geometry else value.geometry)
-
-
-def _is_small_state(hold: Hold, tensor: Tensor) -> bool:
-    small = tensor.untyped_storage().nbytes() <= STATE_BYTES
-    return small and version_of(tensor) == hold.version
-
-
 def _is_wanted(value: Value) -> bool:
     return value.demand > 0 and (value.hold is None or value.hold.tensor is None)
+
+
+for _method in (Recorder.__torch_dispatch__, Region.pack, Region.unpack):
+    leave_uncompiled(_method)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from recoup.backend.autocast import autocast_as, autocast_states
+from recoup.backend.compiled import original_of
 from recoup.backend.fingerprints import fingerprint
 from recoup.backend.graph import (
-    ambient_hooks,
     at_end_of_backward,
     current_backward,
     hooks_refused,
@@ -21,10 +21,12 @@ from recoup.backend.graph import (
     records_gradients,
 )
 from recoup.backend.rng import default_states, random_state
-from recoup.backend.storages import geometry_of, has_storage
-from recoup.backend.trees import map_leaves, tensors
-from recoup.core.errors import MismatchError, UnsupportedError
+from recoup.backend.storages import has_storage
+from recoup.backend.trees import leaves, map_leaves, tensors
+from recoup.core.errors import ClearedError, MismatchError, UnsupportedError
 from recoup.engine.captures import Captures
+from recoup.engine.holding import hand_over, is_handing_over
+from recoup.engine.observers import Listener, observers
 from recoup.engine.recomputing import recomputing
 from recoup.engine.region import STATE_BYTES
 from recoup.engine.values import Hold
@@ -71,23 +73,30 @@ def rerun(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             f"hooks ({refused}). Use torch.autograd.grad or backward instead."
         )
     call = Rerun(function, args, kwargs)
+    for observer in observers():
+        observer.began(call)
     push_hooks(call.pack, call.unpack)
     try:
         result = function(*args, **kwargs)
     finally:
         pop_hooks()
-    call.hand_over()
+    hand_over(call.holds())
+    for observer in observers():
+        observer.ended(call)
     return result
 
 
 class Slot:
     """Stands for one tensor that the function saved in its first call."""
 
-    __slots__ = ("__weakref__", "before", "place")
+    __slots__ = ("device", "dtype", "place", "print", "shape")
 
-    def __init__(self, place: int, tensor: Tensor, before: Tensor | None) -> None:
+    def __init__(self, place: int, tensor: Tensor, seen: Tensor | None) -> None:
         self.place = place
-        self.before = (tensor.shape, tensor.dtype, tensor.device, before)
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
+        self.device = tensor.device
+        self.print = seen
 
 
 class Rerun:
@@ -101,34 +110,31 @@ class Rerun:
     ) -> None:
         given = tensors((args, kwargs))
         devices = [t.device for t in given if t.device.type != "cpu"]
-        self.name = getattr(function, "__qualname__", type(function).__name__)
-        self._function = function
-        self._captures = Captures(function)
+        original = original_of(function)
+        self.name: str = getattr(original, "__qualname__", type(original).__name__)
+        self.replays = 0
+        self.listeners: tuple[Listener, ...] = ()
+        self._function: Callable[..., Any] | None = function
+        self._captures = Captures(original)
         self._buffers = _buffer_states(self._captures.modules())
         self._random = default_states(devices)
         self._autocast = autocast_states({device.type for device in devices})
         self._arguments = map_leaves(_held, (args, kwargs))
-        self._key: Hashable = ("rerun", getattr(function, "__code__", self.name))
+        self._key: Hashable = ("rerun", getattr(original, "__code__", type(original)))
         self._verifies = LEDGER.needs(self._key)
         self._count = 0
         self._task = -1
-        self._found: dict[int, Tensor] = {}
+        self._found: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._lock = threading.RLock()
-
-    def hand_over(self) -> None:
-        """Pass the held arguments on to the hooks around the call."""
-        hooks = ambient_hooks()
-        if hooks is not None:
-            for leaf in _holds(self._arguments):
-                if leaf.tensor is not None and has_storage(leaf.tensor):
-                    leaf.hand_over(*hooks, geometry_of(leaf.tensor))
 
     def pack(self, tensor: Tensor) -> Slot:
         """Forget a tensor that the first call saves."""
+        if not is_handing_over():
+            for listener in self.listeners:
+                listener(tensor)
         place = self._count
         self._count += 1
-        checks = self._verifies and has_storage(tensor)
-        return Slot(place, tensor, fingerprint(tensor) if checks else None)
+        return Slot(place, tensor, self._fingerprint(tensor))
 
     def unpack(self, slot: Slot) -> Tensor:
         """Return the tensor, calling the function again if this backward has not."""
@@ -139,9 +145,28 @@ class Rerun:
                 self._task = task
                 if task != -1:
                     at_end_of_backward(_Forgetting(self))
-            tensor = self._found.pop(slot.place)
-            self._compare(slot, tensor)
+            tensor, seen = self._found.pop(slot.place)
+            self._compare(slot, tensor, seen)
             return tensor
+
+    def holds(self) -> list[Hold]:
+        """Return the arguments that are held for the second call."""
+        arguments = leaves(self._arguments)
+        return [leaf.hold for leaf in arguments if isinstance(leaf, _Argument)]
+
+    def random_bytes(self) -> int:
+        """Return the bytes of the generator states kept."""
+        return sum(state.nbytes for _, state in self._random)
+
+    def recompute(self) -> tuple[Tensor, ...]:
+        """Call the function again now and return what it saves."""
+        return tuple(tensor for tensor, _ in self._call_again().values())
+
+    def clear(self) -> None:
+        """Drop the arguments; a later backward through the call is an error."""
+        self._function = None
+        self._arguments = ()
+        self._found = {}
 
     def forget(self) -> None:
         """Drop recomputed tensors that backward did not ask for."""
@@ -149,9 +174,14 @@ class Rerun:
             self._found = {}
             self._task = -1
 
-    def _call_again(self) -> dict[int, Tensor]:
+    def _call_again(self) -> dict[int, tuple[Tensor, Tensor | None]]:
+        if self._function is None:
+            raise ClearedError(
+                f"backward needs a tensor saved in {self.name!r}, but its checkpoints "
+                "were cleared. Run backward before clearing them."
+            )
         self._captures.check(self.name)
-        collected = _Collector(self._count)
+        collected = _Collector(self._count, self._fingerprint)
         args, kwargs = map_leaves(_fetched, self._arguments)
         with self._as_before():
             push_hooks(collected.pack, collected.unpack)
@@ -161,6 +191,7 @@ class Rerun:
                 pass
             finally:
                 pop_hooks()
+        self.replays += 1
         if len(collected.found) < self._count:
             raise MismatchError(
                 f"{self.name!r} saved {self._count} tensors in forward, but only "
@@ -180,18 +211,22 @@ class Rerun:
             stack.enter_context(_buffers_as(self._buffers))
             yield
 
-    def _compare(self, slot: Slot, tensor: Tensor) -> None:
-        shape, dtype, device, before = slot.before
-        if (shape, dtype, device) != (tensor.shape, tensor.dtype, tensor.device):
+    def _fingerprint(self, tensor: Tensor) -> Tensor | None:
+        # Taken while the call runs, both times: a buffer may move on after that.
+        return fingerprint(tensor) if self._verifies and has_storage(tensor) else None
+
+    def _compare(self, slot: Slot, tensor: Tensor, seen: Tensor | None) -> None:
+        before = (slot.shape, slot.dtype, slot.device)
+        if before != (tensor.shape, tensor.dtype, tensor.device):
             raise MismatchError(
-                f"{self.name!r} saved a tensor of shape {tuple(shape)} and type "
-                f"{dtype} in forward, but {tuple(tensor.shape)} and {tensor.dtype} "
+                f"{self.name!r} saved a tensor of shape {tuple(slot.shape)} and type "
+                f"{slot.dtype} in forward, but {tuple(tensor.shape)} and {tensor.dtype} "
                 "when it was called again in backward. It must do the same both times."
             )
-        if before is None:
+        if slot.print is None or seen is None:
             return
         verdict = Verdict(self.name)
-        verdict.add(slot.place, "the function", (fingerprint(tensor) != before).any())
+        verdict.add(slot.place, "the function", (seen != slot.print).any())
         if current_backward() == -1:
             verdict()
         else:
@@ -218,12 +253,13 @@ class _Complete(Exception):  # noqa: N818 (a signal, not an error)
 class _Collector:
     """Collects what the second call saves."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, look: Callable[[Tensor], Tensor | None]) -> None:
         self._count = count
-        self.found: dict[int, Tensor] = {}
+        self._look = look
+        self.found: dict[int, tuple[Tensor, Tensor | None]] = {}
 
     def pack(self, tensor: Tensor) -> Tensor:
-        self.found[len(self.found)] = tensor
+        self.found[len(self.found)] = (tensor, self._look(tensor))
         if len(self.found) == self._count:
             raise _Complete
         return tensor
@@ -251,15 +287,6 @@ def _fetched(leaf: Any) -> Any:
         return leaf
     tensor = leaf.hold.fetch("a function that is run again").detach()
     return tensor.requires_grad_(leaf.requires_grad)
-
-
-def _holds(tree: Any) -> list[Hold]:
-    found: list[Hold] = []
-    map_leaves(
-        lambda leaf: found.append(leaf.hold) if isinstance(leaf, _Argument) else None,
-        tree,
-    )
-    return found
 
 
 def _buffer_states(modules: list[nn.Module]) -> list[tuple[Tensor, Tensor]]:

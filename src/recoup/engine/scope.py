@@ -1,16 +1,16 @@
 """Scopes: `with CheckpointScope("layer1"):` around ordinary PyTorch code."""
 
 import inspect
-import threading
 from collections.abc import Hashable
 from types import TracebackType
 from typing import Self
 
+from recoup.backend.compiled import leave_uncompiled
 from recoup.core.errors import UnsupportedError, UsageError
-from recoup.engine.active import begin, end
+from recoup.engine.active import begin, end, skip
 from recoup.engine.node import CheckpointNode, held_bytes
 from recoup.engine.policies import Policy
-from recoup.engine.region import Options, Region
+from recoup.engine.region import Options
 from recoup.engine.verification import Verify, check_verify
 
 _FUNC_TRANSFORM = "don't yet support saved tensor hooks"
@@ -79,7 +79,6 @@ class CheckpointScope:
         self._policy = policy
         self._verify: Verify = verify
         self._cache = cache
-        self._entered = threading.local()
         self._nodes: list[CheckpointNode] = []
         self.is_enabled = enabled
         self.use_recomputation = use_recomputation
@@ -101,12 +100,12 @@ class CheckpointScope:
         return held_bytes(self.nodes)
 
     def __enter__(self) -> Self:
-        region = (
-            begin(self._name, self._options(), self._key) if self.is_enabled else None
-        )
-        self._stack().append(region)
+        if not self.is_enabled:
+            skip(self)
+            return self
+        region = begin(self, self._name, self._options(), self._key)
         if region is not None:
-            self._nodes = self.nodes
+            self._nodes = [node for node in self._nodes if node.is_alive]
             self._nodes.append(CheckpointNode(region=region))
         return self
 
@@ -128,11 +127,11 @@ class CheckpointScope:
         """End the recording that was begun last; do nothing if none is open.
 
         What backward will need is untouched.
+
+        Raises:
+            UsageError: A region that was opened inside it is still open.
         """
-        stack = self._stack()
-        region = stack.pop() if stack else None
-        if region is not None:
-            end(region)
+        end(self)
 
     def _options(self) -> Options:
         return Options(
@@ -142,11 +141,6 @@ class CheckpointScope:
             verify=self._verify,
         )
 
-    def _stack(self) -> list[Region | None]:
-        if not hasattr(self._entered, "stack"):
-            self._entered.stack = []
-        return self._entered.stack
-
 
 def _caller() -> tuple[str, int]:
     """Return where the scope was made, which tells it from others of its name."""
@@ -154,3 +148,11 @@ def _caller() -> tuple[str, int]:
     for _ in range(2):
         frame = None if frame is None else frame.f_back
     return ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+
+
+for _method in (
+    CheckpointScope.__init__,
+    CheckpointScope.__enter__,
+    CheckpointScope.__exit__,
+):
+    leave_uncompiled(_method)

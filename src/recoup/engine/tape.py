@@ -12,7 +12,6 @@ from recoup.backend.storages import (
     Geometry,
     copy_storage,
     free_weak_reference,
-    geometry_of,
     lazy_bits,
     storage_address,
     take_weak_reference,
@@ -23,7 +22,6 @@ from recoup.engine.values import OUTSIDE, Hold, Operation, Value, View
 Watch = Callable[[Value, Tensor], None]
 
 _HOLDS_TENSORS = (Tensor, list, tuple)
-_UNKNOWN: Any = None
 
 
 class Tape:
@@ -70,31 +68,46 @@ class Tape:
         """Return the value that the tensor names now, if the tape knows it."""
         return self._current.get(storage_address(tensor))
 
-    def reference(
-        self, tensor: Tensor, *, detached: bool = False, read: bool = True
-    ) -> Value | View:
+    def save(self, tensor: Tensor) -> tuple[Value, Geometry] | Hold:
+        """Return what stands for a tensor that autograd saves.
+
+        Args:
+            tensor: A tensor with a storage and no graph behind it.
+
+        Returns:
+            The value and the tensor's geometry, or a hold of the tensor itself if the
+            tape cannot tell how it was made. Such a tensor is kept as plain autograd
+            keeps it: by reference, checked by its version.
+        """
+        value = self._current.get(storage_address(tensor))
+        if value is not None and value.producer != OUTSIDE:
+            if not self.tainted or value not in self.tainted:
+                return value, self.geometry(tensor)
+            self._give_up(value)
+        hold = Hold(tensor)
+        if value is None:
+            value = self._admit(tensor)
+        if value.hold is None:
+            value.hold = hold
+        return hold
+
+    def reference(self, tensor: Tensor, *, read: bool = True) -> Value | View:
         """Return a reference to what the tensor names; hold it if it is from outside.
 
         Args:
             tensor: A tensor with a storage.
-            detached: It has no graph behind it and may be held as it is.
             read: Somebody looks at its contents; False if they are overwritten.
         """
         value = self._current.get(storage_address(tensor))
         if value is None:
             value = self._admit(tensor)
+        elif self.tainted and read and value in self.tainted:
+            self._give_up(value)
         elif value.born is not None and value.born() is tensor:
-            if not self.tainted or value not in self.tainted:
-                return value
-        if read and value in self.tainted:
-            # Uninitialised memory that somebody reads was filled behind our back.
-            self.tainted.discard(value)
-            value.producer = OUTSIDE
-        if value.producer == OUTSIDE and value.hold is None:
-            value.hold = Hold(tensor if detached else tensor.detach())
-            value.geometry = self.geometry(tensor)
             return value
-        return self.refer(tensor, value)
+        if value.producer == OUTSIDE and value.hold is None:
+            value.hold = Hold(tensor.detach())
+        return View(value, self.geometry(tensor))
 
     def call(
         self,
@@ -158,21 +171,19 @@ class Tape:
             else:
                 value.hold = None
 
-    def overwrite(self, tensor: Tensor, producer: int, before: Value | View) -> Value:
+    def overwrite(self, tensor: Tensor, producer: int, before: Value) -> Value:
         """Give the tensor's storage a new value, after a write by `producer`.
 
         Args:
             tensor: What was written to.
             producer: The index of the operation that wrote, or `OUTSIDE`.
-            before: How the operation referred to the tensor. An operator may resize
-                a tensor it was given whole.
+            before: The value before.
         """
-        if isinstance(before, View):
-            geometry = before.value.geometry
-        else:
-            geometry = geometry_of(tensor)
-        value = Value(producer, geometry)
-        value.born = (before.value if isinstance(before, View) else before).born
+        born = before.born
+        # An operator may resize a tensor that it was given whole.
+        whole = born is not None and born() is tensor
+        value = Value(producer, self.geometry(tensor) if whole else before.geometry)
+        value.born = born
         self._name(tensor, value)
         if self._watch is not None:
             self._watch(value, tensor)
@@ -180,7 +191,7 @@ class Tape:
 
     def forget(self, tensor: Tensor) -> None:
         """Take note of a write that is not recorded: the storage is opaque now."""
-        value = Value(OUTSIDE, geometry_of(tensor))
+        value = Value(OUTSIDE, self.geometry(tensor))
         self.written.add(value)
         self._name(tensor, value)
 
@@ -189,11 +200,6 @@ class Tape:
         value = self.value_of(tensor)
         if value is not None:
             value.born = None
-
-    def refer(self, tensor: Tensor, value: Value) -> Value | View:
-        """Return a reference to a known value by the tensor's geometry."""
-        geometry = self.geometry(tensor)
-        return value if geometry == value.geometry else View(value, geometry)
 
     def _refer(
         self, argument: Any, reads: list[Value], overwritten: Sequence[Tensor]
@@ -215,9 +221,15 @@ class Tape:
     def _admit(self, tensor: Tensor) -> Value:
         if not self._lazy_bits_seen and tensor.is_neg():
             self._lazy_bits_seen = True
-        value = Value(OUTSIDE, _UNKNOWN)
+        value = Value(OUTSIDE, self.geometry(tensor))
         self._current[take_weak_reference(tensor)] = value
         return value
+
+    def _give_up(self, value: Value) -> None:
+        """Uninitialised memory that somebody reads was filled behind our back."""
+        self.tainted.discard(value)
+        value.producer = OUTSIDE
+        value.born = None
 
     def _name(self, tensor: Tensor, value: Value) -> None:
         address = take_weak_reference(tensor)

@@ -7,7 +7,14 @@ from torch import Generator, Tensor
 
 from recoup.backend.graph import Pack, Unpack
 from recoup.backend.operators import Operator
-from recoup.backend.storages import Geometry, flat, shaped, version_of
+from recoup.backend.storages import (
+    Geometry,
+    flat,
+    geometry_of,
+    has_storage,
+    shaped,
+    version_of,
+)
 from recoup.core.errors import ChangedTensorError
 
 OUTSIDE = -1
@@ -108,14 +115,16 @@ class Hold:
         self.unpack: Unpack | None = None
         self.geometry = geometry
 
-    def hand_over(self, pack: Pack, unpack: Unpack, geometry: Geometry) -> None:
+    def hand_over(self, pack: Pack, unpack: Unpack) -> None:
         """Let the saved-tensor hooks around the region keep the value instead.
 
         The hooks get the whole storage, because references to the value may name any
         part of it.
         """
-        assert self.tensor is not None, "a hold is handed over once"
+        if self.tensor is None or not has_storage(self.tensor):
+            return
         self.check("a checkpointed region")
+        geometry = self.geometry or geometry_of(self.tensor)
         try:
             whole = flat(self.tensor)
         except NotImplementedError:  # no storage, as inside a torch.func transform
@@ -124,6 +133,12 @@ class Hold:
         self.unpack = unpack
         self.geometry = geometry
         self.tensor = None
+
+    def drop(self) -> None:
+        """Let go of the value."""
+        self.tensor = None
+        self.packed = None
+        self.unpack = None
 
     def fetch(self, user: str) -> Tensor:
         """Return the value, or raise if it was changed; `user` is named then."""

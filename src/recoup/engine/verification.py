@@ -17,6 +17,8 @@ Verify = Literal["first", "always", "full", "off"]
 """When replayed values are compared with forward's: the first time a region is used,
 every time, every time against copies of all values (for debugging), or never."""
 
+_WORDS = get_args(Verify)
+
 _REASONS = (
     "Either the operator gives another result when it is run again (a "
     "nondeterministic kernel), or something wrote to the region's tensors without "
@@ -167,10 +169,9 @@ class Verdict:
 
 def check_verify(verify: Verify) -> None:
     """Raise unless `verify` is one of its words."""
-    if verify not in get_args(Verify):
+    if verify not in _WORDS:
         raise UsageError(
-            f"verify must be one of {', '.join(map(repr, get_args(Verify)))}: got "
-            f"{verify!r}."
+            f"verify must be one of {', '.join(map(repr, _WORDS))}: got {verify!r}."
         )
 
 

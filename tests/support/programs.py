@@ -1,0 +1,447 @@
+"""Random straight-line programs: drawn as data, run plainly or inside regions.
+
+A program is a list of instructions on a growing list of tensors. An instruction names
+its tensors by numbers that are taken modulo the length of the list, and operands whose
+shapes do not fit are reduced, so that nearly every list of instructions is a program.
+"""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+from recoup import KeepCostly, KeepSmall, UsageError, keep, recompute, unmark_checkpoint
+from tests.support.twin import Region, Step, plain
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One line of a program: what to do, and to which of the tensors so far."""
+
+    name: str
+    first: int
+    second: int
+
+    def __repr__(self) -> str:
+        return f"{self.name}({self.first}, {self.second})"
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Instructions, and the backwards that follow: which tensors each starts from.
+
+    Attributes:
+        lines: What forward does.
+        backwards: For each backward the tensors that its loss is made of.
+        second_order: Whether a derivative of the gradients is taken too.
+    """
+
+    lines: tuple[Instruction, ...]
+    backwards: tuple[tuple[int, ...], ...]
+    second_order: bool = False
+
+
+class Doubling(torch.autograd.Function):
+    """A custom function that saves an input and an output."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = (x * 2).sin()
+        ctx.save_for_backward(x, y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        x, _ = ctx.saved_tensors
+        _, y = ctx.saved_tensors
+        return gradients[0] * 2 * (x * 2).cos() + 0 * y
+
+
+def fitting(other: Tensor, target: Tensor) -> Tensor:
+    """Return the operand if it broadcasts to the target's shape, else its sum."""
+    try:
+        return other.expand_as(target)
+    except RuntimeError:
+        return other.sum()
+
+
+def first_four(tensor: Tensor) -> Tensor:
+    """Return four elements of any tensor."""
+    flat = tensor.reshape(-1)
+    return flat[:4] if flat.numel() >= 4 else flat[:1].expand(4)
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """Return a matrix product of any two tensors."""
+    if a.dim() == 2 == b.dim() and a.shape[1] == b.shape[0]:
+        return a @ b
+    return torch.outer(first_four(a), first_four(b))
+
+
+def filled(a: Tensor, b: Tensor) -> Tensor:
+    """Return an empty buffer that was filled slice by slice."""
+    buffer = torch.empty(2, 4, dtype=a.dtype)
+    buffer[0] = first_four(a)
+    buffer[1].copy_(first_four(b))
+    return buffer
+
+
+def half_filled(a: Tensor, b: Tensor) -> Tensor:
+    """Return the filled part of a buffer whose other part stays uninitialised."""
+    buffer = b.new_empty(3, 4)
+    buffer[1] = first_four(a)
+    buffer[1] *= 2
+    return buffer[1]
+
+
+def sliced(tensor: Tensor, number: int) -> Tensor:
+    """Return a strided slice of the tensor's own elements."""
+    flat = tensor.detach() if number % 5 == 0 else tensor
+    if flat.dim() == 0 or flat.shape[-1] < 2:
+        return flat
+    stride = flat.stride()
+    shape = (*flat.shape[:-1], flat.shape[-1] - 1)
+    return flat.as_strided(shape, stride, flat.storage_offset() + stride[-1])
+
+
+COMPUTE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "add": lambda a, b: a + fitting(b, a),
+    "mul": lambda a, b: a * fitting(b, a),
+    "div": lambda a, b: a / (fitting(b, a).square() + 1),
+    "sub": lambda a, b: fitting(b, a) - a,
+    "where": lambda a, b: torch.where(a > 0, a, fitting(b, a)),
+    "product": product,
+    "linear": lambda a, b: F.linear(first_four(a), product(b, a)[:4, :4].reshape(4, -1))
+    if product(b, a).numel() == 16
+    else first_four(a),
+    "sin": lambda a, _: a.sin(),
+    "tanh": lambda a, _: a.tanh(),
+    "sigmoid": lambda a, _: a.sigmoid(),
+    "relu": lambda a, _: a.relu(),
+    "square": lambda a, _: a.square() / 4,
+    "softmax": lambda a, _: a.softmax(-1) if a.dim() else a.exp().tanh(),
+    "cumsum": lambda a, _: a.reshape(-1).cumsum(0) / 8,
+    "sort": lambda a, _: a.reshape(-1).sort().values,
+    "topk": lambda a, _: a.reshape(-1).topk(1).values,
+    "index": lambda a, b: first_four(a)[first_four(b).argsort()],
+    "cat": lambda a, b: torch.cat([first_four(a), first_four(b)]),
+    "max": lambda a, b: torch.maximum(a, fitting(b, a)),
+    "layer_norm": lambda a, _: F.layer_norm(first_four(a), (4,)),
+    "batch_norm": lambda a, b: F.batch_norm(
+        product(a, b)[:, :1],
+        torch.zeros(1, dtype=a.dtype),
+        torch.ones(1, dtype=a.dtype),
+        training=True,
+    ),
+    "clone": lambda a, _: a.clone(),
+    "filled": filled,
+    "half_filled": half_filled,
+    "custom": lambda a, _: Doubling.apply(a),  # pyright: ignore[reportReturnType]
+    "single": lambda a, _: a.float().exp().double() if a.numel() < 64 else a,
+}
+
+VIEWS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "transpose": lambda a, _: a.transpose(0, -1) if a.dim() else a,
+    "narrow": lambda a, k: a.narrow(0, k % a.shape[0], 1) if a.dim() else a,
+    "expand": lambda a, _: a.expand(2, *a.shape) if a.dim() < 3 else a[0],
+    "view": lambda a, _: a.view(-1) if a.is_contiguous() else a,
+    "slice": sliced,
+    "select": lambda a, k: a.select(-1, k % a.shape[-1]) if a.dim() else a,
+    "unbind": lambda a, k: a.unbind(0)[k % a.shape[0]] if a.dim() else a,
+    "split": lambda a, k: a.split(2)[0] if a.dim() else a,
+    "diagonal": lambda a, _: a.diagonal() if a.dim() == 2 else a,
+    "unsqueeze": lambda a, _: a.unsqueeze(0) if a.dim() < 3 else a[0],
+    "detach": lambda a, _: a.detach(),
+    "same": lambda a, _: a,
+}
+
+
+def assign_slice(target: Tensor, other: Tensor) -> None:
+    part = target[:1] if target.dim() else target
+    part[...] = fitting(other, part)
+
+
+def scale_slice(target: Tensor, other: Tensor) -> None:
+    part = target[..., 1:] if target.dim() else target
+    part.mul_(fitting(other, part))
+
+
+def assign_diagonal(target: Tensor, other: Tensor) -> None:
+    part = target.diagonal() if target.dim() == 2 else target
+    part.copy_(fitting(other, part))
+
+
+def put(target: Tensor, other: Tensor) -> None:
+    if target.dim():
+        target[torch.tensor([0])] = fitting(other, target[:1])
+
+
+WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "add_": lambda a, b: a.add_(fitting(b, a)),
+    "mul_": lambda a, b: a.mul_(fitting(b, a)),
+    "copy_": lambda a, b: a.copy_(fitting(b, a)),
+    "fill_": lambda a, b: a.fill_(0.25),
+    "zero_": lambda a, b: a.zero_(),
+    "tanh_": lambda a, b: a.tanh_(),
+    "relu_": lambda a, b: F.relu_(a),
+    "masked_fill_": lambda a, b: a.masked_fill_(a > 0.5, 0.5),
+    "addcmul_": lambda a, b: a.addcmul_(fitting(b, a), fitting(b, a), value=0.5),
+    "assign_slice": assign_slice,
+    "scale_slice": scale_slice,
+    "assign_diagonal": assign_diagonal,
+    "put": put,
+    "out": lambda a, b: torch.mul(a.detach(), 0.5, out=a.detach()),
+    "foreach_": lambda a, b: torch._foreach_add_([a.detach(), b.detach()], 1.0),
+    "t_": lambda a, b: a.t_() if a.dim() == 2 else None,
+}
+
+RANDOM: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
+    "dropout": lambda a, _: F.dropout(a, 0.5),
+    "bernoulli": lambda a, _: a * torch.bernoulli(torch.full_like(a.detach(), 0.5)),
+    "rand_like": lambda a, _: a * torch.rand_like(a),
+    "own_bernoulli": lambda a, g: (
+        a * torch.bernoulli(torch.full_like(a.detach(), 0.5), generator=g)
+    ),
+    "own_randn": lambda a, g: (
+        a + torch.randn(a.shape, dtype=a.dtype, generator=g).tanh()
+    ),
+    "uniform_": lambda a, _: a * torch.empty_like(a.detach()).uniform_(),
+    "own_normal_": lambda a, g: a * a.detach().clone().normal_(generator=g),
+    "randperm": lambda a, _: first_four(a)[torch.randperm(4)],
+}
+
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"verify": "off"},
+    {"verify": "always"},
+    {"verify": "full"},
+    {"verify": "always", "cache": True},
+    {"verify": "off", "policy": KeepCostly()},
+    {"verify": "always", "policy": KeepSmall(32)},
+    {"verify": "always", "use_recomputation": False},
+)
+
+CONTROL = ("open", "close", "keep", "recompute", "unmark", "delete", "backward", "off")
+
+_WEIGHTED = (
+    *(name for name in COMPUTE for _ in range(2)),
+    *VIEWS,
+    *(name for name in WRITES for _ in range(2)),
+    *(name for name in RANDOM for _ in range(2)),
+    *(name for name in CONTROL for _ in range(3)),
+    *("open" for _ in range(10)),
+    *("close" for _ in range(5)),
+)
+
+_NUMBERS = st.integers(0, 11)
+
+programs: st.SearchStrategy[Program] = st.builds(
+    Program,
+    st.lists(
+        st.builds(Instruction, st.sampled_from(_WEIGHTED), _NUMBERS, _NUMBERS),
+        min_size=4,
+        max_size=28,
+    ).map(tuple),
+    st.lists(
+        st.lists(_NUMBERS, min_size=1, max_size=3).map(tuple), min_size=1, max_size=3
+    ).map(tuple),
+    st.booleans(),
+)
+
+
+@dataclass
+class Machine:
+    """Runs a program once.
+
+    Attributes:
+        region: Makes regions; `plain` for the twin.
+        left_out: Lines that are not run.
+        written_after_use: A tensor was changed after a region had used it, before the
+            backwards, which recoup may refuse.
+    """
+
+    program: Program
+    region: Region
+    left_out: frozenset[int]
+    written_after_use: bool = False
+    refused: set[int] = field(default_factory=set)
+    slots: list[Tensor] = field(default_factory=list)
+    seen: dict[str, Any] = field(default_factory=dict)
+    _open: list[contextlib.AbstractContextManager[Any]] = field(default_factory=list)
+    _used: dict[int, tuple[int, torch.UntypedStorage]] = field(default_factory=dict)
+    _region_number: int = 0
+
+    def run(self) -> dict[str, Any]:
+        """Run forward and all backwards; return everything that can be seen."""
+        source = torch.Generator().manual_seed(7)
+        self.own = torch.Generator().manual_seed(8)
+        shapes = [(4, 4), (4,), (2, 4), (4, 4), (4, 4), (4,)]
+        given = [torch.randn(s, dtype=torch.float64, generator=source) for s in shapes]
+        self.leaves = [tensor.requires_grad_() for tensor in given[:3]]
+        self.slots = list(given)
+        try:
+            for position, line in enumerate(self.program.lines):
+                if position not in self.left_out:
+                    self._try(position, line)
+        finally:
+            while self._open:
+                self._open.pop().__exit__(None, None, None)
+        self._backwards()
+        self.seen["leaves"] = [leaf.grad for leaf in self.leaves]
+        self.seen["buffers"] = [buffer.detach().clone() for buffer in given[3:]]
+        self.seen["slots"] = self.slots
+        self.seen["generator"] = self.own.get_state()
+        return self.seen
+
+    def _try(self, position: int, line: Instruction) -> None:
+        """Run a line; the twin leaves out what plain PyTorch refuses in forward."""
+        try:
+            self._execute(position, line)
+        except (RuntimeError, IndexError):
+            if self.region is not plain:
+                raise
+            self.refused.add(position)
+
+    def _execute(self, position: int, line: Instruction) -> None:
+        name = line.name
+        if name in CONTROL:
+            self._control(position, line)
+            return
+        a, b = self._slot(line.first), self._slot(line.second)
+        self._note_use(a, b)
+        if name in WRITES:
+            target = self._writable(line.first)
+            if target is not None:
+                self._note_use(target)
+                WRITES[name](target, b)
+                self._note_write(target, *([b] if name == "foreach_" else []))
+        elif name in VIEWS:
+            self.slots.append(VIEWS[name](a, line.second))
+        elif name in RANDOM:
+            self.slots.append(RANDOM[name](a, self.own))
+        else:
+            self.slots.append(COMPUTE[name](a, b))
+
+    def _control(self, position: int, line: Instruction) -> None:
+        tensor = self._slot(line.first)
+        match line.name:
+            case "open":
+                if not self._open:
+                    self._region_number += 1
+                options = OPTIONS[line.second % len(OPTIONS)]
+                scope = self.region(f"program {position}", **options)
+                scope.__enter__()
+                self._open.append(scope)
+            case "close" if self._open:
+                self._open.pop().__exit__(None, None, None)
+            case "delete" if len(self.slots) > 4:
+                del self.slots[line.first % len(self.slots)]
+            case "backward":
+                self._gradients(f"line {position}", [line.first, line.second])
+            case "off":
+                with torch.no_grad():
+                    self.slots.append(tensor * 2)
+            case "keep" | "recompute" | "unmark" if self.region is not plain:
+                _mark(line.name, tensor)
+
+    def _backwards(self) -> None:
+        for number, chosen in enumerate(self.program.backwards):
+            self._gradients(f"backward {number}", chosen)
+        if self.program.second_order:
+            loss = self._loss(self.program.backwards[0])
+            first = torch.autograd.grad(
+                loss, self.leaves, create_graph=True, allow_unused=True
+            )
+            squares = [g.square().sum() for g in first if g is not None]
+            self.seen["first order"] = first
+            if squares and (total := torch.stack(squares).sum()).requires_grad:
+                self.seen["second order"] = torch.autograd.grad(
+                    total, self.leaves, retain_graph=True, allow_unused=True
+                )
+        self._loss(self.program.backwards[-1]).backward()
+
+    def _gradients(self, name: str, chosen: Any) -> None:
+        self.seen[name] = torch.autograd.grad(
+            self._loss(chosen), self.leaves, retain_graph=True, allow_unused=True
+        )
+
+    def _loss(self, chosen: Any) -> Tensor:
+        total = self.leaves[1].sum()
+        for weight, number in enumerate(chosen, start=1):
+            total = total + weight * self._slot(number).sum()
+        return total
+
+    def _slot(self, number: int) -> Tensor:
+        # Counted from the end: low numbers, which shrinking prefers, are recent.
+        return self.slots[-1 - number % len(self.slots)]
+
+    def _writable(self, number: int) -> Tensor | None:
+        found = [t for t in self.slots if not _is_leaf_memory(t)]
+        return found[-1 - number % len(found)] if found else None
+
+    def _note_use(self, *tensors: Tensor) -> None:
+        if self._open:
+            for tensor in tensors:
+                storage = tensor.untyped_storage()
+                self._used[storage._cdata] = (self._region_number, storage)
+
+    def _note_write(self, *tensors: Tensor) -> None:
+        for tensor in tensors:
+            address = tensor.untyped_storage()._cdata
+            now = self._region_number if self._open else -1
+            if address in self._used and self._used[address][0] != now:
+                self.written_after_use = True
+
+
+def repaired(program: Program) -> tuple[frozenset[int], Machine]:
+    """Find which writes plain autograd accepts; leave the others out.
+
+    Returns:
+        The lines to leave out, and the plain machine that ran the rest.
+    """
+    writes = [i for i, line in enumerate(program.lines) if line.name in WRITES]
+    left_out = frozenset(writes)
+    machine = _attempt(program, left_out)
+    assert machine is not None, "a program without writes runs"
+    for position in writes:
+        attempt = _attempt(program, left_out - {position})
+        if attempt is not None:
+            machine, left_out = attempt, left_out - {position}
+    return left_out | machine.refused, machine
+
+
+def as_step(program: Program, left_out: frozenset[int]) -> Step:
+    """Return the program as a step for the twin's judge."""
+
+    def step(region: Region) -> dict[str, Any]:
+        return Machine(program, region, left_out).run()
+
+    return step
+
+
+def _attempt(program: Program, left_out: frozenset[int]) -> Machine | None:
+    machine = Machine(program, plain, left_out)
+    try:
+        machine.run()
+    except RuntimeError:
+        return None
+    return machine
+
+
+def _is_leaf_memory(tensor: Tensor) -> bool:
+    base = tensor if tensor._base is None else tensor._base
+    return base.is_leaf and base.requires_grad
+
+
+def _mark(name: str, tensor: Tensor) -> None:
+    if name == "keep":
+        keep(tensor)
+    elif name == "unmark":
+        unmark_checkpoint(tensor)
+    else:
+        with contextlib.suppress(UsageError):
+            recompute(tensor)
