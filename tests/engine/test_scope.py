@@ -540,7 +540,7 @@ class TestLeaving:
         outer, inner = CheckpointScope("outer"), CheckpointScope("inner")
         x = leaf()
         with outer, inner:
-            with pytest.raises(UsageError, match="outer"):
+            with pytest.raises(UsageError, match="opened inside it"):
                 outer.close()
             y = x.exp().sin()
         assert list(leftovers()) == []

@@ -108,10 +108,7 @@ SERIES = Kind("AutoModel", series, {})
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """One architecture of `transformers`, with what is particular to it.
-
-    A setting of None in `own` means: leave the configuration's own default.
-    """
+    """One architecture of `transformers`, with what is particular to it."""
 
     name: str
     kind: Kind
@@ -124,7 +121,6 @@ class Architecture:
         default = transformers.AutoConfig.for_model(self.name)
         known = {k: v for k, v in SIZES.items() if hasattr(default, k)}
         settings = known | self.kind.settings | self.own
-        settings = {k: v for k, v in settings.items() if v is not None}
         settings |= _dropouts(default, dropout)
         config = transformers.AutoConfig.for_model(self.name, **settings)
         model = getattr(transformers, self.kind.auto_class).from_config(config)

@@ -288,14 +288,20 @@ class Machine:
                 if position not in self.left_out:
                     self._try(position, line)
         finally:
-            while self._open:
-                self._open.pop().__exit__(None, None, None)
+            self._close_all()
         self._backwards()
         self.seen["leaves"] = [leaf.grad for leaf in self.leaves]
         self.seen["buffers"] = [buffer.detach().clone() for buffer in given[3:]]
         self.seen["slots"] = self.slots
         self.seen["generator"] = self.own.get_state()
         return self.seen
+
+    def _close_all(self) -> None:
+        """Close what is open, innermost first, even if one of them raises."""
+        with contextlib.ExitStack() as stack:
+            for scope in self._open:
+                stack.push(scope.__exit__)
+        self._open.clear()
 
     def _try(self, position: int, line: Instruction) -> None:
         """Run a line; the twin leaves out what plain PyTorch refuses in forward."""

@@ -49,7 +49,7 @@ def leave_uncompiled(function: Any) -> None:
     """
     function._torchdynamo_disable = True
     function._torchdynamo_disable_msg = "recoup's own code is not compiled"
-    frames: Any = torch._C._dynamo.eval_frame
+    frames: Any = getattr(torch._C, "_dynamo").eval_frame  # noqa: B009 (no stub)
     skip = frames._FrameAction.SKIP
     frames.set_code_exec_strategy(
         function.__code__, frames._FrameExecStrategy(skip, skip)

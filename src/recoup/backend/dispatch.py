@@ -1,5 +1,8 @@
 """Observe operators below autograd as they run."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -22,3 +25,16 @@ class OperatorMode(TorchDispatchMode):
 def all_plain(types: tuple[type, ...]) -> bool:
     """Return whether tensors of these types are plain memory with a storage."""
     return all(kind in _PLAIN for kind in types)
+
+
+def run_complex(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run an operator from inside a mode as it runs outside of one.
+
+    Inside a mode torch leaves lazy conjugation and negation switched off, so kernels
+    that make such views on the way (`linalg.pinv`) would lose them.
+    """
+    with (
+        torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.Conjugate, False),
+        torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.Negative, False),
+    ):
+        return operator(*args, **kwargs)

@@ -6,7 +6,7 @@ import weakref
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
@@ -104,8 +104,9 @@ class StorageLedger:
 
 
 def storages_in(tree: Any) -> list[torch.UntypedStorage]:
-    """Return the storages of every tensor in nested tuples, lists and dictionaries.
+    """Return the storages of all tensors in nested tuples, lists and dictionaries.
 
+    Modules may be in it too, and stand for their parameters, gradients and buffers.
     A strided tensor has one, a sparse tensor one for its values and for each of its
     indices, a wrapper subclass those of its inner tensors, an opaque one none.
 
@@ -131,6 +132,10 @@ def _collect(tree: Any, found: list[torch.UntypedStorage]) -> None:
             _collect(branch, found)
     elif isinstance(tree, dict):
         _collect(list(tree.values()), found)
+    elif isinstance(tree, nn.Module):
+        for parameter in tree.parameters():
+            _collect((parameter, parameter.grad), found)
+        _collect(list(tree.buffers()), found)
 
 
 def _parts(tensor: Tensor) -> list[Any]:

@@ -172,9 +172,8 @@ class StorageMeter(TorchDispatchMode):
             >>> meter.live_bytes
             220
         """
-        for thing in things:
-            for storage in storages_in(_tensors_of(thing)):
-                self._add(storage)
+        for storage in storages_in(things):
+            self._add(storage)
 
     def __torch_dispatch__(
         self,
@@ -218,14 +217,6 @@ class StorageMeter(TorchDispatchMode):
     def _add(self, storage: torch.UntypedStorage) -> None:
         if self._device is None or _is_on(storage.device, self._device):
             self._ledger.add(storage)
-
-
-def _tensors_of(thing: Tensor | nn.Module) -> list[Tensor | None]:
-    if isinstance(thing, Tensor):
-        return [thing]
-    parameters = list(thing.parameters())
-    gradients = [parameter.grad for parameter in parameters]
-    return [*parameters, *gradients, *thing.buffers()]
 
 
 def _is_on(actual: torch.device, wanted: torch.device) -> bool:

@@ -73,7 +73,6 @@ def facts_of(operator: Any) -> Facts:
     tags = operator.tags
     name = str(operator)
     base = schema.name
-    statistics = _STATISTICS.get(base, ((), -1))
     written = _writes(schema)
     return Facts(
         name=name,
@@ -86,8 +85,8 @@ def facts_of(operator: Any) -> Facts:
         random=torch.Tag.nondeterministic_seeded in tags or _takes_generator(schema),
         dropout_at=_place_of("dropout_p", schema),
         uninitialised=base in _UNINITIALISED,
-        statistics=statistics[0],
-        training_at=statistics[1],
+        statistics=_statistics(base, schema),
+        training_at=_place_of("training", schema),
     )
 
 
@@ -133,6 +132,14 @@ def _passes(operator: OpOverload, written: tuple[int | str, ...]) -> bool:
         returned.alias_info is not None for returned in operator._schema.returns
     )
     return aliases and not written
+
+
+def _statistics(base: str, schema: Any) -> tuple[int, ...]:
+    if base not in _UPDATING:
+        return ()
+    names = ("running_mean", "running_var")
+    places = (_place_of(name, schema) for name in names)
+    return tuple(place for place in places if place >= 0)
 
 
 def _place_of(name: str, schema: Any) -> int:
@@ -224,15 +231,17 @@ _OVERWRITING = frozenset(
 
 _RESIZING = frozenset({"aten::resize_", "aten::resize_as_", "aten::_resize_output_"})
 
-# Operators that update running statistics without saying so in their schema (or, for
-# the last two, saying so): positions of the statistics, and of the training flag.
-_STATISTICS: dict[str, tuple[tuple[int, ...], int]] = {
-    "aten::native_batch_norm": ((3, 4), 5),
-    "aten::cudnn_batch_norm": ((3, 4), 5),
-    "aten::miopen_batch_norm": ((3, 4), 5),
-    "aten::batch_norm_gather_stats": ((3, 4), -1),
-    "aten::batch_norm_gather_stats_with_counts": ((3, 4), -1),
-    "aten::_batch_norm_with_update": ((3, 4), -1),
-    "aten::_native_batch_norm_legit": ((3, 4), 5),
-    "aten::batch_norm_update_stats": ((1, 2), -1),
-}
+# Operators that update running statistics, most of them without saying so in their
+# schema.
+_UPDATING = frozenset(
+    {
+        "aten::_batch_norm_with_update",
+        "aten::_native_batch_norm_legit",
+        "aten::batch_norm_gather_stats",
+        "aten::batch_norm_gather_stats_with_counts",
+        "aten::batch_norm_update_stats",
+        "aten::cudnn_batch_norm",
+        "aten::miopen_batch_norm",
+        "aten::native_batch_norm",
+    }
+)

@@ -54,7 +54,10 @@ def has_storage(tensor: Tensor) -> bool:
 
 def version_of(tensor: Tensor) -> int:
     """Return the tensor's version counter; inference tensors have none, so -1."""
-    return -1 if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:
+        return -1
 
 
 def geometry_of(tensor: Tensor) -> Geometry:

@@ -1,7 +1,8 @@
 """The regions that are open on this thread, and how one is begun and ended."""
 
 import threading
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -9,6 +10,8 @@ from recoup.backend.graph import hooks_refused, records_gradients
 from recoup.core.errors import UnsupportedError, UsageError
 from recoup.engine.observers import observers
 from recoup.engine.region import Options, Region
+
+_TRANSFORM = "don't yet support saved tensor hooks"
 
 
 class _Open(threading.local):
@@ -67,6 +70,31 @@ def begin(owner: object, name: str, options: Options, key: Hashable) -> Region |
         region.open()
     _OPEN.stack.append((owner, region))
     return region
+
+
+@contextmanager
+def region(name: str, options: Options, key: Hashable) -> Iterator[Region | None]:
+    """Run the block in a region, where there is something to do."""
+    owner = object()
+    opened = begin(owner, name, options, key)
+    try:
+        yield opened
+    except RuntimeError as error:
+        end(owner)
+        refuse_transform(name, error)
+        raise
+    finally:
+        end(owner)
+
+
+def refuse_transform(name: str, error: BaseException | None) -> None:
+    """Raise our error if a torch.func transform inside a region was torch's."""
+    if isinstance(error, RuntimeError) and _TRANSFORM in str(error):
+        raise UnsupportedError(
+            f"region {name!r} holds a torch.func transform that PyTorch does not let "
+            "work with saved-tensor hooks. Move the transform out of the region, or "
+            "use torch.autograd.grad inside it."
+        ) from error
 
 
 def skip(owner: object) -> None:

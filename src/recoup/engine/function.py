@@ -7,7 +7,7 @@ from torch import Tensor
 
 from recoup.backend.compiled import is_compiled
 from recoup.core.errors import UsageError
-from recoup.engine.active import begin, end
+from recoup.engine.active import region
 from recoup.engine.marks import recompute
 from recoup.engine.region import Options
 from recoup.engine.rerun import rerun
@@ -111,12 +111,8 @@ def call_in_region(
     **kwargs: Any,
 ) -> Any:
     """Call the function in a region with these options."""
-    owner = object()
-    begin(owner, name, options, ("function", name, getattr(function, "__code__", None)))
-    try:
+    with region(name, options, ("function", name, getattr(function, "__code__", None))):
         return function(*args, **kwargs)
-    finally:
-        end(owner)
 
 
 def name_of(function: Callable[..., Any]) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from recoup.core.errors import UsageError
-from recoup.engine.active import begin, end
+from recoup.engine.active import region
 from recoup.engine.node import CheckpointNode, held_bytes
 from recoup.engine.region import Options
 
@@ -73,19 +73,12 @@ class CheckpointGroup:
                 f"a group needs a function to call: got {type(function).__name__}."
             )
         self.call_count += 1
-        region = begin(
-            self,
-            self.name,
-            Options(),
-            ("group", self.name, getattr(function, "__code__", None)),
-        )
-        if region is not None:
-            self._nodes = self.nodes
-            self._nodes.append(CheckpointNode(region=region))
-        try:
+        key = ("group", self.name, getattr(function, "__code__", None))
+        with region(self.name, Options(), key) as opened:
+            if opened is not None:
+                self._nodes = self.nodes
+                self._nodes.append(CheckpointNode(region=opened))
             return function(inputs)
-        finally:
-            end(self)
 
     def checkpoint_fn_flex(
         self, inputs: Sequence[Tensor], function: Callable[[Sequence[Tensor]], Tensor]

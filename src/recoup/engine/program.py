@@ -86,23 +86,24 @@ class Program:
 
 def needed(
     operations: Sequence[Operation], wanted: Iterable[Value]
-) -> tuple[list[int], set[Value]]:
+) -> tuple[list[int], list[Value]]:
     """Return the operations that the wanted values need, and the held values these use.
 
     Going back stops at held values: nothing before them is run again.
     """
     required: set[int] = set()
-    roots: set[Value] = set()
+    # In order: hooks around the region may tell what they get by its place.
+    roots: dict[Value, None] = {}
     stack = list(wanted)
     while stack:
         value = stack.pop()
         if value.hold is not None:
-            roots.add(value)
+            roots[value] = None
         elif value.producer not in required:
             assert value.producer >= 0, "a value without a producer is held"
             required.add(value.producer)
             stack.extend(operations[value.producer].reads)
-    return sorted(required), roots
+    return sorted(required), list(roots)
 
 
 def _run_step(step: Step, live: dict[Value, Tensor]) -> None:

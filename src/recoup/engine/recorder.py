@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from recoup.backend.dispatch import OperatorMode, all_plain
+from recoup.backend.dispatch import OperatorMode, all_plain, run_complex
 from recoup.backend.operators import (
     Facts,
     crosses_devices,
@@ -17,7 +17,17 @@ from recoup.backend.storages import covers_storage, has_storage
 from recoup.engine.tape import Tape
 from recoup.engine.values import OUTSIDE, Operation, Value
 
-_FACTS: dict[Any, tuple[Facts, bool]] = {}
+
+class _Known:
+    """An operator's facts, with the two that are asked for every call."""
+
+    def __init__(self, operator: Any) -> None:
+        self.facts = facts_of(operator)
+        self.passes = self.facts.passes
+        self.simple = self.facts.simple
+
+
+_KNOWN: dict[Any, _Known] = {}
 
 
 class Recorder(OperatorMode):
@@ -40,27 +50,29 @@ class Recorder(OperatorMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run the operator, and record it unless it only makes views."""
-        known = _FACTS.get(func)
+        known = _KNOWN.get(func)
         if known is None:
-            facts = facts_of(func)
-            known = _FACTS[func] = (facts, facts.simple)
-        facts, simple = known
-        kwargs = kwargs or {}
-        if facts.passes or self.paused:
-            out = func(*args, **kwargs)
-            if facts.writes:
+            known = _KNOWN[func] = _Known(func)
+        if known.passes or self.paused:
+            out = func(*args, **kwargs) if kwargs else func(*args)
+            if known.facts.writes:
                 self.tape.reshape(out)
             return out
+        kwargs = kwargs or {}
         if types and not all_plain(types):
-            return self._unrecorded(facts, func, args, kwargs)
-        if not simple:
-            return self._special(facts, func, args, kwargs)
+            return self._unrecorded(known.facts, func, args, kwargs)
+        if not known.simple:
+            return self._special(known.facts, func, args, kwargs)
+        tape = self.tape
         try:
-            operation = self.tape.call(func, args, kwargs)
+            operation = tape.call(func, args, kwargs)
         except NotImplementedError:
             return func(*args, **kwargs)
-        out = func(*args, **kwargs)
-        self.tape.append(operation, out)
+        if tape.lazy_bits_seen:
+            out = run_complex(func, args, kwargs)
+        else:
+            out = func(*args, **kwargs)
+        tape.append(operation, out)
         return out
 
     def _special(
@@ -134,13 +146,11 @@ class Recorder(OperatorMode):
             tape.forget(target)
             if before is not None and before in operation.reads:
                 # The replay writes too: on a copy, whose outcome nobody names.
-                operation.writes.append((before, Value(OUTSIDE, before.geometry)))
+                operation.writes = (*operation.writes, (before, Value(OUTSIDE, None)))
             return
-        after = tape.overwrite(target, len(tape.operations), before)
         covered = facts.overwrites and covers_storage(target)
-        if before in tape.tainted and not covered:
-            tape.tainted.add(after)
-        operation.writes.append((before, after))
+        after = tape.overwrite(target, len(tape.operations), before, covered=covered)
+        operation.writes = (*operation.writes, (before, after))
 
     def _run_random(
         self,

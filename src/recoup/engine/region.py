@@ -56,13 +56,12 @@ class Saved:
     one demand for its value is gone.
     """
 
-    __slots__ = ("geometry", "region", "task", "value")
+    task = -1
 
     def __init__(self, region: "Region", value: Value, geometry: Geometry) -> None:
         self.region = region
         self.value = value
         self.geometry = geometry
-        self.task = -1
 
     def __del__(self) -> None:
         self.region.release(self)
@@ -97,7 +96,7 @@ class Region:
         self._check = check
         self._recorder = Recorder(self.tape)
         self._kept: list[Hold] = []
-        self._roots: set[Value] | None = None
+        self._roots: list[Value] | None = None
         self._live: dict[Value, Tensor] | None = None
         self._pending: dict[Value, int] = {}
         self._task = -1
@@ -137,23 +136,27 @@ class Region:
         if self.listeners and not is_handing_over():
             for listener in self.listeners:
                 listener(tensor)
+        tape = self.tape
         try:
-            found = self.tape.save(tensor)
+            found = tape.save(tensor)
+            if isinstance(found, Hold):
+                self._kept.append(found)
+                return found
+            geometry = tape.geometry(tensor)
         except NotImplementedError:
-            found = Hold(tensor)
-        if isinstance(found, Hold):
-            self._kept.append(found)
-            return found
-        value, geometry = found
-        if value.hold is None:
-            if not self.options.recompute and value not in self.tape.forced:
-                value.hold = Hold(tensor, value.geometry)
+            hold = Hold(tensor)
+            self._kept.append(hold)
+            return hold
+        if found.hold is None:
+            if not self.options.recompute and found not in tape.forced:
+                found.hold = Hold(tensor, found.geometry)
             elif self._check is not None:
-                self._fingerprint(value, tensor, geometry)
-        if value.demand == 0:
-            self.tape.saved[value] = None
-        value.demand += 1
-        return Saved(self, value, geometry)
+                self._fingerprint(found, tensor, geometry)
+        demand = found.demand
+        if demand == 0:
+            tape.saved[found] = None
+        found.demand = demand + 1
+        return Saved(self, found, geometry)
 
     def unpack(self, packed: Saved | Hold) -> Tensor:
         """Return the tensor that `packed` stands for, recomputing it if need be."""

@@ -220,18 +220,18 @@ class Rerun:
         if before != (tensor.shape, tensor.dtype, tensor.device):
             raise MismatchError(
                 f"{self.name!r} saved a tensor of shape {tuple(slot.shape)} and type "
-                f"{slot.dtype} in forward, but {tuple(tensor.shape)} and {tensor.dtype} "
-                "when it was called again in backward. It must do the same both times."
+                f"{slot.dtype} in forward, but {tuple(tensor.shape)} and "
+                f"{tensor.dtype} when it was called again in backward. It must do the "
+                "same both times."
             )
         if slot.print is None or seen is None:
             return
-        verdict = Verdict(self.name)
+        verdict = Verdict(self.name, self._key, 0)
         verdict.add(slot.place, "the function", (seen != slot.print).any())
         if current_backward() == -1:
             verdict()
         else:
             at_end_of_backward(verdict)
-        LEDGER.done(self._key, 0)
 
 
 class _Forgetting:

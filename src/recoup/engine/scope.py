@@ -6,14 +6,12 @@ from types import TracebackType
 from typing import Self
 
 from recoup.backend.compiled import leave_uncompiled
-from recoup.core.errors import UnsupportedError, UsageError
-from recoup.engine.active import begin, end, skip
+from recoup.core.errors import UsageError
+from recoup.engine.active import begin, end, refuse_transform, skip
 from recoup.engine.node import CheckpointNode, held_bytes
 from recoup.engine.policies import Policy
 from recoup.engine.region import Options
 from recoup.engine.verification import Verify, check_verify
-
-_FUNC_TRANSFORM = "don't yet support saved tensor hooks"
 
 
 class CheckpointScope:
@@ -116,12 +114,7 @@ class CheckpointScope:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
-        if isinstance(error, RuntimeError) and _FUNC_TRANSFORM in str(error):
-            raise UnsupportedError(
-                f"scope {self._name!r} holds a torch.func transform that PyTorch does "
-                "not let work with saved-tensor hooks. Move the transform out of the "
-                "scope, or use torch.autograd.grad inside it."
-            ) from error
+        refuse_transform(self._name, error)
 
     def close(self) -> None:
         """End the recording that was begun last; do nothing if none is open.

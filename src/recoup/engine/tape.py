@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from recoup.backend.operators import Operator
@@ -19,9 +20,23 @@ from recoup.backend.storages import (
 from recoup.engine.policies import Policy
 from recoup.engine.values import OUTSIDE, Hold, Operation, Value, View
 
+_SPECIAL = QUANTIZED | {torch.complex32, torch.complex64, torch.complex128}
+
 Watch = Callable[[Value, Tensor], None]
 
-_HOLDS_TENSORS = (Tensor, list, tuple)
+_NO_TENSORS = frozenset(
+    {
+        bool,
+        float,
+        int,
+        str,
+        torch.device,
+        torch.dtype,
+        torch.layout,
+        torch.memory_format,
+        type(None),
+    }
+)
 
 
 class Tape:
@@ -40,6 +55,7 @@ class Tape:
         forced: The values that the user asked to be recomputed.
         tainted: The values that are partly uninitialised memory, as far as is known.
         written: The outcomes of writes to tensors from outside.
+        lazy_bits_seen: A complex tensor was met, so there may be lazy conjugations.
     """
 
     def __init__(
@@ -53,7 +69,7 @@ class Tape:
         self._policy = policy
         self._watch = watch
         self._current: dict[int, Value] = {}
-        self._lazy_bits_seen = False
+        self.lazy_bits_seen = False
 
     def close(self) -> None:
         """Let go of the storages' identities: no more recording."""
@@ -68,21 +84,21 @@ class Tape:
         """Return the value that the tensor names now, if the tape knows it."""
         return self._current.get(storage_address(tensor))
 
-    def save(self, tensor: Tensor) -> tuple[Value, Geometry] | Hold:
+    def save(self, tensor: Tensor) -> Value | Hold:
         """Return what stands for a tensor that autograd saves.
 
         Args:
             tensor: A tensor with a storage and no graph behind it.
 
         Returns:
-            The value and the tensor's geometry, or a hold of the tensor itself if the
-            tape cannot tell how it was made. Such a tensor is kept as plain autograd
-            keeps it: by reference, checked by its version.
+            The value it names, or a hold of the tensor itself if the tape cannot tell
+            how it was made. Such a tensor is kept as plain autograd keeps it: by
+            reference, checked by its version.
         """
         value = self._current.get(storage_address(tensor))
         if value is not None and value.producer != OUTSIDE:
             if not self.tainted or value not in self.tainted:
-                return value, self.geometry(tensor)
+                return value
             self._give_up(value)
         hold = Hold(tensor)
         if value is None:
@@ -103,10 +119,12 @@ class Tape:
             value = self._admit(tensor)
         elif self.tainted and read and value in self.tainted:
             self._give_up(value)
-        elif value.born is not None and value.born() is tensor:
-            return value
-        if value.producer == OUTSIDE and value.hold is None:
-            value.hold = Hold(tensor.detach())
+        else:
+            born = value.born
+            if born is not None and born() is tensor:
+                return value
+        if value.hold is None and value.producer == OUTSIDE:
+            value.hold = Hold(_without_graph(tensor))
         return View(value, self.geometry(tensor))
 
     def call(
@@ -132,14 +150,22 @@ class Tape:
         places: list[int | str] = []
         reads: list[Value] = []
         for position, argument in enumerate(args):
-            if isinstance(argument, _HOLDS_TENSORS):
+            # Asking `isinstance(…, Tensor)` of a number is dear: torch overloads it.
+            kind = type(argument)
+            if kind is Tensor and not overwritten:
+                found = self.reference(argument)
+                reads.append(found if type(found) is Value else found.value)  # pyright: ignore[reportAttributeAccessIssue]
+            elif kind in _NO_TENSORS:
+                continue
+            else:
                 found = self._refer(argument, reads, overwritten)
-                if found is not argument:
-                    template[position] = found
-                    places.append(position)
+                if found is argument:
+                    continue
+            template[position] = found
+            places.append(position)
         named = kwargs
         for name, argument in kwargs.items():
-            if isinstance(argument, _HOLDS_TENSORS):
+            if type(argument) not in _NO_TENSORS:
                 found = self._refer(argument, reads, overwritten)
                 if found is not argument:
                     named = dict(named) if named is kwargs else named
@@ -160,6 +186,8 @@ class Tape:
             self.operations.append(operation)
             if tainted:
                 self.tainted.update(value for _, value in operation.outputs)
+            elif self._watch is not None:
+                self._watch_outputs(operation, out)
 
     def protect(self, tensor: Tensor) -> None:
         """Prepare for a write: what the tape refers to must survive it."""
@@ -171,13 +199,16 @@ class Tape:
             else:
                 value.hold = None
 
-    def overwrite(self, tensor: Tensor, producer: int, before: Value) -> Value:
+    def overwrite(
+        self, tensor: Tensor, producer: int, before: Value, *, covered: bool
+    ) -> Value:
         """Give the tensor's storage a new value, after a write by `producer`.
 
         Args:
             tensor: What was written to.
-            producer: The index of the operation that wrote, or `OUTSIDE`.
+            producer: The index of the operation that wrote.
             before: The value before.
+            covered: Nothing of the value before is left.
         """
         born = before.born
         # An operator may resize a tensor that it was given whole.
@@ -185,13 +216,15 @@ class Tape:
         value = Value(producer, self.geometry(tensor) if whole else before.geometry)
         value.born = born
         self._name(tensor, value)
-        if self._watch is not None:
+        if before in self.tainted and not covered:
+            self.tainted.add(value)
+        elif self._watch is not None:
             self._watch(value, tensor)
         return value
 
     def forget(self, tensor: Tensor) -> None:
         """Take note of a write that is not recorded: the storage is opaque now."""
-        value = Value(OUTSIDE, self.geometry(tensor))
+        value = Value(OUTSIDE, None)
         self.written.add(value)
         self._name(tensor, value)
 
@@ -209,7 +242,9 @@ class Tape:
             found = self.reference(argument, read=read)
             reads.append(found.value if isinstance(found, View) else found)
             return found
-        if any(isinstance(element, Tensor) for element in argument):
+        if isinstance(argument, (list, tuple)) and any(
+            type(element) not in _NO_TENSORS for element in argument
+        ):
             return [
                 self._refer(element, reads, overwritten)
                 if isinstance(element, Tensor)
@@ -218,10 +253,15 @@ class Tape:
             ]
         return argument
 
+    def _watch_outputs(self, operation: Operation, out: Any) -> None:
+        assert self._watch is not None, "only called when somebody watches"
+        for place, value in operation.outputs:
+            self._watch(value, out if place is None else out[place])
+
     def _admit(self, tensor: Tensor) -> Value:
-        if not self._lazy_bits_seen and tensor.is_neg():
-            self._lazy_bits_seen = True
-        value = Value(OUTSIDE, self.geometry(tensor))
+        if not self.lazy_bits_seen and tensor.is_neg():
+            self.lazy_bits_seen = True
+        value = Value(OUTSIDE, None)
         self._current[take_weak_reference(tensor)] = value
         return value
 
@@ -252,8 +292,6 @@ class Tape:
         value.born = weakref.ref(tensor)
         self._current[address] = value
         operation.outputs.append((place, value))
-        if self._watch is not None:
-            self._watch(value, tensor)
         policy = self._policy
         if policy is not None and policy.keeps(
             str(operation.operator), tensor.untyped_storage().nbytes()
@@ -268,13 +306,22 @@ class Tape:
         """
         dtype = tensor.dtype
         # Lazy bits come from complex tensors only; asking costs as much as the rest.
-        if dtype.is_complex:
-            self._lazy_bits_seen = True
-        elif dtype in QUANTIZED:
-            raise NotImplementedError("a quantizer is not part of the storage")
+        if dtype in _SPECIAL:
+            if dtype in QUANTIZED:
+                raise NotImplementedError("a quantizer is not part of the storage")
+            self.lazy_bits_seen = True
         try:
             stride = tensor.stride()
         except RuntimeError as error:  # a compressed sparse layout
             raise NotImplementedError("the layout has no strides") from error
-        bits = lazy_bits(tensor) if self._lazy_bits_seen else 0
-        return tensor.shape, stride, int(tensor.storage_offset()), dtype, bits
+        bits = lazy_bits(tensor) if self.lazy_bits_seen else 0
+        return tensor.shape, stride, tensor.storage_offset(), dtype, bits  # pyright: ignore[reportReturnType]
+
+
+def _without_graph(tensor: Tensor) -> Tensor:
+    """Return the tensor as something that may be held without holding a graph.
+
+    A parameter has none and cannot get one; any other tensor might, through a write,
+    and holding it could then close a cycle that is never freed.
+    """
+    return tensor if tensor.requires_grad and tensor.is_leaf else tensor.detach()

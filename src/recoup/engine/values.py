@@ -1,6 +1,7 @@
 """Values, the operations that made them, and the holds that keep some of them."""
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Generator, Tensor
@@ -13,8 +14,10 @@ from recoup.backend.storages import (
     geometry_of,
     has_storage,
     shaped,
+    storage_address,
     version_of,
 )
+from recoup.backend.trees import tensors
 from recoup.core.errors import ChangedTensorError
 
 OUTSIDE = -1
@@ -24,25 +27,25 @@ OUTSIDE = -1
 class Value:
     """One storage at one version, as a region saw it.
 
-    Plain slots and no properties: one is made for every operator that runs.
+    One is made for every operator that runs, hence the defaults on the class.
 
     Attributes:
         producer: The index of the operation that made it, or `OUTSIDE`.
-        geometry: How the tensor that first named it lies in its storage.
+        geometry: How the tensor that first named it lies in its storage; None for a
+            value from outside, which is always referred to by a `View`.
         hold: What keeps it, or None when it is to be recomputed.
         demand: How many tensors saved by autograd refer to it now.
         born: A weak reference to the tensor that first named it. An argument that is
             this very tensor needs no look at its geometry.
     """
 
-    __slots__ = ("born", "demand", "geometry", "hold", "producer")
+    hold: "Hold | None" = None
+    demand = 0
+    born: weakref.ref[Tensor] | None = None
 
-    def __init__(self, producer: int, geometry: Geometry) -> None:
+    def __init__(self, producer: int, geometry: Geometry | None) -> None:
         self.producer = producer
         self.geometry = geometry
-        self.hold: Hold | None = None
-        self.demand = 0
-        self.born: weakref.ref[Tensor] | None = None
 
 
 class View:
@@ -69,16 +72,8 @@ class Operation:
         random: The generator it draws from and the state before it did.
     """
 
-    __slots__ = (
-        "args",
-        "kwargs",
-        "operator",
-        "outputs",
-        "places",
-        "random",
-        "reads",
-        "writes",
-    )
+    writes: Sequence[tuple[Value, Value]] = ()
+    random: tuple[Generator, Tensor] | None = None
 
     def __init__(
         self,
@@ -94,8 +89,6 @@ class Operation:
         self.places = places
         self.reads = reads
         self.outputs: list[tuple[int | None, Value]] = []
-        self.writes: list[tuple[Value, Value]] = []
-        self.random: tuple[Generator, Tensor] | None = None
 
 
 class Hold:
@@ -106,14 +99,17 @@ class Hold:
         geometry: The geometry to give it back in, if that is not its own.
     """
 
-    __slots__ = ("geometry", "packed", "tensor", "unpack", "version")
+    tensor: Tensor | None
+    packed: Any = None
+    unpack: Unpack | None = None
+    geometry: Geometry | None = None
+    guard: Tensor | None = None
 
     def __init__(self, tensor: Tensor, geometry: Geometry | None = None) -> None:
-        self.tensor: Tensor | None = tensor
+        self.tensor = tensor
         self.version = version_of(tensor)
-        self.packed: Any = None
-        self.unpack: Unpack | None = None
-        self.geometry = geometry
+        if geometry is not None:
+            self.geometry = geometry
 
     def hand_over(self, pack: Pack, unpack: Unpack) -> None:
         """Let the saved-tensor hooks around the region keep the value instead.
@@ -121,22 +117,26 @@ class Hold:
         The hooks get the whole storage, because references to the value may name any
         part of it.
         """
-        if self.tensor is None or not has_storage(self.tensor):
+        tensor = self.tensor
+        # One that was changed already stays: fetching it will say so, if it comes to
+        # that.
+        if tensor is None or version_of(tensor) != self.version:
             return
-        self.check("a checkpointed region")
-        geometry = self.geometry or geometry_of(self.tensor)
         try:
-            whole = flat(self.tensor)
+            whole = flat(tensor)
         except NotImplementedError:  # no storage, as inside a torch.func transform
             return
+        self.geometry = self.geometry or geometry_of(tensor)
         self.packed = pack(whole)
         self.unpack = unpack
-        self.geometry = geometry
         self.tensor = None
+        if any(_shares(tensor, kept) for kept in tensors(self.packed)):
+            self.guard = tensor  # the hooks kept the tensor itself: it may change
 
     def drop(self) -> None:
         """Let go of the value."""
         self.tensor = None
+        self.guard = None
         self.packed = None
         self.unpack = None
 
@@ -144,18 +144,17 @@ class Hold:
         """Return the value, or raise if it was changed; `user` is named then."""
         if self.unpack is not None:
             assert self.geometry is not None, "set together with unpack"
+            self.check(self.guard, user)
             return shaped(self.unpack(self.packed), self.geometry)
-        self.check(user)
         assert self.tensor is not None, "either a tensor or hooks hold the value"
+        self.check(self.tensor, user)
         if self.geometry is None:
             return self.tensor
         return shaped(self.tensor, self.geometry)
 
-    def check(self, user: str) -> None:
+    def check(self, tensor: Tensor | None, user: str) -> None:
         """Raise if the tensor was written to since the region used it."""
-        tensor = self.tensor
-        assert tensor is not None, "only a tensor in hand can be checked"
-        if version_of(tensor) != self.version:
+        if tensor is not None and version_of(tensor) != self.version:
             raise ChangedTensorError(
                 f"a tensor of shape {tuple(tensor.shape)} and type {tensor.dtype} that "
                 f"{user} used inside a checkpointed region was changed in place before "
@@ -163,3 +162,7 @@ class Hold:
                 f"version {self.version}). Change it after backward, or give the "
                 "region a clone of it."
             )
+
+
+def _shares(tensor: Tensor, other: Tensor) -> bool:
+    return has_storage(other) and storage_address(tensor) == storage_address(other)

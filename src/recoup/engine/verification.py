@@ -88,7 +88,7 @@ class Check:
         Raises:
             MismatchError: Outside of a backward, at once.
         """
-        verdict = Verdict(region)
+        verdict = Verdict(region, self.key, signature(operations))
         for value, tensor in replayed.items():
             if value in self._seen and value.hold is None:
                 geometry, before = self._seen[value]
@@ -99,8 +99,6 @@ class Check:
             verdict()
         else:
             at_end_of_backward(verdict)
-        if self.key is not None:
-            LEDGER.done(self.key, signature(operations))
 
     def observe(self, region: str, value: Value, tensor: Tensor, operator: str) -> None:
         """Look at a value as a replay makes it; this check does not need to."""
@@ -145,10 +143,14 @@ class Verdict:
 
     Args:
         region: The region's name.
+        key: What the ledger knows the region by, or None to leave no note.
+        operators: The signature of its operators.
     """
 
-    def __init__(self, region: str) -> None:
+    def __init__(self, region: str, key: Hashable | None, operators: int) -> None:
         self._region = region
+        self._key = key
+        self._operators = operators
         self._flags: list[tuple[int, str, Tensor]] = []
 
     def add(self, place: int, operator: str, differs: Tensor) -> None:
@@ -165,6 +167,8 @@ class Verdict:
                 "values differ). Do not use the gradients of this backward. "
                 f"{_REASONS}"
             )
+        if self._key is not None:
+            LEDGER.done(self._key, self._operators)
 
 
 def check_verify(verify: Verify) -> None:

@@ -1,0 +1,283 @@
+"""Train a small GPT plainly and with recoup, and show how the two compare."""
+
+import argparse
+import os
+import sys
+import warnings
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+from torch import Tensor
+
+from recoup import CheckpointScope, RecoupError
+from recoup.cli.corpus import encode, read_text
+from recoup.cli.gpt import GPT, Block, RunBlock, Shape, run_plain
+from recoup.core.units import print_bytes, print_seconds
+from recoup.measure.step import Step, StepCost, measure_step
+
+INTERRUPTED = 130
+"""The exit status of a program ended by Ctrl-C: 128 and the number of the signal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What is trained, on what, and for how long."""
+
+    shape: Shape
+    batch: int
+    steps: int
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one training run left behind, on the processor, and what a step costs."""
+
+    losses: tuple[float, ...]
+    gradients: tuple[Tensor, ...]
+    cost: StepCost
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the demonstration; return 0 if both runs agree to the last bit.
+
+    Returns 1 if they differ or something failed, 130 if it was interrupted.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        return _demonstrate(_settings(options))
+    except KeyboardInterrupt:
+        _complain("Interrupted: nothing was written, there is nothing to clean up.")
+        return INTERRUPTED
+    except torch.OutOfMemoryError:
+        _complain("The GPU has too little free memory: try again with --small.")
+    except RecoupError as error:
+        _complain(str(error))
+    return 1
+
+
+def scope_per_block(block: Block, hidden: Tensor) -> Tensor:
+    """Call the block inside a checkpoint scope: its activations are not kept."""
+    with CheckpointScope("block"):
+        return block(hidden)
+
+
+def compare(settings: Settings, progress: Progress) -> tuple[Outcome, Outcome]:
+    """Train twice from the same seed, plainly and with a scope around each block."""
+    return (
+        train(settings, run_plain, progress, label="plain"),
+        train(settings, scope_per_block, progress, label="recoup"),
+    )
+
+
+def train(
+    settings: Settings, run_block: RunBlock, progress: Progress, *, label: str
+) -> Outcome:
+    """Train from a fixed seed, then measure one more step."""
+    torch.manual_seed(0)  # pyright: ignore[reportUnknownMemberType]
+    text = encode(read_text()).to(settings.device)
+    model = GPT(settings.shape).to(settings.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    task = progress.add_task(label, total=settings.steps)
+    losses: list[Tensor] = []
+    for _ in range(settings.steps):
+        optimizer.zero_grad()
+        loss = model(*draw_batch(text, settings), run_block)
+        loss.backward()
+        optimizer.step()  # pyright: ignore[reportUnknownMemberType]
+        losses.append(loss.detach())
+        progress.advance(task)
+    return Outcome(
+        losses=tuple(float(loss) for loss in losses),
+        gradients=_gradients(model),
+        cost=_cost(settings, model, optimizer, run_block, text),
+    )
+
+
+def draw_batch(text: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
+    """Draw stretches of the text, and the same shifted by one as what to predict."""
+    context = settings.shape.context
+    starts = torch.randint(len(text) - context, (settings.batch, 1)).to(text.device)
+    tokens = text[starts + torch.arange(context + 1, device=text.device)]
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def losses_equal(plain: Outcome, scoped: Outcome) -> bool:
+    """Return whether every loss of one run is the other's to the last bit."""
+    return plain.losses == scoped.losses
+
+
+def gradients_equal(plain: Outcome, scoped: Outcome) -> bool:
+    """Return whether every gradient of the last step is the other's bit by bit."""
+    pairs = zip(plain.gradients, scoped.gradients, strict=True)
+    return all(torch.equal(_bits(one), _bits(other)) for one, other in pairs)
+
+
+def comparison_table(settings: Settings, plain: Outcome, scoped: Outcome) -> Table:
+    """Lay both outcomes side by side."""
+    shape = settings.shape
+    table = Table(
+        title=(
+            f"GPT, {shape.layers} blocks of width {shape.width}, "
+            f"{settings.batch} x {shape.context} characters a step,\n"
+            f"{settings.steps} steps on {device_name(settings.device)}"
+        )
+    )
+    table.add_column("")
+    for heading in ("plain", "a scope per block", "ratio"):
+        table.add_column(heading, justify="right")
+    before, after = plain.cost, scoped.cost
+    for name, field, show in (
+        ("peak memory", "peak_bytes", print_bytes),
+        ("saved for backward", "saved_bytes", print_bytes),
+        ("time of a step", "seconds", print_seconds),
+        ("operations of a step", "flops", _print_flops),
+    ):
+        one, other = getattr(before, field), getattr(after, field)
+        table.add_row(name, show(one), show(other), f"{other / one:.2f}")
+    table.add_row("last loss", f"{plain.losses[-1]:.4f}", f"{scoped.losses[-1]:.4f}")
+    table.add_row("loss curves equal", "", _yes_or_no(losses_equal(plain, scoped)))
+    table.add_row(
+        "gradients bitwise equal", "", _yes_or_no(gradients_equal(plain, scoped))
+    )
+    return table
+
+
+def device_name(device: torch.device) -> str:
+    """Return what a person calls the device."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return "the processor" if device.type == "cpu" else str(device)
+
+
+@contextmanager
+def repeatable() -> Generator[set[str], None, None]:
+    """Ask torch for kernels that give the same bits twice, as far as it has them.
+
+    Yields the messages about kernels that it does not have; filled on leaving.
+    """
+    # Read by cuBLAS when it starts, and needed for matrix products that repeat.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before = torch.are_deterministic_algorithms_enabled()
+    before_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    before_fills = torch.utils.deterministic.fill_uninitialized_memory  # pyright: ignore[reportUnknownVariableType,reportUnknownMemberType,reportAttributeAccessIssue]
+    notes: set[str] = set()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            yield notes
+        finally:
+            torch.use_deterministic_algorithms(before, warn_only=before_warns)
+            torch.utils.deterministic.fill_uninitialized_memory = before_fills  # pyright: ignore[reportAttributeAccessIssue]
+    messages = (str(warning.message) for warning in caught)
+    notes.update(message for message in messages if "deterministic" in message)
+
+
+def _demonstrate(settings: Settings) -> int:
+    console = Console()
+    with (
+        Progress(
+            TextColumn("{task.description:>6}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            console=console,
+            transient=True,
+        ) as progress,
+        repeatable() as notes,
+    ):
+        plain, scoped = compare(settings, progress)
+    console.print(comparison_table(settings, plain, scoped))
+    for note in sorted(notes):
+        console.print(f"A kernel may give other bits each time: {note}")
+    same = losses_equal(plain, scoped) and gradients_equal(plain, scoped)
+    return 0 if same else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m recoup.cli.demo",
+        description=(
+            "Train a small GPT plainly and with one checkpoint scope per block, on a "
+            "GPU if there is one, and compare memory, time and every bit of the result."
+        ),
+    )
+    parser.add_argument(
+        "--steps", type=_positive, default=20, help="training steps (default: 20)"
+    )
+    parser.add_argument(
+        "--small", action="store_true", help="a tiny model: seconds on any machine"
+    )
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)
+
+
+def _settings(options: argparse.Namespace) -> Settings:
+    vocabulary = len(set(read_text()))
+    device = torch.accelerator.current_accelerator(check_available=True)
+    shape = Shape(6, 128, 4, vocabulary, context=128, dropout=0.1)
+    settings = Settings(shape, 16, options.steps, device or torch.device("cpu"))
+    if options.small:
+        return replace(settings, batch=4, shape=replace(shape, layers=3, context=32))
+    if device is not None:
+        large = replace(shape, layers=12, width=1024, heads=16, context=512)
+        return replace(settings, batch=32, shape=large)
+    return settings
+
+
+def _gradients(model: GPT) -> tuple[Tensor, ...]:
+    gradients = (parameter.grad for parameter in model.parameters())
+    return tuple(gradient.cpu() for gradient in gradients if gradient is not None)
+
+
+def _cost(
+    settings: Settings,
+    model: GPT,
+    optimizer: torch.optim.Optimizer,
+    run_block: RunBlock,
+    text: Tensor,
+) -> StepCost:
+    tokens, targets = draw_batch(text, settings)
+    moments = [
+        value
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    ]
+    step = Step(
+        lambda: model(tokens, targets, run_block),
+        prepare=model.zero_grad,
+        resident=(model, text, tokens, *moments),
+    )
+    return measure_step(step, device=settings.device)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def _print_flops(flops: int) -> str:
+    return f"{flops / 1e9:.2f} GFLOP"
+
+
+def _yes_or_no(claim: bool) -> str:  # noqa: FBT001 (it is the claim that is printed)
+    return "[green]yes[/]" if claim else "[red]no[/]"
+
+
+def _complain(message: str) -> None:
+    Console(stderr=True, soft_wrap=True).print(message, markup=False, highlight=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,177 @@
+"""The demonstration shows equal runs as equal, unequal ones as unequal, and ends well."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from rich.progress import Progress
+
+from recoup.cli import demo
+from recoup.cli.corpus import encode, read_text
+from recoup.cli.gpt import Shape, run_plain
+from recoup.core.errors import UsageError
+
+TINY = demo.Settings(
+    Shape(layers=2, width=16, heads=2, vocabulary=60, context=8, dropout=0.5),
+    batch=2,
+    steps=3,
+    device=torch.device("cpu"),
+)
+
+
+def row(output, name):
+    """The cells of the table's row that begins with `name`."""
+    (line,) = (line for line in output.splitlines() if line.startswith(f"│ {name} "))
+    return [cell.strip() for cell in line.strip("│").split("│")][1:]
+
+
+def test_one_table_with_equal_runs_and_status_zero(capsys):
+    assert demo.main(["--small", "--steps", "3"]) == 0
+    output = capsys.readouterr().out
+    assert output.count("┏") == 1
+    assert row(output, "loss curves equal")[1] == "yes"
+    assert row(output, "gradients bitwise equal")[1] == "yes"
+    assert float(row(output, "peak memory")[2]) < 1
+    assert float(row(output, "saved for backward")[2]) < 0.5
+    assert 1 < float(row(output, "operations of a step")[2]) < 4 / 3 + 0.01
+    for name in ("peak memory", "saved for backward"):
+        assert re.fullmatch(r"[\d.]+ [KMG]iB", row(output, name)[0])
+    assert re.fullmatch(r"[\d.]+ (ms|s)", row(output, "time of a step")[1])
+
+
+def test_a_wrong_gradient_is_shown_and_gives_status_one(capsys, monkeypatch):
+    def wrong(block, hidden):
+        # Right in forward, wrong in backward by the least there is.
+        out = block(hidden)
+        out.register_hook(lambda gradient: gradient * (1 + 2**-20))
+        return out
+
+    monkeypatch.setattr(demo, "scope_per_block", wrong)
+    assert demo.main(["--small", "--steps", "1"]) == 1
+    output = capsys.readouterr().out
+    assert row(output, "loss curves equal")[1] == "yes"
+    assert row(output, "gradients bitwise equal")[1] == "no"
+
+
+def test_a_wrong_loss_is_shown_and_gives_status_one(capsys, monkeypatch):
+    def wrong(block, hidden):
+        torch.rand(1)
+        return block(hidden)
+
+    monkeypatch.setattr(demo, "scope_per_block", wrong)
+    assert demo.main(["--small", "--steps", "2"]) == 1
+    assert row(capsys.readouterr().out, "loss curves equal")[1] == "no"
+
+
+def test_both_runs_start_from_the_same_seed_and_learn():
+    settings = replace(TINY, steps=30)
+    with Progress(disable=True) as progress:
+        first = demo.train(settings, run_plain, progress, label="first")
+        torch.rand(7)
+        second = demo.train(settings, run_plain, progress, label="second")
+    assert demo.losses_equal(first, second)
+    assert demo.gradients_equal(first, second)
+    assert first.losses[-1] < first.losses[0]
+
+
+def test_one_bit_makes_gradients_differ():
+    with Progress(disable=True) as progress:
+        one = demo.train(TINY, run_plain, progress, label="one")
+    first, *others = one.gradients
+    other = replace(one, gradients=(first.nextafter(first + 1), *others))
+    assert demo.gradients_equal(one, one)
+    assert not demo.gradients_equal(one, other)
+
+
+def test_a_batch_predicts_the_next_character():
+    text = encode(read_text())
+    tokens, targets = demo.draw_batch(text, TINY)
+    assert tokens.shape == targets.shape == (2, 8)
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_torch_is_left_as_it_was_found(enabled):
+    def state():
+        return (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            torch.utils.deterministic.fill_uninitialized_memory,
+        )
+
+    untouched = state()
+    torch.use_deterministic_algorithms(enabled, warn_only=enabled)
+    try:
+        before = state()
+        with demo.repeatable():
+            assert state() == (True, True, False)
+        assert state() == before
+    finally:
+        torch.use_deterministic_algorithms(untouched[0], warn_only=untouched[1])
+
+
+def test_kernels_that_do_not_repeat_are_noted():
+    with demo.repeatable() as notes:
+        torch.utils.deterministic.fill_uninitialized_memory = True
+        # The one operator that complains on the processor as well.
+        torch.empty(4).put_(torch.tensor([0]), torch.ones(1), accumulate=False)
+    assert any("put_" in note for note in notes)
+
+
+@pytest.mark.parametrize("steps", ["0", "-1", "many", "1.5"])
+def test_a_wrong_number_of_steps_is_refused_in_one_sentence(capsys, steps):
+    with pytest.raises(SystemExit) as stopped:
+        demo.main([f"--steps={steps}"])
+    assert stopped.value.code == 2
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert f"{steps!r} is not a positive whole number" in message
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (UsageError("a [scope] needs a name."), "a [scope] needs a name."),
+        (torch.OutOfMemoryError("many lines\n" * 9), "try again with --small."),
+    ],
+)
+def test_an_error_is_one_sentence_and_status_one(capsys, monkeypatch, error, sentence):
+    def fail(block, hidden):
+        raise error
+
+    monkeypatch.setattr(demo, "scope_per_block", fail)
+    assert demo.main(["--small", "--steps", "1"]) == 1
+    message = capsys.readouterr().err
+    assert message.endswith(f"{sentence}\n")
+    assert message.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_an_interrupt_leaves_a_clean_terminal_and_status_130():
+    screen, terminal = os.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "recoup.cli.demo", "--small", "--steps", "100000"],
+        stdout=terminal,
+        stderr=terminal,
+        env={**os.environ, "TERM": "xterm", "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    os.close(terminal)
+    shown = b""
+    while b"plain" not in shown:
+        shown += os.read(screen, 1024)
+    process.send_signal(signal.SIGINT)
+    try:
+        while more := os.read(screen, 1024):
+            shown += more
+    except OSError:  # how Linux says that the other end is closed
+        pass
+    os.close(screen)
+    assert process.wait() == demo.INTERRUPTED
+    assert b"Traceback" not in shown
+    assert b"Interrupted" in shown
+    # The cursor that the progress bar hid is shown again.
+    assert shown.rfind(b"\x1b[?25h") > shown.rfind(b"\x1b[?25l")
