@@ -17,7 +17,7 @@ from recoup import (
     checkpoint_segment,
     checkpoint_segment_flex,
 )
-from tests.support.counting import CountingBackend, Replayed, saved_bytes, storage_of
+from tests.support.watching import CountingBackend, Memory, Replayed, saved_bytes
 from tests.support.steps import Mlp, gradient, problems, step_differences
 from tests.support.twin import leftovers
 
@@ -153,7 +153,7 @@ class TestCalls:
 
     def test_an_exception_leaves_nothing_behind(self):
         outside = leaf(1000) * 2
-        memory = storage_of(outside)
+        memory = Memory(outside)
 
         def fail(x):
             x.exp().sin()
@@ -163,7 +163,7 @@ class TestCalls:
             checkpoint(fail, outside)
         assert list(leftovers()) == []
         del outside
-        assert memory() is None
+        assert memory.is_freed
 
     @pytest.mark.parametrize(
         "function",
@@ -177,7 +177,7 @@ class TestCalls:
 
     def test_what_is_no_function_is_refused(self):
         with pytest.raises(UsageError, match="takes a function or a tensor: got int"):
-            checkpoint(3)  # pyright: ignore
+            checkpoint(3)  # pyright: ignore[reportCallIssue, reportArgumentType]
 
     def test_torch_func_inside_says_what_to_do(self):
         with pytest.raises(UnsupportedError, match=r"torch\.autograd\.grad"):
@@ -195,10 +195,10 @@ class TestTensors:
         x = leaf(1000)
         with CheckpointScope("block", use_recomputation=False):
             z = checkpoint(torch.relu(x * 2))
-            memory = storage_of(z)
+            memory = Memory(z)
             y = z.square()
         del z
-        assert memory() is None
+        assert memory.is_freed
         y.sum().backward()
         twin = leaf(1000)
         torch.relu(twin * 2).square().sum().backward()
@@ -206,7 +206,7 @@ class TestTensors:
 
     def test_a_tensor_takes_no_arguments(self):
         with pytest.raises(UsageError, match="takes the tensor alone"):
-            checkpoint(leaf(), leaf())  # pyright: ignore
+            checkpoint(leaf(), leaf())  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
 class TestCompiled:
@@ -268,7 +268,7 @@ class TestCompiled:
 
     def test_a_segment_of_a_compiled_function_stays_compiled(self):
         backend = CountingBackend()
-        function = torch.compile(lambda pair: (pair[0] * pair[1]).sin(), backend=backend)
+        function = torch.compile(lambda t: (t[0] * t[1]).sin(), backend=backend)
         a, b = leaf(), leaf()
         y = checkpoint_segment([a, b], function)
         y.sum().backward()

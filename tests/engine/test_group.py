@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from recoup import CheckpointGroup, CheckpointScope, UnsupportedError, UsageError, keep
-from tests.support.counting import Replayed, saved_bytes, storage_of
+from tests.support.watching import Memory, Replayed, saved_bytes
 from tests.support.steps import Block, gradient, problems, step_differences
 from tests.support.twin import leftovers
 
@@ -110,7 +110,7 @@ class TestCalls:
 
     def test_what_is_no_function_is_refused(self):
         with pytest.raises(UsageError, match="needs a function to call: got int"):
-            CheckpointGroup().checkpoint_fn(leaf(), 3)  # pyright: ignore
+            CheckpointGroup().checkpoint_fn(leaf(), 3)  # pyright: ignore[reportArgumentType]
 
     @pytest.mark.parametrize("name", ["", " ", None])
     def test_a_name_that_says_nothing_is_refused(self, name):
@@ -234,14 +234,14 @@ class TestMemory:
     def test_a_finished_graph_frees_everything(self, backward):
         group = CheckpointGroup()
         outside = leaf(1000) * 2
-        memory = storage_of(outside)
+        memory = Memory(outside)
         y = group.checkpoint_fn(outside, lambda t: t.exp().sin()).sum()
         del outside
-        assert memory() is not None
+        assert not memory.is_freed
         if backward:
             y.backward()
         del y
-        assert memory() is None
+        assert memory.is_freed
         assert (group.nodes, group.memory_bytes) == ([], 0)
 
     def test_a_group_dies_without_the_collector(self):
@@ -255,7 +255,7 @@ class TestMemory:
     def test_an_exception_leaves_nothing_behind(self):
         group = CheckpointGroup()
         outside = leaf(1000) * 2
-        memory = storage_of(outside)
+        memory = Memory(outside)
 
         def fail(x):
             x.exp().sin()
@@ -265,7 +265,7 @@ class TestMemory:
             group.checkpoint_fn(outside, fail)
         assert list(leftovers()) == []
         del outside
-        assert memory() is None
+        assert memory.is_freed
         expected = gradient(torch.exp, leaf())
         found = gradient(lambda x: group.checkpoint_fn(x, torch.exp), leaf())
         assert torch.equal(found, expected)
@@ -275,12 +275,12 @@ class TestMemory:
         x = leaf(1000)
         with CheckpointScope("outer"):
             middle = x.exp()
-            memory = storage_of(middle)
+            memory = Memory(middle)
             y = group.checkpoint_fn(middle, lambda t: t.sin().tanh())
             del middle
             z = y.cos()
         del y
-        assert memory() is None
+        assert memory.is_freed
         z.sum().backward()
         twin = leaf(1000)
         twin.exp().sin().tanh().cos().sum().backward()
@@ -306,10 +306,10 @@ class TestMemory:
 
         def function(t):
             useless = keep(t + 1)
-            memories.append(storage_of(useless))
+            memories.append(Memory(useless))
             return useless.sum() + t.exp().sum()
 
         memories = []
         y = CheckpointGroup().checkpoint_fn(x, function)
-        assert memories[0]() is None
+        assert memories[0].is_freed
         y.backward()

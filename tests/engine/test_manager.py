@@ -1,6 +1,7 @@
 """The manager: which scopes there are, and what their regions hold."""
 
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from recoup import (
     checkpoint,
     checkpoint_module,
 )
-from tests.support.counting import saved_bytes, storage_of
+from tests.support.watching import Memory, saved_bytes
 from tests.support.steps import Block, Mlp
 from tests.support.twin import leftovers
 
@@ -58,7 +59,7 @@ class TestOptions:
 
     def test_the_switch_is_true_or_false(self):
         with pytest.raises(UsageError, match="auto_checkpoint"):
-            CheckpointManager(auto_checkpoint="yes")  # pyright: ignore
+            CheckpointManager(auto_checkpoint="yes")  # pyright: ignore[reportArgumentType]
 
 
 class TestAutomatic:
@@ -87,7 +88,8 @@ class TestAutomatic:
 
     def test_a_question_about_something_else_is_a_type_error(self):
         with pytest.raises(TypeError, match="CheckpointNode: got Tensor"):
-            CheckpointManager().should_checkpoint(torch.ones(1))  # pyright: ignore
+            wrong: Any = torch.ones(1)
+            CheckpointManager().should_checkpoint(wrong)
 
 
 class TestRegistration:
@@ -251,7 +253,7 @@ class TestClearing:
     def test_clearing_frees_everything_at_once(self):
         manager = CheckpointManager()
         outside = leaf(1000) * 2
-        memory = storage_of(outside)
+        memory = Memory(outside)
         with manager:
             with CheckpointScope("first"):
                 y = outside.exp().sin()
@@ -259,7 +261,7 @@ class TestClearing:
                 z = y.exp().sin()
         del outside
         manager.clear_all_checkpoints()
-        assert memory() is None
+        assert memory.is_freed
         assert (manager.total_memory_bytes(), manager.scope_memory_bytes("first")) == (
             0,
             0,

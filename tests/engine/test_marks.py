@@ -20,7 +20,7 @@ from recoup import (
     recompute,
     unmark_checkpoint,
 )
-from tests.support.counting import Replayed, storage_of
+from tests.support.watching import Memory, Replayed
 from tests.support.twin import leftovers
 
 KIBIBYTE = 1024
@@ -57,14 +57,14 @@ class TestTheMark:
         marked = keep(torch.ones(2))
         assert not is_checkpoint(torch.ones(2))
         assert not is_checkpoint(marked.view(2))
-        assert not is_checkpoint("text")  # pyright: ignore
+        assert not is_checkpoint("text")  # pyright: ignore[reportArgumentType]
 
     def test_a_mark_dies_with_its_tensor(self):
         tensors = [keep(torch.ones(2)) for _ in range(5)]
-        memory = storage_of(tensors[0])
+        memory = Memory(tensors[0])
         assert checkpoint_count() == 5
         del tensors[0]
-        assert (checkpoint_count(), memory()) == (4, None)
+        assert (checkpoint_count(), memory.is_freed) == (4, True)
 
     def test_marks_come_off_one_by_one_or_all_at_once(self):
         tensors = [keep(torch.ones(2)) for _ in range(3)]
@@ -127,23 +127,23 @@ class TestKeep:
         with scope:
             first = x.exp()
             second = keep(first.sin())
-            memories = [storage_of(first), storage_of(second)]
+            memories = [Memory(first), Memory(second)]
             y = second.cos().tanh()
             del first, second
-        assert memories[0]() is None
-        assert memories[1]() is not None
+        assert memories[0].is_freed
+        assert not memories[1].is_freed
         assert scope.memory_bytes == 2 * x.nbytes
         y.sum().backward()
-        assert memories[1]() is None
+        assert memories[1].is_freed
 
     def test_a_kept_tensor_that_nobody_needs_is_not_held(self):
         x = leaf(1000)
         with CheckpointScope("block"):
             useless = keep(x + 1)
-            memory = storage_of(useless)
+            memory = Memory(useless)
             y = useless.sum() + x.exp().sum()
             del useless
-        assert memory() is None
+        assert memory.is_freed
         y.backward()
 
     def test_a_tensor_is_kept_in_every_scope_around_it(self):
@@ -207,11 +207,11 @@ class TestRecompute:
         with CheckpointScope("block", use_recomputation=False):
             kept = x.exp()
             dropped = recompute(kept.sin())
-            memories = [storage_of(kept), storage_of(dropped)]
+            memories = [Memory(kept), Memory(dropped)]
             y = dropped.cos()
             del kept, dropped
-        assert memories[0]() is not None
-        assert memories[1]() is None
+        assert not memories[0].is_freed
+        assert memories[1].is_freed
         with Replayed() as replayed:
             y.sum().backward()
         assert dict(replayed.operators) == {"sin": 1}
@@ -293,10 +293,10 @@ class TestAdaptive:
         with CheckpointScope("block", use_recomputation=False):
             y = x * 2
             assert adaptive_checkpoint(y, threshold) is y
-            memory = storage_of(y)
+            memory = Memory(y)
             z = y.sin()
             del y
-        held = memory() is not None
+        held = not memory.is_freed
         z.sum().backward()
         expected = 2 * torch.cos(torch.full(shape, 2.0))
         assert torch.equal(x.grad, expected)

@@ -1,6 +1,7 @@
 """Nodes: one region, or one hand-made checkpoint, to look at."""
 
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from recoup import (
     ClearedError,
     UsageError,
 )
-from tests.support.counting import storage_of
+from tests.support.watching import Memory
 
 
 def leaf(count: int = 10) -> torch.Tensor:
@@ -71,7 +72,8 @@ class TestHandMade:
 
     def test_only_tensors_are_saved(self):
         with pytest.raises(UsageError, match="only tensors can be saved: got list"):
-            CheckpointNode().save_activations([torch.ones(2)])  # pyright: ignore
+            wrong: Any = [torch.ones(2)]
+            CheckpointNode().save_activations(wrong)
 
     def test_functions_run_in_the_order_they_were_added(self):
         order = []
@@ -89,7 +91,11 @@ class TestHandMade:
         node = CheckpointNode()
         node.add_recompute_function(lambda: [torch.ones(1), torch.zeros(1)])
         node.add_recompute_function(lambda: torch.ones(2))
-        assert [tuple(result.shape) for result in node.recompute()] == [(1,), (1,), (2,)]
+        assert [tuple(result.shape) for result in node.recompute()] == [
+            (1,),
+            (1,),
+            (2,),
+        ]
 
     def test_results_are_served_again_while_they_live(self):
         calls = []
@@ -116,17 +122,18 @@ class TestHandMade:
 
     def test_a_function_must_be_callable(self):
         with pytest.raises(UsageError, match="must be callable: got 3"):
-            CheckpointNode().add_recompute_function(3)  # pyright: ignore
+            wrong: Any = 3
+            CheckpointNode().add_recompute_function(wrong)
 
     def test_clearing_frees_at_once(self):
         tensor = torch.ones(1000)
-        memory = storage_of(tensor)
+        memory = Memory(tensor)
         node = CheckpointNode()
         node.save_activations(tensor)
         del tensor
-        assert memory() is not None
+        assert not memory.is_freed
         node.clear_saved_activations()
-        assert memory() is None
+        assert memory.is_freed
         assert node.saved_activations == []
         node.clear_saved_activations()
 
@@ -166,13 +173,13 @@ class TestRegions:
 
     def test_a_node_does_not_keep_its_region_alive(self):
         outside = leaf(1000) * 2
-        memory = storage_of(outside)
+        memory = Memory(outside)
         scope = CheckpointScope("block")
         with scope:
             y = outside.exp().sin()
         (node,) = scope.nodes
         del outside, y
-        assert memory() is None
+        assert memory.is_freed
         assert not node.is_alive
         assert (node.region, node.saved_activations, node.replay_count) == (None, [], 0)
         with pytest.raises(UsageError, match="nothing to recompute"):
@@ -186,30 +193,30 @@ class TestRegions:
 
     def test_clearing_a_region_frees_at_once_and_backward_says_so(self):
         outside = leaf(1000) * 2
-        memory = storage_of(outside)
+        memory = Memory(outside)
         scope = CheckpointScope("block")
         with scope:
             y = outside.exp().sin()
         del outside
         (node,) = scope.nodes
         node.clear_saved_activations()
-        assert memory() is None
+        assert memory.is_freed
         assert node.saved_activations == []
-        with pytest.raises(ClearedError, match="'block'.*cleared"):
+        with pytest.raises(ClearedError, match=r"'block'.*cleared"):
             node.recompute()
-        with pytest.raises(ClearedError, match="'block'.*cleared"):
+        with pytest.raises(ClearedError, match=r"'block'.*cleared"):
             y.sum().backward()
 
     def test_clearing_frees_kept_activations_too(self):
         scope = CheckpointScope("block", use_recomputation=False)
         with scope:
             inner = leaf(1000).exp()
-            memory = storage_of(inner)
+            memory = Memory(inner)
             y = inner.sin()
             del inner
-        assert memory() is not None
+        assert not memory.is_freed
         scope.nodes[0].clear_saved_activations()
-        assert memory() is None
+        assert memory.is_freed
         with pytest.raises(ClearedError):
             y.sum().backward()
 

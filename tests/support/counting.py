@@ -1,79 +1,97 @@
-"""Exact counters that know nothing of recoup: saved bytes, replayed operators, graphs."""
+"""Exact counters that share no code with what they check: operators, saved, alive."""
 
-import weakref
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from recoup import is_recomputing
-
-CPU_STATE_BYTES = 5056
-"""The bytes of one state of the CPU generator (Mersenne Twister)."""
+from torch.utils.flop_counter import FlopCounterMode
 
 
-def saved_bytes(run: Callable[[], Any]) -> int:
-    """Count the bytes that autograd saves in a call, every storage once.
-
-    Holds the saved tensors while it counts, so that no address is used twice.
-    """
-    storages: dict[int, Tensor] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storages[tensor.untyped_storage()._cdata] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        run()
-    return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
-
-
-def storage_of(tensor: Tensor) -> weakref.ref[torch.UntypedStorage]:
-    """Return a reference that dies with the tensor's memory, not with the tensor."""
-    return weakref.ref(tensor.untyped_storage())
-
-
-class Replayed(TorchDispatchMode):
-    """Count the operators that run while recoup says it is recomputing."""
+class Operators(TorchDispatchMode):
+    """Writes down the name of every operator that runs, in order."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.operators: Counter[str] = Counter()
+        self.names: list[str] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        # Views are no arithmetic, and how a replay makes them is its own business.
-        if is_recomputing() and not func.is_view:
-            self.operators[func.overloadpacket.__name__] += 1
+        self.names.append(str(func).removeprefix("aten."))
         return func(*args, **(kwargs or {}))
 
     @property
-    def total(self) -> int:
-        """How many operators were replayed."""
-        return self.operators.total()
+    def counts(self) -> Counter[str]:
+        """How often each operator ran, without its overload."""
+        return Counter(name.split(".")[0] for name in self.names)
 
 
-class CountingBackend:
-    """A backend for torch.compile that runs graphs as they are, and counts."""
+class Alive(TorchDispatchMode):
+    """Knows which of the storages that operators made are alive, by weak reference."""
 
     def __init__(self) -> None:
-        self.compiled = 0
-        self.ran = 0
+        super().__init__()
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
 
-    def __call__(self, graph: Any, inputs: Any) -> Callable[..., Any]:
-        self.compiled += 1
-
-        def run(*args: Any) -> Any:
-            self.ran += 1
-            return graph(*args)
-
-        return run
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given = {storage._cdata for storage in _storages((args, kwargs))}
+        out = func(*args, **(kwargs or {}))
+        for storage in _storages(out):
+            if storage._cdata not in given:
+                entry = StorageWeakRef(storage), storage.nbytes()
+                self._made[storage._cdata] = entry
+        return out
 
     @property
-    def counts(self) -> tuple[int, int]:
-        """How many graphs were compiled, and how many times one was run."""
-        return self.compiled, self.ran
+    def sizes(self) -> list[int]:
+        """The bytes of every living storage, smallest first."""
+        return sorted(size for ref, size in self._made.values() if not ref.expired())
+
+    @property
+    def total_bytes(self) -> int:
+        """The bytes of all living storages."""
+        return sum(self.sizes)
+
+
+class SavedByAutograd(saved_tensors_hooks):
+    """Counts the unique storages that autograd saves in the block, holding them."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        super().__init__(self._pack, lambda tensor: tensor)
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        return self
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        self._storages[storage._cdata] = storage
+        return tensor
+
+    def bytes_without(self, *tensors: Tensor) -> int:
+        """Return the bytes saved, leaving out those of the tensors given."""
+        known = {tensor.untyped_storage()._cdata for tensor in tensors}
+        return sum(s.nbytes() for a, s in self._storages.items() if a not in known)
+
+
+def flops_of(step: Any) -> int:
+    """Return the floating-point operations of a call, counted by PyTorch."""
+    with FlopCounterMode(display=False) as counter:
+        step()
+    return counter.get_total_flops()
+
+
+def _storages(tree: Any) -> list[torch.UntypedStorage]:
+    return [
+        leaf.untyped_storage()
+        for leaf in pytree.tree_leaves(tree)
+        if isinstance(leaf, Tensor) and leaf.layout == torch.strided
+    ]

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from tests.support.twin import IDLE_NOTE, Region, Step, Verdict, judge
-from tests.support.variants import VARIANTS, alone
+from tests.support.variants import VARIANTS, alone, factor
 
 DTYPES = (
     torch.float64,
@@ -111,9 +111,12 @@ def database_module(name: str) -> ModuleType:
     The import forbids assignments to `torch.backends` flags for the rest of the
     process, which would reach into other tests.
     """
-    frozen = torch.backends.flags_frozen()
+    # Not `torch.backends` itself: that module object was replaced after its functions
+    # were made.
+    flags = torch.backends.flags_frozen.__globals__
+    allowed = flags["__allow_nonbracketed_mutation_flag"]
     module = import_module(f"torch.testing._internal.{name}")
-    setattr(torch.backends, "__allow_nonbracketed_mutation_flag", not frozen)
+    flags["__allow_nonbracketed_mutation_flag"] = allowed
     return module
 
 
@@ -163,14 +166,15 @@ def sparse_cases(
     """Judge one operator on its sparse samples, in every layout it supports."""
     for layout in SPARSE_LAYOUTS:
         for index, sample in enumerate(sparse_samples(op, layout, device, limit)):
-            name = str(layout).removeprefix("torch.")
-            yield run_case(
-                op.formatted_name,
-                torch.float64,
-                f"sample {index}, {name}",
-                step=alone(op, sample),
-                region=region,
-            )
+            for build in (alone, factor):
+                name = f"{build.__name__} {str(layout).removeprefix('torch.')}"
+                yield run_case(
+                    op.formatted_name,
+                    torch.float64,
+                    f"sample {index}, {name}",
+                    step=build(op, sample),
+                    region=region,
+                )
 
 
 def run_case(

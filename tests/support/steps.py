@@ -1,4 +1,4 @@
-"""Small models with all that makes recomputation hard, and one training step of them."""
+"""Small models that are hard to recompute, and one training step of them."""
 
 import copy
 from collections.abc import Callable

@@ -45,14 +45,14 @@ def nested(op: Any, sample: Any) -> Step:
     def step(region: Region) -> dict[str, Any]:
         given = duplicate((sample.input, sample.args, sample.kwargs))
         first, args, kwargs = given
-        scale = torch.linspace(0.5, 1.5, 3).requires_grad_()
         with region("larger", verify="off"):
             with region("operator", verify="off"):
                 result = op(first, *args, **kwargs)
-            result = sample.output_process_fn_grad(result)
-            factor = (scale * scale)[1]
-            result = [output * factor for output in _multipliable(result)]
-        return first_order(result, (given, scale))
+            outputs = _dense(sample.output_process_fn_grad(result))
+            weights = [_weight_like(output) for output in outputs]
+            pairs = zip(outputs, weights, strict=True)
+            result = [output * (weight * weight) for output, weight in pairs]
+        return first_order(result, (given, weights))
 
     return step
 
@@ -82,8 +82,7 @@ def inplace_inside(op: Any, sample: Any) -> Step:
             target = first.clone()
             before = target.clone().square()
             result = op.inplace_variant(target, *args, **kwargs)
-            after = _multipliable(result)[0]
-            after = after * after
+            after = result * result
         return first_order((before, result, after), given)
 
     return step
@@ -105,11 +104,10 @@ def factor(op: Any, sample: Any) -> Step:
     def step(region: Region) -> dict[str, Any]:
         given = duplicate((sample.input, sample.args, sample.kwargs))
         first, args, kwargs = given
-        scale = torch.linspace(0.5, 1.5, 3).requires_grad_()
         with region("operator"):
             result = op(first, *args, **kwargs)
-            products = [output * scale[1] for output in _multipliable(result)]
-        return first_order((result, products), (given, scale))
+            weights, products = _products(result)
+        return first_order((result, products), (given, weights))
 
     return step
 
@@ -230,10 +228,27 @@ def _gradients(
     )
 
 
-def _multipliable(tree: Any) -> list[Tensor]:
-    """Return the tensors of a tree that a float tensor of one element can multiply."""
-    kinds = (torch.strided, torch.sparse_coo)
-    return [t for t in tensors(tree) if t.layout in kinds and not t.is_quantized]
+def _products(tree: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """Multiply every tensor of a tree by a new leaf, so that autograd saves it."""
+    outputs = _dense(tree)
+    weights = [_weight_like(output) for output in outputs]
+    pairs = zip(outputs, weights, strict=True)
+    return weights, [output * weight for output, weight in pairs]
+
+
+def _weight_like(tensor: Tensor) -> Tensor:
+    """Make a leaf of the same shape: its gradient shows every bit of the tensor.
+
+    A single number would not do: its gradient is a sum, in which bits get lost.
+    """
+    kind = tensor.dtype if tensor.dtype.is_floating_point else torch.float64
+    kind = tensor.dtype if tensor.is_complex() else kind
+    return torch.full_like(tensor, 0.75, dtype=kind).requires_grad_()
+
+
+def _dense(tree: Any) -> list[Tensor]:
+    """Return the tensors of a tree, those of sparse layouts made dense."""
+    return [t if t.layout == torch.strided else t.to_dense() for t in tensors(tree)]
 
 
 def _dual(tensor: Tensor) -> Tensor:
@@ -247,14 +262,13 @@ def _out(op: Any, sample: Any, *, make: Callable[[Tensor], Tensor]) -> Step:
     def step(region: Region) -> dict[str, Any]:
         given = duplicate((sample.input, sample.args, sample.kwargs))
         first, args, kwargs = given
-        scale = torch.linspace(0.5, 1.5, 3).requires_grad_()
         with torch.no_grad():
             probe = op(first, *args, **kwargs)
         with region("operator"):
             with torch.no_grad():
                 buffers = pytree.tree_map_only(Tensor, make, probe)
                 op(first, *args, **kwargs, out=buffers)
-            products = [buffer * scale[1] for buffer in _multipliable(buffers)]
-        return first_order((buffers, products), (given, scale))
+            weights, products = _products(buffers)
+        return first_order((buffers, products), (given, weights))
 
     return step

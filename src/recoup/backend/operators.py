@@ -80,7 +80,7 @@ def facts_of(operator: Any) -> Facts:
         opaque=_is_opaque(base, tags),
         opaque_on_accelerator=base.rstrip("_") in _ATOMIC,
         writes=written,
-        overwrites=torch.Tag.out in tags or base in _OVERWRITING,
+        overwrites=base in _OVERWRITING or _is_out(written),
         makes_more=any(returned.alias_info is None for returned in schema.returns),
         random=torch.Tag.nondeterministic_seeded in tags or _takes_generator(schema),
         dropout_at=_place_of("dropout_p", schema),
@@ -123,6 +123,11 @@ def _writes(schema: Any) -> tuple[int | str, ...]:
         for position, argument in enumerate(schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
+
+
+def _is_out(written: tuple[int | str, ...]) -> bool:
+    """Return whether results go into tensors that were given by keyword."""
+    return bool(written) and all(isinstance(place, str) for place in written)
 
 
 def _passes(operator: OpOverload, written: tuple[int | str, ...]) -> bool:

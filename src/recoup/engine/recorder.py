@@ -27,6 +27,10 @@ class _Known:
         self.simple = self.facts.simple
 
 
+_SEED_BYTES = 64
+"""Random operators return seeds and offsets among their results, uninitialised ones if
+they did not draw (attention without dropout). So their tiny results are kept."""
+
 _KNOWN: dict[Any, _Known] = {}
 
 
@@ -103,7 +107,12 @@ class Recorder(OperatorMode):
             return out
         for target, before in zip(targets, earlier, strict=True):
             self._after_write(facts, operation, target, before)
-        self.tape.append(operation, out, tainted=facts.uninitialised)
+        self.tape.append(
+            operation,
+            out,
+            tainted=facts.uninitialised,
+            above_bytes=_SEED_BYTES if facts.random else -1,
+        )
         return out
 
     def _must_keep(

@@ -173,14 +173,28 @@ class Tape:
                     places.append(name)
         return Operation(operator, template, named, places, reads)
 
-    def append(self, operation: Operation, out: Any, *, tainted: bool = False) -> None:
-        """Put an operation on the tape with the new values among its results."""
+    def append(
+        self,
+        operation: Operation,
+        out: Any,
+        *,
+        tainted: bool = False,
+        above_bytes: int = -1,
+    ) -> None:
+        """Put an operation on the tape with the new values among its results.
+
+        Args:
+            operation: What ran.
+            out: Its results.
+            tainted: They are uninitialised memory.
+            above_bytes: Results of at most this many bytes are kept, not recomputed.
+        """
         index = len(self.operations)
         if isinstance(out, Tensor):
             self._born(operation, index, None, out)
         elif isinstance(out, (tuple, list)):
             for place, element in enumerate(out):
-                if isinstance(element, Tensor):
+                if isinstance(element, Tensor) and element.nbytes > above_bytes:
                     self._born(operation, index, place, element)
         if operation.outputs or operation.writes:
             self.operations.append(operation)

@@ -1,0 +1,1 @@
+"""Measurements of recoup beside what else there is; see README.md."""

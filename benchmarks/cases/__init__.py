@@ -1,0 +1,1 @@
+"""One question a file, each a program that writes its answer to a results folder."""

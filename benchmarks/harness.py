@@ -1,0 +1,147 @@
+"""Run contenders in turns, describe the machine, and write down what came out."""
+
+import json
+import platform
+import re
+import shutil
+import statistics
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+Cell = str | int | float | None
+Row = Mapping[str, Cell]
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """The median of repeated measurements, with the least and the largest."""
+
+    median: float
+    least: float
+    largest: float
+
+    @staticmethod
+    def of(values: Sequence[float]) -> "Spread":
+        return Spread(statistics.median(values), min(values), max(values))
+
+
+def in_turns(
+    contenders: Mapping[str, Callable[[], Result]], *, warmup: int, rounds: int
+) -> dict[str, list[Result]]:
+    """Run every contender once a round; return what each returned after warm-up."""
+    results: dict[str, list[Result]] = {name: [] for name in contenders}
+    for turn in range(warmup + rounds):
+        for name, measure in contenders.items():
+            result = measure()
+            if turn >= warmup:
+                results[name].append(result)
+    return results
+
+
+def describe_machine(device: torch.device) -> dict[str, str]:
+    """Return what a reader needs to judge or repeat the numbers."""
+    return {
+        "date": datetime.now(tz=UTC).date().isoformat(),
+        "device": _device_name(device),
+        "driver": _driver_version() if device.type == "cuda" else "none",
+        "processor threads": str(torch.get_num_threads()),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def write_results(
+    theme: str,
+    rows: Sequence[Row],
+    *,
+    machine: Mapping[str, str],
+    settings: Mapping[str, Cell],
+    folder: Path,
+) -> Path:
+    """Write the rows as JSON and as a table; return the path of the table."""
+    hardware = re.sub(r"[^a-z0-9]+", "-", machine["device"].lower()).strip("-")
+    stem = f"{theme}_{hardware}_{machine['date']}"
+    folder.mkdir(parents=True, exist_ok=True)
+    record = {
+        "theme": theme,
+        "machine": dict(machine),
+        "settings": dict(settings),
+        "rows": [dict(row) for row in rows],
+    }
+    (folder / f"{stem}.json").write_text(json.dumps(record, indent=2) + "\n")
+    page = folder / f"{stem}.md"
+    page.write_text(markdown_page(theme, rows, machine=machine, settings=settings))
+    return page
+
+
+def markdown_page(
+    theme: str,
+    rows: Sequence[Row],
+    *,
+    machine: Mapping[str, str],
+    settings: Mapping[str, Cell],
+) -> str:
+    """Return the page for people: the facts of the run, then the table."""
+    facts = [f"- {name}: {value}" for name, value in machine.items()]
+    facts += [f"- {name}: {value}" for name, value in settings.items()]
+    return "\n".join([f"# {theme}", "", *facts, "", markdown_table(rows), ""])
+
+
+def markdown_table(rows: Sequence[Row]) -> str:
+    """Return the rows as a Markdown table, without columns that are empty throughout.
+
+    Examples:
+        >>> print(
+        ...     markdown_table([{"name": "a", "ms": 1.25}, {"name": "b", "ms": None}])
+        ... )
+        | name | ms |
+        |---|---|
+        | a | 1.25 |
+        | b |  |
+    """
+    columns = [
+        name
+        for name in dict.fromkeys(name for row in rows for name in row)
+        if any(row.get(name) is not None for row in rows)
+    ]
+    lines = [_line(columns), "|" + "---|" * len(columns)]
+    lines += [_line([_show(row.get(name)) for name in columns]) for row in rows]
+    return "\n".join(lines)
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _show(cell: Cell) -> str:
+    if cell is None:
+        return ""
+    if isinstance(cell, float):
+        return f"{cell:.3g}" if abs(cell) < 100 else f"{cell:.0f}"
+    return str(cell)
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return device.type
+
+
+def _driver_version() -> str:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return "unknown"
+    answer = subprocess.run(
+        [program, "--query-gpu=driver_version", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return answer.stdout.splitlines()[0] if answer.stdout else "unknown"
