@@ -31,7 +31,8 @@ class Problem:
     ) -> "Problem":
         """Make a model and a batch of full contexts from a fixed seed."""
         torch.manual_seed(0)
-        model = GPT(shape).to(device, dtype)
+        with device:
+            model = GPT(shape).to(dtype)
         tokens = torch.randint(shape.vocabulary, (2, batch, shape.context))
         return Problem(model, *tokens.to(device))
 

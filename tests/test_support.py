@@ -21,6 +21,7 @@ from tests.support.operators import (
     sparse_cases,
     write_summary,
 )
+from tests.support.sparse import PROGRAMS, sparse_step
 from tests.support.transforms import transform_cases
 from tests.support.twin import IdleMode, Verdict, compare, idle, judge, plain
 from tests.support.variants import VARIANTS
@@ -252,6 +253,12 @@ def test_sparse_samples_notice_a_wrong_value():
     cases = sparse_cases(OPERATORS["masked_prod"], corrupting_saved, limit=3)
     wrong = {case.setting.split()[-1] for case in cases if case.verdict.failed}
     assert wrong == {"sparse_coo", "sparse_csr"}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_program_with_sparse_tensors_notices_a_wrong_value(program):
+    assert compare(sparse_step(program), plain) == []
+    assert "['gradient']" in compare(sparse_step(program), corrupting_saved)[0]
 
 
 def test_transforms_notice_a_wrong_value_and_a_foreign_error():

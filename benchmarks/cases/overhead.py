@@ -1,7 +1,6 @@
 """What does a scope around every block cost, beside torch's own checkpointing?"""
 
 import argparse
-import gc
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -39,6 +39,22 @@ COSTLY = (
 """Matrix products and attention, as in torch's own examples of selective policies."""
 
 SAVED = {getattr(torch.ops.aten, name).default for name in COSTLY.split()}
+
+
+class IdleMode(OperatorMode):
+    """See every operator and do nothing about it."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        return func(*args, **(kwargs or {}))
+
+
+def run_watched(block: Block, hidden: Tensor) -> Tensor:
+    """Run under a mode and hooks that do nothing: what any tape costs at the least."""
+    with IdleMode(), saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
+        return block(hidden)
 
 
 def run_checkpoint(block: Block, hidden: Tensor) -> Tensor:
@@ -71,6 +87,7 @@ def run_scope_keeping_costly(block: Block, hidden: Tensor) -> Tensor:
 
 CONTENDERS: dict[str, RunBlock] = {
     "plain": run_plain,
+    "idle mode and hooks": run_watched,
     "torch checkpoint": run_checkpoint,
     "torch SAC, recompute all": partial(run_selective, recompute_all),
     "torch SAC, keep costly": partial(run_selective, save_costly),
@@ -272,7 +289,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if device.type == "cpu":
         # The question is the host's time; a second thread only adds noise to it.
         torch.set_num_threads(1)
-    gc.collect()
     rows, settings = measure(device, small=options.small)
     print(markdown_table(rows))
     machine = describe_machine(device)

@@ -161,6 +161,7 @@ def test_only_what_saved_tensors_need_is_replayed():
     twin = x.detach().clone().requires_grad_()
     extra = counted_backward(y.sum()).counts
     extra -= counted_backward(((twin.exp() + 1).sin() * 2).sum()).counts
+    del extra["detach"]  # autograd's own: how it takes a tensor back from a hook
     assert extra == {"exp": 1, "add": 1}
 
 
@@ -244,7 +245,7 @@ def test_recompute_makes_one_exception_in_a_scope_that_keeps():
     with Alive() as alive:
         with unverified("keeps", use_recomputation=False):
             y = recompute(x.exp()).sin().tanh().exp()
-        assert alive.sizes == [y.nbytes] * 3  # sin, tanh, and the result itself
+        assert alive.sizes == [y.nbytes] * 2  # what tanh saved, and the result
         assert counted_backward(y.sum()).counts["exp"] == 1
 
 

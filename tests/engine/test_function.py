@@ -17,9 +17,9 @@ from recoup import (
     checkpoint_segment,
     checkpoint_segment_flex,
 )
-from tests.support.watching import CountingBackend, Memory, Replayed, saved_bytes
 from tests.support.steps import Mlp, gradient, problems, step_differences
 from tests.support.twin import leftovers
+from tests.support.watching import CountingBackend, Memory, Replayed, saved_bytes
 
 PROBLEMS = problems()
 Pair = namedtuple("Pair", ["left", "right"])

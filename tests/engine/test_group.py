@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from recoup import CheckpointGroup, CheckpointScope, UnsupportedError, UsageError, keep
-from tests.support.watching import Memory, Replayed, saved_bytes
 from tests.support.steps import Block, gradient, problems, step_differences
 from tests.support.twin import leftovers
+from tests.support.watching import Memory, Replayed, saved_bytes
 
 PROBLEMS = problems()
 Pair = namedtuple("Pair", ["left", "right"])

@@ -17,9 +17,9 @@ from recoup import (
     checkpoint,
     checkpoint_module,
 )
-from tests.support.watching import Memory, saved_bytes
 from tests.support.steps import Block, Mlp
 from tests.support.twin import leftovers
+from tests.support.watching import Memory, saved_bytes
 
 MEBIBYTE = 1 << 20
 
@@ -87,8 +87,8 @@ class TestAutomatic:
             manager.selective_checkpointing([CheckpointNode()])
 
     def test_a_question_about_something_else_is_a_type_error(self):
+        wrong: Any = torch.ones(1)
         with pytest.raises(TypeError, match="CheckpointNode: got Tensor"):
-            wrong: Any = torch.ones(1)
             CheckpointManager().should_checkpoint(wrong)
 
 

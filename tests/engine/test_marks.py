@@ -20,8 +20,8 @@ from recoup import (
     recompute,
     unmark_checkpoint,
 )
-from tests.support.watching import Memory, Replayed
 from tests.support.twin import leftovers
+from tests.support.watching import Memory, Replayed
 
 KIBIBYTE = 1024
 

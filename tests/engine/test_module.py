@@ -18,9 +18,9 @@ from recoup import (
     is_checkpointed,
     uncheckpoint_module,
 )
-from tests.support.watching import CountingBackend, Memory, Replayed, saved_bytes
 from tests.support.steps import Block, Mlp, problems, step_differences
 from tests.support.twin import leftovers
+from tests.support.watching import CountingBackend, Memory, Replayed, saved_bytes
 
 PROBLEMS = problems()
 

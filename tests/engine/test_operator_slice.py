@@ -10,7 +10,9 @@ from tests.support.operators import (
     operator_database,
     sparse_cases,
 )
+from tests.support.sparse import PROGRAMS, sparse_step
 from tests.support.transforms import transform_cases
+from tests.support.twin import compare
 
 # Chosen so that every kind of operator that once went wrong, or well could, is here.
 SLICE = {
@@ -130,6 +132,11 @@ def test_sparse_samples_give_bitwise_the_plain_gradients(name):
     cases = list(sparse_cases(DATABASE[name], CheckpointScope, limit=5))
     assert failures(cases) == []
     assert any(case.verdict.kind == "equal" for case in cases)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_program_with_sparse_tensors_is_bitwise_the_plain_one(program):
+    assert compare(sparse_step(program), CheckpointScope) == []
 
 
 @pytest.mark.parametrize("name", NAMES)

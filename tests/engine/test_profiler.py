@@ -16,9 +16,9 @@ from recoup import (
     checkpoint_module,
     rerun,
 )
-from tests.support.watching import CPU_STATE_BYTES, Memory, saved_bytes
 from tests.support.steps import Block, plain_call, problems
 from tests.support.twin import leftovers
+from tests.support.watching import CPU_STATE_BYTES, Memory, saved_bytes
 
 PROBLEMS = problems()
 FLOAT_BYTES = 4

@@ -19,7 +19,6 @@ from recoup import (
     UsageError,
 )
 from recoup.backend.memory import StorageMeter
-from tests.support.watching import CountingBackend, Memory, Replayed, saved_bytes
 from tests.support.steps import (
     Block,
     Mlp,
@@ -31,6 +30,7 @@ from tests.support.steps import (
 )
 from tests.support.twin import leftovers
 from tests.support.variants import fixed_weights
+from tests.support.watching import CountingBackend, Memory, Replayed, saved_bytes
 
 PROBLEMS = problems()
 FLOAT_BYTES = 4

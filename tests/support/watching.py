@@ -1,4 +1,4 @@
-"""Watch from outside: bytes that autograd saves, replayed operators, compiled graphs."""
+"""Watch from outside: saved bytes, freed memory, replayed operators, graphs."""
 
 import weakref
 from collections import Counter

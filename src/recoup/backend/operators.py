@@ -1,5 +1,6 @@
 """What the engine must know about an operator before it may be run again."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ class Facts:
         dropout_at: The position of a dropout rate, or -1; it draws only if that is
             above zero.
         uninitialised: Its outputs hold whatever was in memory.
+        ragged: Places of outputs that have parts the kernel does not write.
         statistics: Positions of running statistics that it updates on the side and
             that its outputs do not depend on when argument `training_at` is true.
         training_at: The position of the training flag, or -1 for always.
@@ -41,6 +43,7 @@ class Facts:
     random: bool = False
     dropout_at: int = -1
     uninitialised: bool = False
+    ragged: tuple[int, ...] = ()
     statistics: tuple[int, ...] = ()
     training_at: int = -1
 
@@ -55,6 +58,7 @@ class Facts:
             or self.random
             or self.uninitialised
             or self.statistics
+            or self.ragged
         )
 
 
@@ -85,6 +89,7 @@ def facts_of(operator: Any) -> Facts:
         random=torch.Tag.nondeterministic_seeded in tags or _takes_generator(schema),
         dropout_at=_place_of("dropout_p", schema),
         uninitialised=base in _UNINITIALISED,
+        ragged=_RAGGED.get(base, ()),
         statistics=_statistics(base, schema),
         training_at=_place_of("training", schema),
     )
@@ -100,6 +105,15 @@ def crosses_devices(args: tuple[Any, ...], out: Any) -> bool:
         and argument.dim() > 0
         for argument in args
     )
+
+
+def draws(facts: Facts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a call of the operator draws from a generator."""
+    if not facts.random or facts.dropout_at < 0:
+        return facts.random
+    # Left-out arguments have their defaults, and the default rate is zero.
+    given = args[facts.dropout_at : facts.dropout_at + 1]
+    return any(rate > 0 for rate in given) or kwargs.get("dropout_p", 0) > 0
 
 
 def takes_none(operator: Operator, position: int) -> bool:
@@ -233,6 +247,9 @@ _OVERWRITING = frozenset(
         "aten::zero_",
     }
 )
+
+# oneDNN's workspace has padding.
+_RAGGED = {"aten::mkldnn_rnn_layer": (3,)}
 
 _RESIZING = frozenset({"aten::resize_", "aten::resize_as_", "aten::_resize_output_"})
 

@@ -1,11 +1,18 @@
 """Storage identity and geometry: which memory a tensor names, and how it lies there."""
 
+import operator
+
 import torch
 from torch import Tensor
+
+address_of = operator.attrgetter("_cdata")
+"""Return the address of a storage object; in C, for the recorder's inner loop."""
 
 free_weak_reference = torch.UntypedStorage._free_weak_ref
 """Release one weak reference taken with `take_weak_reference`, by address."""
 
+
+_VIEW_TRACKING = torch._C.DispatchKey.ADInplaceOrView
 
 QUANTIZED = frozenset(
     {torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4}
@@ -58,6 +65,19 @@ def version_of(tensor: Tensor) -> int:
         return tensor._version
     except RuntimeError:
         return -1
+
+
+def alias(tensor: Tensor) -> Tensor:
+    """Return the tensor without its graph, sharing memory and version counter.
+
+    A parameter is returned as it is: it has no graph and cannot get one. Inside a
+    dispatch mode a plain `detach` has a version counter of its own, because the key
+    that shares it is switched off there.
+    """
+    if tensor.requires_grad and tensor.is_leaf:
+        return tensor
+    with torch._C._SetExcludeDispatchKeyGuard(_VIEW_TRACKING, False):
+        return tensor.detach()
 
 
 def geometry_of(tensor: Tensor) -> Geometry:

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from recoup.backend.storages import has_storage
+from recoup.backend.storages import alias, has_storage
 from recoup.backend.weak import TensorSet
 from recoup.core.errors import UsageError
 from recoup.engine.active import open_regions
@@ -39,7 +39,7 @@ def keep(tensor: Tensor) -> Tensor:
     for region, value in _known(tensor):
         region.tape.forced.discard(value)
         if value.hold is None:
-            value.hold = Hold(tensor.detach(), value.geometry)
+            value.hold = Hold(alias(tensor), value.geometry)
     return tensor
 
 

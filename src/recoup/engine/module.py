@@ -56,8 +56,7 @@ def checkpoint_module(
         ['0.bias', '0.weight']
         >>> _ = uncheckpoint_module(layer)
     """
-    if not isinstance(module, nn.Module):
-        raise UsageError(f"this takes a module: got {type(module).__name__}.")
+    _require_module(module)
     if _ATTACHED in module.__dict__:
         raise UsageError(
             f"this {type(module).__name__} is checkpointed already: take that off with "
@@ -86,6 +85,7 @@ def uncheckpoint_module(module: nn.Module) -> nn.Module:
     Returns:
         The module, as it was before `checkpoint_module`.
     """
+    _require_module(module)
     attached, flag_before = module.__dict__.pop(_ATTACHED, (None, _ABSENT))
     if attached is not None:
         attached.take_off(module)
@@ -97,7 +97,13 @@ def uncheckpoint_module(module: nn.Module) -> nn.Module:
 
 def is_checkpointed(module: nn.Module) -> bool:
     """Return whether the module's next forward will run in a region."""
+    _require_module(module)
     return _ATTACHED in module.__dict__ and bool(module.__dict__.get(_FLAG))
+
+
+def _require_module(module: object) -> None:
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"this takes a module: got {type(module).__name__}.")
 
 
 @dataclass

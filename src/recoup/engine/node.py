@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from recoup.backend.storages import has_storage, storage_address
+from recoup.backend.storages import alias, has_storage, storage_address
 from recoup.core.errors import UsageError
 from recoup.engine.observers import Watched
 from recoup.engine.values import Hold
@@ -113,7 +113,7 @@ class CheckpointNode:
                 raise UsageError(
                     f"only tensors can be saved: got {type(activation).__name__}."
                 )
-            self._holds.append(Hold(activation.detach()))
+            self._holds.append(Hold(alias(activation)))
         self.is_checkpoint = self.is_checkpoint or bool(activations)
 
     def add_recompute_function(self, function: RecomputeFunction) -> None:
@@ -123,6 +123,7 @@ class CheckpointNode:
                 f"a recompute function must be callable: got {function!r}."
             )
         self._functions.append(function)
+        self._results.clear()
 
     def recompute(self) -> tuple[Tensor, ...]:
         """Call the recompute functions in order and return all their tensors.
@@ -151,6 +152,7 @@ class CheckpointNode:
         A backward through the region it shows raises `ClearedError` afterwards.
         """
         self._holds.clear()
+        self._results.clear()
         region = self.region
         if region is not None:
             region.clear()

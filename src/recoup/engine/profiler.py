@@ -8,6 +8,7 @@ from torch import Tensor
 
 from recoup.backend.graph import Pack, Unpack, ambient_hooks, pop_hooks, push_hooks
 from recoup.backend.storages import (
+    alias,
     free_weak_reference,
     has_storage,
     take_weak_reference,
@@ -162,7 +163,7 @@ class CheckpointProfiler:
         self.note(tensor)
         around = self._around
         if around is None or is_transparent(around[0]):
-            return Hold(tensor)
+            return Hold(alias(tensor))
         pack, unpack = around
         return pack(tensor), unpack
 

@@ -9,7 +9,7 @@ from recoup.backend.graph import below_autograd
 from recoup.backend.rng import random_state
 from recoup.backend.storages import copy_storage, fitted
 from recoup.engine.recomputing import recomputing
-from recoup.engine.values import Operation, Value, View
+from recoup.engine.values import Operation, Value
 
 Observe = Callable[[Value, Tensor, str], None]
 """Called with a replayed value, its tensor and the operator that made it."""
@@ -41,7 +41,9 @@ class Program:
     """
 
     def __init__(self, operations: Sequence[Operation], wanted: list[Value]) -> None:
-        indices, _ = needed(operations, wanted)
+        indices, roots = needed(operations, wanted)
+        # What hooks around the region keep: they may run anything to give it back.
+        self._elsewhere = [v for v in roots if v.hold is not None and v.hold.unpack]
         self.wanted = wanted
         self.steps = [Step(operations[index]) for index in indices]
         self._schedule()
@@ -56,6 +58,8 @@ class Program:
             observe: Called with every value as it is made.
         """
         live: dict[Value, Tensor] = {}
+        for value in self._elsewhere:
+            live[value] = _held(value, "a replay")
         with below_autograd(), recomputing():
             for step in self.steps:
                 _run_step(step, live)
@@ -65,8 +69,7 @@ class Program:
                     live.pop(value, None)
             for value in self.wanted:
                 if value not in live:
-                    assert value.hold is not None, "wanted values are run or held"
-                    live[value] = value.hold.fetch("a backward operator")
+                    live[value] = _held(value, "a backward operator")
         return live
 
     def _schedule(self) -> None:
@@ -158,9 +161,9 @@ def _fill(
     if type(template) is Value:
         found = scratch.get(template) if scratch else None
         return _fetch(template, live, operation) if found is None else found
-    if type(template) is View:
-        whole = _fill(template.value, live, scratch, operation)
-        return fitted(whole, template.geometry)
+    if type(template) is tuple:
+        value, geometry = template
+        return fitted(_fill(value, live, scratch, operation), geometry)
     if type(template) is list:
         return [_fill(element, live, scratch, operation) for element in template]
     return template
@@ -169,6 +172,10 @@ def _fill(
 def _fetch(value: Value, live: dict[Value, Tensor], operation: Operation) -> Tensor:
     tensor = live.get(value)
     if tensor is None:
-        assert value.hold is not None, "a value is run, or held, before it is used"
-        tensor = live[value] = value.hold.fetch(str(operation.operator))
+        tensor = live[value] = _held(value, str(operation.operator))
     return tensor
+
+
+def _held(value: Value, user: str) -> Tensor:
+    assert value.hold is not None, "a value is run, or held, before it is used"
+    return value.hold.fetch(user)

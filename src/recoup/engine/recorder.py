@@ -8,6 +8,7 @@ from recoup.backend.dispatch import OperatorMode, all_plain, run_complex
 from recoup.backend.operators import (
     Facts,
     crosses_devices,
+    draws,
     draws_outside_generators,
     facts_of,
     takes_none,
@@ -112,6 +113,7 @@ class Recorder(OperatorMode):
             out,
             tainted=facts.uninitialised,
             above_bytes=_SEED_BYTES if facts.random else -1,
+            ragged=facts.ragged,
         )
         return out
 
@@ -169,8 +171,7 @@ class Recorder(OperatorMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        at = facts.dropout_at
-        if not facts.random or (0 <= at < len(args) and args[at] == 0):
+        if not draws(facts, args, kwargs):
             return func(*args, **kwargs)
         generator = generator_of(args, kwargs)
         state = generator.get_state()

@@ -15,7 +15,7 @@ from recoup.backend.graph import (
     pop_hooks,
     push_hooks,
 )
-from recoup.backend.storages import Geometry, copy_storage, fitted, version_of
+from recoup.backend.storages import Geometry, alias, copy_storage, fitted, version_of
 from recoup.core.errors import ClearedError
 from recoup.engine.holding import hand_over, is_handing_over
 from recoup.engine.observers import Listener
@@ -139,33 +139,26 @@ class Region:
         tape = self.tape
         try:
             found = tape.save(tensor)
-            if isinstance(found, Hold):
-                self._kept.append(found)
-                return found
-            geometry = tape.geometry(tensor)
         except NotImplementedError:
-            hold = Hold(tensor)
-            self._kept.append(hold)
-            return hold
-        if found.hold is None:
-            if not self.options.recompute and found not in tape.forced:
-                found.hold = Hold(tensor, found.geometry)
-            elif self._check is not None:
-                self._fingerprint(found, tensor, geometry)
-        demand = found.demand
-        if demand == 0:
-            tape.saved[found] = None
-        found.demand = demand + 1
-        return Saved(self, found, geometry)
+            found = Hold(tensor.detach())
+        if type(found) is not tuple:
+            assert isinstance(found, Hold), "either a view or a hold"
+            self._kept.append(found)
+            return found
+        value, geometry = found
+        if value.hold is None:
+            if not self.options.recompute and value not in tape.forced:
+                value.hold = Hold(alias(tensor), value.geometry)
+            elif self._check is not None and value not in tape.unverified:
+                self._fingerprint(value, tensor, geometry)
+        if value.demand == 0:
+            tape.saved[value] = None
+        value.demand += 1
+        return Saved(self, value, geometry)
 
     def unpack(self, packed: Saved | Hold) -> Tensor:
         """Return the tensor that `packed` stands for, recomputing it if need be."""
-        if self._cleared:
-            raise ClearedError(
-                f"backward needs a tensor saved in region {self.name!r}, but its "
-                "checkpoints were cleared. Run backward before clearing them, or "
-                "run the forward again."
-            )
+        self._refuse_if_cleared()
         if isinstance(packed, Hold):
             return packed.fetch("a backward operator")
         with self._lock:
@@ -187,6 +180,7 @@ class Region:
     def recompute(self) -> tuple[Tensor, ...]:
         """Return the saved values that are not held, recomputed now."""
         with self._lock:
+            self._refuse_if_cleared()
             wanted = [value for value in self.tape.saved if _is_wanted(value)]
             return tuple(self._run(wanted).values())
 
@@ -222,6 +216,14 @@ class Region:
                 self._live = None
                 self._pending = {}
                 self._task = -1
+
+    def _refuse_if_cleared(self) -> None:
+        if self._cleared:
+            raise ClearedError(
+                f"a tensor saved in region {self.name!r} is needed, but its "
+                "checkpoints were cleared. Run backward before clearing them, or "
+                "run the forward again."
+            )
 
     def _fingerprint(self, value: Value, tensor: Tensor, geometry: Geometry) -> None:
         assert self._check is not None, "only called when there is a check"
@@ -297,6 +299,10 @@ class _Ending:
         region = self._region()
         if region is not None:
             region.end(self._task)
+
+    def __del__(self) -> None:
+        # A backward that raises never calls; it only lets go.
+        self()
 
 
 def _is_wanted(value: Value) -> bool:

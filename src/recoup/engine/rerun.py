@@ -15,15 +15,14 @@ from recoup.backend.fingerprints import fingerprint
 from recoup.backend.graph import (
     at_end_of_backward,
     current_backward,
-    hooks_refused,
     pop_hooks,
     push_hooks,
-    records_gradients,
 )
 from recoup.backend.rng import default_states, random_state
-from recoup.backend.storages import has_storage
+from recoup.backend.storages import alias, has_storage
 from recoup.backend.trees import leaves, map_leaves, tensors
-from recoup.core.errors import ClearedError, MismatchError, UnsupportedError
+from recoup.core.errors import ClearedError, MismatchError
+from recoup.engine.active import is_recordable, refuse_transform
 from recoup.engine.captures import Captures
 from recoup.engine.holding import hand_over, is_handing_over
 from recoup.engine.observers import Listener, observers
@@ -64,20 +63,17 @@ def rerun(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         >>> torch.equal(x.grad, x.sin().exp().detach() * x.cos().detach())
         True
     """
-    if not records_gradients() or torch.compiler.is_compiling():
+    if not is_recordable(_name_of(function)):
         return function(*args, **kwargs)
-    refused = hooks_refused()
-    if refused is not None:
-        raise UnsupportedError(
-            f"a function cannot be run again where PyTorch allows no saved-tensor "
-            f"hooks ({refused}). Use torch.autograd.grad or backward instead."
-        )
     call = Rerun(function, args, kwargs)
     for observer in observers():
         observer.began(call)
     push_hooks(call.pack, call.unpack)
     try:
         result = function(*args, **kwargs)
+    except RuntimeError as error:
+        refuse_transform(call.name, error)
+        raise
     finally:
         pop_hooks()
     hand_over(call.holds())
@@ -111,7 +107,7 @@ class Rerun:
         given = tensors((args, kwargs))
         devices = [t.device for t in given if t.device.type != "cpu"]
         original = original_of(function)
-        self.name: str = getattr(original, "__qualname__", type(original).__name__)
+        self.name = _name_of(function)
         self.replays = 0
         self.listeners: tuple[Listener, ...] = ()
         self._function: Callable[..., Any] | None = function
@@ -213,7 +209,10 @@ class Rerun:
 
     def _fingerprint(self, tensor: Tensor) -> Tensor | None:
         # Taken while the call runs, both times: a buffer may move on after that.
-        return fingerprint(tensor) if self._verifies and has_storage(tensor) else None
+        # Bytes are workspaces with padding (oneDNN's), never activations.
+        if self._verifies and has_storage(tensor) and tensor.dtype != torch.uint8:
+            return fingerprint(tensor)
+        return None
 
     def _compare(self, slot: Slot, tensor: Tensor, seen: Tensor | None) -> None:
         before = (slot.shape, slot.dtype, slot.device)
@@ -259,10 +258,12 @@ class _Collector:
         self.found: dict[int, tuple[Tensor, Tensor | None]] = {}
 
     def pack(self, tensor: Tensor) -> Tensor:
-        self.found[len(self.found)] = (tensor, self._look(tensor))
+        # Detached: an operator's own output would hold itself through its graph.
+        kept = tensor.detach()
+        self.found[len(self.found)] = (kept, self._look(kept))
         if len(self.found) == self._count:
             raise _Complete
-        return tensor
+        return kept
 
     def unpack(self, tensor: Tensor) -> Tensor:
         return tensor
@@ -271,7 +272,7 @@ class _Collector:
 def _held(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
-    return _Argument(Hold(leaf.detach()), leaf.requires_grad)
+    return _Argument(Hold(alias(leaf)), leaf.requires_grad)
 
 
 class _Argument:
@@ -317,3 +318,8 @@ def _buffers_as(states: list[tuple[Tensor, Tensor]]) -> Iterator[None]:
 def _set(buffer: Tensor, content: Tensor) -> None:
     # Through `.data`: putting a buffer back is no change that autograd must notice.
     buffer.data.copy_(content)
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    original = original_of(function)
+    return getattr(original, "__qualname__", type(original).__name__)

@@ -11,10 +11,11 @@ from recoup.backend.operators import Operator
 from recoup.backend.storages import (
     QUANTIZED,
     Geometry,
+    address_of,
+    alias,
     copy_storage,
     free_weak_reference,
     lazy_bits,
-    storage_address,
     take_weak_reference,
 )
 from recoup.engine.policies import Policy
@@ -24,6 +25,7 @@ _SPECIAL = QUANTIZED | {torch.complex32, torch.complex64, torch.complex128}
 
 Watch = Callable[[Value, Tensor], None]
 
+_TENSORS = frozenset({Tensor, torch.nn.Parameter})
 _NO_TENSORS = frozenset(
     {
         bool,
@@ -55,6 +57,7 @@ class Tape:
         forced: The values that the user asked to be recomputed.
         tainted: The values that are partly uninitialised memory, as far as is known.
         written: The outcomes of writes to tensors from outside.
+        unverified: Values with parts that no kernel writes, which are not compared.
         lazy_bits_seen: A complex tensor was met, so there may be lazy conjugations.
     """
 
@@ -66,6 +69,7 @@ class Tape:
         self.forced: set[Value] = set()
         self.tainted: set[Value] = set()
         self.written: set[Value] = set()
+        self.unverified: set[Value] = set()
         self._policy = policy
         self._watch = watch
         self._current: dict[int, Value] = {}
@@ -82,25 +86,31 @@ class Tape:
 
     def value_of(self, tensor: Tensor) -> Value | None:
         """Return the value that the tensor names now, if the tape knows it."""
-        return self._current.get(storage_address(tensor))
+        return self._current.get(address_of(tensor.untyped_storage()))
 
-    def save(self, tensor: Tensor) -> Value | Hold:
+    def save(self, tensor: Tensor) -> View | Hold:
         """Return what stands for a tensor that autograd saves.
 
         Args:
-            tensor: A tensor with a storage and no graph behind it.
+            tensor: A tensor with a storage.
 
         Returns:
-            The value it names, or a hold of the tensor itself if the tape cannot tell
-            how it was made. Such a tensor is kept as plain autograd keeps it: by
-            reference, checked by its version.
+            The value it names with its geometry, or a hold of the tensor itself if the
+            tape cannot tell how it was made. Such a tensor is kept as plain autograd
+            keeps it: by reference, checked by its version.
+
+        Raises:
+            NotImplementedError: The tensor has no storage.
         """
-        value = self._current.get(storage_address(tensor))
+        value = self._current.get(address_of(tensor.untyped_storage()))
         if value is not None and value.producer != OUTSIDE:
             if not self.tainted or value not in self.tainted:
-                return value
+                born = value.born
+                if born is not None and born() is tensor and value.geometry:
+                    return value, value.geometry
+                return value, self.geometry(tensor)
             self._give_up(value)
-        hold = Hold(tensor)
+        hold = Hold(alias(tensor))
         if value is None:
             value = self._admit(tensor)
         if value.hold is None:
@@ -113,8 +123,11 @@ class Tape:
         Args:
             tensor: A tensor with a storage.
             read: Somebody looks at its contents; False if they are overwritten.
+
+        Raises:
+            NotImplementedError: The tensor has no storage.
         """
-        value = self._current.get(storage_address(tensor))
+        value = self._current.get(address_of(tensor.untyped_storage()))
         if value is None:
             value = self._admit(tensor)
         elif self.tainted and read and value in self.tainted:
@@ -124,8 +137,8 @@ class Tape:
             if born is not None and born() is tensor:
                 return value
         if value.hold is None and value.producer == OUTSIDE:
-            value.hold = Hold(_without_graph(tensor))
-        return View(value, self.geometry(tensor))
+            value.hold = Hold(alias(tensor))
+        return value, self.geometry(tensor)
 
     def call(
         self,
@@ -152,11 +165,11 @@ class Tape:
         for position, argument in enumerate(args):
             # Asking `isinstance(…, Tensor)` of a number is dear: torch overloads it.
             kind = type(argument)
-            if kind is Tensor and not overwritten:
-                found = self.reference(argument)
-                reads.append(found if type(found) is Value else found.value)  # pyright: ignore[reportAttributeAccessIssue]
-            elif kind in _NO_TENSORS:
+            if kind in _NO_TENSORS:
                 continue
+            if kind in _TENSORS and not overwritten:
+                found = self.reference(argument)
+                reads.append(found[0] if type(found) is tuple else found)  # pyright: ignore[reportArgumentType]
             else:
                 found = self._refer(argument, reads, overwritten)
                 if found is argument:
@@ -180,6 +193,7 @@ class Tape:
         *,
         tainted: bool = False,
         above_bytes: int = -1,
+        ragged: Sequence[int] = (),
     ) -> None:
         """Put an operation on the tape with the new values among its results.
 
@@ -188,6 +202,7 @@ class Tape:
             out: Its results.
             tainted: They are uninitialised memory.
             above_bytes: Results of at most this many bytes are kept, not recomputed.
+            ragged: Places of results with parts that the kernel does not write.
         """
         index = len(self.operations)
         if isinstance(out, Tensor):
@@ -201,7 +216,7 @@ class Tape:
             if tainted:
                 self.tainted.update(value for _, value in operation.outputs)
             elif self._watch is not None:
-                self._watch_outputs(operation, out)
+                self._watch_outputs(operation, out, ragged)
 
     def protect(self, tensor: Tensor) -> None:
         """Prepare for a write: what the tape refers to must survive it."""
@@ -254,7 +269,7 @@ class Tape:
         if isinstance(argument, Tensor):
             read = not (overwritten and any(argument is t for t in overwritten))
             found = self.reference(argument, read=read)
-            reads.append(found.value if isinstance(found, View) else found)
+            reads.append(found[0] if isinstance(found, tuple) else found)
             return found
         if isinstance(argument, (list, tuple)) and any(
             type(element) not in _NO_TENSORS for element in argument
@@ -267,10 +282,15 @@ class Tape:
             ]
         return argument
 
-    def _watch_outputs(self, operation: Operation, out: Any) -> None:
+    def _watch_outputs(
+        self, operation: Operation, out: Any, ragged: Sequence[int]
+    ) -> None:
         assert self._watch is not None, "only called when somebody watches"
         for place, value in operation.outputs:
-            self._watch(value, out if place is None else out[place])
+            if place in ragged:
+                self.unverified.add(value)
+            else:
+                self._watch(value, out if place is None else out[place])
 
     def _admit(self, tensor: Tensor) -> Value:
         if not self.lazy_bits_seen and tensor.is_neg():
@@ -310,7 +330,7 @@ class Tape:
         if policy is not None and policy.keeps(
             str(operation.operator), tensor.untyped_storage().nbytes()
         ):
-            value.hold = Hold(tensor.detach())
+            value.hold = Hold(alias(tensor))
 
     def geometry(self, tensor: Tensor) -> Geometry:
         """Return how the tensor lies in its storage.
@@ -330,12 +350,3 @@ class Tape:
             raise NotImplementedError("the layout has no strides") from error
         bits = lazy_bits(tensor) if self.lazy_bits_seen else 0
         return tensor.shape, stride, tensor.storage_offset(), dtype, bits  # pyright: ignore[reportReturnType]
-
-
-def _without_graph(tensor: Tensor) -> Tensor:
-    """Return the tensor as something that may be held without holding a graph.
-
-    A parameter has none and cannot get one; any other tensor might, through a write,
-    and holding it could then close a cycle that is never freed.
-    """
-    return tensor if tensor.requires_grad and tensor.is_leaf else tensor.detach()

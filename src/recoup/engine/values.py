@@ -32,7 +32,7 @@ class Value:
     Attributes:
         producer: The index of the operation that made it, or `OUTSIDE`.
         geometry: How the tensor that first named it lies in its storage; None for a
-            value from outside, which is always referred to by a `View`.
+            value from outside, which is only referred to by views.
         hold: What keeps it, or None when it is to be recomputed.
         demand: How many tensors saved by autograd refer to it now.
         born: A weak reference to the tensor that first named it. An argument that is
@@ -48,14 +48,8 @@ class Value:
         self.geometry = geometry
 
 
-class View:
-    """A reference to a value by another geometry than its own."""
-
-    __slots__ = ("geometry", "value")
-
-    def __init__(self, value: Value, geometry: Geometry) -> None:
-        self.value = value
-        self.geometry = geometry
+View = tuple[Value, Geometry]
+"""A reference to a value by a geometry, which need not be its own."""
 
 
 class Operation:
@@ -63,7 +57,8 @@ class Operation:
 
     Attributes:
         operator: What was called.
-        args: Positional arguments; each tensor is a `Value` or a `View`.
+        args: Positional arguments; each tensor is a `Value`, if it is the very tensor
+            that first named it, or a `View`.
         kwargs: Keyword arguments, likewise.
         places: Positions and names of the arguments that hold references.
         reads: The values it takes.
