@@ -1,25 +1,21 @@
 """What does a scope around every block cost, beside torch's own checkpointing?"""
 
 import argparse
+import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
 
-import recoup
+from benchmarks.contenders import CONTENDERS
 from benchmarks.harness import (
+    Result,
     Row,
     Spread,
     describe_machine,
@@ -29,71 +25,7 @@ from benchmarks.harness import (
 )
 from benchmarks.models import LARGE, MEDIUM, TINY, Problem
 from recoup.backend.dispatch import OperatorMode
-from recoup.cli.gpt import Block, RunBlock, run_plain
-
-COSTLY = (
-    "mm addmm bmm _scaled_dot_product_flash_attention "
-    "_scaled_dot_product_flash_attention_for_cpu "
-    "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention"
-)
-"""Matrix products and attention, as in torch's own examples of selective policies."""
-
-SAVED = {getattr(torch.ops.aten, name).default for name in COSTLY.split()}
-
-
-class IdleMode(OperatorMode):
-    """See every operator and do nothing about it."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        del types
-        return func(*args, **(kwargs or {}))
-
-
-def run_watched(block: Block, hidden: Tensor) -> Tensor:
-    """Run under a mode and hooks that do nothing: what any tape costs at the least."""
-    with IdleMode(), saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
-        return block(hidden)
-
-
-def run_checkpoint(block: Block, hidden: Tensor) -> Tensor:
-    return checkpoint(block, hidden, use_reentrant=False)
-
-
-def run_selective(policy: Callable[..., Any], block: Block, hidden: Tensor) -> Tensor:
-    contexts = partial(create_selective_checkpoint_contexts, policy)
-    return checkpoint(block, hidden, use_reentrant=False, context_fn=contexts)
-
-
-def recompute_all(*_: Any, **__: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def save_costly(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
-    saved = operator in SAVED
-    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def run_scope(block: Block, hidden: Tensor) -> Tensor:
-    with recoup.CheckpointScope("block"):
-        return block(hidden)
-
-
-def run_scope_keeping_costly(block: Block, hidden: Tensor) -> Tensor:
-    with recoup.CheckpointScope("block", policy=recoup.KeepCostly()):
-        return block(hidden)
-
-
-CONTENDERS: dict[str, RunBlock] = {
-    "plain": run_plain,
-    "idle mode and hooks": run_watched,
-    "torch checkpoint": run_checkpoint,
-    "torch SAC, recompute all": partial(run_selective, recompute_all),
-    "torch SAC, keep costly": partial(run_selective, save_costly),
-    "recoup scope": run_scope,
-    "recoup scope, keep costly": run_scope_keeping_costly,
-}
+from recoup.cli.gpt import Block, RunBlock, Shape, run_plain
 
 
 def timed_step(problem: Problem, run_block: RunBlock) -> tuple[float, float, int]:
@@ -194,16 +126,31 @@ def count_operators(problem: Problem) -> int:
     return counter.count
 
 
-def gradient_columns(problem: Problem) -> dict[str, Row]:
-    """Compare every contender's gradients with the plain run's, bit by bit."""
+def gradient_columns(
+    shape: Shape, batch: int, device: torch.device, dtype: torch.dtype
+) -> dict[str, Row]:
+    """Compare every contender's gradients with the plain run's, bit by bit.
+
+    Not in the process that takes times: repeatable kernels are slower, and cuBLAS
+    reads only once, when it starts, whether to use them.
+    """
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True)
+    problem = Problem.make(shape, batch, device=device, dtype=dtype)
+    expected = step_gradients(problem, run_plain)
     columns: dict[str, Row] = {}
-    with deterministic():
-        expected = step_gradients(problem, run_plain)
-        for name, run_block in CONTENDERS.items():
-            found = step_gradients(problem, run_block)
-            equal = all(map(torch.equal, expected, found))
-            columns[name] = {"gradients": "equal" if equal else "differ"}
+    for name, run_block in CONTENDERS.items():
+        found = step_gradients(problem, run_block)
+        equal = all(map(torch.equal, expected, found))
+        columns[name] = {"gradients": "equal" if equal else "differ"}
     return columns
+
+
+def elsewhere(task: Callable[..., Result], *arguments: Any) -> Result:
+    """Run a task in a process of its own, so that it may set torch up for itself."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        return pool.submit(task, *arguments).result()
 
 
 def step_gradients(problem: Problem, run_block: RunBlock) -> list[Tensor]:
@@ -220,7 +167,7 @@ def kernel_columns(problem: Problem) -> dict[str, Row]:
     activities = [torch.profiler.ProfilerActivity.CUDA]
     for name, run_block in CONTENDERS.items():
         problem.clear_gradients()
-        with torch.profiler.profile(activities=activities) as profiler:
+        with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
             problem.loss(run_block).backward()
             synchronize(problem.tokens.device)
         columns[name] = {"kernels": sum(map(is_kernel, profiler.events() or []))}
@@ -230,16 +177,6 @@ def kernel_columns(problem: Problem) -> dict[str, Row]:
 def is_kernel(event: Any) -> bool:
     on_device = event.device_type.name == "CUDA"
     return on_device and not event.name.startswith(("Memcpy", "Memset"))
-
-
-@contextmanager
-def deterministic() -> Iterator[None]:
-    """Use kernels that give the same bits twice."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def synchronize(device: torch.device) -> None:
@@ -263,7 +200,7 @@ def measure(device: torch.device, *, small: bool) -> tuple[list[Row], dict[str, 
     dtype = torch.bfloat16 if on_gpu else torch.float32
     problem = Problem.make(shape, batch, device=device, dtype=dtype)
     parts = [step_columns(problem, rounds=3 if small else 15)]
-    parts.append(gradient_columns(problem))
+    parts.append(elsewhere(gradient_columns, shape, batch, device, dtype))
     if on_gpu:
         parts.append(kernel_columns(problem))
     for kind in ("cpu", device.type) if on_gpu else ("cpu",):
@@ -282,8 +219,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--small", action="store_true", help="seconds, no meaning")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args(arguments)
-    # Read by cuBLAS when it starts: without it no product is repeatable.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     device = torch.accelerator.current_accelerator(check_available=True)
     device = device or torch.device("cpu")
     if device.type == "cpu":

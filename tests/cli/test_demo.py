@@ -96,7 +96,8 @@ def test_a_batch_predicts_the_next_character():
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_torch_is_left_as_it_was_found(enabled):
+@pytest.mark.parametrize("strictly", [True, False])
+def test_torch_is_left_as_it_was_found(enabled, strictly):
     def state():
         return (
             torch.are_deterministic_algorithms_enabled(),
@@ -108,18 +109,23 @@ def test_torch_is_left_as_it_was_found(enabled):
     torch.use_deterministic_algorithms(enabled, warn_only=enabled)
     try:
         before = state()
-        with demo.repeatable():
-            assert state() == (True, True, False)
+        with demo.repeatable(strictly=strictly):
+            assert state() == (True, not strictly, False)
         assert state() == before
     finally:
         torch.use_deterministic_algorithms(untouched[0], warn_only=untouched[1])
 
 
-def test_kernels_that_do_not_repeat_are_noted():
-    with demo.repeatable() as notes:
-        # The one operator that complains on the processor as well.
-        torch.empty(4).put_(torch.tensor([0]), torch.ones(1), accumulate=False)
-    assert any("put_" in note for note in notes)
+def test_a_kernel_that_does_not_repeat_is_noted(capsys, monkeypatch):
+    def unrepeatable(block, hidden):
+        # An operator that torch has in no repeatable form, on the processor either.
+        torch.zeros(4).put_(torch.tensor([0]), torch.ones(1), accumulate=False)
+        return demo.run_plain(block, hidden)
+
+    monkeypatch.setattr(demo, "scope_per_block", unrepeatable)
+    assert demo.main(["--small", "--steps", "1"]) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert "put_" in output.split("Some bits may differ by chance:")[1]
 
 
 @pytest.mark.parametrize("steps", ["0", "-1", "many", "1.5"])

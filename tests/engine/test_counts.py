@@ -313,14 +313,14 @@ def test_user_code_runs_once():
 
 
 def test_a_dispatch_mode_sees_that_operators_are_recomputed():
-    class Watching(Operators):
+    class Recomputed(Operators):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             if is_recomputing():
                 return super().__torch_dispatch__(func, types, args, kwargs)
             return func(*args, **(kwargs or {}))
 
     x = torch.randn(3, requires_grad=True)
-    with Watching() as watching:
+    with Recomputed() as watching:
         with unverified("block"):
             y = x.exp().sin()
         assert watching.names == []

@@ -38,7 +38,7 @@ def vector() -> Tensor:
 
 def three(x: Tensor) -> Tensor:
     """Save the input and two tensors between."""
-    return x.sin().cos().sin()
+    return x.sin().sin().sin()
 
 
 def test_the_collector_is_off():

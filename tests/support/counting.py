@@ -12,7 +12,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 
-class Operators(TorchDispatchMode):
+class Watching(TorchDispatchMode):
+    """A dispatch mode that loads nothing when it is first used.
+
+    By default PyTorch loads its compiler then, from inside the first operator, and
+    reference cycles of that import keep the operator's arguments alive.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class Operators(Watching):
     """Writes down the name of every operator that runs, in order."""
 
     def __init__(self) -> None:
@@ -31,7 +43,7 @@ class Operators(TorchDispatchMode):
         return Counter(name.split(".")[0] for name in self.names)
 
 
-class Alive(TorchDispatchMode):
+class Alive(Watching):
     """Knows which of the storages that operators made are alive, by weak reference."""
 
     def __init__(self) -> None:

@@ -36,16 +36,21 @@ class Program:
     """The operations that certain values need, and nothing else.
 
     Args:
-        operations: The tape's operations.
+        operations: The operations needed, in order; see `needed`.
+        roots: The held values that these use.
         wanted: The values to compute.
     """
 
-    def __init__(self, operations: Sequence[Operation], wanted: list[Value]) -> None:
-        indices, roots = needed(operations, wanted)
+    def __init__(
+        self,
+        operations: Sequence[Operation],
+        roots: Sequence[Value],
+        wanted: list[Value],
+    ) -> None:
+        self.wanted = wanted
+        self.steps = [Step(operation) for operation in operations]
         # What hooks around the region keep: they may run anything to give it back.
         self._elsewhere = [v for v in roots if v.hold is not None and v.hold.unpack]
-        self.wanted = wanted
-        self.steps = [Step(operations[index]) for index in indices]
         self._schedule()
 
     def run(self, observe: Observe | None = None) -> dict[Value, Tensor]:
@@ -77,14 +82,16 @@ class Program:
         later = set(self.wanted)
         for step in reversed(self.steps):
             operation = step.operation
-            for before, _ in operation.writes:
+            mentioned = list(operation.reads)
+            mentioned.extend(value for _, value in operation.outputs)
+            for before, after in operation.writes:
                 if before in later or before.hold is not None:
                     step.copies.append(before)
-            mentioned = set(operation.reads)
-            mentioned.update(value for _, value in operation.outputs)
-            mentioned.update(after for _, after in operation.writes)
-            step.frees = [value for value in mentioned if value not in later]
-            later |= mentioned
+                mentioned.append(after)
+            for value in mentioned:
+                if value not in later:
+                    later.add(value)
+                    step.frees.append(value)
 
 
 def needed(

@@ -97,6 +97,7 @@ class Region:
         self._recorder = Recorder(self.tape)
         self._kept: list[Hold] = []
         self._roots: list[Value] | None = None
+        self._saved_count = 0
         self._live: dict[Value, Tensor] | None = None
         self._pending: dict[Value, int] = {}
         self._task = -1
@@ -130,6 +131,7 @@ class Region:
             self._settle_state(value)
         self._roots = roots
         hand_over(self.holds())
+        self._saved_count = sum(_is_wanted(value) for value in wanted)
 
     def pack(self, tensor: Tensor) -> Saved | Hold:
         """Take a tensor that autograd saves; return what stands for it."""
@@ -167,6 +169,8 @@ class Region:
                 whole = hold.fetch("a backward operator")
             else:
                 whole = self._recomputed(packed)
+        if packed.geometry is packed.value.geometry:
+            return whole
         return fitted(whole, packed.geometry)
 
     def release(self, saved: Saved) -> None:
@@ -269,7 +273,11 @@ class Region:
             at_end_of_backward(_Ending(self, task))
 
     def _run(self, wanted: list[Value]) -> dict[Value, Tensor]:
-        program = Program(self.tape.operations, wanted)
+        operations, roots = self.tape.operations, self._roots
+        if roots is None or len(wanted) < self._saved_count:
+            indices, roots = needed(operations, wanted)
+            operations = [operations[index] for index in indices]
+        program = Program(operations, roots, wanted)
         check = self._check
         if check is None:
             live = program.run()

@@ -1,0 +1,126 @@
+"""Fingerprints: equal for equal bits, different for any change."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recoup.backend.fingerprints import fingerprint
+from recoup.backend.memory import StorageMeter
+
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.complex64,
+    torch.complex128,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+]
+
+
+def differ(left, right):
+    return bool((fingerprint(left) != fingerprint(right)).any())
+
+
+class TestEquality:
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize(
+        "shape", [(), (0,), (1,), (7,), (3, 5), (2, 3, 4)], ids=str
+    )
+    def test_equal_tensors_have_equal_fingerprints(self, dtype, shape):
+        tensor = (torch.randn(shape) * 8).to(dtype)
+        assert not differ(tensor, tensor.clone())
+        assert fingerprint(tensor).shape == (3,)
+        assert fingerprint(tensor).dtype is torch.int64
+
+    def test_nan_is_equal_to_itself(self):
+        tensor = torch.tensor([float("nan"), 1.0])
+        assert not differ(tensor, tensor.clone())
+
+    @pytest.mark.parametrize(
+        "view",
+        [
+            lambda t: t,
+            lambda t: t.T,
+            lambda t: t[1:, ::2],
+            lambda t: t[0].expand(4, 6),
+            lambda t: t.view(2, 3, 4).permute(2, 0, 1),
+        ],
+    )
+    def test_a_view_is_looked_at_through_its_geometry(self, view):
+        first, second = torch.randn(4, 6), torch.randn(4, 6)
+        copied = view(first.clone())
+        assert not differ(view(first), copied)
+        assert differ(view(first), view(second))
+
+    def test_what_a_view_does_not_show_does_not_matter(self):
+        first = torch.randn(4, 6)
+        second = first.clone()
+        second[:, 3:] = 0
+        assert not differ(first[:, :3], second[:, :3])
+
+    @pytest.mark.parametrize(
+        "view", [lambda t: t.conj(), lambda t: t.conj().imag], ids=["conj", "neg"]
+    )
+    def test_lazy_views_are_looked_at_as_they_read(self, view):
+        tensor = torch.randn(5, dtype=torch.complex64)
+        assert not differ(view(tensor), view(tensor).resolve_conj().resolve_neg())
+
+
+class TestDifference:
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("length", [1, 2, 5, 16, 100])
+    def test_any_changed_element_is_seen(self, dtype, length):
+        tensor = torch.zeros(length).to(dtype)
+        for place in range(length):
+            changed = tensor.clone()
+            changed[place] = 1
+            assert differ(tensor, changed)
+
+    def test_one_bit_is_seen(self):
+        tensor = torch.randn(1000)
+        bits = tensor.view(torch.int32)
+        for bit in (0, 1, 22, 30):
+            changed = bits.clone()
+            changed[617] ^= 1 << bit
+            assert differ(tensor, changed.view(torch.float32))
+
+    def test_zero_and_minus_zero_are_not_the_same_bits(self):
+        assert differ(torch.tensor([0.0]), torch.tensor([-0.0]))
+
+    @given(
+        first=st.lists(st.booleans(), min_size=1, max_size=64),
+        data=st.data(),
+    )
+    def test_any_other_mask_is_seen(self, first, data):
+        length = len(first)
+        second = data.draw(st.lists(st.booleans(), min_size=length, max_size=length))
+        left, right = torch.tensor(first), torch.tensor(second)
+        assert differ(left, right) is (first != second)
+
+    @given(st.permutations(range(12)))
+    def test_any_other_order_is_seen(self, order):
+        tensor = torch.arange(12)
+        assert differ(tensor, tensor[torch.tensor(order)]) is (order != sorted(order))
+
+
+class TestCost:
+    def test_the_memory_it_needs_is_small(self):
+        tensor = torch.randn(1 << 16)
+        with StorageMeter() as meter:
+            fingerprint(tensor)
+        assert meter.peak_bytes < tensor.nbytes // 10
+
+    def test_nothing_of_the_tensor_is_kept(self):
+        tensor = torch.randn(1000)
+        assert fingerprint(tensor).untyped_storage().nbytes() == 24
+
+    def test_it_builds_no_graph(self):
+        assert not fingerprint(torch.randn(3, requires_grad=True)).requires_grad
