@@ -133,12 +133,12 @@ class TestSkipping:
         assert skipped(3) == 3
 
     def test_under_a_dispatch_mode_a_compiled_function_runs_uncompiled(self):
-        # Why compiled functions are run again instead of being recorded.
+        # Why compiled functions are run again instead of being recorded. Torch then
+        # never compiles that function any more; if it does, recoup can be simpler.
         backend = CountingBackend()
-        compiled = torch.compile(function, backend=backend)
+        compiled = torch.compile(lambda x: x.sin().cos(), backend=backend)
+        x = torch.ones(3)
         with IdleMode():
-            found = compiled(torch.ones(3))
-        assert torch.equal(found, function(torch.ones(3)))
-        assert backend.ran == 0
-        compiled(torch.ones(3))
-        assert backend.ran == 1
+            assert torch.equal(compiled(x), function(x))
+        compiled(x)
+        assert backend.counts == (0, 0)

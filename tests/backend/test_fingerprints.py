@@ -105,6 +105,15 @@ class TestDifference:
         left, right = torch.tensor(first), torch.tensor(second)
         assert differ(left, right) is (first != second)
 
+    @pytest.mark.parametrize("side", [2, 3, 8, 100])
+    def test_elements_that_change_places_along_a_rectangle_are_seen(self, side):
+        left = torch.zeros(side, side)
+        left[0, 0] = left[1, 1] = 1
+        right = torch.zeros(side, side)
+        right[0, 1] = right[1, 0] = 1
+        assert differ(left, right)
+        assert differ(left.bool(), right.bool())
+
     @given(st.permutations(range(12)))
     def test_any_other_order_is_seen(self, order):
         tensor = torch.arange(12)

@@ -70,9 +70,14 @@ class TestStates:
     def test_an_exception_puts_the_generator_back(self):
         generator = torch.Generator()
         now = generator.get_state()
-        with pytest.raises(KeyError), random_state(generator, now):
-            torch.rand(3, generator=generator)
-            raise KeyError("on purpose")
+
+        def fail():
+            with random_state(generator, now):
+                torch.rand(3, generator=generator)
+                raise KeyError("on purpose")
+
+        with pytest.raises(KeyError):
+            fail()
         assert same_state(generator.get_state(), now)
 
     def test_the_default_states_include_the_processors_once(self):

@@ -84,7 +84,7 @@ class TestIdentity:
             addresses.add(storage_address(torch.zeros(1000)))
         assert len(addresses) < 50
 
-    # Torch says of some layouts that they are young, and of quantization that it is old.
+    # Torch calls some layouts young and quantization old.
     @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
     @pytest.mark.parametrize(
         "make",

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from torch import Tensor
 
 from recoup import (
@@ -396,4 +396,6 @@ def left_alive(program: Program, region: Any, left_out: frozenset[int]) -> list[
 @given(program=programs)
 def test_a_random_program_leaves_nothing_alive(program):
     left_out, _ = repaired(program)
+    # A tensor that is saved and then written to is a cycle in plain PyTorch already.
+    assume(left_alive(program, plain, left_out) == [])
     assert left_alive(program, CheckpointScope, left_out) == []

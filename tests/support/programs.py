@@ -238,14 +238,13 @@ _WEIGHTED = (
 )
 
 _NUMBERS = st.integers(0, 11)
+_LINES = st.builds(Instruction, st.sampled_from(_WEIGHTED), _NUMBERS, _NUMBERS)
 
 programs: st.SearchStrategy[Program] = st.builds(
     Program,
-    st.lists(
-        st.builds(Instruction, st.sampled_from(_WEIGHTED), _NUMBERS, _NUMBERS),
-        min_size=4,
-        max_size=28,
-    ).map(tuple),
+    # Lists are drawn short by default; half of the programs are to be long.
+    st.lists(_LINES, min_size=3, max_size=20).map(tuple)
+    | st.lists(_LINES, min_size=18, max_size=45).map(tuple),
     st.lists(
         st.lists(_NUMBERS, min_size=1, max_size=3).map(tuple), min_size=1, max_size=3
     ).map(tuple),

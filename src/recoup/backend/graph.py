@@ -43,14 +43,9 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
 
 @contextmanager
 def below_autograd() -> Iterator[None]:
-    """Run operators as autograd's kernels do: no graph, no views, no autocast.
-
-    The gradient mode is on as in forward, because some kernels ask it whether to
-    return what backward needs (`aten.mkldnn_rnn_layer`). No graph is built all the
-    same.
-    """
+    """Run operators as autograd's kernels do: no graph, no views, no autocast."""
     with (
-        torch.enable_grad(),
+        torch.no_grad(),
         torch._C._AutoDispatchBelowADInplaceOrView(),
         torch._C._ExcludeDispatchKeyGuard(_AUTOCAST),
     ):

@@ -5,11 +5,9 @@ from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    is_traceable_wrapper_subclass_type,
-)
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
+from recoup.backend.dispatch import OperatorMode
 from recoup.backend.ledger import StorageLedger, storages_in
 
 
@@ -101,7 +99,7 @@ class AllocatorMeter:
         """Do nothing: the allocator counts what existed before as well."""
 
 
-class StorageMeter(TorchDispatchMode):
+class StorageMeter(OperatorMode):
     """Count live and peak bytes by unique storage, exactly.
 
     A storage counts from the moment an operator returns it until the moment it dies,
@@ -126,17 +124,10 @@ class StorageMeter(TorchDispatchMode):
         (4, 8000)
     """
 
-    supports_higher_order_operators = True
-
     def __init__(self, device: torch.device | str | None = None) -> None:
         super().__init__()
         self._device = None if device is None else torch.device(device)
         self._ledger = StorageLedger()
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # True would put a wrapper around the handler that costs more than the handler.
-        return False
 
     def __enter__(self) -> Self:
         self._ledger.watch_resizes()

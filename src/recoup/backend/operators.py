@@ -27,6 +27,8 @@ class Facts:
         dropout_at: The position of a dropout rate, or -1; it draws only if that is
             above zero.
         uninitialised: Its outputs hold whatever was in memory.
+        asks_gradient_mode: Its kernel returns what backward needs only if the gradient
+            mode is on.
         ragged: Places of outputs that have parts the kernel does not write.
         statistics: Positions of running statistics that it updates on the side and
             that its outputs do not depend on when argument `training_at` is true.
@@ -43,6 +45,7 @@ class Facts:
     random: bool = False
     dropout_at: int = -1
     uninitialised: bool = False
+    asks_gradient_mode: bool = False
     ragged: tuple[int, ...] = ()
     statistics: tuple[int, ...] = ()
     training_at: int = -1
@@ -59,6 +62,7 @@ class Facts:
             or self.uninitialised
             or self.statistics
             or self.ragged
+            or self.asks_gradient_mode
         )
 
 
@@ -89,6 +93,7 @@ def facts_of(operator: Any) -> Facts:
         random=torch.Tag.nondeterministic_seeded in tags or _takes_generator(schema),
         dropout_at=_place_of("dropout_p", schema),
         uninitialised=base in _UNINITIALISED,
+        asks_gradient_mode=base in _ASKING,
         ragged=_RAGGED.get(base, ()),
         statistics=_statistics(base, schema),
         training_at=_place_of("training", schema),
@@ -247,6 +252,8 @@ _OVERWRITING = frozenset(
         "aten::zero_",
     }
 )
+
+_ASKING = frozenset({"aten::mkldnn_rnn_layer"})
 
 # oneDNN's workspace has padding.
 _RAGGED = {"aten::mkldnn_rnn_layer": (3,)}

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from recoup.backend.graph import below_autograd
@@ -122,11 +123,14 @@ def _run_step(step: Step, live: dict[Value, Tensor]) -> None:
     for value in step.copies:
         scratch[value] = copy_storage(_fetch(value, live, operation))
     args, kwargs = _arguments(operation, live, scratch)
-    if operation.random is None:
-        out = operation.operator(*args, **kwargs)
-    else:
+    if operation.random is not None:
         with random_state(*operation.random):
             out = operation.operator(*args, **kwargs)
+    elif operation.in_gradient_mode:
+        with torch.enable_grad():
+            out = operation.operator(*args, **kwargs)
+    else:
+        out = operation.operator(*args, **kwargs)
     del args, kwargs
     for place, value in operation.outputs:
         if value.hold is None:

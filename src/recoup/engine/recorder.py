@@ -100,6 +100,7 @@ class Recorder(OperatorMode):
             )
         except NotImplementedError:
             return self._unrecorded(facts, func, args, kwargs)
+        operation.in_gradient_mode = facts.asks_gradient_mode
         earlier = [self._before_write(target) for target in targets]
         out = self._run_random(operation, facts, func, args, kwargs)
         if crosses_devices(args, out):

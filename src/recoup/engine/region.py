@@ -129,6 +129,9 @@ class Region:
             LEDGER.ran(self._key, signature(kept))
         for value in roots:
             self._settle_state(value)
+            if value.hold in self._kept:
+                # Backward and replays each fetch their own, once.
+                value.hold = value.hold.twin() if value.hold else None
         self._roots = roots
         hand_over(self.holds())
         self._saved_count = sum(_is_wanted(value) for value in wanted)

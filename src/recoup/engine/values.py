@@ -65,10 +65,12 @@ class Operation:
         outputs: Its new values, each with its place in the result (None: all of it).
         writes: Pairs of the value before and the value after a write.
         random: The generator it draws from and the state before it did.
+        in_gradient_mode: It is to be run with the gradient mode on.
     """
 
     writes: Sequence[tuple[Value, Value]] = ()
     random: tuple[Generator, Tensor] | None = None
+    in_gradient_mode = False
 
     def __init__(
         self,
@@ -127,6 +129,12 @@ class Hold:
         self.tensor = None
         if any(_shares(tensor, kept) for kept in tensors(self.packed)):
             self.guard = tensor  # the hooks kept the tensor itself: it may change
+
+    def twin(self) -> "Hold":
+        """Return a second hold of the same tensor, which hooks can keep by itself."""
+        other = Hold.__new__(Hold)
+        other.__dict__.update(self.__dict__)
+        return other
 
     def drop(self) -> None:
         """Let go of the value."""
