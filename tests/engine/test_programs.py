@@ -1,11 +1,15 @@
 """Random programs give bitwise the same inside regions as without them."""
 
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import Phase, event, given, settings
 
 from recoup import ChangedTensorError, CheckpointScope
 from tests.support.programs import Program, as_step, programs, repaired
 from tests.support.twin import judge
+
+
+# The phase that explains a failure line by line takes longer than all the others.
+PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
 
 
 def check(program: Program) -> None:
@@ -19,14 +23,14 @@ def check(program: Program) -> None:
     assert verdict.kind != "refused" or machine.written_after_use, verdict.detail
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, phases=PHASES)
 @given(program=programs)
 def test_a_random_program_with_scopes_is_bitwise_the_plain_program(program):
     check(program)
 
 
 @pytest.mark.sweep
-@settings(max_examples=5000)
+@settings(max_examples=5000, phases=PHASES)
 @given(program=programs)
 def test_thousands_of_random_programs_are_bitwise_the_plain_programs(program):
     check(program)

@@ -385,7 +385,7 @@ class Machine:
         return self.slots[-1 - number % len(self.slots)]
 
     def _writable(self, number: int) -> Tensor | None:
-        found = [t for t in self.slots if not _is_leaf_memory(t)]
+        found = [t for t in self.slots if not _is_leaf_memory(t) and not _overlaps(t)]
         return found[-1 - number % len(found)] if found else None
 
     def _note_use(self, *tensors: Tensor) -> None:
@@ -440,6 +440,11 @@ def _attempt(program: Program, left_out: frozenset[int]) -> Machine | None:
 def _is_leaf_memory(tensor: Tensor) -> bool:
     base = tensor if tensor._base is None else tensor._base
     return base.is_leaf and base.requires_grad
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return any(size > 1 and stride == 0 for size, stride in sizes)
 
 
 def _mark(name: str, tensor: Tensor) -> None:

@@ -30,6 +30,8 @@ class Facts:
         asks_gradient_mode: Its kernel returns what backward needs only if the gradient
             mode is on.
         ragged: Places of outputs that have parts the kernel does not write.
+        shape_only: It looks at the shape and kind of its first argument, not at what
+            is in it.
         statistics: Positions of running statistics that it updates on the side and
             that its outputs do not depend on when argument `training_at` is true.
         training_at: The position of the training flag, or -1 for always.
@@ -46,6 +48,7 @@ class Facts:
     dropout_at: int = -1
     uninitialised: bool = False
     asks_gradient_mode: bool = False
+    shape_only: bool = False
     ragged: tuple[int, ...] = ()
     statistics: tuple[int, ...] = ()
     training_at: int = -1
@@ -63,6 +66,7 @@ class Facts:
             or self.statistics
             or self.ragged
             or self.asks_gradient_mode
+            or self.shape_only
         )
 
 
@@ -94,6 +98,7 @@ def facts_of(operator: Any) -> Facts:
         dropout_at=_place_of("dropout_p", schema),
         uninitialised=base in _UNINITIALISED,
         asks_gradient_mode=base in _ASKING,
+        shape_only=base in _SHAPE_ONLY,
         ragged=_RAGGED.get(base, ()),
         statistics=_statistics(base, schema),
         training_at=_place_of("training", schema),
@@ -109,6 +114,13 @@ def crosses_devices(args: tuple[Any, ...], out: Any) -> bool:
         and argument.device != out.device
         and argument.dim() > 0
         for argument in args
+    )
+
+
+def without_contents(tensor: Tensor) -> Tensor:
+    """Return a tensor of the same shape, strides and type that has no memory."""
+    return torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
     )
 
 
@@ -250,6 +262,23 @@ _OVERWRITING = frozenset(
         "aten::random_",
         "aten::uniform_",
         "aten::zero_",
+    }
+)
+
+_SHAPE_ONLY = frozenset(
+    {
+        "aten::empty_like",
+        "aten::full_like",
+        "aten::new_empty",
+        "aten::new_empty_strided",
+        "aten::new_full",
+        "aten::new_ones",
+        "aten::new_zeros",
+        "aten::ones_like",
+        "aten::rand_like",
+        "aten::randint_like",
+        "aten::randn_like",
+        "aten::zeros_like",
     }
 )
 

@@ -149,17 +149,15 @@ def _show(operation: Operation, live: dict[Value, Tensor], observe: Observe) -> 
 def _arguments(
     operation: Operation, live: dict[Value, Tensor], scratch: dict[Value, Tensor]
 ) -> tuple[list[Any], dict[str, Any]]:
-    args = operation.args
+    args = operation.args.copy()
     kwargs = operation.kwargs
-    if operation.places:
-        args = args.copy()
-        for place in operation.places:
-            if isinstance(place, int):
-                args[place] = _fill(args[place], live, scratch, operation)
-            else:
-                if kwargs is operation.kwargs:
-                    kwargs = kwargs.copy()
-                kwargs[place] = _fill(kwargs[place], live, scratch, operation)
+    for place in operation.places:
+        if type(place) is int:
+            args[place] = _fill(args[place], live, scratch, operation)
+        else:
+            if kwargs is operation.kwargs:
+                kwargs = kwargs.copy()
+            kwargs[place] = _fill(kwargs[place], live, scratch, operation)  # pyright: ignore[reportArgumentType]
     return args, kwargs
 
 
@@ -169,15 +167,16 @@ def _fill(
     scratch: dict[Value, Tensor],
     operation: Operation,
 ) -> Any:
-    if type(template) is Value:
-        found = scratch.get(template) if scratch else None
-        return _fetch(template, live, operation) if found is None else found
-    if type(template) is tuple:
-        value, geometry = template
-        return fitted(_fill(value, live, scratch, operation), geometry)
-    if type(template) is list:
+    kind = type(template)
+    if kind is list:
         return [_fill(element, live, scratch, operation) for element in template]
-    return template
+    if kind is not tuple and kind is not Value:
+        return template
+    value = template if kind is Value else template[0]
+    tensor = scratch.get(value) if scratch else live.get(value)
+    if tensor is None:
+        tensor = _fetch(value, live, operation)
+    return tensor if kind is Value else fitted(tensor, template[1])
 
 
 def _fetch(value: Value, live: dict[Value, Tensor], operation: Operation) -> Tensor:

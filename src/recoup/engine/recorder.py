@@ -12,6 +12,7 @@ from recoup.backend.operators import (
     draws_outside_generators,
     facts_of,
     takes_none,
+    without_contents,
 )
 from recoup.backend.rng import generator_of, same_state
 from recoup.backend.storages import covers_storage, has_storage
@@ -88,6 +89,8 @@ class Recorder(OperatorMode):
         if self._must_keep(facts, args, kwargs, targets):
             return self._unrecorded(facts, func, args, kwargs)
         recorded = args
+        if facts.shape_only and args and has_storage(args[0]):
+            return self._shape_only(facts, func, args, kwargs)
         if facts.statistics and (facts.training_at < 0 or args[facts.training_at]):
             targets = [args[i] for i in facts.statistics if args[i] is not None]
             recorded = _without_statistics(facts, func, args)
@@ -116,6 +119,18 @@ class Recorder(OperatorMode):
             above_bytes=_SEED_BYTES if facts.random else -1,
             ragged=facts.ragged,
         )
+        return out
+
+    def _shape_only(
+        self, facts: Facts, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Record the making of a tensor like another, which a replay does without."""
+        like = args[0]
+        named = dict(kwargs, device=kwargs.get("device") or like.device)
+        operation = self.tape.call(func, (None, *args[1:]), named)
+        operation.args[0] = without_contents(like)
+        out = self._run_random(operation, facts, func, args, kwargs)
+        self.tape.append(operation, out, tainted=facts.uninitialised)
         return out
 
     def _must_keep(

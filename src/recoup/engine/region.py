@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import partial
+from typing import NoReturn
 
 from torch import Tensor
 
@@ -117,21 +118,23 @@ class Region:
         tape.close()
         wanted = [value for value in tape.saved if value.demand > 0]
         indices, roots = needed(tape.operations, wanted)
-        kept = [tape.operations[index] for index in indices]
-        for index, operation in enumerate(kept):
+        operations = [tape.operations[index] for index in indices]
+        for index, operation in enumerate(operations):
             for _, value in operation.outputs:
                 value.producer = index
             for _, value in operation.writes:
                 value.producer = index
-        tape.operations = kept
+        tape.operations = operations
         tape.saved = dict.fromkeys(wanted)
         if self._check is None:
-            LEDGER.ran(self._key, signature(kept))
+            LEDGER.ran(self._key, signature(operations))
+        kept = {id(hold) for hold in self._kept}
         for value in roots:
-            self._settle_state(value)
-            if value.hold in self._kept:
+            if tape.written:
+                self._settle_state(value)
+            if value.hold is not None and id(value.hold) in kept:
                 # Backward and replays each fetch their own, once.
-                value.hold = value.hold.twin() if value.hold else None
+                value.hold = value.hold.twin()
         self._roots = roots
         hand_over(self.holds())
         self._saved_count = sum(_is_wanted(value) for value in wanted)
@@ -163,31 +166,32 @@ class Region:
 
     def unpack(self, packed: Saved | Hold) -> Tensor:
         """Return the tensor that `packed` stands for, recomputing it if need be."""
-        self._refuse_if_cleared()
+        if self._cleared:
+            self._refuse()
         if isinstance(packed, Hold):
             return packed.fetch("a backward operator")
+        value = packed.value
         with self._lock:
-            hold = packed.value.hold
+            hold = value.hold
             if hold is not None and hold.tensor is not None:
                 whole = hold.fetch("a backward operator")
             else:
                 whole = self._recomputed(packed)
-        if packed.geometry is packed.value.geometry:
-            return whole
-        return fitted(whole, packed.geometry)
+        geometry = packed.geometry
+        return whole if geometry is value.geometry else fitted(whole, geometry)
 
     def release(self, saved: Saved) -> None:
         """Take note that autograd let go of a saved tensor."""
-        value = saved.value
         with self._lock:
-            value.demand -= 1
+            saved.value.demand -= 1
             if self._live is not None and saved.task != self._task:
-                self._count_down(value)
+                self._count_down(saved.value)
 
     def recompute(self) -> tuple[Tensor, ...]:
         """Return the saved values that are not held, recomputed now."""
         with self._lock:
-            self._refuse_if_cleared()
+            if self._cleared:
+                self._refuse()
             wanted = [value for value in self.tape.saved if _is_wanted(value)]
             return tuple(self._run(wanted).values())
 
@@ -224,13 +228,11 @@ class Region:
                 self._pending = {}
                 self._task = -1
 
-    def _refuse_if_cleared(self) -> None:
-        if self._cleared:
-            raise ClearedError(
-                f"a tensor saved in region {self.name!r} is needed, but its "
-                "checkpoints were cleared. Run backward before clearing them, or "
-                "run the forward again."
-            )
+    def _refuse(self) -> NoReturn:
+        raise ClearedError(
+            f"a tensor saved in region {self.name!r} is needed, but its checkpoints "
+            "were cleared. Run backward before clearing them, or run the forward again."
+        )
 
     def _fingerprint(self, value: Value, tensor: Tensor, geometry: Geometry) -> None:
         assert self._check is not None, "only called when there is a check"

@@ -1,0 +1,186 @@
+"""What holds on an accelerator: the same bits, no more memory, no synchronisation."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from recoup import CheckpointScope, KeepCostly, RecoupError
+from tests.support.models import PROBLEMS, training
+from tests.support.twin import Region, Step, compare, plain
+
+pytestmark = pytest.mark.cuda
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    """Compare bits only where PyTorch itself gives the same bits twice."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def on_the_accelerator(step: Step) -> Step:
+    def moved(region: Region) -> Any:
+        with torch.device("cuda"):
+            return step(region)
+
+    return moved
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("verify", ["first", "always", "full"])
+def test_training_is_bitwise_the_twin(name: str, verify: str):
+    step = training(PROBLEMS[name], steps=3, optimizer=torch.optim.AdamW)
+
+    def region(name: str) -> CheckpointScope:
+        return CheckpointScope(name, verify=verify)
+
+    assert compare(on_the_accelerator(step), region) == []
+
+
+@pytest.mark.parametrize("name", ["transformer", "residual network", "perceptron"])
+@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
+def test_autocast_is_bitwise_the_twin(name: str, precision: torch.dtype):
+    problem = PROBLEMS[name]
+
+    def step(region: Region) -> dict[str, Any]:
+        model, inputs = problem.model(), problem.inputs()
+        with torch.autocast("cuda", precision):
+            loss = model(inputs, region).float().square().mean()
+        loss.backward()
+        return {"gradients": [p.grad for p in model.parameters()]}
+
+    assert compare(on_the_accelerator(step), CheckpointScope) == []
+
+
+def test_dropout_draws_the_same_and_leaves_the_generator_as_the_twin_does():
+    def step(region: Region) -> dict[str, Any]:
+        x = torch.randn(64, 64, requires_grad=True)
+        with region("dropout"):
+            y = nn.functional.dropout(x.sin(), 0.4)
+            y = nn.functional.dropout(y.exp(), 0.4)
+        y.sum().backward()
+        return {"output": y.detach(), "gradient": x.grad}
+
+    assert compare(on_the_accelerator(step), CheckpointScope) == []
+
+
+class Block(nn.Module):
+    """A feed-forward block with attention, large enough to show in the allocator."""
+
+    def __init__(self, width: int = 256) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.mix = nn.Linear(width, 3 * width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.mix(self.norm(x)).chunk(3, -1)
+        parts = [t.unflatten(-1, (8, -1)).transpose(1, 2) for t in (query, key, value)]
+        mixed = nn.functional.scaled_dot_product_attention(*parts)
+        x = x + mixed.transpose(1, 2).flatten(2)
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+def peak_bytes(blocks: nn.ModuleList, run: Any) -> int:
+    x = torch.randn(8, 512, 256, device="cuda", dtype=torch.bfloat16)
+    for step in range(2):
+        for parameter in blocks.parameters():
+            parameter.grad = None
+        torch.cuda.reset_peak_memory_stats()
+        y = x
+        for block in blocks:
+            y = run(block, y)
+        y.float().square().mean().backward()
+        del y
+        assert step < 2
+    return torch.cuda.max_memory_allocated()
+
+
+def scoped(block: nn.Module, x: Tensor) -> Tensor:
+    with CheckpointScope("block"):
+        return block(x)
+
+
+def test_the_peak_is_at_most_that_of_torch_checkpoint_and_far_below_plain():
+    blocks = nn.ModuleList(Block() for _ in range(6)).to("cuda", torch.bfloat16)
+    ours = peak_bytes(blocks, scoped)
+    theirs = peak_bytes(
+        blocks, lambda b, x: torch_checkpoint(b, x, use_reentrant=False)
+    )
+    kept = peak_bytes(blocks, lambda block, x: block(x))
+    assert ours <= theirs
+    assert ours < kept / 2
+
+
+def test_nothing_synchronises_but_the_verdict_at_the_end_of_the_first_backward():
+    block = Block().to("cuda", torch.bfloat16)
+    x = torch.randn(2, 64, 256, device="cuda", dtype=torch.bfloat16)
+    scoped(block, x).sum().backward()  # the first use, verified
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        scoped(block, x).sum().backward()
+        with CheckpointScope("costly", policy=KeepCostly(), verify="always"):
+            y = block(x)  # fingerprints are taken here, and not read
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    y.sum().backward()
+
+
+def test_copies_between_devices_are_kept():
+    def step(region: Region) -> dict[str, Any]:
+        x = torch.randn(8, device="cuda", requires_grad=True)
+        with region("copies"):
+            there = (x * 2).cpu().exp()
+            back = there.cuda().sin()
+        back.sum().backward()
+        return {"gradient": x.grad}
+
+    assert compare(step, CheckpointScope) == []
+
+
+def test_backward_on_the_accelerators_own_thread_frees_everything():
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    block = Block().to("cuda")
+    x = torch.randn(2, 64, 256, device="cuda")
+    scoped(block, x).sum().backward()
+    del block, x
+    assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.slow
+def test_a_slice_of_the_operator_database_is_bitwise_the_twin():
+    pytest.importorskip("expecttest")
+    from tests.support import operators
+
+    wanted = {"addmm", "cumsum", "index_add", "nn.functional.dropout", "topk"}
+    wanted |= {"nn.functional.conv2d", "nn.functional.batch_norm", "scatter_add"}
+    wanted |= {"nn.functional.scaled_dot_product_attention", "softmax", "gelu"}
+    failed = [
+        str(finding)
+        for op in operators.op_db
+        if op.name in wanted
+        for finding in operators.judge_operator(
+            op, CheckpointScope, limit=3, device="cuda"
+        )
+        if finding.verdict.failed
+    ]
+    assert failed == []
+
+
+def test_errors_are_ours_on_the_accelerator_too():
+    x = torch.randn(4, device="cuda", requires_grad=True)
+    h = x * 2
+    with CheckpointScope("changed"):
+        y = h.exp().sin()
+    with torch.no_grad():
+        h.add_(1)
+    with pytest.raises(RecoupError, match="changed in place"):
+        y.sum().backward()
+    assert plain is not None
