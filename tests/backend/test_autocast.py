@@ -56,7 +56,9 @@ def test_an_exception_puts_it_back():
 
 @pytest.mark.cuda
 def test_an_accelerator_has_a_state_of_its_own():
-    kind = torch.accelerator.current_accelerator().type
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    kind = accelerator.type
     with torch.autocast(kind, dtype=torch.float16):
         states = {state.device_type: state for state in autocast_states([kind])}
     assert (states[kind].enabled, states[kind].dtype) == (True, torch.float16)

@@ -1,5 +1,8 @@
 """What torch.compile leaves on functions and modules, and skipping frames."""
 
+# Torch types what a module holds as Tensor | Module, and a gradient as maybe None.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+
 import functools
 
 import pytest

@@ -37,8 +37,8 @@ class TestEquality:
     def test_equal_tensors_have_equal_fingerprints(self, dtype, shape):
         tensor = (torch.randn(shape) * 8).to(dtype)
         assert not differ(tensor, tensor.clone())
-        assert fingerprint(tensor).shape == (3,)
         assert fingerprint(tensor).dtype is torch.int64
+        assert fingerprint(tensor).numel() == 1
 
     def test_nan_is_equal_to_itself(self):
         tensor = torch.tensor([float("nan"), 1.0])
@@ -121,15 +121,19 @@ class TestDifference:
 
 
 class TestCost:
-    def test_the_memory_it_needs_is_small(self):
-        tensor = torch.randn(1 << 16)
-        with StorageMeter() as meter:
-            fingerprint(tensor)
-        assert meter.peak_bytes < tensor.nbytes // 10
+    def test_the_memory_it_needs_does_not_grow_with_the_tensor(self):
+        def peak(length):
+            tensor = torch.zeros(length, dtype=torch.bfloat16)
+            with StorageMeter() as meter:
+                fingerprint(tensor)
+            return meter.peak_bytes
+
+        million = 1 << 20
+        assert peak(4 * million) < 1.01 * peak(million)
+        assert peak(1000) < 50 * 1000
 
     def test_nothing_of_the_tensor_is_kept(self):
-        tensor = torch.randn(1000)
-        assert fingerprint(tensor).untyped_storage().nbytes() == 24
+        assert fingerprint(torch.randn(1000)).untyped_storage().nbytes() == 8
 
     def test_it_builds_no_graph(self):
         assert not fingerprint(torch.randn(3, requires_grad=True)).requires_grad

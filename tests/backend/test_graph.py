@@ -148,11 +148,14 @@ class TestBelowAutograd:
         assert y.grad_fn is None
         assert leaf().exp().grad_fn is not None
 
-    def test_the_gradient_mode_is_on_and_put_back(self):
-        with torch.no_grad():
-            with below_autograd():
-                assert torch.is_grad_enabled()
+    def test_the_gradient_mode_is_off_and_put_back(self):
+        with below_autograd():
             assert not torch.is_grad_enabled()
+        assert torch.is_grad_enabled()
+
+    def test_with_the_gradient_mode_on_there_is_still_no_graph(self):
+        with below_autograd(), torch.enable_grad():
+            assert leaf().exp().grad_fn is None
 
     def test_autocast_is_off_and_put_back(self):
         x = torch.ones(2, 2)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch._higher_order_ops.cond import cond_op
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from recoup.backend import operators
 from recoup.backend.operators import (
@@ -50,6 +51,7 @@ class TestLists:
     @pytest.mark.parametrize(
         "listed",
         [
+            operators._ASKING,
             operators._KEPT,
             operators._ATOMIC,
             operators._UNINITIALISED,
@@ -257,6 +259,37 @@ class TestKept:
             )
             assert facts_of(namespace.write.default).writes == (0, "y")
             assert facts_of(namespace.draw.default).random
+
+
+class TestRecurrentLayers:
+    def workspace_bytes(self, *, grad):
+        """What oneDNN's recurrent layer leaves for backward."""
+        found = []
+
+        class Workspace(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                out = func(*args, **(kwargs or {}))
+                if func is aten.mkldnn_rnn_layer.default:
+                    found.append(0 if out[3] is None else out[3].nbytes)
+                return out
+
+        layer, x = torch.nn.LSTM(4, 4), torch.randn(3, 2, 4)
+        with torch.set_grad_enabled(grad), Workspace():
+            layer(x)
+        return found
+
+    def test_the_workspace_is_made_only_in_gradient_mode(self):
+        with_grad = self.workspace_bytes(grad=True)
+        if not with_grad:
+            pytest.skip("this build of torch does not use oneDNN for recurrent layers")
+        assert with_grad[0] > 0
+        assert self.workspace_bytes(grad=False) in ([], [0])
+        assert facts_of(aten.mkldnn_rnn_layer.default).asks_gradient_mode
+
+    def test_the_workspace_is_where_it_is_looked_for(self):
+        returns = aten.mkldnn_rnn_layer.default._schema.returns
+        assert len(returns) == 4
+        assert facts_of(aten.mkldnn_rnn_layer.default).ragged == (3,)
 
 
 class TestOverwriting:

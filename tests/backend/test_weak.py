@@ -1,6 +1,7 @@
 """Sets of tensors by identity that keep nothing alive."""
 
 import weakref
+from typing import Any
 
 import torch
 
@@ -33,7 +34,7 @@ def test_a_tensor_whose_graph_keeps_it_stays_a_member():
     middle = x.exp()
     members.add(middle)
     reference = weakref.ref(middle)
-    y = middle.sin()
+    y: Any = middle.sin()
     del middle
     saved = y.grad_fn._saved_self
     assert (saved in members) is (reference() is saved)

@@ -1,5 +1,8 @@
 """Modules: a region around every forward, and taking it off again."""
 
+# Torch types what a module holds as Tensor | Module, and a gradient as maybe None.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+
 import copy
 import io
 import pickle
@@ -12,7 +15,6 @@ from recoup import (
     CheckpointManager,
     CheckpointProfiler,
     KeepCostly,
-    UnsupportedError,
     UsageError,
     checkpoint_module,
     is_checkpointed,
@@ -142,7 +144,7 @@ class TestForward:
         model.register_forward_pre_hook(lambda module, args: seen.append("before"))
         model.register_forward_hook(lambda module, args, out: seen.append("after"))
         checkpoint_module(model)
-        model.register_forward_hook(lambda module, args, out: out * 2)
+        model.register_forward_hook(lambda *given: given[-1] * 2)
         x = torch.randn(3, 16)
         model(x).sum().backward()
         assert seen == ["before", "after"]
@@ -156,12 +158,12 @@ class TestForward:
         with torch.no_grad():
             assert regions_of(lambda: model(x)) == 0
 
-    def test_torch_func_inside_says_what_to_do(self):
+    def test_torch_func_inside_raises_torchs_own_error_and_leaves_nothing(self):
         class Functional(nn.Module):
             def forward(self, x):
                 return torch.func.grad(lambda t: t.sin().sum())(x)
 
-        with pytest.raises(UnsupportedError, match=r"torch\.autograd\.grad"):
+        with pytest.raises(RuntimeError, match="saved tensor hooks"):
             checkpoint_module(Functional())(torch.ones(3, requires_grad=True))
         assert list(leftovers()) == []
 
@@ -258,7 +260,7 @@ class TestTakingOff:
     def test_an_unknown_way_to_verify_is_refused_before_anything_is_done(self):
         model = Mlp()
         with pytest.raises(UsageError, match="verify must be one of"):
-            checkpoint_module(model, verify="sometimes")  # pyright: ignore[reportArgumentType]
+            checkpoint_module(model, verify="sometimes")
         assert not is_checkpointed(model)
 
 

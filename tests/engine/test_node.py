@@ -1,5 +1,8 @@
 """Nodes: one region, or one hand-made checkpoint, to look at."""
 
+# Torch types what a module holds as Tensor | Module, and a gradient as maybe None.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+
 import weakref
 from typing import Any
 
@@ -16,7 +19,7 @@ from recoup import (
 from tests.support.watching import Memory
 
 
-def leaf(count: int = 10) -> torch.Tensor:
+def leaf(count: int = 10) -> Any:
     return torch.linspace(-1, 1, count, requires_grad=True)
 
 
@@ -48,13 +51,13 @@ class TestHandMade:
         del output
         assert node.output is None
 
-    def test_saving_is_by_reference_in_order(self):
+    def test_saving_is_by_reference_in_order_and_once(self):
         first, second = torch.ones(3), torch.zeros(2)
         node = CheckpointNode()
         node.save_activations(first)
         node.save_activations(second, first)
         addresses = [tensor.data_ptr() for tensor in node.saved_activations]
-        assert addresses == [t.data_ptr() for t in (first, second, first)]
+        assert addresses == [first.data_ptr(), second.data_ptr()]
         assert node.is_checkpoint
 
     def test_saving_nothing_makes_no_checkpoint(self):
@@ -144,6 +147,20 @@ class TestRegions:
         assert (node.name, node.is_checkpoint, node.is_alive) == ("block", True, True)
         assert [t.data_ptr() for t in node.saved_activations] == [x.data_ptr()]
         assert len(node.recompute_functions) == 1
+
+    def test_every_tensor_is_listed_once(self):
+        layer = torch.nn.Linear(4, 8)
+        x = torch.randn(2, 4, requires_grad=True)
+        scope = CheckpointScope("block")
+        with scope:
+            y = layer(x).tanh()
+        held = [
+            t.untyped_storage().data_ptr() for t in scope.nodes[0].saved_activations
+        ]
+        assert sorted(held) == sorted(
+            t.data_ptr() for t in (x, layer.weight, layer.bias)
+        )
+        del y
 
     def test_it_recomputes_what_the_region_forgot(self, region_node):
         node, x, y = region_node

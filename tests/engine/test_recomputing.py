@@ -1,5 +1,8 @@
 """Who asks `is_recomputing` gets True while a replay runs, and only then."""
 
+# Torch types what a module holds as Tensor | Module, and a gradient as maybe None.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+
 import threading
 import uuid
 

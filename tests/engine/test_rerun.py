@@ -1,9 +1,13 @@
 """Rerun: a function that cannot be recorded is called again, and watched."""
 
+# Torch types what a module holds as Tensor | Module, and a gradient as maybe None.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+
 import copy
 import functools
 import threading
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +35,7 @@ from tests.support.watching import Memory, saved_bytes
 PROBLEMS = problems()
 
 
-def leaf(count: int = 10) -> torch.Tensor:
+def leaf(count: int = 10) -> Any:
     return torch.linspace(-1, 1, count, requires_grad=True)
 
 

@@ -1,7 +1,14 @@
 """Scopes: plain code in a block, forgotten in forward and replayed in backward."""
 
+# Torch types what a module holds as Tensor | Module, and a gradient as maybe None.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+
 import copy
+import re
 import threading
+import uuid
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +24,7 @@ from recoup import (
     MismatchError,
     UnsupportedError,
     UsageError,
+    keep,
 )
 from recoup.backend.memory import StorageMeter
 from tests.support.steps import (
@@ -42,7 +50,21 @@ def scoped(model, *inputs):
         return model(*inputs)
 
 
-def leaf(count: int = 10) -> torch.Tensor:
+def drifting_operator(steady_calls: int = 0):
+    """An operator whose result grows with every call after some steady ones."""
+    name = f"recoup_drift_{uuid.uuid4().hex}"
+    calls = []
+
+    @torch.library.custom_op(f"{name}::drift", mutates_args=())
+    def drift(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return x + max(0, len(calls) - steady_calls)
+
+    drift.register_autograd(lambda ctx, grad: grad)
+    return f"{name}.drift.default", drift
+
+
+def leaf(count: int = 10) -> Any:
     return torch.linspace(-1, 1, count, requires_grad=True)
 
 
@@ -65,11 +87,11 @@ class TestMaking:
 
     def test_the_name_cannot_be_changed(self):
         with pytest.raises(AttributeError):
-            CheckpointScope("layer1").name = "layer2"  # pyright: ignore[reportAttributeAccessIssue]
+            CheckpointScope("layer1").name = "layer2"
 
     def test_an_unknown_way_to_verify_is_refused_with_the_known_ones(self):
         with pytest.raises(UsageError, match="'first', 'always', 'full', 'off'"):
-            CheckpointScope("layer1", verify="sometimes")  # pyright: ignore[reportArgumentType]
+            CheckpointScope("layer1", verify="sometimes")
 
 
 class TestGradients:
@@ -371,6 +393,26 @@ class TestReplay:
 
         assert torch.equal(gradient(function, leaf()), gradient(plain, leaf()))
 
+    @pytest.mark.parametrize("cache", [False, True])
+    def test_a_backward_may_start_inside_another(self, cache):
+        def function(x, region):
+            with region:
+                first = x.exp().sin()
+                second = x.cos().tanh()
+            total, inner = second.sum(), []
+            first.register_hook(
+                lambda grad: inner.extend(
+                    torch.autograd.grad(total, x, retain_graph=True)
+                )
+            )
+            (outer,) = torch.autograd.grad((first * second).sum(), x, retain_graph=True)
+            return outer, inner[0]
+
+        scope = CheckpointScope("block", cache=cache)
+        found = function(leaf(), scope)
+        expected = function(leaf(), nullcontext())
+        assert all(map(torch.equal, found, expected))
+
     def test_a_cache_is_freed_with_the_graph(self):
         x = leaf(1000)
         with StorageMeter() as meter:
@@ -591,6 +633,52 @@ class TestErrors:
         with pytest.raises(MismatchError, match=r"changed through data.*aten\.exp"):
             y.sum().backward()
 
+    @pytest.mark.parametrize(
+        ("verify", "message"),
+        [
+            ("first", "recomputing {name} did not give what forward computed"),
+            ("always", "recomputing {name} did not give what forward computed"),
+            ("full", "{name} is the first operator that gave another result"),
+        ],
+    )
+    def test_a_nondeterministic_operator_is_named_and_its_output_can_be_kept(
+        self, verify, message
+    ):
+        name, drifting = drifting_operator()
+
+        def forward(mark):
+            x = leaf()
+            with CheckpointScope("block", verify=verify):
+                y = mark(drifting(x.exp())).sin().tanh()
+            return x, y
+
+        _, y = forward(lambda t: t)
+        pattern = re.escape(message.format(name=name))
+        with pytest.raises(MismatchError, match=f"'block'.*{pattern}"):
+            y.sum().backward()
+        assert list(leftovers()) == []
+        x, y = forward(keep)
+        y.sum().backward()
+        assert x.grad is not None
+
+    def test_later_uses_are_verified_on_request(self):
+        def raises(verify):
+            # The drift begins with the third forward.
+            name, drifting = drifting_operator(steady_calls=4)
+            found = []
+            for _ in range(3):
+                with CheckpointScope(name, verify=verify):
+                    y = drifting(leaf()).sin()
+                try:
+                    y.sum().backward()
+                    found.append(False)
+                except MismatchError:
+                    found.append(True)
+            return found
+
+        assert raises("always") == [False, False, True]
+        assert raises("first") == [False, False, False]
+
     def test_a_second_backward_through_a_freed_graph_is_an_error(self):
         with CheckpointScope("block"):
             y = leaf().exp().sin().sum()
@@ -638,6 +726,15 @@ class TestCompilation:
         y.sum().backward()
         # At most the function's own graph, however the scope treats it.
         assert backend.compiled <= 1
+
+    def test_a_compiled_function_that_ran_inside_is_compiled_outside(self):
+        torch._dynamo.reset()
+        backend = CountingBackend()
+        function = torch.compile(lambda x: x.exp().sin().cos(), backend=backend)
+        with CheckpointScope("block"):
+            function(leaf())
+        function(leaf())
+        assert backend.counts == (1, 1)
 
     def test_a_scope_in_a_compiled_function_changes_no_gradient(self, recwarn):
         torch._dynamo.reset()

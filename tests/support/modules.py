@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tests.support.bits import duplicate
 from tests.support.operators import Case, database_module, run_case
-from tests.support.twin import Region, Step
+from tests.support.twin import Region, Step, seed_generators
 from tests.support.variants import differentiable, fixed_weights, records
 
 DTYPES = (torch.float64, torch.float32)
@@ -95,7 +95,7 @@ def _gradients(result: Any, leaves: list[Tensor]) -> list[Tensor | None]:
 
 def _from_database(info: Any) -> Subject:
     def samples(dtype: torch.dtype, training: bool) -> list[Sample]:  # noqa: FBT001
-        torch.manual_seed(0)
+        seed_generators(0)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             given = info.module_inputs_func(

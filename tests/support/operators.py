@@ -1,6 +1,5 @@
 """PyTorch's own operator database as the judge of the engine."""
 
-import random
 import unittest
 import warnings
 from collections import Counter
@@ -13,10 +12,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 
-from tests.support.twin import IDLE_NOTE, Region, Step, Verdict, judge
+from tests.support.twin import (
+    IDLE_NOTE,
+    Region,
+    Step,
+    Verdict,
+    judge,
+    seed_generators,
+)
 from tests.support.variants import VARIANTS, alone, factor
 
 DTYPES = (
@@ -211,7 +216,7 @@ def dense_samples(
     requires_grad = op.supports_autograd and dtype in op.supported_backward_dtypes(
         device
     )
-    _seed_everything()
+    seed_generators(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         samples = op.sample_inputs(device, dtype, requires_grad=requires_grad)
@@ -226,7 +231,7 @@ def sparse_samples(
     name = "supports_" + str(layout).removeprefix("torch.")
     if not getattr(op, "supports_sparse" if coo else name):
         return []
-    _seed_everything()
+    seed_generators(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -282,10 +287,3 @@ def _excused(subject: str, setting: str, verdict: Verdict) -> Verdict:
     ):
         return Verdict("excluded", IDLE_NOTE + "another formula")
     return verdict
-
-
-def _seed_everything() -> None:
-    torch.manual_seed(0)
-    random.seed(0)
-    # Some of PyTorch's samples draw from it.
-    np.random.seed(0)  # noqa: NPY002

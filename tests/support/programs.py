@@ -181,6 +181,11 @@ def put(target: Tensor, other: Tensor) -> None:
         target[torch.tensor([0])] = fitting(other, target[:1])
 
 
+def quiet_add(target: Tensor, other: Tensor) -> None:
+    with torch.no_grad():
+        target.add_(fitting(other, target))
+
+
 WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "add_": lambda a, b: a.add_(fitting(b, a)),
     "mul_": lambda a, b: a.mul_(fitting(b, a)),
@@ -195,8 +200,9 @@ WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "scale_slice": scale_slice,
     "assign_diagonal": assign_diagonal,
     "put": put,
-    "out": lambda a, b: torch.mul(a.detach(), 0.5, out=a.detach()),
-    "foreach_": lambda a, b: torch._foreach_add_([a.detach(), b.detach()], 1.0),
+    "out": lambda a, b: torch.mul(a, 0.5, out=a),
+    "foreach_": lambda a, b: torch._foreach_add_([a, b], 1.0),
+    "quiet_add_": quiet_add,
     "t_": lambda a, b: a.t_() if a.dim() == 2 else None,
 }
 
@@ -271,7 +277,8 @@ class Machine:
     slots: list[Tensor] = field(default_factory=list)
     seen: dict[str, Any] = field(default_factory=dict)
     _open: list[contextlib.AbstractContextManager[Any]] = field(default_factory=list)
-    _used: dict[int, tuple[int, torch.UntypedStorage]] = field(default_factory=dict)
+    _used: dict[int, set[int]] = field(default_factory=dict)
+    _storages: list[torch.UntypedStorage] = field(default_factory=list)
     _region_number: int = 0
 
     def run(self) -> dict[str, Any]:
@@ -306,7 +313,7 @@ class Machine:
         """Run a line; the twin leaves out what plain PyTorch refuses in forward."""
         try:
             self._execute(position, line)
-        except (RuntimeError, IndexError):
+        except (RuntimeError, IndexError, ValueError):
             if self.region is not plain:
                 raise
             self.refused.add(position)
@@ -392,13 +399,15 @@ class Machine:
         if self._open:
             for tensor in tensors:
                 storage = tensor.untyped_storage()
-                self._used[storage._cdata] = (self._region_number, storage)
+                self._used.setdefault(storage._cdata, set()).add(self._region_number)
+                # Kept, so that no other storage gets the same address.
+                self._storages.append(storage)
 
     def _note_write(self, *tensors: Tensor) -> None:
         for tensor in tensors:
             address = tensor.untyped_storage()._cdata
-            now = self._region_number if self._open else -1
-            if address in self._used and self._used[address][0] != now:
+            now = {self._region_number} if self._open else set[int]()
+            if self._used.get(address, set()) - now:
                 self.written_after_use = True
 
 

@@ -74,7 +74,7 @@ class Split(nn.Module):
         return (first * second).exp() * third.sin()
 
 
-def problems() -> dict[str, tuple[nn.Module, Tensor]]:
+def problems() -> dict[str, tuple[Any, Tensor]]:
     """Make every model with an input for it; the same ones each time."""
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -127,10 +127,7 @@ def compare(step: Step, region: Region, *, seed: int = 0) -> list[str]:
 
 def observe(step: Step, region: Region, *, seed: int) -> Observed:
     """Run a step from a seed and record its results, random state and warnings."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    # Some models draw their masks from NumPy's global generator.
-    np.random.seed(seed)  # noqa: NPY002
+    seed_generators(seed)
     with warnings.catch_warnings(record=True) as caught:
         # PyTorch's samples provoke many warnings. The region may raise none besides.
         warnings.simplefilter("always")
@@ -141,6 +138,19 @@ def observe(step: Step, region: Region, *, seed: int) -> Observed:
         warnings=frozenset((w.category.__name__, str(w.message)) for w in caught),
         leftovers=tuple(leftovers()),
     )
+
+
+def seed_generators(seed: int) -> None:
+    """Seed every global generator that PyTorch's samples and models draw from.
+
+    `torch.manual_seed` would format a stack trace for each kind of accelerator that
+    is not there: half the time of a sweep.
+    """
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(seed)
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002
 
 
 def generator_states() -> list[Tensor]:

@@ -70,12 +70,15 @@ def version_of(tensor: Tensor) -> int:
 def alias(tensor: Tensor) -> Tensor:
     """Return the tensor without its graph, sharing memory and version counter.
 
-    A parameter is returned as it is: it has no graph and cannot get one. Inside a
-    dispatch mode a plain `detach` has a version counter of its own, because the key
-    that shares it is switched off there.
+    A parameter is returned as it is: it has no graph and cannot get one. So is a view
+    of a parameter: the graph behind it is views and nothing else. Inside a dispatch
+    mode a plain `detach` has a version counter of its own, because the key that shares
+    it is switched off there.
     """
-    if tensor.requires_grad and tensor.is_leaf:
-        return tensor
+    if tensor.requires_grad:
+        base = tensor._base
+        if (tensor if base is None else base).is_leaf:
+            return tensor
     with torch._C._SetExcludeDispatchKeyGuard(_VIEW_TRACKING, False):
         return tensor.detach()
 

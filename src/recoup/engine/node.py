@@ -6,7 +6,12 @@ from typing import Any
 
 from torch import Tensor
 
-from recoup.backend.storages import alias, has_storage, storage_address
+from recoup.backend.storages import (
+    alias,
+    geometry_of,
+    has_storage,
+    storage_address,
+)
 from recoup.core.errors import UsageError
 from recoup.engine.observers import Watched
 from recoup.engine.values import Hold
@@ -88,11 +93,12 @@ class CheckpointNode:
         Raises:
             ChangedTensorError: One was changed in place since it was saved.
         """
-        return [
-            hold.fetch("a checkpoint node")
-            for hold in self.holds()
-            if hold.tensor is not None
-        ]
+        found: dict[object, Tensor] = {}
+        for hold in self.holds():
+            if hold.tensor is not None:
+                tensor = hold.fetch("a checkpoint node")
+                found.setdefault(_identity(tensor), tensor)
+        return list(found.values())
 
     def holds(self) -> list[Hold]:
         """Return what is held, by the node itself and by its region."""
@@ -175,3 +181,9 @@ def _flatten(results: Iterable[Any]) -> Iterable[Tensor]:
             yield result
         else:
             yield from result
+
+
+def _identity(tensor: Tensor) -> object:
+    if not has_storage(tensor):
+        return id(tensor)
+    return storage_address(tensor), geometry_of(tensor)

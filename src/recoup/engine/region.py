@@ -85,24 +85,25 @@ class Region:
         listeners: Called with every tensor that autograd saves in it.
     """
 
+    replays = 0
+    replayed_operators = 0
+    listeners: tuple[Listener, ...] = ()
+    _roots: list[Value] | None = None
+    _saved_count = 0
+    _live: dict[Value, Tensor] | None = None
+    _task = -1
+    _cleared = False
+
     def __init__(self, name: str, options: Options, key: Hashable) -> None:
         check = check_for(options.verify, key)
         self.name = name
         self.options = options
         self.tape = Tape(options.policy, check.watch if check else None)
-        self.replays = 0
-        self.replayed_operators = 0
-        self.listeners: tuple[Listener, ...] = ()
         self._key = key
         self._check = check
         self._recorder = Recorder(self.tape)
         self._kept: list[Hold] = []
-        self._roots: list[Value] | None = None
-        self._saved_count = 0
-        self._live: dict[Value, Tensor] | None = None
         self._pending: dict[Value, int] = {}
-        self._task = -1
-        self._cleared = False
         self._lock = threading.RLock()
 
     def open(self) -> None:
@@ -132,21 +133,25 @@ class Region:
         for value in roots:
             if tape.written:
                 self._settle_state(value)
-            if value.hold is not None and id(value.hold) in kept:
+            hold = value.hold
+            assert hold is not None, "roots are held"
+            hold.settle()
+            if id(hold) in kept:
                 # Backward and replays each fetch their own, once.
-                value.hold = value.hold.twin()
+                value.hold = hold.twin()
         self._roots = roots
         hand_over(self.holds())
         self._saved_count = sum(_is_wanted(value) for value in wanted)
 
     def pack(self, tensor: Tensor) -> Saved | Hold:
         """Take a tensor that autograd saves; return what stands for it."""
-        if self.listeners and not is_handing_over():
+        handed = is_handing_over()
+        if self.listeners and not handed:
             for listener in self.listeners:
                 listener(tensor)
         tape = self.tape
         try:
-            found = tape.save(tensor)
+            found = tape.view(tensor) if handed else tape.save(tensor)
         except NotImplementedError:
             found = Hold(tensor.detach())
         if type(found) is not tuple:

@@ -115,6 +115,7 @@ class Tape:
             value = self._admit(tensor)
         if value.hold is None:
             value.hold = hold
+            value.born = weakref.ref(tensor)
         return hold
 
     def reference(self, tensor: Tensor, *, read: bool = True) -> Value | View:
@@ -138,6 +139,14 @@ class Tape:
                 return value
         if value.hold is None and value.producer == OUTSIDE:
             value.hold = Hold(alias(tensor))
+            value.born = weakref.ref(tensor)
+            return value
+        return value, self.geometry(tensor)
+
+    def view(self, tensor: Tensor) -> View:
+        """Return a reference with a geometry; hold the value if it is from outside."""
+        found = self.reference(tensor)
+        value = found[0] if isinstance(found, tuple) else found
         return value, self.geometry(tensor)
 
     def call(
@@ -221,12 +230,14 @@ class Tape:
     def protect(self, tensor: Tensor) -> None:
         """Prepare for a write: what the tape refers to must survive it."""
         value = self.value_of(tensor)
-        if value is not None and value.hold is not None:
-            value.born = None
-            if value.producer == OUTSIDE:
-                value.hold = Hold(copy_storage(tensor))
-            else:
-                value.hold = None
+        hold = None if value is None else value.hold
+        if value is None or hold is None:
+            return
+        value.born = None
+        if value.producer != OUTSIDE:
+            value.hold = None
+        elif hold.tensor is not None:
+            value.hold = Hold(copy_storage(hold.tensor))
 
     def overwrite(
         self, tensor: Tensor, producer: int, before: Value, *, covered: bool
@@ -258,10 +269,16 @@ class Tape:
         self._name(tensor, value)
 
     def reshape(self, tensor: Tensor) -> None:
-        """Take note that the tensor itself got another geometry, as by `t_`."""
+        """Take note that the tensor itself got another geometry, as by `t_`.
+
+        That may give it a new version, though nothing in it changes; which one is only
+        known later.
+        """
         value = self.value_of(tensor)
         if value is not None:
             value.born = None
+            if value.hold is not None:
+                value.hold.version = None
 
     def _refer(
         self, argument: Any, reads: list[Value], overwritten: Sequence[Tensor]
@@ -293,7 +310,9 @@ class Tape:
                 self._watch(value, out if place is None else out[place])
 
     def _admit(self, tensor: Tensor) -> Value:
-        if not self.lazy_bits_seen and tensor.is_neg():
+        if tensor.dtype in _SPECIAL:
+            self.geometry(tensor)
+        elif not self.lazy_bits_seen and tensor.is_neg():
             self.lazy_bits_seen = True
         value = Value(OUTSIDE, None)
         self._current[take_weak_reference(tensor)] = value

@@ -94,6 +94,9 @@ class Hold:
     Args:
         tensor: A tensor without a graph behind it that names the value.
         geometry: The geometry to give it back in, if that is not its own.
+
+    Attributes:
+        version: The tensor's version when it was used, or None while it is not known.
     """
 
     tensor: Tensor | None
@@ -104,7 +107,7 @@ class Hold:
 
     def __init__(self, tensor: Tensor, geometry: Geometry | None = None) -> None:
         self.tensor = tensor
-        self.version = version_of(tensor)
+        self.version: int | None = version_of(tensor)
         if geometry is not None:
             self.geometry = geometry
 
@@ -129,6 +132,11 @@ class Hold:
         self.tensor = None
         if any(_shares(tensor, kept) for kept in tensors(self.packed)):
             self.guard = tensor  # the hooks kept the tensor itself: it may change
+
+    def settle(self) -> None:
+        """Take the version anew, if it was not known."""
+        if self.version is None and self.tensor is not None:
+            self.version = version_of(self.tensor)
 
     def twin(self) -> "Hold":
         """Return a second hold of the same tensor, which hooks can keep by itself."""
@@ -157,7 +165,9 @@ class Hold:
 
     def check(self, tensor: Tensor | None, user: str) -> None:
         """Raise if the tensor was written to since the region used it."""
-        if tensor is not None and version_of(tensor) != self.version:
+        if tensor is None or self.version is None:
+            return
+        if version_of(tensor) != self.version:
             raise ChangedTensorError(
                 f"a tensor of shape {tuple(tensor.shape)} and type {tensor.dtype} that "
                 f"{user} used inside a checkpointed region was changed in place before "
