@@ -727,15 +727,6 @@ class TestCompilation:
         # At most the function's own graph, however the scope treats it.
         assert backend.compiled <= 1
 
-    def test_a_compiled_function_that_ran_inside_is_compiled_outside(self):
-        torch._dynamo.reset()
-        backend = CountingBackend()
-        function = torch.compile(lambda x: x.exp().sin().cos(), backend=backend)
-        with CheckpointScope("block"):
-            function(leaf())
-        function(leaf())
-        assert backend.counts == (1, 1)
-
     def test_a_scope_in_a_compiled_function_changes_no_gradient(self, recwarn):
         torch._dynamo.reset()
 
