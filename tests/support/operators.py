@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 
 from tests.support.twin import (
@@ -116,11 +117,15 @@ def database_module(name: str) -> ModuleType:
     The import forbids assignments to `torch.backends` flags for the rest of the
     process, which would reach into other tests.
     """
+    pytest.importorskip("expecttest", reason="PyTorch's own tests need it")
     # Not `torch.backends` itself: that module object was replaced after its functions
     # were made.
     flags = torch.backends.flags_frozen.__globals__
     allowed = flags["__allow_nonbracketed_mutation_flag"]
-    module = import_module(f"torch.testing._internal.{name}")
+    with warnings.catch_warnings():
+        # What it imports in turn (numba, SciPy) is not ours to keep up to date.
+        warnings.simplefilter("ignore")
+        module = import_module(f"torch.testing._internal.{name}")
     flags["__allow_nonbracketed_mutation_flag"] = allowed
     return module
 

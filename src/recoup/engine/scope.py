@@ -23,6 +23,9 @@ class CheckpointScope:
     last use. No Python code of the block runs twice. Gradients are bitwise those of
     the same code without the scope.
 
+    A compiled function runs uncompiled inside a scope, and torch may never compile it
+    again after that: call it through `checkpoint` instead.
+
     A scope may be entered again, nested to any depth, and used with the same name any
     number of times. With gradients disabled it does nothing.
 

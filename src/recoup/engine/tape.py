@@ -105,9 +105,9 @@ class Tape:
         value = self._current.get(address_of(tensor.untyped_storage()))
         if value is not None and value.producer != OUTSIDE:
             if not self.tainted or value not in self.tainted:
-                born = value.born
-                if born is not None and born() is tensor and value.geometry:
-                    return value, value.geometry
+                geometry = value.geometry
+                if geometry is not None and _is_unmoved(tensor, value):
+                    return value, geometry
                 return value, self.geometry(tensor)
             self._give_up(value)
         hold = Hold(alias(tensor))
@@ -133,10 +133,8 @@ class Tape:
             value = self._admit(tensor)
         elif self.tainted and read and value in self.tainted:
             self._give_up(value)
-        else:
-            born = value.born
-            if born is not None and born() is tensor:
-                return value
+        elif _is_unmoved(tensor, value):
+            return value
         if value.hold is None and value.producer == OUTSIDE:
             value.hold = Hold(alias(tensor))
             value.born = weakref.ref(tensor)
@@ -369,3 +367,19 @@ class Tape:
             raise NotImplementedError("the layout has no strides") from error
         bits = lazy_bits(tensor) if self.lazy_bits_seen else 0
         return tensor.shape, stride, tensor.storage_offset(), dtype, bits  # pyright: ignore[reportReturnType]
+
+
+def _is_unmoved(tensor: Tensor, value: Value) -> bool:
+    """Return whether it is the tensor that first named the value, lying as it did.
+
+    Assigning to `.data` moves a tensor without any operator.
+    """
+    born = value.born
+    if born is None or born() is not tensor:
+        return False
+    geometry = value.geometry
+    return geometry is None or (
+        tensor.stride() == geometry[1]
+        and tensor.storage_offset() == geometry[2]
+        and tensor.shape == geometry[0]
+    )
