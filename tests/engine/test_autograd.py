@@ -612,7 +612,14 @@ def in_a_group(x: Tensor) -> None:
     CheckpointGroup().checkpoint_fn(x, transforming)
 
 
-@pytest.mark.parametrize("attempt", [in_a_function, in_a_module, in_a_group])
+def test_in_a_module_torchs_own_error_says_what_to_do():
+    with pytest.raises(RuntimeError, match="saved tensor hooks") as caught:
+        in_a_module(torch.randn(3, requires_grad=True))
+    assert "torch.autograd.grad" in caught.value.__notes__[0]
+    assert list(leftovers()) == []
+
+
+@pytest.mark.parametrize("attempt", [in_a_function, in_a_group])
 def test_every_form_of_region_refuses_what_it_cannot_carry_by_our_error(attempt):
     with pytest.raises(UnsupportedError):
         attempt(torch.randn(3, requires_grad=True))

@@ -1,12 +1,22 @@
 """Random programs give bitwise the same inside regions as without them."""
 
 import pytest
+import torch
 from hypothesis import Phase, event, given, settings
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
-from recoup import ChangedTensorError, CheckpointScope
-from tests.support.programs import Program, as_step, programs, repaired
-from tests.support.twin import judge
-
+from recoup import ChangedTensorError, CheckpointGroup, CheckpointScope
+from tests.support.programs import (
+    WRITES,
+    Call,
+    Program,
+    as_step,
+    programs,
+    repaired,
+    run_plainly,
+)
+from tests.support.twin import Region, judge, plain
 
 # The phase that explains a failure line by line takes longer than all the others.
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
@@ -23,14 +33,76 @@ def check(program: Program) -> None:
     assert verdict.kind != "refused" or machine.written_after_use, verdict.detail
 
 
+def check_group(program: Program) -> None:
+    left_out, machine = repaired(program, call=run_plainly)
+    verdict = judge(
+        as_step(program, left_out, make_call=calls_of_a_group),
+        CheckpointScope,
+        refusals=(ChangedTensorError,),
+    )
+    event(verdict.kind)
+    assert not verdict.failed, verdict.detail
+    assert verdict.kind != "refused" or machine.written_after_use, verdict.detail
+
+
+def calls_of_a_group(region: Region) -> Call:
+    if region is plain:
+        return run_plainly
+    group = CheckpointGroup("random program")
+    return lambda stretch: group.checkpoint_fn(None, lambda _: stretch())
+
+
+def copying() -> saved_tensors_hooks:
+    """Hooks that keep a copy of what is saved, as moving it elsewhere would."""
+    return saved_tensors_hooks(copied, lambda tensor: tensor)
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """Copy a tensor with its strides, on which the order of a sum may depend."""
+    storage = tensor.untyped_storage().clone()
+    place = tensor.storage_offset(), tensor.size(), tensor.stride()
+    return torch.empty(0, dtype=tensor.dtype).set_(storage, *place)
+
+
+def check_hooked(program: Program) -> None:
+    left_out, machine = repaired(program, around=copying)
+    verdict = judge(
+        as_step(program, left_out, around=copying),
+        CheckpointScope,
+        refusals=(ChangedTensorError,),
+    )
+    event(verdict.kind)
+    assert not verdict.failed, verdict.detail
+    # Copies survive every write, and regions do not: any write is a reason.
+    written = any(
+        line.name in WRITES and position not in left_out
+        for position, line in enumerate(machine.program.lines)
+    )
+    assert verdict.kind != "refused" or written, verdict.detail
+
+
 @settings(max_examples=200, phases=PHASES)
 @given(program=programs)
 def test_a_random_program_with_scopes_is_bitwise_the_plain_program(program):
     check(program)
 
 
+@settings(max_examples=60, phases=PHASES)
+@given(program=programs)
+def test_a_random_program_in_calls_of_a_group_is_bitwise_the_plain_program(program):
+    check_group(program)
+
+
+@settings(max_examples=60, phases=PHASES)
+@given(program=programs)
+def test_a_random_program_under_other_hooks_is_bitwise_the_plain_program(program):
+    check_hooked(program)
+
+
 @pytest.mark.sweep
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("how", [check, check_group, check_hooked])
 @settings(max_examples=5000, phases=PHASES)
 @given(program=programs)
-def test_thousands_of_random_programs_are_bitwise_the_plain_programs(program):
-    check(program)
+def test_thousands_of_random_programs_are_bitwise_the_plain_programs(how, program):
+    how(program)

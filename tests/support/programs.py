@@ -6,7 +6,8 @@ shapes do not fit are reduced, so that nearly every list of instructions is a pr
 """
 
 import contextlib
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,10 @@ from torch.nn import functional as F
 
 from recoup import KeepCostly, KeepSmall, UsageError, keep, recompute, unmark_checkpoint
 from tests.support.twin import Region, Step, plain
+
+
+Call = Callable[[Callable[[], None]], Any]
+STRETCH = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +121,11 @@ COMPUTE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sub": lambda a, b: fitting(b, a) - a,
     "where": lambda a, b: torch.where(a > 0, a, fitting(b, a)),
     "product": product,
-    "linear": lambda a, b: F.linear(first_four(a), product(b, a)[:4, :4].reshape(4, -1))
-    if product(b, a).numel() == 16
-    else first_four(a),
+    "linear": lambda a, b: (
+        F.linear(first_four(a), product(b, a)[:4, :4].reshape(4, -1))
+        if product(b, a).numel() == 16
+        else first_four(a)
+    ),
     "sin": lambda a, _: a.sin(),
     "tanh": lambda a, _: a.tanh(),
     "sigmoid": lambda a, _: a.sigmoid(),
@@ -265,6 +272,8 @@ class Machine:
     Attributes:
         region: Makes regions; `plain` for the twin.
         left_out: Lines that are not run.
+        call: Runs a stretch of lines, if they are to be run in calls.
+        around: Makes what forward runs in.
         written_after_use: A tensor was changed after a region had used it, before the
             backwards, which recoup may refuse.
     """
@@ -272,6 +281,8 @@ class Machine:
     program: Program
     region: Region
     left_out: frozenset[int]
+    call: Call | None = None
+    around: Callable[[], contextlib.AbstractContextManager[Any]] = plain
     written_after_use: bool = False
     refused: set[int] = field(default_factory=set)
     slots: list[Tensor] = field(default_factory=list)
@@ -280,6 +291,7 @@ class Machine:
     _used: dict[int, set[int]] = field(default_factory=dict)
     _storages: list[torch.UntypedStorage] = field(default_factory=list)
     _region_number: int = 0
+    _in_call: bool = False
 
     def run(self) -> dict[str, Any]:
         """Run forward and all backwards; return everything that can be seen."""
@@ -289,18 +301,38 @@ class Machine:
         given = [torch.randn(s, dtype=torch.float64, generator=source) for s in shapes]
         self.leaves = [tensor.requires_grad_() for tensor in given[:3]]
         self.slots = list(given)
-        try:
-            for position, line in enumerate(self.program.lines):
-                if position not in self.left_out:
-                    self._try(position, line)
-        finally:
-            self._close_all()
+        with self.around():
+            if self.call is None:
+                self._run_lines(self.program.lines)
+            else:
+                self._run_in_calls(self.call)
         self._backwards()
         self.seen["leaves"] = [leaf.grad for leaf in self.leaves]
         self.seen["buffers"] = [buffer.detach().clone() for buffer in given[3:]]
         self.seen["slots"] = self.slots
         self.seen["generator"] = self.own.get_state()
         return self.seen
+
+    def _run_lines(self, lines: Sequence[Instruction], start: int = 0) -> None:
+        try:
+            for position, line in enumerate(lines, start):
+                if position not in self.left_out:
+                    self._try(position, line)
+        finally:
+            self._close_all()
+
+    def _run_in_calls(self, call: Call) -> None:
+        """Run every second stretch of lines in a call, the others outside."""
+        lines = self.program.lines
+        for start in range(0, len(lines), STRETCH):
+            stretch = lines[start : start + STRETCH]
+            run = functools.partial(self._run_lines, stretch, start)
+            self._in_call = start % (2 * STRETCH) == 0
+            if self._in_call:
+                call(run)
+            else:
+                run()
+        self._in_call = False
 
     def _close_all(self) -> None:
         """Close what is open, innermost first, even if one of them raises."""
@@ -342,7 +374,7 @@ class Machine:
         tensor = self._slot(line.first)
         match line.name:
             case "open":
-                if not self._open:
+                if not self._open and self.call is None:
                     self._region_number += 1
                 options = OPTIONS[line.second % len(OPTIONS)]
                 scope = self.region(f"program {position}", **options)
@@ -357,8 +389,11 @@ class Machine:
             case "off":
                 with torch.no_grad():
                     self.slots.append(tensor * 2)
-            case "keep" | "recompute" | "unmark" if self.region is not plain:
-                _mark(line.name, tensor)
+            case "keep" | "recompute" | "unmark":
+                # For the twin too: PyTorch refuses to show some views' graph.
+                _ = tensor.grad_fn
+                if self.region is not plain:
+                    _mark(line.name, tensor)
 
     def _backwards(self) -> None:
         for number, chosen in enumerate(self.program.backwards):
@@ -396,7 +431,7 @@ class Machine:
         return found[-1 - number % len(found)] if found else None
 
     def _note_use(self, *tensors: Tensor) -> None:
-        if self._open:
+        if self._open or self._in_call:
             for tensor in tensors:
                 storage = tensor.untyped_storage()
                 self._used.setdefault(storage._cdata, set()).add(self._region_number)
@@ -406,39 +441,58 @@ class Machine:
     def _note_write(self, *tensors: Tensor) -> None:
         for tensor in tensors:
             address = tensor.untyped_storage()._cdata
-            now = {self._region_number} if self._open else set[int]()
+            inside = self._open or self._in_call
+            now = {self._region_number} if inside else set[int]()
             if self._used.get(address, set()) - now:
                 self.written_after_use = True
 
 
-def repaired(program: Program) -> tuple[frozenset[int], Machine]:
+def repaired(program: Program, **how: Any) -> tuple[frozenset[int], Machine]:
     """Find which writes plain autograd accepts; leave the others out.
+
+    Args:
+        program: The program.
+        **how: `call` and `around`, as for a machine.
 
     Returns:
         The lines to leave out, and the plain machine that ran the rest.
     """
     writes = [i for i, line in enumerate(program.lines) if line.name in WRITES]
     left_out = frozenset(writes)
-    machine = _attempt(program, left_out)
+    machine = _attempt(program, left_out, how)
     assert machine is not None, "a program without writes runs"
     for position in writes:
-        attempt = _attempt(program, left_out - {position})
+        attempt = _attempt(program, left_out - {position}, how)
         if attempt is not None:
             machine, left_out = attempt, left_out - {position}
     return left_out | machine.refused, machine
 
 
-def as_step(program: Program, left_out: frozenset[int]) -> Step:
+def as_step(
+    program: Program,
+    left_out: frozenset[int],
+    *,
+    make_call: Callable[[Region], Call] | None = None,
+    around: Callable[[], contextlib.AbstractContextManager[Any]] = plain,
+) -> Step:
     """Return the program as a step for the twin's judge."""
 
     def step(region: Region) -> dict[str, Any]:
-        return Machine(program, region, left_out).run()
+        call = None if make_call is None else make_call(region)
+        return Machine(program, region, left_out, call, around).run()
 
     return step
 
 
-def _attempt(program: Program, left_out: frozenset[int]) -> Machine | None:
-    machine = Machine(program, plain, left_out)
+def run_plainly(stretch: Callable[[], None]) -> None:
+    """Run a stretch of lines as the twin of a call does."""
+    stretch()
+
+
+def _attempt(
+    program: Program, left_out: frozenset[int], how: dict[str, Any]
+) -> Machine | None:
+    machine = Machine(program, plain, left_out, **how)
     try:
         machine.run()
     except RuntimeError:

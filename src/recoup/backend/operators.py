@@ -26,7 +26,7 @@ class Facts:
         random: It draws from a generator.
         dropout_at: The position of a dropout rate, or -1; it draws only if that is
             above zero.
-        uninitialised: Its outputs hold whatever was in memory.
+        uninitialised: What it makes, or enlarges, holds whatever was in memory.
         asks_gradient_mode: Its kernel returns what backward needs only if the gradient
             mode is on.
         ragged: Places of outputs that have parts the kernel does not write.
@@ -96,7 +96,7 @@ def facts_of(operator: Any) -> Facts:
         makes_more=any(returned.alias_info is None for returned in schema.returns),
         random=torch.Tag.nondeterministic_seeded in tags or _takes_generator(schema),
         dropout_at=_place_of("dropout_p", schema),
-        uninitialised=base in _UNINITIALISED,
+        uninitialised=base in _UNINITIALISED or base in _RESIZING,
         asks_gradient_mode=base in _ASKING,
         shape_only=base in _SHAPE_ONLY,
         ragged=_RAGGED.get(base, ()),

@@ -88,13 +88,21 @@ def region(name: str, options: Options, key: Hashable) -> Iterator[Region | None
 
 
 def refuse_transform(name: str, error: BaseException | None) -> None:
-    """Raise our error if a torch.func transform inside a region was torch's."""
-    if isinstance(error, RuntimeError) and _TRANSFORM in str(error):
-        raise UnsupportedError(
-            f"region {name!r} holds a torch.func transform that PyTorch does not let "
-            "work with saved-tensor hooks. Move the transform out of the region, or "
-            "use torch.autograd.grad inside it."
-        ) from error
+    """Raise our error if torch refused a torch.func transform inside a region."""
+    advice = transform_advice(name, error)
+    if advice is not None:
+        raise UnsupportedError(advice) from error
+
+
+def transform_advice(name: str, error: BaseException | None) -> str | None:
+    """Return what to do, if torch refused a torch.func transform inside a region."""
+    if not isinstance(error, RuntimeError) or _TRANSFORM not in str(error):
+        return None
+    return (
+        f"region {name!r} holds a torch.func transform that PyTorch does not let work "
+        "with saved-tensor hooks. Move the transform out of the region, or use "
+        "torch.autograd.grad inside it."
+    )
 
 
 def skip(owner: object) -> None:

@@ -1,6 +1,7 @@
 """Modules: a region around every forward of a module, and taking it off again."""
 
 import functools
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from torch import nn
 
 from recoup.backend.compiled import call_slot, is_compiled
 from recoup.core.errors import UsageError
-from recoup.engine.active import begin, end, skip
+from recoup.engine.active import begin, end, skip, transform_advice
 from recoup.engine.policies import Policy
 from recoup.engine.region import Options
 from recoup.engine.rerun import rerun
@@ -126,6 +127,11 @@ class Attached:
         """Close the region, after an exception too."""
         del module, args, output
         end(self)
+        # torch silences what a hook raises after an exception: we can only add to it.
+        error = sys.exc_info()[1]
+        advice = transform_advice(self.name, error)
+        if error is not None and advice is not None:
+            error.add_note(advice)
 
     def take_off(self, module: nn.Module) -> None:
         """Remove the hooks."""

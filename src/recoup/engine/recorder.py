@@ -176,7 +176,8 @@ class Recorder(OperatorMode):
                 operation.writes = (*operation.writes, (before, Value(OUTSIDE, None)))
             return
         covered = facts.overwrites and covers_storage(target)
-        after = tape.overwrite(target, len(tape.operations), before, covered=covered)
+        tainted = facts.uninitialised or (before in tape.tainted and not covered)
+        after = tape.overwrite(target, len(tape.operations), before, tainted=tainted)
         operation.writes = (*operation.writes, (before, after))
 
     def _run_random(

@@ -238,7 +238,7 @@ class Tape:
             value.hold = Hold(copy_storage(hold.tensor))
 
     def overwrite(
-        self, tensor: Tensor, producer: int, before: Value, *, covered: bool
+        self, tensor: Tensor, producer: int, before: Value, *, tainted: bool
     ) -> Value:
         """Give the tensor's storage a new value, after a write by `producer`.
 
@@ -246,7 +246,7 @@ class Tape:
             tensor: What was written to.
             producer: The index of the operation that wrote.
             before: The value before.
-            covered: Nothing of the value before is left.
+            tainted: Part of it is uninitialised memory.
         """
         born = before.born
         # An operator may resize a tensor that it was given whole.
@@ -254,7 +254,7 @@ class Tape:
         value = Value(producer, self.geometry(tensor) if whole else before.geometry)
         value.born = born
         self._name(tensor, value)
-        if before in self.tainted and not covered:
+        if tainted:
             self.tainted.add(value)
         elif self._watch is not None:
             self._watch(value, tensor)
