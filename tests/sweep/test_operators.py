@@ -1,7 +1,7 @@
 """Every operator of PyTorch's database, on every sample, in and around regions."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -28,6 +28,10 @@ every_operator = pytest.mark.parametrize(
 )
 
 
+def kept_operators(scopes: Sequence[CheckpointScope]) -> list[str]:
+    return [name for scope in scopes for name in scope.kept_operators]
+
+
 @pytest.fixture(scope="module")
 def tally() -> Iterator[list[Case]]:
     """Collect the cases of the whole module, and report them where asked to."""
@@ -39,7 +43,11 @@ def tally() -> Iterator[list[Case]]:
 
 @every_operator
 def test_outputs_and_gradients_are_bitwise_those_of_the_plain_run(op, tally):
-    cases = list(operator_cases(op, CheckpointScope, variants=["alone"]))
+    cases = list(
+        operator_cases(
+            op, CheckpointScope, variants=["alone"], kept_values=kept_operators
+        )
+    )
     tally += cases
     assert failures(cases) == []
     # Nothing else may be excluded: all these samples run plainly.

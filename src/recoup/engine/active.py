@@ -110,15 +110,18 @@ def skip(owner: object) -> None:
     _OPEN.stack.append((owner, None))
 
 
-def end(owner: object) -> None:
+def end(owner: object) -> Region | None:
     """End what the owner began last on this thread; do nothing if it began nothing.
+
+    Returns:
+        The region that was ended, if there was one.
 
     Raises:
         UsageError: Something else was begun since then and has not been ended.
     """
     stack = _OPEN.stack
     if not any(other is owner for other, _ in stack):
-        return
+        return None
     if stack[-1][0] is not owner:
         raise UsageError(
             "a checkpoint region is closed before one that was opened inside it. Close "
@@ -129,3 +132,4 @@ def end(owner: object) -> None:
         region.close()
         for observer in observers():
             observer.ended(region)
+    return region

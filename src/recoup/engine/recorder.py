@@ -73,7 +73,7 @@ class Recorder(OperatorMode):
         try:
             operation = tape.call(func, args, kwargs)
         except NotImplementedError:
-            return func(*args, **kwargs)
+            return self._unrecorded(known.facts, func, args, kwargs)
         if tape.lazy_bits_seen:
             out = run_complex(func, args, kwargs)
         else:
@@ -107,6 +107,7 @@ class Recorder(OperatorMode):
         earlier = [self._before_write(target) for target in targets]
         out = self._run_random(operation, facts, func, args, kwargs)
         if crosses_devices(args, out):
+            self.tape.unrecorded.append(facts.name)
             for target in targets:
                 self.tape.forget(target)
             return out
@@ -201,6 +202,7 @@ class Recorder(OperatorMode):
         self, facts: Facts, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run an operator that is not replayed; its results are as from outside."""
+        self.tape.unrecorded.append(facts.name)
         targets = [t for t in _targets(facts, args, kwargs) if has_storage(t)]
         for target in targets:
             self.tape.protect(target)

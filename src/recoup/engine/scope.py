@@ -1,6 +1,7 @@
 """Scopes: `with CheckpointScope("layer1"):` around ordinary PyTorch code."""
 
 import inspect
+from collections import Counter
 from collections.abc import Hashable
 from types import TracebackType
 from typing import Self
@@ -81,6 +82,7 @@ class CheckpointScope:
         self._verify: Verify = verify
         self._cache = cache
         self._nodes: list[CheckpointNode] = []
+        self._kept_operators: Counter[str] = Counter()
         self.is_enabled = enabled
         self.use_recomputation = use_recomputation
 
@@ -94,6 +96,14 @@ class CheckpointScope:
         """The regions of this scope whose graph is still alive, oldest first."""
         self._nodes = [node for node in self._nodes if node.is_alive]
         return list(self._nodes)
+
+    @property
+    def kept_operators(self) -> dict[str, int]:
+        """How often operators ran in the scope whose results are never recomputed.
+
+        What they return is held if backward or a replay needs it.
+        """
+        return dict(self._kept_operators)
 
     @property
     def memory_bytes(self) -> int:
@@ -127,7 +137,9 @@ class CheckpointScope:
         Raises:
             UsageError: A region that was opened inside it is still open.
         """
-        end(self)
+        region = end(self)
+        if region is not None:
+            self._kept_operators.update(region.tape.unrecorded)
 
     def _options(self) -> Options:
         return Options(

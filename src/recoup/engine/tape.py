@@ -56,6 +56,8 @@ class Tape:
         saved: The values that autograd saved, each once, in order.
         forced: The values that the user asked to be recomputed.
         tainted: The values that are partly uninitialised memory, as far as is known.
+        unrecorded: The operators that ran without being recorded: what they returned is
+            kept if it is needed.
         written: The outcomes of writes to tensors from outside.
         unverified: Values with parts that no kernel writes, which are not compared.
         lazy_bits_seen: A complex tensor was met, so there may be lazy conjugations.
@@ -68,6 +70,7 @@ class Tape:
         self.saved: dict[Value, None] = {}
         self.forced: set[Value] = set()
         self.tainted: set[Value] = set()
+        self.unrecorded: list[str] = []
         self.written: set[Value] = set()
         self.unverified: set[Value] = set()
         self._policy = policy
