@@ -38,8 +38,10 @@ from recoup.engine.profiler import CheckpointProfiler
 from recoup.engine.recomputing import is_recomputing
 from recoup.engine.rerun import rerun
 from recoup.engine.scope import CheckpointScope
+from recoup.measure.advice import Advice, Suggestion, suggest
 
 __all__ = [
+    "Advice",
     "CaptureError",
     "ChangedTensorError",
     "CheckpointGroup",
@@ -54,6 +56,7 @@ __all__ = [
     "Policy",
     "RecoupError",
     "ReplayError",
+    "Suggestion",
     "UnsupportedError",
     "UsageError",
     "adaptive_checkpoint",
@@ -70,6 +73,7 @@ __all__ = [
     "mark_checkpoint",
     "recompute",
     "rerun",
+    "suggest",
     "uncheckpoint_module",
     "unmark_checkpoint",
 ]

@@ -329,6 +329,7 @@ class Machine:
             run = functools.partial(self._run_lines, stretch, start)
             self._in_call = start % (2 * STRETCH) == 0
             if self._in_call:
+                self._region_number += 1
                 call(run)
             else:
                 run()
@@ -374,7 +375,7 @@ class Machine:
         tensor = self._slot(line.first)
         match line.name:
             case "open":
-                if not self._open and self.call is None:
+                if not self._open and not self._in_call:
                     self._region_number += 1
                 options = OPTIONS[line.second % len(OPTIONS)]
                 scope = self.region(f"program {position}", **options)

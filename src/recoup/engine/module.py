@@ -4,7 +4,7 @@ import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -21,14 +21,17 @@ _FLAG = "use_gradient_checkpointing"
 _ABSENT = "absent"
 
 
+Model = TypeVar("Model", bound=nn.Module)
+
+
 def checkpoint_module(
-    module: nn.Module,
+    module: Model,
     *,
     name: str | None = None,
     policy: Policy | None = None,
     verify: Verify = "first",
     cache: bool = False,
-) -> nn.Module:
+) -> Model:
     """Run every forward of a module in a region.
 
     The module stays the same object with the same parameters, and its `state_dict` has
@@ -80,7 +83,7 @@ def checkpoint_module(
     return module
 
 
-def uncheckpoint_module(module: nn.Module) -> nn.Module:
+def uncheckpoint_module(module: Model) -> Model:
     """Take the regions off a module again; do nothing if it has none.
 
     Returns:
