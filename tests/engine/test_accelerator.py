@@ -1,5 +1,6 @@
 """What holds on an accelerator: the same bits, no more memory, no synchronisation."""
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -117,11 +118,17 @@ def test_the_peak_is_at_most_that_of_torch_checkpoint_and_far_below_plain():
     assert ours < kept / 2
 
 
+def refuse_synchronisation() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is a prototype, torch says
+        torch.cuda.set_sync_debug_mode("error")
+
+
 def test_nothing_synchronises_but_the_verdict_at_the_end_of_the_first_backward():
     block = Block().to("cuda", torch.bfloat16)
     x = torch.randn(2, 64, 256, device="cuda", dtype=torch.bfloat16)
     scoped(block, x).sum().backward()  # the first use, verified
-    torch.cuda.set_sync_debug_mode("error")
+    refuse_synchronisation()
     try:
         scoped(block, x).sum().backward()
         with CheckpointScope("costly", policy=KeepCostly(), verify="always"):

@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 from recoup import (
     CheckpointProfiler,
@@ -97,7 +97,7 @@ def test_a_block_between_two_scopes_leaves_alive_only_its_output():
 
 
 def perceptron_block(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    return F.linear(F.gelu(F.linear(x, up)), down)
+    return functional.linear(functional.gelu(functional.linear(x, up)), down)
 
 
 def test_the_profiler_counts_the_bytes_saved_exactly():
@@ -120,7 +120,7 @@ def test_a_bias_that_only_the_replay_needs_is_counted_as_kept():
     x = torch.randn(6, 8, requires_grad=True)
     layer = nn.Linear(8, 32)
     with CheckpointProfiler() as profiler, unverified("block"):
-        y = F.gelu(layer(x))
+        y = functional.gelu(layer(x))
     assert profiler.memory_saved() == 6 * 32 * FLOAT - layer.bias.nbytes
     del y
 
@@ -141,7 +141,7 @@ def test_what_is_saved_outside_of_regions_counts_on_both_sides():
 def test_generator_states_are_counted_as_kept():
     x = torch.randn(6000, requires_grad=True)
     with CheckpointProfiler() as profiler, unverified("block"):
-        y = F.dropout(x.sin()).cos()
+        y = functional.dropout(x.sin()).cos()
     state_bytes = torch.get_rng_state().nbytes
     assert profiler.kept_bytes() == x.nbytes + state_bytes
     del y

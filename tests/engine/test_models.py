@@ -247,9 +247,9 @@ def test_hooks_around_a_region_keep_what_the_region_holds():
 
     x = torch.randn(4, requires_grad=True)
     h = x * 2
-    with saved_tensors_hooks(pack, lambda number: packed[number]):
-        with CheckpointScope("inside", verify="always"):
-            y = h.exp().sin()
+    hooks = saved_tensors_hooks(pack, lambda number: packed[number])
+    with hooks, CheckpointScope("inside", verify="always"):
+        y = h.exp().sin()
     assert [t.shape for t in packed] == [(4,)]
     h.detach().fill_(100.0)  # The hooks have a copy: this changes nothing.
     y.sum().backward()

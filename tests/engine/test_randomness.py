@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 from recoup import CheckpointScope, MismatchError
 from tests.support.twin import Region, compare
@@ -17,10 +17,10 @@ always = functools.partial(CheckpointScope, verify="always")
 Draw = Callable[[Tensor, torch.Generator], Tensor]
 
 DRAWS: dict[str, Draw] = {
-    "dropout": lambda x, _: F.dropout(x, 0.3),
-    "dropout in place": lambda x, _: F.dropout(x * 1, 0.3, inplace=True),
-    "alpha dropout": lambda x, _: F.alpha_dropout(x, 0.3),
-    "feature dropout": lambda x, _: F.dropout1d(x, 0.5),
+    "dropout": lambda x, _: functional.dropout(x, 0.3),
+    "dropout in place": lambda x, _: functional.dropout(x * 1, 0.3, inplace=True),
+    "alpha dropout": lambda x, _: functional.alpha_dropout(x, 0.3),
+    "feature dropout": lambda x, _: functional.dropout1d(x, 0.5),
     "bernoulli": lambda x, _: x * torch.bernoulli(torch.full_like(x, 0.5)),
     "rand_like": lambda x, _: x * torch.rand_like(x),
     "randn": lambda x, _: x * torch.randn(x.shape),
@@ -30,9 +30,9 @@ DRAWS: dict[str, Draw] = {
     "uniform_ on a slice": lambda x, _: x * torch.zeros_like(x)[:, :1].uniform_(),
     "exponential_": lambda x, _: x * torch.empty_like(x).exponential_(),
     "multinomial": lambda x, _: x[torch.multinomial(torch.ones(len(x)), 3)] * 2,
-    "rrelu": lambda x, _: F.rrelu(x, training=True),
-    "gumbel softmax": lambda x, _: F.gumbel_softmax(x, hard=True),
-    "attention": lambda x, _: F.scaled_dot_product_attention(
+    "rrelu": lambda x, _: functional.rrelu(x, training=True),
+    "gumbel softmax": lambda x, _: functional.gumbel_softmax(x, hard=True),
+    "attention": lambda x, _: functional.scaled_dot_product_attention(
         x[None], x[None] * 2, x[None].sin(), dropout_p=0.4
     ),
     "poisson": lambda x, _: x * torch.poisson(x.detach().abs() * 4),
@@ -42,7 +42,7 @@ DRAWS: dict[str, Draw] = {
     "own randn": lambda x, g: x * torch.randn(x.shape, generator=g),
     "own normal_": lambda x, g: x * torch.empty_like(x).normal_(generator=g),
     "own randperm": lambda x, g: x[torch.randperm(len(x), generator=g)] * 1.5,
-    "fractional pooling": lambda x, _: F.fractional_max_pool2d(
+    "fractional pooling": lambda x, _: functional.fractional_max_pool2d(
         x.reshape(1, 1, 4, 8) * 2, 2, output_size=(2, 3)
     ),
 }
@@ -96,9 +96,9 @@ def test_a_seed_set_inside_a_region_holds():
     def step(region: Region) -> dict[str, Any]:
         x = torch.randn(8, requires_grad=True)
         with region("block"):
-            y = F.dropout(x.exp())
+            y = functional.dropout(x.exp())
             torch.manual_seed(5)
-            y = F.dropout(y.sin() + 2).exp()
+            y = functional.dropout(y.sin() + 2).exp()
         y.sum().backward()
         return {"x": x.grad, "y": y}
 
@@ -110,8 +110,8 @@ def test_a_forked_generator_inside_a_region_is_put_back_as_in_the_twin():
         x = torch.randn(8, requires_grad=True)
         with region("block"):
             with torch.random.fork_rng():
-                y = F.dropout(x.exp())
-            y = F.dropout(y.sin() + 2).exp()
+                y = functional.dropout(x.exp())
+            y = functional.dropout(y.sin() + 2).exp()
         y.sum().backward()
         return {"x": x.grad, "y": y}
 
@@ -122,13 +122,13 @@ def test_a_generator_state_is_kept_only_where_numbers_were_drawn():
     x = torch.randn(1, 2, 4, 8, requires_grad=True)
     scope = CheckpointScope("block", verify="off")
     with scope:
-        y = F.dropout(x, 0.0).exp()
-        y = F.scaled_dot_product_attention(y, y, y, dropout_p=0.0).sin()
+        y = functional.dropout(x, 0.0).exp()
+        y = functional.scaled_dot_product_attention(y, y, y, dropout_p=0.0).sin()
     region = scope.nodes[0].region
     assert region is not None
     assert region.random_bytes() == 0
     with scope:
-        z = F.dropout(x, 0.5).exp().sin()
+        z = functional.dropout(x, 0.5).exp().sin()
     region = scope.nodes[-1].region
     assert region is not None
     assert region.random_bytes() == torch.get_rng_state().nbytes
@@ -152,7 +152,7 @@ def test_a_replay_that_raises_puts_the_generators_back():
     x, scale = torch.randn(8, requires_grad=True), torch.randn(8)
     with CheckpointScope("block", verify="full"):
         y = (x * torch.bernoulli((scale * 0.1).sigmoid(), generator=own)).exp()
-        y = F.dropout(y).sin()
+        y = functional.dropout(y).sin()
     scale.data.fill_(100.0)
     states = torch.get_rng_state(), own.get_state()
     with pytest.raises(MismatchError):
@@ -177,7 +177,7 @@ def test_numbers_drawn_between_forward_and_backward_are_the_twins():
     def step(region: Region) -> dict[str, Any]:
         x = torch.randn(8, requires_grad=True)
         with region("block"):
-            y = F.dropout(x.exp()).sin()
+            y = functional.dropout(x.exp()).sin()
         first = torch.rand(3)
         y.sum().backward()
         return {"x": x.grad, "draws": [first, torch.rand(3)]}

@@ -342,11 +342,18 @@ def test_an_unknown_word_for_verify_is_refused():
         CheckpointScope("scope", verify="sometimes")  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.bool]
-    + [torch.complex64, torch.float8_e4m3fn],
-)
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.int8,
+    torch.bool,
+    torch.complex64,
+    torch.float8_e4m3fn,
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("length", [0, 1, 2, 7, 1000])
 def test_a_fingerprint_depends_on_every_element_and_its_place(dtype, length):
     tensor = torch.randn(length).mul(100).to(dtype)

@@ -72,26 +72,29 @@ class Alive(Watching):
         return sum(self.sizes)
 
 
-class SavedByAutograd(saved_tensors_hooks):
+class SavedByAutograd:
     """Counts the unique storages that autograd saves in the block, holding them."""
 
     def __init__(self) -> None:
         self._storages: dict[int, torch.UntypedStorage] = {}
-        super().__init__(self._pack, lambda tensor: tensor)
+        self._hooks = saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
     def __enter__(self) -> Self:
-        super().__enter__()
+        self._hooks.__enter__()
         return self
 
-    def _pack(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        self._storages[storage._cdata] = storage
-        return tensor
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.__exit__(*error)
 
     def bytes_without(self, *tensors: Tensor) -> int:
         """Return the bytes saved, leaving out those of the tensors given."""
         known = {tensor.untyped_storage()._cdata for tensor in tensors}
         return sum(s.nbytes() for a, s in self._storages.items() if a not in known)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        self._storages[storage._cdata] = storage
+        return tensor
 
 
 def flops_of(step: Any) -> int:

@@ -4,13 +4,14 @@ Every model takes a region factory as its second argument, so that the same code
 plainly and under test. Regions come from the factory alone.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 from tests.support.twin import Region, Step
 
@@ -20,13 +21,13 @@ class Perceptron(nn.Module):
 
     def __init__(self, widths: Sequence[int] = (8, 16, 16, 4)) -> None:
         super().__init__()
-        pairs = zip(widths[:-1], widths[1:], strict=True)
+        pairs = itertools.pairwise(widths)
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairs)
 
     def forward(self, x: Tensor, region: Region) -> Tensor:
         for number, layer in enumerate(self.layers[:-1]):
             with region(f"layer {number}"):
-                x = F.gelu(layer(x))
+                x = functional.gelu(layer(x))
         return self.layers[-1](x)
 
 
@@ -81,7 +82,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self._drop(self._attend(self.attention_norm(x)))
-        return x + self._drop(self.down(F.gelu(self.up(self.norm(x)))))
+        return x + self._drop(self.down(functional.gelu(self.up(self.norm(x)))))
 
     def _attend(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
@@ -91,13 +92,13 @@ class Block(nn.Module):
             for part in self.query_key_value(x).chunk(3, dim=-1)
         )
         rate = self.dropout if self.training else 0.0
-        found = F.scaled_dot_product_attention(
+        found = functional.scaled_dot_product_attention(
             query, key, value, dropout_p=rate, is_causal=True
         )
         return self.projection(found.transpose(1, 2).reshape(batch, length, width))
 
     def _drop(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.dropout, self.training) if self.dropout else x
+        return functional.dropout(x, self.dropout, self.training) if self.dropout else x
 
 
 class Transformer(nn.Module):

@@ -70,6 +70,17 @@ class Facts:
         )
 
 
+_NAMES: dict[Any, str] = {}
+
+
+def name_of(operator: Any) -> str:
+    """Return the operator's name with its overload, as `aten.add.Tensor`."""
+    name = _NAMES.get(operator)
+    if name is None:
+        name = _NAMES[operator] = str(operator)
+    return name
+
+
 def facts_of(operator: Any) -> Facts:
     """Return what is known about an operator.
 
@@ -80,10 +91,10 @@ def facts_of(operator: Any) -> Facts:
         True
     """
     if isinstance(operator, HigherOrderOperator):
-        return Facts(name=str(operator), opaque=True)
+        return Facts(name=name_of(operator), opaque=True)
     schema = operator._schema
     tags = operator.tags
-    name = str(operator)
+    name = name_of(operator)
     base = schema.name
     written = _writes(schema)
     return Facts(

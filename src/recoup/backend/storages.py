@@ -8,6 +8,9 @@ from torch import Tensor
 address_of = operator.attrgetter("_cdata")
 """Return the address of a storage object; in C, for the recorder's inner loop."""
 
+weak_reference_to = operator.methodcaller("_weak_ref")
+"""Pin the address of a storage object and return it; see `take_weak_reference`."""
+
 free_weak_reference = torch.UntypedStorage._free_weak_ref
 """Release one weak reference taken with `take_weak_reference`, by address."""
 

@@ -1,5 +1,6 @@
 """Policies: which outputs a region keeps although it could recompute them."""
 
+import functools
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,7 +36,7 @@ class KeepCostly:
     def keeps(self, operator: str, nbytes: int) -> bool:
         """Return whether the operator is a matrix product, convolution or attention."""
         del nbytes
-        return operator.split(".")[1] in _COSTLY
+        return _is_costly(operator)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,11 @@ class KeepSmall:
         """Return whether the output is small enough to keep."""
         del operator
         return nbytes <= self.threshold_bytes
+
+
+@functools.cache
+def _is_costly(operator: str) -> bool:
+    return operator.split(".")[1] in _COSTLY
 
 
 _COSTLY = frozenset(

@@ -29,10 +29,6 @@ class _Known:
         self.simple = self.facts.simple
 
 
-_SEED_BYTES = 64
-"""Random operators return seeds and offsets among their results, uninitialised ones if
-they did not draw (attention without dropout). So their tiny results are kept."""
-
 _KNOWN: dict[Any, _Known] = {}
 
 
@@ -113,13 +109,10 @@ class Recorder(OperatorMode):
             return out
         for target, before in zip(targets, earlier, strict=True):
             self._after_write(facts, operation, target, before)
-        self.tape.append(
-            operation,
-            out,
-            tainted=facts.uninitialised,
-            above_bytes=_SEED_BYTES if facts.random else -1,
-            ragged=facts.ragged,
-        )
+        ragged = facts.ragged
+        if facts.random and operation.random is None:
+            ragged = (*ragged, *_seeds(out))
+        self.tape.append(operation, out, tainted=facts.uninitialised, ragged=ragged)
         return out
 
     def _shape_only(
@@ -210,6 +203,22 @@ class Recorder(OperatorMode):
         for target in targets:
             self.tape.forget(target)
         return out
+
+
+def _seeds(out: Any) -> list[int]:
+    """Return the places of seeds and offsets among a random operator's results.
+
+    If it did not draw (attention without dropout), nobody wrote to them.
+    """
+    results = out if isinstance(out, (tuple, list)) else (out,)
+    return [
+        place
+        for place, result in enumerate(results)
+        if isinstance(result, Tensor) and result.nbytes <= _SEED_BYTES
+    ]
+
+
+_SEED_BYTES = 64
 
 
 def _targets(

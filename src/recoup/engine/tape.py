@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recoup.backend.operators import Operator
+from recoup.backend.operators import Operator, name_of
 from recoup.backend.storages import (
     QUANTIZED,
     Geometry,
@@ -17,6 +17,7 @@ from recoup.backend.storages import (
     free_weak_reference,
     lazy_bits,
     take_weak_reference,
+    weak_reference_to,
 )
 from recoup.engine.policies import Policy
 from recoup.engine.values import OUTSIDE, Hold, Operation, Value, View
@@ -105,7 +106,8 @@ class Tape:
         Raises:
             NotImplementedError: The tensor has no storage.
         """
-        value = self._current.get(address_of(tensor.untyped_storage()))
+        storage = tensor.untyped_storage()
+        value = self._current.get(address_of(storage))
         if value is not None and value.producer != OUTSIDE:
             if not self.tainted or value not in self.tainted:
                 geometry = value.geometry
@@ -115,7 +117,7 @@ class Tape:
             self._give_up(value)
         hold = Hold(alias(tensor))
         if value is None:
-            value = self._admit(tensor)
+            value = self._admit(tensor, storage)
         if value.hold is None:
             value.hold = hold
             value.born = weakref.ref(tensor)
@@ -131,9 +133,10 @@ class Tape:
         Raises:
             NotImplementedError: The tensor has no storage.
         """
-        value = self._current.get(address_of(tensor.untyped_storage()))
+        storage = tensor.untyped_storage()
+        value = self._current.get(address_of(storage))
         if value is None:
-            value = self._admit(tensor)
+            value = self._admit(tensor, storage)
         elif self.tainted and read and value in self.tainted:
             self._give_up(value)
         elif _is_unmoved(tensor, value):
@@ -202,7 +205,6 @@ class Tape:
         out: Any,
         *,
         tainted: bool = False,
-        above_bytes: int = -1,
         ragged: Sequence[int] = (),
     ) -> None:
         """Put an operation on the tape with the new values among its results.
@@ -211,7 +213,6 @@ class Tape:
             operation: What ran.
             out: Its results.
             tainted: They are uninitialised memory.
-            above_bytes: Results of at most this many bytes are kept, not recomputed.
             ragged: Places of results with parts that the kernel does not write.
         """
         index = len(self.operations)
@@ -219,14 +220,16 @@ class Tape:
             self._born(operation, index, None, out)
         elif isinstance(out, (tuple, list)):
             for place, element in enumerate(out):
-                if isinstance(element, Tensor) and element.nbytes > above_bytes:
+                if isinstance(element, Tensor):
                     self._born(operation, index, place, element)
         if operation.outputs or operation.writes:
             self.operations.append(operation)
+            if ragged:
+                self.unverified.update(v for at, v in operation.outputs if at in ragged)
             if tainted:
                 self.tainted.update(value for _, value in operation.outputs)
             elif self._watch is not None:
-                self._watch_outputs(operation, out, ragged)
+                self._watch_outputs(operation, out)
 
     def protect(self, tensor: Tensor) -> None:
         """Prepare for a write: what the tape refers to must survive it."""
@@ -300,23 +303,19 @@ class Tape:
             ]
         return argument
 
-    def _watch_outputs(
-        self, operation: Operation, out: Any, ragged: Sequence[int]
-    ) -> None:
+    def _watch_outputs(self, operation: Operation, out: Any) -> None:
         assert self._watch is not None, "only called when somebody watches"
         for place, value in operation.outputs:
-            if place in ragged:
-                self.unverified.add(value)
-            else:
+            if value not in self.unverified:
                 self._watch(value, out if place is None else out[place])
 
-    def _admit(self, tensor: Tensor) -> Value:
+    def _admit(self, tensor: Tensor, storage: torch.UntypedStorage) -> Value:
         if tensor.dtype in _SPECIAL:
             self.geometry(tensor)
         elif not self.lazy_bits_seen and tensor.is_neg():
             self.lazy_bits_seen = True
         value = Value(OUTSIDE, None)
-        self._current[take_weak_reference(tensor)] = value
+        self._current[weak_reference_to(storage)] = value
         return value
 
     def _give_up(self, value: Value) -> None:
@@ -348,7 +347,7 @@ class Tape:
         operation.outputs.append((place, value))
         policy = self._policy
         if policy is not None and policy.keeps(
-            str(operation.operator), tensor.untyped_storage().nbytes()
+            name_of(operation.operator), tensor.untyped_storage().nbytes()
         ):
             value.hold = Hold(alias(tensor))
 
