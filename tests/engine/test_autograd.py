@@ -464,11 +464,9 @@ def test_an_exception_in_a_hook_leaves_the_region_usable():
     with pytest.raises(BrokenError):
         z.sum().backward(retain_graph=True)
     failing.append(False)
-    assert x.grad is None
-    z.sum().backward()
-    twin = x.detach().clone().requires_grad_()
-    twin.exp().sin().exp().sum().backward()
-    assert torch.equal(x.grad, twin.grad)
+    (ours,) = torch.autograd.grad(z.sum(), x)
+    (twins,) = torch.autograd.grad(x.exp().sin().exp().sum(), x)
+    assert torch.equal(ours, twins)
 
 
 class Product(torch.autograd.Function):

@@ -110,7 +110,7 @@ def test_a_mark_on_no_tensor_is_refused(function, given):
 
 def test_checkpoint_of_a_tensor_with_more_arguments_is_refused():
     with pytest.raises(UsageError, match="the tensor alone"):
-        checkpoint(leaf().exp(), 3)  # pyright: ignore[reportCallIssue, reportArgumentType]
+        checkpoint(leaf().exp(), 3)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("inputs", [leaf(), 3, {"a": leaf()}, [leaf(), 3], None])
@@ -223,7 +223,6 @@ def test_after_an_error_in_backward_the_next_step_is_right():
     x = leaf()
     scope = CheckpointScope("recovering", verify="always")
     for wrong in (True, False):
-        x.grad = None
         scale = torch.randn(3)
         with scope:
             y = (x * scale.exp()).sin()
@@ -232,6 +231,5 @@ def test_after_an_error_in_backward_the_next_step_is_right():
             with pytest.raises(ChangedTensorError):
                 y.sum().backward()
         else:
-            y.sum().backward()
-            expected = (scale.exp() * (x * scale.exp()).cos()).detach()
-            assert torch.equal(x.grad, expected)
+            (found,) = torch.autograd.grad(y.sum(), x)
+            assert torch.equal(found, scale.exp() * (x * scale.exp()).cos())

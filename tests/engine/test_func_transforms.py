@@ -26,6 +26,7 @@ def forward_mode_inside(x: Tensor, tangent: Tensor, region: Region) -> Any:
     with forward_ad.dual_level(), region("block"):
         dual = forward_ad.make_dual(x, tangent)
         value, derivative = forward_ad.unpack_dual(dual.exp().sin())
+        assert derivative is not None
     return value, derivative, torch.autograd.grad(derivative.sum(), x)
 
 
@@ -35,6 +36,7 @@ def forward_mode_outside(x: Tensor, tangent: Tensor, region: Region) -> Any:
         with region("block"):
             y = dual.exp().sin()
         value, derivative = forward_ad.unpack_dual(y)
+        assert derivative is not None
     return value, derivative, torch.autograd.grad(derivative.sum(), x)
 
 

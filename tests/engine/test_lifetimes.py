@@ -25,7 +25,7 @@ from recoup.backend.fingerprints import fingerprint
 from recoup.backend.memory import StorageMeter
 from tests.support.counting import Alive, Operators
 from tests.support.models import PROBLEMS
-from tests.support.programs import Machine, Program, programs, repaired
+from tests.support.programs import PHASES, Machine, Program, programs, repaired
 from tests.support.twin import plain
 
 unverified = functools.partial(CheckpointScope, verify="off")
@@ -337,9 +337,9 @@ def test_an_outside_tensor_that_no_replay_needs_is_not_held():
         assert alive.sizes == [SIZE_BYTES] * 3
         del y, z
         with unverified("block"):
-            (x + big).sum()
+            total = (x + big).sum()
         del big
-        assert alive.sizes == [SCALAR_BYTES]
+        assert alive.sizes == [total.nbytes]
 
 
 def test_a_group_frees_its_region_with_the_graph():
@@ -390,11 +390,13 @@ def left_alive(program: Program, region: Any, left_out: frozenset[int]) -> list[
             machine.run()
         except ChangedTensorError as error:
             error.__traceback__ = None
+            # PyTorch keeps the gradients of a failed backward until the next one.
+            torch.ones((), requires_grad=True).backward()
         del machine
         return alive.sizes
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, phases=PHASES)
 @given(program=programs)
 def test_a_random_program_leaves_nothing_alive(program):
     left_out, _ = repaired(program)

@@ -2,14 +2,16 @@
 
 import pytest
 import torch
-from hypothesis import Phase, event, given, settings
+from hypothesis import event, given, settings
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from recoup import ChangedTensorError, CheckpointGroup, CheckpointScope
 from tests.support.programs import (
+    PHASES,
     WRITES,
     Call,
+    Instruction,
     Program,
     as_step,
     programs,
@@ -17,9 +19,6 @@ from tests.support.programs import (
     run_plainly,
 )
 from tests.support.twin import Region, judge, plain
-
-# The phase that explains a failure line by line takes longer than all the others.
-PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
 
 
 def check(program: Program) -> None:
@@ -79,6 +78,17 @@ def check_hooked(program: Program) -> None:
         for position, line in enumerate(machine.program.lines)
     )
     assert verdict.kind != "refused" or written, verdict.detail
+
+
+def forgetful(*_: object, **__: object) -> saved_tensors_hooks:
+    """Make a region that gives back what was saved with one bit in error."""
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor + 1e-15)
+
+
+def test_a_region_that_gives_back_something_else_is_found():
+    lines = (Instruction("open", 0, 0), Instruction("product", 4, 5))
+    verdict = judge(as_step(Program(lines, ((0,),)), frozenset()), forgetful)
+    assert verdict.kind == "wrong"
 
 
 @settings(max_examples=200, phases=PHASES)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from hypothesis import Phase
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -71,6 +72,9 @@ _WEIGHTED = (
     *("open" for _ in range(10)),
     *("close" for _ in range(5)),
 )
+
+# The phase that explains a failure line by line takes longer than all the others.
+PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
 
 _NUMBERS = st.integers(0, 11)
 _LINES = st.builds(Instruction, st.sampled_from(_WEIGHTED), _NUMBERS, _NUMBERS)

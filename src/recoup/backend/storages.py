@@ -118,9 +118,9 @@ def fitted(tensor: Tensor, geometry: Geometry) -> Tensor:
     """Return the tensor if it has this geometry, else a view that has it."""
     shape, stride, offset, dtype, bits = geometry
     if (
-        tensor.shape == shape
+        tensor.stride() == stride
+        and tensor.shape == shape
         and tensor.dtype is dtype
-        and tensor.stride() == stride
         and tensor.storage_offset() == offset
         and lazy_bits(tensor) == bits
     ):

@@ -23,6 +23,12 @@ def is_handing_over() -> bool:
     return _HANDING.over
 
 
+def is_watched_from_around() -> bool:
+    """Return whether there are saved-tensor hooks to hand anything over to."""
+    hooks = ambient_hooks()
+    return hooks is not None and not is_transparent(hooks[0])
+
+
 def hand_over(holds: Sequence[Hold]) -> None:
     """Pass holds on to the saved-tensor hooks in force on this thread, if any.
 

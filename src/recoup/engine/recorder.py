@@ -21,15 +21,18 @@ from recoup.engine.values import OUTSIDE, Operation, Value
 
 
 class _Known:
-    """An operator's facts, with the two that are asked for every call."""
+    """An operator's facts, with those that are asked for every call."""
 
     def __init__(self, operator: Any) -> None:
+        self.operator = operator  # keeps its identity from being given to another
         self.facts = facts_of(operator)
         self.passes = self.facts.passes
         self.simple = self.facts.simple
+        self.reshapes = self.facts.passes and bool(self.facts.writes)
 
 
-_KNOWN: dict[Any, _Known] = {}
+_KNOWN: dict[int, _Known] = {}
+"""By identity: hashing an operator is a call into Python."""
 
 
 class Recorder(OperatorMode):
@@ -52,12 +55,12 @@ class Recorder(OperatorMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run the operator, and record it unless it only makes views."""
-        known = _KNOWN.get(func)
+        known = _KNOWN.get(id(func))
         if known is None:
-            known = _KNOWN[func] = _Known(func)
+            known = _KNOWN[id(func)] = _Known(func)
         if known.passes or self.paused:
             out = func(*args, **kwargs) if kwargs else func(*args)
-            if known.facts.writes:
+            if known.reshapes:
                 self.tape.reshape(out)
             return out
         kwargs = kwargs or {}

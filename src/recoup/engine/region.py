@@ -18,7 +18,11 @@ from recoup.backend.graph import (
 )
 from recoup.backend.storages import Geometry, alias, copy_storage, fitted, version_of
 from recoup.core.errors import ClearedError
-from recoup.engine.holding import hand_over, is_handing_over
+from recoup.engine.holding import (
+    hand_over,
+    is_handing_over,
+    is_watched_from_around,
+)
 from recoup.engine.observers import Listener
 from recoup.engine.policies import Policy
 from recoup.engine.program import Program, needed
@@ -129,18 +133,15 @@ class Region:
         tape.saved = dict.fromkeys(wanted)
         if self._check is None:
             LEDGER.ran(self._key, signature(operations))
-        kept = {id(hold) for hold in self._kept}
         for value in roots:
             if tape.written:
                 self._settle_state(value)
-            hold = value.hold
-            assert hold is not None, "roots are held"
-            hold.settle()
-            if id(hold) in kept:
-                # Backward and replays each fetch their own, once.
-                value.hold = hold.twin()
+            assert value.hold is not None, "roots are held"
+            value.hold.settle()
         self._roots = roots
-        hand_over(self.holds())
+        if is_watched_from_around():
+            self._part_holds(roots)
+            hand_over(self.holds())
         self._saved_count = sum(_is_wanted(value) for value in wanted)
 
     def pack(self, tensor: Tensor) -> Saved | Hold:
@@ -246,6 +247,13 @@ class Region:
             self._check.remember(value, tensor, geometry)
         finally:
             self._recorder.paused = False
+
+    def _part_holds(self, roots: list[Value]) -> None:
+        """Let backward and replays each fetch their own hold, once."""
+        kept = {id(hold) for hold in self._kept}
+        for value in roots:
+            if value.hold is not None and id(value.hold) in kept:
+                value.hold = value.hold.twin()
 
     def _settle_state(self, value: Value) -> None:
         """Copy a small tensor from outside that the region itself wrote to."""

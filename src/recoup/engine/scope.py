@@ -3,6 +3,7 @@
 import inspect
 from collections import Counter
 from collections.abc import Hashable
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -78,9 +79,9 @@ class CheckpointScope:
         caller = _caller()
         self._name = name
         self._key: Hashable = (name, *caller)
-        self._policy = policy
-        self._verify: Verify = verify
-        self._cache = cache
+        self._known_options = Options(
+            recompute=use_recomputation, policy=policy, cache=cache, verify=verify
+        )
         self._nodes: list[CheckpointNode] = []
         self._kept_operators: Counter[str] = Counter()
         self.is_enabled = enabled
@@ -142,12 +143,11 @@ class CheckpointScope:
             self._kept_operators.update(region.tape.unrecorded)
 
     def _options(self) -> Options:
-        return Options(
-            recompute=self.use_recomputation,
-            policy=self._policy,
-            cache=self._cache,
-            verify=self._verify,
-        )
+        if self._known_options.recompute != self.use_recomputation:
+            self._known_options = replace(
+                self._known_options, recompute=self.use_recomputation
+            )
+        return self._known_options
 
 
 def _caller() -> tuple[str, int]:

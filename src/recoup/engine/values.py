@@ -140,8 +140,9 @@ class Hold:
 
     def twin(self) -> "Hold":
         """Return a second hold of the same tensor, which hooks can keep by itself."""
-        other = Hold.__new__(Hold)
-        other.__dict__.update(self.__dict__)
+        assert self.tensor is not None, "not handed over yet"
+        other = Hold(self.tensor, self.geometry)
+        other.version = self.version
         return other
 
     def drop(self) -> None:
