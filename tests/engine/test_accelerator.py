@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from recoup import CheckpointScope, KeepCostly, RecoupError
+from recoup.engine.verification import Verify
 from tests.support.models import PROBLEMS, training
 from tests.support.twin import Region, Step, compare
 
@@ -34,7 +35,7 @@ def on_the_accelerator(step: Step) -> Step:
 
 @pytest.mark.parametrize("name", PROBLEMS)
 @pytest.mark.parametrize("verify", ["first", "always", "full"])
-def test_training_is_bitwise_the_twin(name: str, verify: str):
+def test_training_is_bitwise_the_twin(name: str, verify: Verify):
     step = training(PROBLEMS[name], steps=3, optimizer=torch.optim.AdamW)
 
     def region(name: str) -> CheckpointScope:

@@ -112,6 +112,18 @@ def test_a_region_dies_after_its_backward():
     assert region() is None
 
 
+def test_a_buffer_that_is_saved_and_then_joins_the_graph_makes_no_cycle():
+    # A cycle through autograd's nodes is one that not even the collector finds.
+    x, scope = vector(), unverified("block")
+    buffer = torch.randn(LENGTH, dtype=torch.float64)
+    with scope:
+        y = (buffer * x).sin()
+        buffer.mul_(x.exp())
+    region = weakref.ref(scope.nodes[0].region)
+    del y, buffer
+    assert region() is None
+
+
 @pytest.mark.parametrize("depth", [1, 2, 3, 6])
 def test_nested_regions_hold_only_what_came_into_the_outermost(depth):
     x = vector()

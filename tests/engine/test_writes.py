@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 
 from recoup import (
     ChangedTensorError,
@@ -173,6 +174,47 @@ def test_a_tensor_changed_after_two_nested_regions_is_an_error(use):
     with CheckpointScope("outer", verify="off"), CheckpointScope("in", verify="off"):
         y = USES[use](x, t)
     t.add_(1)
+    with pytest.raises(ChangedTensorError):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_tensor_changed_after_hooks_took_it_over_is_the_twins_or_an_error(use):
+    # On the CPU `save_on_cpu` keeps the very tensor it is given.
+    def step(region: Region) -> dict[str, Any]:
+        x, t = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4)
+        with save_on_cpu(), region("block", verify="off"):
+            y = USES[use](x, t.clone() if use == "saved" else t)
+        t.add_(1)
+        y.sum().backward()
+        return {"x": x.grad}
+
+    try:
+        assert compare(step, CheckpointScope) == []
+    except ChangedTensorError:
+        return
+
+
+def test_a_root_of_an_inner_region_may_be_written_to_in_the_outer_one():
+    def step(region: Region) -> dict[str, Any]:
+        x, t = torch.randn(4, requires_grad=True), torch.randn(4)
+        with region("outer"):
+            with region("inner"):
+                y = (x * 2 + t).exp()
+            t.add_(1)
+        y.sum().backward()
+        return {"x": x.grad, "t": t}
+
+    assert compare(step, always) == []
+
+
+def test_a_saved_tensor_changed_by_a_foreach_operator_in_the_region_is_an_error():
+    # Under a dispatch mode these operators move no version counter by themselves.
+    x, t = torch.randn(4, requires_grad=True), torch.randn(4)
+    with CheckpointScope("block", verify="off"):
+        y = t * x
+        with torch.no_grad():
+            torch.ops.aten._foreach_add_([x * 2, t], 1.0)
     with pytest.raises(ChangedTensorError):
         y.sum().backward()
 

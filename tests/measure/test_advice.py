@@ -47,7 +47,9 @@ def test_the_operations_are_those_of_the_replay():
     model, x = Model(), torch.randn(32, 8)
     (widest,) = [s for s in suggest(model, x).suggestions if s.name == "blocks.2"]
     with FlopCounterMode(display=False) as counter:
-        model.blocks[2].up(x)  # the second product is not needed for backward
+        blocks_of(model)["blocks.2"].get_submodule("up")(
+            x
+        )  # the second product is not needed for backward
     assert widest.replay_flops == counter.get_total_flops()
 
 

@@ -68,7 +68,9 @@ DEFECTS = {
 # Where PyTorch takes another formula while any dispatch mode is active. Here the
 # region must give, bit by bit, what an idle mode gives.
 OTHER_FORMULA = {
-    **dict.fromkeys(("linalg_cond", "norm_nuc"), ("out", "out resized")),
+    **dict.fromkeys(
+        ("linalg_cond", "linalg_matrix_norm", "norm_nuc"), ("out", "out resized")
+    ),
     **dict.fromkeys(
         (
             "_batch_norm_with_update",
@@ -80,6 +82,7 @@ OTHER_FORMULA = {
             "nn_functional_group_norm",
             "nn_functional_instance_norm",
             "nn_functional_layer_norm",
+            "prod",
         ),
         ("forward mode", "jvp", "jvp, then backward"),
     ),
