@@ -73,12 +73,14 @@ class Recorder(OperatorMode):
             operation = tape.call(func, args, kwargs)
         except NotImplementedError:
             return self._unrecorded(known.facts, func, args, kwargs)
-        if tape.lazy_bits_seen:
-            out = run_complex(func, args, kwargs)
-        else:
-            out = func(*args, **kwargs)
+        out = self._run(func, args, kwargs)
         tape.append(operation, out)
         return out
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.tape.lazy_bits_seen:
+            return run_complex(func, args, kwargs)
+        return func(*args, **kwargs)
 
     def _special(
         self, facts: Facts, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -186,10 +188,10 @@ class Recorder(OperatorMode):
         kwargs: dict[str, Any],
     ) -> Any:
         if not draws(facts, args, kwargs):
-            return func(*args, **kwargs)
+            return self._run(func, args, kwargs)
         generator = generator_of(args, kwargs)
         state = generator.get_state()
-        out = func(*args, **kwargs)
+        out = self._run(func, args, kwargs)
         if not same_state(state, generator.get_state()):
             operation.random = (generator, state)
         return out
