@@ -144,6 +144,19 @@ def test_autocast_inside_a_region_is_bitwise_the_twin():
     assert compare(step, always) == []
 
 
+def test_autocast_that_is_on_only_in_backward_does_not_touch_the_replay():
+    def step(region: Region):
+        layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+        x = torch.randn(4, 8, requires_grad=True)
+        with region("block"):
+            y = layers(x).square()
+        with torch.autocast("cpu", torch.bfloat16):
+            y.sum().backward()
+        return {"gradients": [x.grad, *(p.grad for p in layers.parameters())]}
+
+    assert compare(step, functools.partial(CheckpointScope, verify="off")) == []
+
+
 def test_scopes_on_two_of_four_layers_replay_once_each():
     x = torch.randn(3, 8)
     layers = [nn.Linear(8, 8) for _ in range(4)]
