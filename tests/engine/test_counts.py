@@ -2,6 +2,7 @@
 
 import functools
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
@@ -202,6 +203,31 @@ def test_a_value_that_several_gradients_need_is_replayed_once():
         y = x.exp()
         z = y.sin() + y.cos() + y.tanh() + y * y
     assert counted_backward(z.sum()).counts["exp"] == 1
+
+
+class Rereading(torch.autograd.Function):
+    """Reads its saved tensor several times, as the property invites one to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] * (2 + 0 * sum(ctx.saved_tensors[0] for _ in range(3)))
+
+
+def test_a_function_that_reads_a_shared_value_again_causes_no_second_replay():
+    x = torch.randn(8, requires_grad=True)
+    with unverified("shared"):
+        y = x.exp()
+        z = y.sin().cos()
+        first: Any = Rereading.apply(y)
+    # The function comes first in backward, the sine of the same value last.
+    region = scope_region(z)
+    (z + first.tanh()).sum().backward()
+    assert region.replays == 1
 
 
 def test_what_is_kept_is_not_replayed_nor_what_only_it_needed():

@@ -240,6 +240,18 @@ def test_a_saved_tensor_changed_by_a_foreach_operator_in_the_region_is_an_error(
         y.sum().backward()
 
 
+def test_a_saved_tensor_transposed_and_then_written_to_in_the_region_is_an_error():
+    x, t = torch.randn(2, 2, requires_grad=True), torch.randn(2, 2)
+    with CheckpointScope("block", verify="off"):
+        y = t * x
+        z = ((t * 3) * x).sin()
+        t.t_()
+        t.add_(1)
+    with pytest.raises(ChangedTensorError):
+        y.sum().backward()
+    del z
+
+
 def test_the_error_names_the_operator_that_used_the_tensor():
     x, t = torch.randn(4, requires_grad=True), torch.randn(4)
     with CheckpointScope("block", verify="off"):

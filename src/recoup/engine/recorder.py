@@ -29,6 +29,7 @@ class _Known:
         self.passes = self.facts.passes
         self.simple = self.facts.simple
         self.reshapes = self.facts.passes and bool(self.facts.writes)
+        self.moves = self.facts.name.startswith("aten._to_copy")
 
 
 _KNOWN: dict[int, _Known] = {}
@@ -66,7 +67,7 @@ class Recorder(OperatorMode):
         kwargs = kwargs or {}
         if types and not all_plain(types):
             return self._unrecorded(known.facts, func, args, kwargs)
-        if not known.simple:
+        if not known.simple or (known.moves and kwargs.get("device") is not None):
             return self._special(known.facts, func, args, kwargs)
         tape = self.tape
         try:
