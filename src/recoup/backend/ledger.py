@@ -75,6 +75,11 @@ class StorageLedger:
             self.refresh(storage)
             return True
 
+    def add_all(self, tree: Any) -> None:
+        """Count the storages of all tensors in a structure; see `storages_in`."""
+        for storage in storages_in(tree):
+            self.add(storage)
+
     def refresh(self, storage: torch.UntypedStorage) -> bool:
         """Book the size `storage` has now, if it is counted; say whether it is."""
         with self._lock:

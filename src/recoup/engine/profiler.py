@@ -7,12 +7,8 @@ from typing import Any, Self
 from torch import Tensor
 
 from recoup.backend.graph import Pack, Unpack, ambient_hooks, pop_hooks, push_hooks
-from recoup.backend.storages import (
-    alias,
-    free_weak_reference,
-    has_storage,
-    take_weak_reference,
-)
+from recoup.backend.ledger import StorageLedger
+from recoup.backend.storages import alias
 from recoup.core.errors import UsageError
 from recoup.engine.active import open_regions
 from recoup.engine.observers import (
@@ -47,8 +43,8 @@ class CheckpointProfiler:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._would = _Storages()
-        self._kept = _Storages()
+        self._would = StorageLedger()
+        self._kept = StorageLedger()
         self._random_bytes = 0
         self._count = 0
         self._thread: int | None = None
@@ -97,8 +93,8 @@ class CheckpointProfiler:
     def reset_statistics(self) -> None:
         """Set all counts back to zero."""
         with self._lock:
-            self._would = _Storages()
-            self._kept = _Storages()
+            self._would = StorageLedger()
+            self._kept = StorageLedger()
             self._random_bytes = 0
             self._count = 0
 
@@ -132,13 +128,13 @@ class CheckpointProfiler:
             self._random_bytes += region.random_bytes()
             for hold in region.holds():
                 if hold.tensor is not None:
-                    self._kept.add(hold.tensor)
+                    self._kept.add_all(hold.tensor)
 
     def note(self, tensor: Tensor) -> None:
         """Take note of a tensor saved outside of regions."""
         with self._lock:
-            self._would.add(tensor)
-            self._kept.add(tensor)
+            self._would.add_all(tensor)
+            self._kept.add_all(tensor)
         around = None if self._around is None else self._around[0]
         if around is not None and is_transparent(around):
             getattr(around, "__self__").note(tensor)  # noqa: B009 (a bound method)
@@ -157,7 +153,7 @@ class CheckpointProfiler:
 
     def _would_have(self, tensor: Tensor) -> None:
         with self._lock:
-            self._would.add(tensor)
+            self._would.add_all(tensor)
 
     def _pack(self, tensor: Tensor) -> Any:
         self.note(tensor)
@@ -174,26 +170,3 @@ class CheckpointProfiler:
             return packed.fetch("a backward operator")
         kept, unpack = packed
         return unpack(kept)
-
-
-class _Storages:
-    """Unique storages and their bytes; keeps identities, not memory."""
-
-    def __init__(self) -> None:
-        self._bytes: dict[int, int] = {}
-        self.total_bytes = 0
-
-    def add(self, tensor: Tensor) -> None:
-        if not has_storage(tensor):
-            return
-        address = take_weak_reference(tensor)
-        if address in self._bytes:
-            free_weak_reference(address)
-            return
-        nbytes = tensor.untyped_storage().nbytes()
-        self._bytes[address] = nbytes
-        self.total_bytes += nbytes
-
-    def __del__(self) -> None:
-        for address in self._bytes:
-            free_weak_reference(address)

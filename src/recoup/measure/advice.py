@@ -3,13 +3,12 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from recoup.backend.ledger import StorageLedger, storages_in
+from recoup.backend.ledger import StorageLedger
 from recoup.core.errors import UsageError
 from recoup.core.units import print_bytes
 from recoup.engine.module import checkpoint_module, uncheckpoint_module
@@ -124,7 +123,7 @@ class _Watcher:
 
     def began(self, region: Watched) -> None:
         ledger = self._plain[id(region)] = StorageLedger()
-        region.listeners = (*region.listeners, partial(_count, ledger))
+        region.listeners = (*region.listeners, ledger.add_all)
 
     def ended(self, region: Watched) -> None:
         self.found.append(region)
@@ -133,7 +132,7 @@ class _Watcher:
         held = StorageLedger()
         for hold in region.holds():
             if hold.tensor is not None:
-                _count(held, hold.tensor)
+                held.add_all(hold.tensor)
         with FlopCounterMode(display=False) as counter:
             region.recompute()
         return Suggestion(
@@ -142,11 +141,6 @@ class _Watcher:
             kept_bytes=held.total_bytes,
             replay_flops=counter.get_total_flops(),
         )
-
-
-def _count(ledger: StorageLedger, tensor: Tensor) -> None:
-    for storage in storages_in(tensor):
-        ledger.add(storage)
 
 
 @contextmanager
