@@ -54,6 +54,14 @@ class Facts:
     training_at: int = -1
 
     @property
+    def is_foreach(self) -> bool:
+        """Whether it writes to lists of tensors.
+
+        Under a dispatch mode such operators give no tensor a new version.
+        """
+        return bool(self.writes) and self.name.startswith("aten._foreach_")
+
+    @property
     def simple(self) -> bool:
         """Whether it is a plain function of its arguments."""
         return not (

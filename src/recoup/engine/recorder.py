@@ -3,6 +3,7 @@
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from recoup.backend.dispatch import OperatorMode, all_plain, run_complex
 from recoup.backend.operators import (
@@ -108,6 +109,8 @@ class Recorder(OperatorMode):
         operation.in_gradient_mode = facts.asks_gradient_mode
         earlier = [self._before_write(target) for target in targets]
         out = self._run_random(operation, facts, func, args, kwargs)
+        if facts.is_foreach:
+            increment_version(targets)
         if crosses_devices(args, out):
             self.tape.unrecorded.append(facts.name)
             for target in targets:
@@ -206,6 +209,8 @@ class Recorder(OperatorMode):
         for target in targets:
             self.tape.protect(target)
         out = func(*args, **kwargs)
+        if facts.is_foreach:
+            increment_version(targets)
         for target in targets:
             self.tape.forget(target)
         return out

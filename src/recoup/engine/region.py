@@ -218,7 +218,8 @@ class Region:
             wanted = [value for value in self.tape.saved if value.demand > 0]
             roots = needed(self.tape.operations, wanted)[1]
         found = [value.hold for value in roots if value.hold is not None]
-        found.extend(hold for hold in self._kept if hold not in found)
+        known = {id(hold) for hold in found}
+        found.extend(hold for hold in self._kept if id(hold) not in known)
         return found
 
     def random_bytes(self) -> int:

@@ -83,6 +83,7 @@ class CheckpointScope:
             recompute=use_recomputation, policy=policy, cache=cache, verify=verify
         )
         self._nodes: list[CheckpointNode] = []
+        self._prune_at = 16
         self._kept_operators: Counter[str] = Counter()
         self.is_enabled = enabled
         self.use_recomputation = use_recomputation
@@ -117,7 +118,8 @@ class CheckpointScope:
             return self
         region = begin(self, self._name, self._options(), self._key)
         if region is not None:
-            self._nodes = [node for node in self._nodes if node.is_alive]
+            if len(self._nodes) >= self._prune_at:
+                self._prune_at = 2 * len(self.nodes) + 16
             self._nodes.append(CheckpointNode(region=region))
         return self
 

@@ -282,6 +282,8 @@ class Tape:
         if value is not None:
             value.born = None
             if value.hold is not None:
+                # Its own hold: one that autograd was given goes by the old version.
+                value.hold = value.hold.twin()
                 value.hold.version = None
 
     def _refer(
