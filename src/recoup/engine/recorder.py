@@ -208,7 +208,11 @@ class Recorder(OperatorMode):
         targets = [t for t in _targets(facts, args, kwargs) if has_storage(t)]
         for target in targets:
             self.tape.protect(target)
-        out = func(*args, **kwargs)
+        # It may be the first to meet a complex tensor: nothing has looked at it yet.
+        if any(isinstance(a, Tensor) and a.is_complex() for a in args):
+            out = run_complex(func, args, kwargs)
+        else:
+            out = self._run(func, args, kwargs)
         if facts.is_foreach:
             increment_version(targets)
         for target in targets:
