@@ -1,0 +1,176 @@
+"""The graph of one training step: its operators, its memory, and what autograd saves.
+
+A step is a row of *moments*: the operators of forward in order, then those of backward.
+Everything else refers to them by number.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from recoup.core.errors import UsageError
+
+BEFORE = -1
+"""The producer of a value that existed before the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """A piece of memory that an operator of forward allocated, or an input.
+
+    Attributes:
+        bytes: Its size; 0 for one that is alive in any case (parameters, the batch).
+        born: The moment that allocated it; `BEFORE` if it existed before.
+        dies: The last moment at which something other than autograd or a region
+            refers to it.
+    """
+
+    bytes: int
+    born: int
+    dies: int
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A storage at one version.
+
+    Attributes:
+        storage: The number of its storage.
+        producer: The operation that made it, or `BEFORE`.
+        holdable: It may be held: nobody writes over it later.
+    """
+
+    storage: int
+    producer: int
+    holdable: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """An operator of forward.
+
+    Attributes:
+        name: The operator, as `aten.mm.default`.
+        seconds: What running it again takes.
+        reads: The values it takes.
+        makes: The values it makes.
+        replayable: It can be run again; otherwise what it makes is held if needed.
+        workspace_bytes: What it allocates while it runs, beyond its results.
+    """
+
+    name: str
+    seconds: float
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    replayable: bool = True
+    workspace_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """One tensor that autograd saved in forward.
+
+    Attributes:
+        value: What it refers to.
+        used: The first moment of backward that needs it.
+        released: The last moment at which autograd holds it.
+    """
+
+    value: int
+    used: int
+    released: int
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """A place in forward where a region may begin or end.
+
+    Attributes:
+        operation: How many operations ran before it.
+        saves: How many tensors autograd had saved before it.
+        module: The path of the module that is entered or left there.
+        call: Which call of that module it is in the step, from 0.
+        entering: It is entered; False: left.
+    """
+
+    operation: int
+    saves: int
+    module: str = ""
+    call: int = 0
+    entering: bool = True
+
+    @property
+    def label(self) -> str:
+        """What plans and reports call it."""
+        verb = "enter" if self.entering else "leave"
+        return f"{verb} {self.module or 'model'}#{self.call}"
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One training step, as it was measured.
+
+    Attributes:
+        operations: Forward, in order: moments 0 to n - 1.
+        backward: How many moments backward has: n to n + backward - 1.
+        storages: The memory that is accounted for.
+        values: What is in it.
+        saves: What autograd saved, in order.
+        boundaries: Where regions may begin and end, in order. The first is at the
+            start of the model and the last at its end.
+        other_bytes: For each moment, what is in use then beside the storages: all that
+            no plan can change.
+        step_seconds: Forward and backward without any replay.
+        link_bytes_per_second: The speed of a copy to the host and back; 0: unknown.
+        blocks: The numbers of the boundaries between which the model repeats itself or
+            is best cut; increasing, the first and the last boundary of the part that
+            is planned included.
+    """
+
+    operations: tuple[Operation, ...]
+    backward: int
+    storages: tuple[Storage, ...]
+    values: tuple[Value, ...]
+    saves: tuple[Save, ...]
+    boundaries: tuple[Boundary, ...]
+    other_bytes: tuple[int, ...]
+    step_seconds: float = 0.0
+    link_bytes_per_second: float = 0.0
+    blocks: tuple[int, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        if len(self.other_bytes) != self.moments:
+            raise UsageError(
+                f"a graph of {self.moments} moments needs as many figures of other "
+                f"memory: got {len(self.other_bytes)}."
+            )
+
+    @property
+    def moments(self) -> int:
+        """How many moments the step has."""
+        return len(self.operations) + self.backward
+
+    @property
+    def forward_seconds(self) -> float:
+        """What running all of forward's operators again would take."""
+        return sum(operation.seconds for operation in self.operations)
+
+    @cached_property
+    def saved_bytes(self) -> int:
+        """Bytes of the storages that autograd saves, each once."""
+        saved = {self.values[save.value].storage for save in self.saves}
+        return sum(self.storages[storage].bytes for storage in saved)
+
+    def bytes_of(self, value: int) -> int:
+        """Return the bytes of a value's storage."""
+        return self.storages[self.values[value].storage].bytes
+
+    def saves_between(self, start: int, stop: int) -> Sequence[Save]:
+        """Return what autograd saves between two boundaries."""
+        first, last = self.boundaries[start], self.boundaries[stop]
+        return self.saves[first.saves : last.saves]
+
+    def operations_between(self, start: int, stop: int) -> range:
+        """Return the operations between two boundaries."""
+        first, last = self.boundaries[start], self.boundaries[stop]
+        return range(first.operation, last.operation)
