@@ -39,6 +39,7 @@ from recoup.engine.recomputing import is_recomputing
 from recoup.engine.rerun import rerun
 from recoup.engine.scope import CheckpointScope
 from recoup.measure.advice import Advice, Suggestion, suggest
+from recoup.precision.scaler import GradientScaler
 
 __all__ = [
     "Advice",
@@ -50,6 +51,7 @@ __all__ = [
     "CheckpointProfiler",
     "CheckpointScope",
     "ClearedError",
+    "GradientScaler",
     "KeepCostly",
     "KeepSmall",
     "MismatchError",

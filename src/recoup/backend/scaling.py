@@ -1,0 +1,63 @@
+"""The border to torch's gradient scaler: what it keeps to itself, under names."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class OpenScaler(torch.amp.GradScaler):
+    """Torch's scaler, which also says what it found and decided.
+
+    Subclasses override `decided`; the arithmetic stays torch's.
+
+    Examples:
+        >>> OpenScaler("cpu").scale_tensor is None  # made at the first `scale`
+        True
+    """
+
+    @property
+    def scale_tensor(self) -> Tensor | None:
+        """The scale on its device, or nothing before the first `scale`."""
+        return self._scale
+
+    def overflow_flags(self, optimizer: Optimizer | None = None) -> list[Tensor]:
+        """Return the flags of this iteration, of one optimizer or all, one a device.
+
+        A flag is above zero if a gradient on its device was not finite.
+        """
+        # Looking up an unknown optimizer would record it: the states are a defaultdict.
+        states = self._per_optimizer_states
+        chosen = states.values() if optimizer is None else [states.get(id(optimizer))]
+        return [
+            flag
+            for state in chosen
+            if state is not None
+            for flag in state["found_inf_per_device"].values()
+        ]
+
+    def set_scale(self, scale: float) -> None:
+        """Set the scale, whether it has a tensor yet or not; does not synchronise."""
+        self._init_scale = scale
+        if self._scale is not None:
+            self._scale.fill_(scale)
+
+    def forget_checks(self) -> None:
+        """Forget what was found in this iteration; leave the scale as it is."""
+        self._per_optimizer_states.clear()
+
+    def decided(self, optimizer: Optimizer, *, skipped: bool) -> None:
+        """Take note of a step that the host has decided about."""
+
+    def _maybe_opt_step(
+        self,
+        optimizer: Optimizer,
+        optimizer_state: dict[str, Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> float | None:
+        flags = optimizer_state["found_inf_per_device"].values()
+        skipped = any(flag.item() for flag in flags)
+        self.decided(optimizer, skipped=skipped)
+        return None if skipped else optimizer.step(*args, **kwargs)

@@ -1,0 +1,1 @@
+"""Number formats: autocast, loss scaling, and where values leave their range."""

@@ -1,0 +1,373 @@
+"""Loss scaling for float16: torch's scaler with bounds, answers and statistics."""
+
+import logging
+import math
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from recoup.backend.scaling import OpenScaler
+from recoup.core.errors import UsageError
+
+_log = logging.getLogger(__name__)
+# A healthy run overflows once every few thousand steps, a sick one at every step.
+_LOGGED_AT_FIRST, _LOGGED_LATER = 10, 100
+_OWN_STATE = ("min_scale", "max_scale", "dynamic", "total_updates", "skipped_updates")
+
+
+class GradientScaler(OpenScaler):
+    """Scale the loss so that small float16 gradients survive, and skip bad steps.
+
+    It is a `torch.amp.GradScaler` and goes wherever one goes. Beyond that one: the
+    scale stays between `min_scale` and `max_scale` (torch's reaches 0 after 166
+    overflows in a row, and stays there); `step_was_skipped` answers what its name
+    asks; overflows are counted and logged; `dynamic=False` keeps the scale fixed.
+
+    The order in a training loop is `scale(loss).backward()`, `unscale_(optimizer)`,
+    clip, `step(optimizer)`, `update()`, and then the schedule, if the step was not
+    skipped. bfloat16 has the range of float32 and needs no scaler.
+
+    Costs: the synchronisation that torch's `step` has, and no other. With optimizers
+    that are `fused` torch's has none; then nothing is known on the host until
+    somebody asks, and asking synchronises.
+
+    Args:
+        device: The kind of device; by default the accelerator, or else the CPU.
+        init_scale: The first scale.
+        growth_factor: The scale grows by it after `growth_interval` good steps.
+        backoff_factor: The scale shrinks by it after an overflow.
+        growth_interval: Steps without overflow before the scale grows.
+        enabled: False makes everything here do nothing.
+        min_scale: The scale never falls below.
+        max_scale: The scale never rises above.
+        dynamic: False keeps the scale; steps that overflow are still skipped.
+
+    Raises:
+        UsageError: A number is out of range, or there is no such device here.
+
+    Examples:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = torch.optim.SGD([weight], lr=1.0)
+        >>> scaler = GradientScaler("cpu", init_scale=8.0)
+        >>> scaler.scale((weight * torch.tensor([1.0, math.inf])).sum()).backward()
+        >>> scaler.step(optimizer)
+        >>> scaler.update()
+        >>> scaler.step_was_skipped(), scaler.get_scale(), scaler.overflow_rate
+        (True, 4.0, 1.0)
+    """
+
+    def __init__(  # noqa: PLR0913 (torch's arguments, in torch's order)
+        self,
+        device: str | None = None,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,  # noqa: FBT001, FBT002
+        *,
+        min_scale: float = 1.0,
+        max_scale: float = 2.0**32,
+        dynamic: bool = True,
+    ) -> None:
+        device = device or _default_device()
+        if enabled:
+            _check_device(device)
+            _check_bounds(init_scale, min_scale, max_scale)
+            _check_factors(growth_factor, backoff_factor, growth_interval)
+        super().__init__(
+            device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
+        )
+        self._min_scale, self._max_scale = float(min_scale), float(max_scale)
+        self._dynamic = dynamic
+        self._outcomes: WeakKeyDictionary[Optimizer, bool | Tensor] = (
+            WeakKeyDictionary()
+        )
+        self._iteration_is_over = False
+        self._total_updates = 0
+        self._known_overflows = 0
+        self._unread_overflows: Tensor | None = None
+
+    @property
+    def min_scale(self) -> float:
+        """The scale never falls below."""
+        return self._min_scale
+
+    @property
+    def max_scale(self) -> float:
+        """The scale never rises above."""
+        return self._max_scale
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether the scale follows the overflows."""
+        return self._dynamic
+
+    @property
+    def total_updates(self) -> int:
+        """Iterations so far: calls of `update` after gradients were checked."""
+        return self._total_updates
+
+    @property
+    def skipped_updates(self) -> int:
+        """Iterations so far in which a gradient overflowed.
+
+        Synchronises if steps of a fused optimizer have not been counted yet.
+        """
+        if self._unread_overflows is not None:
+            found = int(self._unread_overflows.item())
+            self._unread_overflows = None
+            self._overflowed(found)
+        return self._known_overflows
+
+    @property
+    def overflow_rate(self) -> float:
+        """Skipped iterations as a share of all, 0 before the first."""
+        if not self._total_updates:
+            return 0.0
+        return self.skipped_updates / self._total_updates
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide the optimizer's gradients by the scale, and look for overflows.
+
+        Raises:
+            UsageError: There are no gradients, or they are in float16 themselves.
+        """
+        if self.is_enabled():
+            _require_gradients(optimizer)
+            _refuse_half(optimizer)
+        super().unscale_(optimizer)
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Step the optimizer unless a gradient overflowed.
+
+        Returns:
+            What the optimizer's step returns, or None if it was skipped.
+
+        Raises:
+            UsageError: There are no gradients, they are in float16 themselves, or a
+                closure was given, which would compute new gradients unscaled.
+        """
+        if not self.is_enabled():
+            return super().step(optimizer, *args, **kwargs)
+        if args or "closure" in kwargs:
+            raise UsageError(
+                "a scaled step takes no closure: the gradients that it computes would "
+                "not be scaled. Use bfloat16, which needs no scaler, or an optimizer "
+                "without a closure."
+            )
+        _require_gradients(optimizer)
+        if self._iteration_is_over:
+            self._outcomes.clear()
+            self._iteration_is_over = False
+        self._outcomes.pop(optimizer, None)
+        result = super().step(optimizer, **kwargs)
+        if optimizer not in self._outcomes:
+            # Fused: the device decides for itself. `update` adds to the flags in place.
+            self._outcomes[optimizer] = _any(self.overflow_flags(optimizer))
+        return result
+
+    def step_was_skipped(self, optimizer: Optimizer | None = None) -> bool:
+        """Return whether the last step was skipped: of one optimizer, or of any.
+
+        Synchronises after the step of a fused optimizer, otherwise not.
+
+        Raises:
+            UsageError: No step was taken with this scaler yet.
+        """
+        if not self.is_enabled():
+            return False
+        chosen = list(self._outcomes) if optimizer is None else [optimizer]
+        if not chosen or any(each not in self._outcomes for each in chosen):
+            raise UsageError(
+                "step_was_skipped speaks of the last step: this scaler has taken none "
+                "of that optimizer yet. Call scaler.step(optimizer) first."
+            )
+        for each in chosen:
+            self._outcomes[each] = bool(self._outcomes[each])
+        return any(self._outcomes[each] for each in chosen)
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """End the iteration: adapt the scale to what was found, within its bounds.
+
+        Args:
+            new_scale: Set the scale to this instead.
+
+        Raises:
+            UsageError: The new scale is out of bounds, or there was no step.
+        """
+        if not self.is_enabled():
+            return
+        flags = self.overflow_flags()
+        if not flags and (new_scale is None or self.scale_tensor is None):
+            raise UsageError(
+                "update ends an iteration: found no scaled gradients in it. Call "
+                "scaler.scale(loss).backward() and scaler.step(optimizer) first."
+            )
+        if isinstance(new_scale, int | float):
+            new_scale = float(new_scale)
+            _check_bounds(new_scale, self._min_scale, self._max_scale)
+        overflowed = self._overflow(flags) if flags else False
+        if new_scale is None and not self._dynamic:
+            self.forget_checks()
+        else:
+            super().update(new_scale)
+        assert self.scale_tensor is not None, "made by the first scale()"
+        self.scale_tensor.clamp_(self._min_scale, self._max_scale)
+        self._iteration_is_over = True
+        self._count(overflowed, checked=bool(flags))
+
+    def decided(self, optimizer: Optimizer, *, skipped: bool) -> None:
+        """Take note of a step that the host has decided about."""
+        self._outcomes[optimizer] = skipped
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state: torch's five entries, the bounds, and the statistics."""
+        state = super().state_dict()
+        if state:
+            state["min_scale"] = self._min_scale
+            state["max_scale"] = self._max_scale
+            state["dynamic"] = self._dynamic
+            state["total_updates"] = self._total_updates
+            state["skipped_updates"] = self.skipped_updates
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this class or of `torch.amp.GradScaler`.
+
+        What torch's does not have stays as it is, and a scale that it let go out of
+        bounds comes back into them.
+        """
+        if not self.is_enabled():
+            return
+        super().load_state_dict(state_dict)
+        own = {name: state_dict[name] for name in _OWN_STATE if name in state_dict}
+        self._min_scale = float(own.get("min_scale", self._min_scale))
+        self._max_scale = float(own.get("max_scale", self._max_scale))
+        self._dynamic = bool(own.get("dynamic", self._dynamic))
+        self._total_updates = int(own.get("total_updates", 0))
+        self._known_overflows = int(own.get("skipped_updates", 0))
+        self._unread_overflows = None
+        self._outcomes.clear()
+        scale = min(max(float(state_dict["scale"]), self._min_scale), self._max_scale)
+        self.set_scale(scale)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._known_overflows = self.skipped_updates
+        state = super().__getstate__()
+        # Optimizers do not travel with the scaler, and so neither do their outcomes.
+        state["_outcomes"] = None
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._outcomes = WeakKeyDictionary()
+
+    def _overflow(self, flags: list[Tensor]) -> bool | Tensor:
+        """Return whether the iteration overflowed: on the host, if it knows already."""
+        known = list(self._outcomes.values())
+        if known and not self._iteration_is_over:
+            if any(outcome is True for outcome in known):
+                return True
+            if all(outcome is False for outcome in known):
+                return False
+        return _any(flags)
+
+    def _count(self, overflowed: bool | Tensor, *, checked: bool) -> None:  # noqa: FBT001 (it is what is counted)
+        self._total_updates += checked
+        if isinstance(overflowed, Tensor):
+            unread = self._unread_overflows
+            self._unread_overflows = (
+                overflowed.int() if unread is None else unread + overflowed
+            )
+        elif overflowed:
+            self._overflowed(1)
+
+    def _overflowed(self, count: int) -> None:
+        before = self._known_overflows
+        self._known_overflows += count
+        if not count or not _is_logged(before, self._known_overflows):
+            return
+        scale = self.get_scale()
+        if not self._dynamic:
+            _log.warning("Gradient overflow detected. The scale stays at %g", scale)
+        elif scale <= self._min_scale:
+            _log.warning(
+                "Gradient overflow detected. The scale is at its minimum of %g: "
+                "the values themselves leave the range of float16",
+                scale,
+            )
+        else:
+            _log.warning("Gradient overflow detected. Reducing scale to %g", scale)
+
+
+def _default_device() -> str:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if accelerator is None else accelerator.type
+
+
+def _check_device(device: str) -> None:
+    if device != "cpu" and device != _default_device():
+        raise UsageError(
+            f"a scaler for {device!r} was asked for: there is no such device here. "
+            "Leave the device out, or give 'cpu', or enabled=False."
+        )
+
+
+def _check_bounds(scale: float, least: float, largest: float) -> None:
+    if not 0 < least <= scale <= largest or not math.isfinite(largest):
+        raise UsageError(
+            f"a scale lies between finite bounds above 0: got {scale:g} between "
+            f"min_scale={least:g} and max_scale={largest:g}."
+        )
+
+
+def _check_factors(growth: float, backoff: float, interval: int) -> None:
+    if not growth > 1 or not 0 < backoff < 1 or interval < 1:
+        raise UsageError(
+            "a scale grows by more than 1, backs off by a share between 0 and 1, and "
+            f"waits at least one step: got growth_factor={growth:g}, "
+            f"backoff_factor={backoff:g} and growth_interval={interval}."
+        )
+
+
+def _gradients(optimizer: Optimizer) -> list[Tensor]:
+    return [
+        parameter.grad
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.grad is not None
+    ]
+
+
+def _require_gradients(optimizer: Optimizer) -> None:
+    if not _gradients(optimizer):
+        raise UsageError(
+            "the optimizer's parameters have no gradients. Run the backward pass of "
+            "scaler.scale(loss) first."
+        )
+
+
+def _refuse_half(optimizer: Optimizer) -> None:
+    if any(gradient.dtype is torch.float16 for gradient in _gradients(optimizer)):
+        raise UsageError(
+            "gradients in float16 cannot be unscaled without losing the small ones: "
+            "keep the parameters in float32 and compute under autocast, instead of "
+            "model.half()."
+        )
+
+
+def _any(flags: list[Tensor]) -> Tensor:
+    first = flags[0]
+    found = first > 0
+    for flag in flags[1:]:
+        found = found | (flag.to(first.device, non_blocking=True) > 0)
+    return found
+
+
+def _is_logged(before: int, after: int) -> bool:
+    return (
+        before < _LOGGED_AT_FIRST or before // _LOGGED_LATER != after // _LOGGED_LATER
+    )
