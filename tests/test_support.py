@@ -9,10 +9,12 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from recoup import CheckpointScope
 from tests.support.architectures import ARCHITECTURES, architecture_cases
 from tests.support.bits import duplicate, tree_differences
 from tests.support.modules import Sample, module_cases, module_step, module_subjects
 from tests.support.operators import (
+    OTHER_FORMULA,
     Case,
     failures,
     operator_cases,
@@ -23,7 +25,15 @@ from tests.support.operators import (
 )
 from tests.support.sparse import PROGRAMS, sparse_step
 from tests.support.transforms import transform_cases
-from tests.support.twin import IdleMode, Verdict, compare, idle, judge, plain
+from tests.support.twin import (
+    IDLE_NOTE,
+    IdleMode,
+    Verdict,
+    compare,
+    idle,
+    judge,
+    plain,
+)
 from tests.support.variants import VARIANTS
 
 OPERATORS = {op.formatted_name: op for op in operator_database()}
@@ -264,6 +274,38 @@ def test_another_formula_of_pytorch_is_excused_where_an_idle_mode_shows_it():
 
     assert kind("nn_functional_layer_norm") == "excluded"
     assert kind("nn_functional_relu") == "wrong"
+
+
+FORMULAS = sorted(set(OTHER_FORMULA) & set(OPERATORS))
+
+
+@pytest.mark.parametrize("region", [idle, CheckpointScope], ids=["idle", "scope"])
+@pytest.mark.parametrize("name", FORMULAS)
+def test_an_operator_has_another_formula_under_a_mode_that_does_nothing(name, region):
+    variants = [setting for setting in OTHER_FORMULA[name] if setting in VARIANTS]
+    cases = list(
+        operator_cases(
+            OPERATORS[name], region, variants=variants, dtypes=[torch.float64], limit=5
+        )
+    )
+    found = {c.verdict for c in cases if c.verdict.kind != "equal"}
+    assert found == {Verdict("excluded", IDLE_NOTE + "another formula")}
+
+
+def test_a_module_has_another_formula_under_a_mode_that_does_nothing():
+    name = "nn_LinearCrossEntropyLoss"
+    subjects = [s for s in module_subjects() if s.name == name]
+    if not subjects:
+        pytest.skip("this PyTorch has no such module")
+    (subject,) = subjects
+    for region in (idle, CheckpointScope):
+        cases = module_cases(subject, region, dtypes=[torch.float32], limit=64)
+        found = {c.verdict for c in cases if c.verdict.kind != "equal"}
+        assert found == {Verdict("excluded", IDLE_NOTE + "another formula")}
+
+
+def test_everything_that_has_another_formula_is_shown():
+    assert set(OTHER_FORMULA) == {*FORMULAS, "nn_LinearCrossEntropyLoss"}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -121,6 +121,27 @@ def test_a_write_behind_autograds_back_is_an_error(change):
         y.sum().backward()
 
 
+@pytest.mark.parametrize("verify", ["first", "always"])
+def test_a_write_inside_the_region_that_no_operator_made_is_an_error(verify):
+    x = vector()
+    with CheckpointScope(fresh(), verify=verify):
+        product = x * 2
+        y = product.sin()
+        change_by_numpy(product)
+    with pytest.raises(MismatchError, match=r"what aten.mul.Tensor returned was chang"):
+        y.sum().backward()
+
+
+def test_a_change_before_it_is_saved_is_no_change():
+    x = vector()
+    with CheckpointScope(fresh(), verify="always"):
+        ones = torch.ones(50)
+        product = x * ones
+        ones[3] = 7
+        y = product * ones.exp()
+    y.sum().backward()
+
+
 def test_a_single_bit_is_noticed():
     x, scale = vector(), torch.randn(50)
     with CheckpointScope(fresh()):
@@ -292,8 +313,9 @@ def test_fingerprints_keep_no_tensor():
             y = x.exp().sin().tanh()
         each = fingerprint(y).nbytes
         assert each <= 3 * 8
-        # exp (saved twice) and tanh (whose result the user holds).
-        assert alive.sizes == [each, each, y.nbytes]
+        # exp (saved twice) and tanh, whose result the user holds: one byte says
+        # whether it was still what was saved when the region ended.
+        assert alive.sizes == [1, each, each, y.nbytes]
 
 
 def test_full_verification_lets_go_of_its_copies_with_the_graph():

@@ -78,7 +78,6 @@ OTHER_FORMULA = {
             "_native_batch_norm_legit",
             "native_batch_norm",
             "native_group_norm",
-            "native_layer_norm",
             "nn_functional_batch_norm",
             "nn_functional_group_norm",
             "nn_functional_instance_norm",

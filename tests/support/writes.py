@@ -247,7 +247,35 @@ def statistics_of_the_buffer(x: Tensor, buffer: Tensor) -> Tensor:
     return (y * buffer[1]).sin() * buffer[0]
 
 
+def noise_written_after_it_is_saved(x: Tensor, buffer: Tensor) -> Tensor:
+    # The only operator of PyTorch that writes to what autograd has saved before it.
+    noise = torch.zeros_like(x) + 2
+    y = torch.ops.aten.rrelu_with_noise(x, noise, 0.1, 0.3, training=True)
+    return (y * noise).sin()
+
+
+def data_written_after_it_is_saved(x: Tensor, buffer: Tensor) -> Tensor:
+    y = x * 2
+    z = y.sin()
+    y.data.add_(1)
+    w = y.cos()
+    y.data[1:].mul_(2)
+    return z * w
+
+
+def data_written_between_counted_writes(x: Tensor, buffer: Tensor) -> Tensor:
+    y = x * 2
+    z = y.sin()
+    y.data.add_(1)
+    w = y.detach().clone()
+    w.mul_(2)
+    return z * w
+
+
 BODIES = [
+    noise_written_after_it_is_saved,
+    data_written_after_it_is_saved,
+    data_written_between_counted_writes,
     in_place_chain,
     saved_before_the_write,
     write_through_views,

@@ -29,7 +29,7 @@ from recoup.engine.observers import Listener, observers
 from recoup.engine.recomputing import recomputing
 from recoup.engine.region import STATE_BYTES
 from recoup.engine.values import Hold
-from recoup.engine.verification import LEDGER, Verdict
+from recoup.engine.verification import LEDGER, RECOMPUTED, Verdict
 
 
 def rerun(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -226,7 +226,8 @@ class Rerun:
         if slot.print is None or seen is None:
             return
         verdict = Verdict(self.name, self._key, 0)
-        verdict.add(slot.place, "the function", (seen != slot.print).any())
+        complaint = RECOMPUTED.format("the function")
+        verdict.add(slot.place, complaint, (seen != slot.print).any())
         if current_backward() == -1:
             verdict()
         else:

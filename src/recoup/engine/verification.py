@@ -1,7 +1,7 @@
 """Verification: a replayed value must have the bits that forward saw."""
 
 import threading
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Literal, get_args
 
 import torch
@@ -25,6 +25,10 @@ _REASONS = (
     "autograd's knowledge (`.data`, a custom kernel, NumPy). Keep its output with "
     '`recoup.keep`, or find the first operator that differs with `verify="full"`.'
 )
+
+
+RECOMPUTED = "recomputing {} did not give what forward computed"
+_WRITTEN = "what {} returned was changed inside the region after autograd saved it"
 
 
 class Ledger:
@@ -68,6 +72,7 @@ class Check:
     def __init__(self, key: Hashable | None = None) -> None:
         self.key = key
         self._seen: dict[Value, tuple[Geometry, Tensor]] = {}
+        self._changed: list[tuple[Value, Tensor]] = []
 
     def remember(self, value: Value, tensor: Tensor, geometry: Geometry) -> None:
         """Take the fingerprint of a value that autograd saves, once."""
@@ -76,6 +81,21 @@ class Check:
 
     def watch(self, value: Value, tensor: Tensor) -> None:
         """Look at a value of forward as it is made; this check does not need to."""
+
+    def look_again(self, value_of: Callable[[Tensor], Value | None]) -> None:
+        """Compare what is still there at the end of forward with what was saved.
+
+        A kernel that PyTorch knows nothing of may have written to it since. Backward
+        is meant to see that, and a replay would not.
+
+        Args:
+            value_of: Returns the value that a tensor names now.
+        """
+        for value, (geometry, before) in self._seen.items():
+            tensor = None if value.born is None else value.born()
+            if tensor is not None and value_of(tensor) is value:
+                now = fingerprint(shaped(tensor.detach(), geometry))
+                self._changed.append((value, now != before))
 
     def compare(
         self,
@@ -89,12 +109,16 @@ class Check:
             MismatchError: Outside of a backward, at once.
         """
         verdict = Verdict(region, self.key, signature(operations))
+        for value, differs in self._changed:
+            if value in replayed:
+                operator = operations[value.producer].operator
+                verdict.add(value.producer, _WRITTEN.format(operator), differs)
         for value, tensor in replayed.items():
             if value in self._seen and value.hold is None:
                 geometry, before = self._seen[value]
                 now = fingerprint(shaped(tensor, geometry))
-                operator = str(operations[value.producer].operator)
-                verdict.add(value.producer, operator, (now != before).any())
+                operator = operations[value.producer].operator
+                verdict.add(value.producer, RECOMPUTED.format(operator), now != before)
         if current_backward() == -1:
             verdict()
         else:
@@ -153,19 +177,18 @@ class Verdict:
         self._operators = operators
         self._flags: list[tuple[int, str, Tensor]] = []
 
-    def add(self, place: int, operator: str, differs: Tensor) -> None:
-        """Add the answer for a value made by the operator at a place on the tape."""
-        self._flags.append((place, operator, differs))
+    def add(self, place: int, complaint: str, differs: Tensor) -> None:
+        """Add what to say of a value made at a place on the tape, if it differs."""
+        self._flags.append((place, complaint, differs))
 
     def __call__(self) -> None:
         """Raise if any value differed."""
-        wrong = [(at, operator) for at, operator, flag in self._flags if flag.item()]
+        wrong = [(at, saying) for at, saying, flag in self._flags if flag.item()]
         if wrong:
             raise MismatchError(
-                f"region {self._region!r}: recomputing {min(wrong)[1]} did not give "
-                f"what forward computed ({len(wrong)} of {len(self._flags)} saved "
-                "values differ). Do not use the gradients of this backward. "
-                f"{_REASONS}"
+                f"region {self._region!r}: {min(wrong)[1]} ({len(wrong)} of "
+                f"{len(self._flags)} comparisons of saved values differ). Do not use "
+                f"the gradients of this backward. {_REASONS}"
             )
         if self._key is not None:
             LEDGER.done(self._key, self._operators)
