@@ -123,7 +123,7 @@ class Region:
         if self._check is not None:
             self._check.look_again(tape.value_of)
         tape.close()
-        self._kept.extend(tape.late.values())
+        self._kept.extend(tape.late.holds.values())
         wanted = [value for value in tape.saved if value.demand > 0]
         indices, roots = needed(tape.operations, wanted)
         operations = [tape.operations[index] for index in indices]
@@ -270,8 +270,9 @@ class Region:
 
     def _recomputed(self, saved: Saved) -> Tensor:
         value = saved.value
-        if value in self.tape.late:
-            return self.tape.late[value].fetch("a backward operator")
+        late = self.tape.late.holds.get(value)
+        if late is not None:
+            return late.fetch("a backward operator")
         task = current_backward()
         if task == -1 and not self.options.cache:
             return self._run([value])[value]

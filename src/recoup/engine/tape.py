@@ -17,9 +17,9 @@ from recoup.backend.storages import (
     free_weak_reference,
     lazy_bits,
     take_weak_reference,
-    version_of,
     weak_reference_to,
 )
+from recoup.engine.late import LateWrites
 from recoup.engine.policies import Policy
 from recoup.engine.values import OUTSIDE, Hold, Operation, Value, View
 
@@ -61,8 +61,7 @@ class Tape:
         unrecorded: The operators that ran without being recorded: what they returned is
             kept if it is needed.
         written: The outcomes of writes to tensors from outside.
-        late: Values that were written to after autograd saved them without getting a
-            new version: what plain autograd would find there now.
+        late: The writes to saved values that gave no new version.
         unverified: Values with parts that no kernel writes, which are not compared.
         lazy_bits_seen: A complex tensor was met, so there may be lazy conjugations.
     """
@@ -77,8 +76,7 @@ class Tape:
         self.unrecorded: list[str] = []
         self.written: set[Value] = set()
         self.unverified: set[Value] = set()
-        self.late: dict[Value, Hold] = {}
-        self._overwritten: list[tuple[Value, Hold]] = []
+        self.late = LateWrites()
         self._policy = policy
         self._watch = watch
         self._current: dict[int, Value] = {}
@@ -86,7 +84,7 @@ class Tape:
 
     def close(self) -> None:
         """Let go of the storages' identities: no more recording."""
-        self._settle_writes()
+        self.late.settle()
         for address in self._current:
             free_weak_reference(address)
         self._current = {}
@@ -239,16 +237,12 @@ class Tape:
 
     def protect(self, tensor: Tensor) -> None:
         """Prepare for a write: what the tape refers to must survive it."""
-        if self._overwritten:
-            self._settle_writes()
+        self.late.settle()
         value = self.value_of(tensor)
         if value is None:
             return
         if value.demand > 0:
-            # The tensor that was saved: `.data` of it has versions of its own.
-            saved = None if value.born is None else value.born()
-            hold = Hold(alias(tensor if saved is None else saved), value.geometry)
-            self._overwritten.append((value, hold))
+            self.late.before(value, tensor)
         hold = value.hold
         if hold is None:
             return
@@ -281,18 +275,6 @@ class Tape:
         elif self._watch is not None:
             self._watch(value, tensor)
         return value
-
-    def _settle_writes(self) -> None:
-        """Find the writes to saved values that did not count as such.
-
-        Autograd gives a tensor its new version after the operator that wrote to it.
-        Where it does not (`rrelu_with_noise`, a write to `.data`), backward is meant to
-        see what was written.
-        """
-        for value, hold in self._overwritten:
-            if hold.tensor is not None and version_of(hold.tensor) == hold.version:
-                self.late[value] = hold
-        self._overwritten = []
 
     def forget(self, tensor: Tensor) -> None:
         """Take note of a write that is not recorded: the storage is opaque now."""
