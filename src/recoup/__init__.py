@@ -39,7 +39,9 @@ from recoup.engine.recomputing import is_recomputing
 from recoup.engine.rerun import rerun
 from recoup.engine.scope import CheckpointScope
 from recoup.measure.advice import Advice, Suggestion, suggest
+from recoup.precision.ranges import RangeMonitor, RangeReport, RangeRow
 from recoup.precision.scaler import GradientScaler
+from recoup.precision.scope import MixedPrecisionScope
 
 __all__ = [
     "Advice",
@@ -55,7 +57,11 @@ __all__ = [
     "KeepCostly",
     "KeepSmall",
     "MismatchError",
+    "MixedPrecisionScope",
     "Policy",
+    "RangeMonitor",
+    "RangeReport",
+    "RangeRow",
     "RecoupError",
     "ReplayError",
     "Suggestion",
