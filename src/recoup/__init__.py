@@ -7,6 +7,7 @@ from recoup.core.errors import (
     MismatchError,
     RecoupError,
     ReplayError,
+    ScheduleError,
     UnsupportedError,
     UsageError,
 )
@@ -64,6 +65,7 @@ __all__ = [
     "RangeRow",
     "RecoupError",
     "ReplayError",
+    "ScheduleError",
     "Suggestion",
     "UnsupportedError",
     "UsageError",

@@ -59,3 +59,7 @@ class UnsupportedError(RecoupError, RuntimeError):
 
     It is raised in place of an answer that might be wrong.
     """
+
+
+class ScheduleError(RecoupError, ValueError):
+    """A loop schedule that cannot be carried out, or does not reverse the loop."""

@@ -1,0 +1,116 @@
+"""Even: snapshots at equal distances, one segment on the tape at a time."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from recoup.core.errors import UsageError
+from recoup.schedules.actions import (
+    Action,
+    Advance,
+    Free,
+    Restore,
+    Reverse,
+    Snapshot,
+)
+from recoup.schedules.counts import Counts
+from recoup.schedules.schedule import require_at_least
+
+
+@dataclass(frozen=True, slots=True)
+class Even:
+    """Keep `checkpoints` states besides the first; replay each segment once.
+
+    With the square root of the number of steps, memory grows like the square root and
+    the loop is evaluated not quite twice.
+
+    Args:
+        steps: How many steps the loop has.
+        checkpoints: States to keep; the one at the beginning does not count.
+
+    Examples:
+        >>> counts = Even(1000, 31).counts()
+        >>> counts.evaluations, counts.peak_slots, counts.peak_tape
+        (1968, 32, 32)
+    """
+
+    steps: int
+    checkpoints: int
+
+    def __post_init__(self) -> None:
+        require_at_least(0, steps=self.steps, checkpoints=self.checkpoints)
+
+    def actions(self) -> Iterator[Action]:
+        """Sweep forward once, then reverse segment by segment."""
+        return segment_actions(self._starts(), self.steps)
+
+    def counts(self) -> Counts:
+        """Return what the schedule costs."""
+        starts = self._starts()
+        if not starts:
+            return Counts(steps=0, advances=0, taped=0, peak_slots=0, peak_tape=0)
+        return Counts(
+            steps=self.steps,
+            advances=starts[-1],
+            taped=self.steps,
+            peak_slots=len(starts),
+            peak_tape=max(b - a for a, b in pairwise([*starts, self.steps])),
+        )
+
+    def _starts(self) -> list[int]:
+        if self.steps == 0:
+            return []
+        return sorted({0, *compute_checkpoint_positions(self.steps, self.checkpoints)})
+
+
+def compute_checkpoint_positions(seq_length: int, num_checkpoints: int) -> list[int]:
+    """Return where the seed's guide keeps states: at equal distances, rounded down.
+
+    The state before step `p` is the one after `p` steps. The beginning is kept besides,
+    unless it is among the positions. For the positions of a binomial schedule ask
+    `recoup.schedules.positions(Revolve(...))`.
+
+    Args:
+        seq_length: How many steps the loop has.
+        num_checkpoints: How many states to keep. From `seq_length` on, all of them.
+
+    Raises:
+        UsageError: An argument is negative.
+
+    Examples:
+        >>> compute_checkpoint_positions(1000, 31)[:4]
+        [31, 62, 93, 124]
+        >>> compute_checkpoint_positions(10, 3)
+        [2, 4, 7]
+    """
+    if seq_length < 0 or num_checkpoints < 0:
+        raise UsageError(
+            "a loop has no negative number of steps or checkpoints: got seq_length="
+            f"{seq_length} and num_checkpoints={num_checkpoints}. Give 0 or more."
+        )
+    if num_checkpoints >= seq_length:
+        return list(range(seq_length))
+    found: list[int] = []
+    position = 0
+    for left in range(num_checkpoints + 1, 1, -1):
+        position += (seq_length - position) // left
+        found.append(position)
+    return found
+
+
+def segment_actions(starts: Sequence[int], steps: int) -> Iterator[Action]:
+    """Keep a state at each start; reverse the stretches between them, last first."""
+    for slot, (start, stop) in enumerate(pairwise(starts)):
+        yield Snapshot(start, slot)
+        yield Advance(start, stop)
+    last = len(starts) - 1
+    stop = steps
+    for slot in range(last, -1, -1):
+        yield (
+            Snapshot(starts[slot], slot)
+            if slot == last
+            else Restore(starts[slot], slot)
+        )
+        yield Reverse(starts[slot], stop)
+        yield Free(slot)
+        stop = starts[slot]

@@ -1,0 +1,117 @@
+"""Interpreter: the one definition of a valid schedule, and its counts by execution."""
+
+from collections.abc import Iterable
+from typing import assert_never
+
+from recoup.core.errors import ScheduleError
+from recoup.schedules.actions import (
+    Action,
+    Advance,
+    Free,
+    Restore,
+    Reverse,
+    Snapshot,
+)
+from recoup.schedules.counts import Counts
+
+
+def interpret(actions: Iterable[Action], steps: int) -> Counts:
+    """Carry a schedule out on paper and return what it costs.
+
+    A schedule is valid when every action finds the state it needs, no slot is
+    overwritten or freed twice, the steps are reversed from the last to the first
+    without gap or overlap, and nothing is held at the end.
+
+    Costs a few operations an action; holds one integer for each slot in use.
+
+    Args:
+        actions: What the schedule does, in order.
+        steps: How many steps the loop has.
+
+    Raises:
+        ScheduleError: Names the first action that cannot be carried out, and why.
+
+    Examples:
+        >>> from recoup.schedules.revolve import Revolve
+        >>> schedule = Revolve(1000, slots=10)
+        >>> interpret(schedule.actions(), 1000) == schedule.counts()
+        True
+    """
+    machine = _Machine(steps)
+    for action in actions:
+        machine.do(action)
+    machine.finish()
+    return Counts(
+        steps=steps,
+        advances=machine.advances,
+        taped=machine.taped,
+        peak_slots=machine.peak_slots,
+        peak_tape=machine.peak_tape,
+    )
+
+
+class _Machine:
+    """A loop of which only the positions exist."""
+
+    def __init__(self, steps: int) -> None:
+        self.advances = 0
+        self.taped = 0
+        self.peak_slots = 0
+        self.peak_tape = 0
+        self._held: dict[int, int] = {}
+        self._current: int | None = 0
+        self._end = steps
+
+    def do(self, action: Action) -> None:
+        match action:
+            case Advance(start, stop):
+                self._require(start < stop <= self._end, action, "no such steps")
+                self._require_current(start, action)
+                self.advances += stop - start
+                self._current = stop
+            case Snapshot(step, slot):
+                self._require_current(step, action)
+                self._require(slot not in self._held, action, "the slot is in use")
+                self._held[slot] = step
+                self.peak_slots = max(self.peak_slots, len(self._held))
+            case Restore(step, slot):
+                found = self._held.get(slot)
+                self._require(found == step, action, f"the slot holds {found}")
+                self._current = step
+            case Reverse(start, stop):
+                self._require(
+                    start < stop == self._end, action, f"the end is at {self._end}"
+                )
+                self._require_current(start, action)
+                self.taped += stop - start
+                self.peak_tape = max(self.peak_tape, stop - start)
+                self._end = start
+                self._current = None
+            case Free(slot):
+                self._require(slot in self._held, action, "the slot is empty")
+                del self._held[slot]
+            case _:
+                assert_never(action)
+
+    def finish(self) -> None:
+        if self._end > 0:
+            raise ScheduleError(
+                f"the schedule ends before step {self._end - 1} is reversed. A "
+                "schedule must reverse every step."
+            )
+        if self._held:
+            raise ScheduleError(
+                f"the schedule ends with slots {sorted(self._held)} in use. A schedule "
+                "must free what it holds."
+            )
+
+    def _require_current(self, step: int, action: Action) -> None:
+        self._require(
+            self._current == step, action, f"the current state is {self._current}"
+        )
+
+    def _require(self, holds: bool, action: Action, found: str) -> None:  # noqa: FBT001
+        if not holds:
+            raise ScheduleError(
+                f"{action} cannot be carried out: {found}. Correct the schedule."
+            )
