@@ -55,6 +55,18 @@ class TestAnyPolicy:
             (x @ x).exp()
         assert policy.asked == [("aten.mm.default", 400), ("aten.exp.default", 400)]
 
+    def test_the_outcome_of_a_write_can_be_kept(self):
+        policy = Everything()
+        x = torch.ones(10, requires_grad=True)
+        with CheckpointScope("block", policy=policy) as scope:
+            y = x.exp().relu_()
+        region = scope.nodes[0].region
+        y.sum().backward()
+        assert policy.asked == [("aten.exp.default", 40), ("aten.relu_.default", 40)]
+        assert region is not None
+        assert region.replays == 0
+        assert torch.equal(x.grad, torch.ones(10).exp())
+
     def test_keeping_nothing_is_keeping_what_comes_from_outside(self):
         model, x = PROBLEMS["mlp"]
 

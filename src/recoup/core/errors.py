@@ -63,3 +63,7 @@ class UnsupportedError(RecoupError, RuntimeError):
 
 class ScheduleError(RecoupError, ValueError):
     """A loop schedule that cannot be carried out, or does not reverse the loop."""
+
+
+class PlanError(RecoupError, ValueError):
+    """A plan cannot be read, or does not belong to the model it is applied to."""

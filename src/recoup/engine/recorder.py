@@ -180,7 +180,7 @@ class Recorder(OperatorMode):
             return
         covered = facts.overwrites and covers_storage(target)
         tainted = facts.uninitialised or (before in tape.tainted and not covered)
-        after = tape.overwrite(target, len(tape.operations), before, tainted=tainted)
+        after = tape.overwrite(target, operation.operator, before, tainted=tainted)
         operation.writes = (*operation.writes, (before, after))
 
     def _run_random(

@@ -5,12 +5,14 @@ import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import partial
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from torch import Tensor
 
 from recoup.backend.compiled import leave_uncompiled
 from recoup.backend.graph import (
+    Pack,
+    Unpack,
     at_end_of_backward,
     current_backward,
     pop_hooks,
@@ -72,6 +74,14 @@ class Saved:
         self.region.release(self)
 
 
+class Tracer(Protocol):
+    """Follows what is saved in a region through its backward."""
+
+    def hooks(self, region: "Region") -> tuple[Pack, Unpack]:
+        """Return hooks that do what the region's own do, and take note of it."""
+        ...
+
+
 class Region:
     """One run of a scope, a function or a module under recoup's control.
 
@@ -87,11 +97,13 @@ class Region:
         replays: How many times it has been replayed.
         replayed_operators: How many operators that ran in all.
         listeners: Called with every tensor that autograd saves in it.
+        tracer: Gives the saved-tensor hooks that are used instead of its own.
     """
 
     replays = 0
     replayed_operators = 0
     listeners: tuple[Listener, ...] = ()
+    tracer: "Tracer | None" = None
     _roots: list[Value] | None = None
     _saved_count = 0
     _live: dict[Value, Tensor] | None = None
@@ -113,7 +125,11 @@ class Region:
     def open(self) -> None:
         """Start recording on this thread."""
         self._recorder.__enter__()
-        push_hooks(self.pack, self.unpack)
+        tracer = self.tracer
+        if tracer is None:
+            push_hooks(self.pack, self.unpack)
+        else:
+            push_hooks(*tracer.hooks(self))
 
     def close(self) -> None:
         """Stop recording; drop what neither backward nor a replay needs."""

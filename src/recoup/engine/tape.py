@@ -254,26 +254,34 @@ class Tape:
             value.hold = Hold(copy_storage(hold.tensor))
 
     def overwrite(
-        self, tensor: Tensor, producer: int, before: Value, *, tainted: bool
+        self, tensor: Tensor, operator: Operator, before: Value, *, tainted: bool
     ) -> Value:
-        """Give the tensor's storage a new value, after a write by `producer`.
+        """Give the tensor's storage a new value, after a write by the next operation.
 
         Args:
             tensor: What was written to.
-            producer: The index of the operation that wrote.
+            operator: What wrote.
             before: The value before.
             tainted: Part of it is uninitialised memory.
         """
         born = before.born
         # An operator may resize a tensor that it was given whole.
         whole = born is not None and born() is tensor
-        value = Value(producer, self.geometry(tensor) if whole else before.geometry)
+        geometry = self.geometry(tensor) if whole else before.geometry
+        value = Value(len(self.operations), geometry)
         value.born = born
         self._name(tensor, value)
         if tainted:
             self.tainted.add(value)
         elif self._watch is not None:
             self._watch(value, tensor)
+        policy = self._policy
+        if policy is not None and policy.keeps(
+            name_of(operator), tensor.untyped_storage().nbytes()
+        ):
+            value.hold = Hold(alias(tensor), value.geometry)
+            # The write counts as a new version once it is done, not yet.
+            value.hold.version = None
         return value
 
     def forget(self, tensor: Tensor) -> None:

@@ -1,0 +1,305 @@
+"""Plans: what a model's forward is told to hold and to recompute, as plain data.
+
+A plan names places by modules and values by operators, not by numbers of one measured
+step, so that it can be stored, read, compared, and applied again without measuring.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from recoup.core.errors import PlanError
+from recoup.core.graph import BEFORE, Boundary, Graph
+from recoup.core.segments import Action, Segment
+
+FORMAT = "recoup plan"
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A point of forward: a call of a module begins or ends.
+
+    Attributes:
+        module: The path of the module in the model; empty for the model itself.
+        call: Which call of it in the step, from 0.
+        entering: The call begins; False: it ends.
+    """
+
+    module: str
+    call: int
+    entering: bool
+
+    @property
+    def label(self) -> str:
+        """The place in words."""
+        verb = "enter" if self.entering else "leave"
+        return f"{verb} {self.module or 'model'}#{self.call}"
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A value that a span holds.
+
+    Attributes:
+        operator: The operator that makes it, as `aten.mm.default`.
+        nth: Which of the values that this operator makes in the span, from 0.
+        bytes: Its size when it was measured.
+        action: How it is held.
+    """
+
+    operator: str
+    nth: int
+    bytes: int
+    action: Action
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A stretch of forward that runs as one region.
+
+    Attributes:
+        start: Where it begins.
+        stop: Where it ends.
+        held: The values made in it that are held; the others are recomputed.
+        inner: Spans inside it, in order.
+    """
+
+    start: Place
+    stop: Place
+    held: tuple[Held, ...] = ()
+    inner: tuple["Span", ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is done with everything that autograd would keep of one step.
+
+    What is in no span is kept, as plain autograd keeps it.
+
+    Attributes:
+        spans: The regions of forward, in order.
+        signature: What it was made for; see `signature_of`.
+        budget_bytes: The budget it was made for; 0: none.
+        peak_bytes: The peak that the simulation predicts.
+        seconds: The time of a step that the simulation predicts.
+
+    Examples:
+        >>> plan = Plan((Span(Place("h.0", 0, True), Place("h.1", 0, True)),))
+        >>> Plan.from_json(plan.to_json()) == plan
+        True
+        >>> Plan.from_json("{}")
+        Traceback (most recent call last):
+        recoup.core.errors.PlanError: this is no plan of recoup: format is missing. ...
+    """
+
+    spans: tuple[Span, ...] = ()
+    signature: str = ""
+    budget_bytes: int = 0
+    peak_bytes: int = 0
+    seconds: float = 0.0
+
+    def to_json(self) -> str:
+        """Return the plan as JSON text."""
+        return json.dumps(
+            {
+                "format": FORMAT,
+                "version": FORMAT_VERSION,
+                "signature": self.signature,
+                "budget_bytes": self.budget_bytes,
+                "peak_bytes": self.peak_bytes,
+                "seconds": self.seconds,
+                "spans": [_span_data(span) for span in self.spans],
+            },
+            indent=1,
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        """Return the plan that a JSON text describes; nothing in it is executed.
+
+        Raises:
+            PlanError: The text is no plan, is damaged, or is of another version.
+        """
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise PlanError(f"this is no plan of recoup: {error}. {_ADVICE}") from error
+        reader = _Reader(data, "the file")
+        if reader.text("format") != FORMAT:
+            raise PlanError(f"this is no plan of recoup: {data!r:.60}. {_ADVICE}")
+        version = reader.number("version")
+        if version != FORMAT_VERSION:
+            raise PlanError(
+                f"this plan is of version {version}, this recoup reads version "
+                f"{FORMAT_VERSION}. {_ADVICE}"
+            )
+        return cls(
+            spans=tuple(_read_span(item) for item in reader.items("spans")),
+            signature=reader.text("signature"),
+            budget_bytes=reader.number("budget_bytes"),
+            peak_bytes=reader.number("peak_bytes"),
+            seconds=reader.real("seconds"),
+        )
+
+    def count(self) -> dict[str, int]:
+        """Return how many values are kept and how many offloaded, by action."""
+        total: Counter[str] = Counter()
+        stack = list(self.spans)
+        while stack:
+            span = stack.pop()
+            stack.extend(span.inner)
+            total.update(held.action.value for held in span.held)
+        return dict(total)
+
+
+def signature_of(graph: Graph) -> str:
+    """Return a text that is equal for steps with the same operators and sizes.
+
+    Examples:
+        >>> signature_of(Graph((), 0, (), (), (), (), ()))
+        'e3b0c44298fc1c14'
+    """
+    digest = hashlib.sha256()
+    for operation in graph.operations:
+        sizes = [graph.bytes_of(value) for value in operation.makes]
+        digest.update(f"{operation.name} {sizes};".encode())
+    return digest.hexdigest()[:16]
+
+
+def plan_for(
+    graph: Graph,
+    segments: Sequence[Segment],
+    *,
+    budget_bytes: int = 0,
+    peak_bytes: int = 0,
+    seconds: float = 0.0,
+) -> Plan:
+    """Return segments of a measured step as a plan."""
+    return Plan(
+        spans=tuple(_span(graph, segment) for segment in segments),
+        signature=signature_of(graph),
+        budget_bytes=budget_bytes,
+        peak_bytes=peak_bytes,
+        seconds=seconds,
+    )
+
+
+def _span(graph: Graph, segment: Segment) -> Span:
+    held: list[Held] = []
+    seen: Counter[str] = Counter()
+    for number in graph.operations_between(segment.start, segment.stop):
+        operation = graph.operations[number]
+        if not operation.replayable:
+            continue
+        for value in operation.makes:
+            nth = seen[operation.name]
+            seen[operation.name] += 1
+            action = segment.actions.get(value)
+            if action is not None and graph.values[value].producer != BEFORE:
+                held.append(Held(operation.name, nth, graph.bytes_of(value), action))
+    return Span(
+        start=_place(graph.boundaries[segment.start]),
+        stop=_place(graph.boundaries[segment.stop]),
+        held=tuple(held),
+        inner=tuple(_span(graph, inner) for inner in segment.inner),
+    )
+
+
+def _place(boundary: Boundary) -> Place:
+    return Place(boundary.module, boundary.call, boundary.entering)
+
+
+def _span_data(span: Span) -> dict[str, Any]:
+    return {
+        "start": _place_data(span.start),
+        "stop": _place_data(span.stop),
+        "held": [
+            [held.operator, held.nth, held.bytes, held.action.value]
+            for held in span.held
+        ],
+        "inner": [_span_data(inner) for inner in span.inner],
+    }
+
+
+def _place_data(place: Place) -> list[Any]:
+    return [place.module, place.call, "enter" if place.entering else "leave"]
+
+
+_ADVICE = "Make it anew with recoup.fit(...).plan.to_json()."
+_DEPTH = 64
+
+
+class _Reader:
+    """Takes typed fields out of what came from a file."""
+
+    def __init__(self, data: Any, what: str) -> None:
+        if not isinstance(data, dict):
+            raise PlanError(f"this plan is damaged: {what} is no object. {_ADVICE}")
+        self._data = cast("dict[str, Any]", data)
+
+    def text(self, name: str) -> str:
+        return cast("str", self._field(name, str))
+
+    def number(self, name: str) -> int:
+        found = self._field(name, int)
+        if isinstance(found, bool) or found < 0:
+            raise PlanError(f"this plan is damaged: {name} is {found!r}. {_ADVICE}")
+        return cast("int", found)
+
+    def real(self, name: str) -> float:
+        found = float(self._field(name, (int, float)))
+        if not found >= 0:
+            raise PlanError(f"this plan is damaged: {name} is {found!r}. {_ADVICE}")
+        return found
+
+    def items(self, name: str) -> list[Any]:
+        return cast("list[Any]", self._field(name, list))
+
+    def _field(self, name: str, kind: Any) -> Any:
+        if name not in self._data:
+            raise PlanError(f"this is no plan of recoup: {name} is missing. {_ADVICE}")
+        found = self._data[name]
+        if not isinstance(found, kind):
+            raise PlanError(
+                f"this plan is damaged: {name} is {type(found).__name__}. {_ADVICE}"
+            )
+        return found
+
+
+def _read_span(data: Any, depth: int = 0) -> Span:
+    if depth > _DEPTH:
+        raise PlanError(f"this plan is nested more than {_DEPTH} deep. {_ADVICE}")
+    reader = _Reader(data, "a span")
+    return Span(
+        start=_read_place(reader.items("start")),
+        stop=_read_place(reader.items("stop")),
+        held=tuple(_read_held(item) for item in reader.items("held")),
+        inner=tuple(_read_span(item, depth + 1) for item in reader.items("inner")),
+    )
+
+
+def _read_place(data: list[Any]) -> Place:
+    match data:
+        case [str(module), int(call), "enter" | "leave" as verb] if call >= 0:
+            return Place(module, call, verb == "enter")
+        case _:
+            raise PlanError(f"this plan is damaged: a place is {data!r}. {_ADVICE}")
+
+
+def _read_held(data: Any) -> Held:
+    match data:
+        case [str(operator), int(nth), int(nbytes), str(action)] if (
+            nth >= 0 and nbytes >= 0 and action in _ACTIONS
+        ):
+            return Held(operator, nth, nbytes, _ACTIONS[action])
+        case _:
+            raise PlanError(
+                f"this plan is damaged: a held value is {data!r}. {_ADVICE}"
+            )
+
+
+_ACTIONS = {action.value: action for action in Action}
