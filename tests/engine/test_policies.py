@@ -59,13 +59,13 @@ class TestAnyPolicy:
         policy = Everything()
         x = torch.ones(10, requires_grad=True)
         with CheckpointScope("block", policy=policy) as scope:
-            y = x.exp().relu_()
+            y = (x * 2).relu_()
         region = scope.nodes[0].region
         y.sum().backward()
-        assert policy.asked == [("aten.exp.default", 40), ("aten.relu_.default", 40)]
+        assert policy.asked == [("aten.mul.Tensor", 40), ("aten.relu_.default", 40)]
         assert region is not None
         assert region.replays == 0
-        assert torch.equal(x.grad, torch.ones(10).exp())
+        assert torch.equal(x.grad, torch.full((10,), 2.0))
 
     def test_keeping_nothing_is_keeping_what_comes_from_outside(self):
         model, x = PROBLEMS["mlp"]
