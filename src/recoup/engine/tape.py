@@ -275,13 +275,9 @@ class Tape:
             self.tainted.add(value)
         elif self._watch is not None:
             self._watch(value, tensor)
-        policy = self._policy
-        if policy is not None and policy.keeps(
-            name_of(operator), tensor.untyped_storage().nbytes()
-        ):
+        if self._policy is not None and self._keeps(operator, tensor):
             value.hold = Hold(alias(tensor), value.geometry)
-            # The write counts as a new version once it is done, not yet.
-            value.hold.version = None
+            value.hold.version = None  # the write will count when it is done
         return value
 
     def forget(self, tensor: Tensor) -> None:
@@ -365,11 +361,13 @@ class Tape:
         value.born = weakref.ref(tensor)
         self._current[address] = value
         operation.outputs.append((place, value))
-        policy = self._policy
-        if policy is not None and policy.keeps(
-            name_of(operation.operator), tensor.untyped_storage().nbytes()
-        ):
+        if self._policy is not None and self._keeps(operation.operator, tensor):
             value.hold = Hold(alias(tensor))
+
+    def _keeps(self, operator: Operator, tensor: Tensor) -> bool:
+        assert self._policy is not None, "only called when there is a policy"
+        nbytes = tensor.untyped_storage().nbytes()
+        return self._policy.keeps(name_of(operator), nbytes)
 
     def geometry(self, tensor: Tensor) -> Geometry:
         """Return how the tensor lies in its storage.
