@@ -28,19 +28,8 @@ _SPECIAL = QUANTIZED | {torch.complex32, torch.complex64, torch.complex128}
 Watch = Callable[[Value, Tensor], None]
 
 _TENSORS = frozenset({Tensor, torch.nn.Parameter})
-_NO_TENSORS = frozenset(
-    {
-        bool,
-        float,
-        int,
-        str,
-        torch.device,
-        torch.dtype,
-        torch.layout,
-        torch.memory_format,
-        type(None),
-    }
-)
+_TORCH_KINDS = {torch.device, torch.dtype, torch.layout, torch.memory_format}
+_NO_TENSORS = frozenset({bool, float, int, str, type(None)} | _TORCH_KINDS)
 
 
 class Tape:
