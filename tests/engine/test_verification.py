@@ -132,6 +132,17 @@ def test_a_write_inside_the_region_that_no_operator_made_is_an_error(verify):
         y.sum().backward()
 
 
+def test_a_kept_tensor_that_outlives_its_region_is_not_taken_for_a_replayed_one():
+    x = vector()
+    with CheckpointScope(fresh(), verify="always"):
+        with CheckpointScope(fresh(), verify="always"):
+            product = x * 2
+            y = product.sin()
+            keep(product)
+        y = y.sin()
+    y.sum().backward()
+
+
 def test_a_change_before_it_is_saved_is_no_change():
     x = vector()
     with CheckpointScope(fresh(), verify="always"):
