@@ -67,3 +67,29 @@ class ScheduleError(RecoupError, ValueError):
 
 class PlanError(RecoupError, ValueError):
     """A plan cannot be read, or does not belong to the model it is applied to."""
+
+
+class InfeasibleError(RecoupError, RuntimeError):
+    """No plan fits into the budget.
+
+    Attributes:
+        budget_bytes: What was asked for.
+        floor_bytes: The smallest budget that can be met.
+        moment: Where the peak of the smallest plan is, among the step's moments.
+        holders: What is in use there: a description and its bytes, largest first.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        budget_bytes: int = 0,
+        floor_bytes: int = 0,
+        moment: int = 0,
+        holders: tuple[tuple[str, int], ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.budget_bytes = budget_bytes
+        self.floor_bytes = floor_bytes
+        self.moment = moment
+        self.holders = holders

@@ -4,11 +4,12 @@ The rules are those of the engine. A region holds what was made outside and is r
 by its replay until the last tensor saved in it is released; so it holds what it was
 told to keep. Its replay runs when backward first asks for a value that it does not
 hold, makes everything that is asked for later at once, and frees what is only needed on
-the way at its last use.
+the way at its last use. What an inner region holds it passes on to the one around it,
+which holds it or drops it again.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from recoup.core.graph import Graph, Operation, Save
 from recoup.core.segments import Action, Segment, check_order
@@ -24,6 +25,8 @@ class Replay:
         operations: What runs, in order.
         peak_bytes: The most that its own values and workspaces take.
         seconds: How long it takes.
+        left_bytes: What is still in use when it has run.
+        depth: How many segments are around it.
     """
 
     segment: Segment
@@ -31,6 +34,49 @@ class Replay:
     operations: tuple[int, ...]
     peak_bytes: int
     seconds: float
+    left_bytes: int = 0
+    depth: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """A storage that is on the host between forward and backward.
+
+    Attributes:
+        storage: Its number.
+        leaves: The moment by which it has left the device.
+        used: The moment that needs it back.
+        released: The last moment at which it is held.
+    """
+
+    storage: int
+    leaves: int
+    used: int
+    released: int
+
+
+@dataclass
+class Footprint:
+    """What some segments do to the memory and the time of a step.
+
+    Attributes:
+        holds: The last moment at which a storage is held, for those that are.
+        offloads: What goes to the host and comes back.
+        remade: Bytes that a replay leaves in use, with the first and last moment.
+        replays: What is run again.
+    """
+
+    holds: dict[int, int] = field(default_factory=dict[int, int])
+    offloads: list[Offload] = field(default_factory=list[Offload])
+    remade: list[tuple[int, int, int]] = field(
+        default_factory=list[tuple[int, int, int]]
+    )
+    replays: list[Replay] = field(default_factory=list[Replay])
+
+    def hold(self, graph: Graph, save: Save) -> None:
+        """Keep a value's storage until it is released."""
+        storage = graph.values[save.value].storage
+        self.holds[storage] = max(self.holds.get(storage, -1), save.released)
 
 
 @dataclass(frozen=True)
@@ -106,19 +152,27 @@ def simulate(graph: Graph, segments: Sequence[Segment]) -> Simulation:
         ((100, 200, 200, 300, 300, 200, 200, 100), 4.0)
     """
     check_order(segments, 0, len(graph.boundaries) - 1)
-    ledger = _Ledger(graph)
-    replays: list[Replay] = []
-    covered: set[int] = set()
+    total = Footprint()
+    position = 0
     for segment in segments:
         first, last = graph.boundaries[segment.start], graph.boundaries[segment.stop]
-        covered.update(range(first.saves, last.saves))
-        saves = _run_segment(segment, ledger, replays)
-        for save in saves:
-            ledger.hold(save)
-    for number, save in enumerate(graph.saves):
-        if number not in covered:
-            ledger.hold(save)
-    return ledger.close(replays)
+        for save in graph.saves[position : first.saves]:
+            total.hold(graph, save)
+        position = last.saves
+        _add_segment(graph, segment, total)
+    for save in graph.saves[position:]:
+        total.hold(graph, save)
+    return add_up(graph, total)
+
+
+def footprint(graph: Graph, segment: Segment) -> Footprint:
+    """Return what one segment that is in no other does to memory and time.
+
+    Costs time in proportion to the operators and saved tensors of the segment.
+    """
+    result = Footprint()
+    _add_segment(graph, segment, result)
+    return result
 
 
 def replayed(
@@ -154,37 +208,45 @@ def replayed(
     return sorted(required), list(roots)
 
 
+def _add_segment(graph: Graph, segment: Segment, total: Footprint) -> None:
+    for save in _run_segment(graph, segment, total, depth=0):
+        total.hold(graph, save)
+
+
 def _run_segment(
-    segment: Segment, ledger: "_Ledger", replays: list[Replay]
+    graph: Graph, segment: Segment, total: Footprint, *, depth: int
 ) -> list[Save]:
     """Account for a segment; return what it asks of those around it."""
-    graph = ledger.graph
     inside = graph.operations_between(segment.start, segment.stop)
     own = _own_saves(graph, segment)
     for inner in segment.inner:
-        own.extend(_run_segment(inner, ledger, replays))
+        own.extend(_run_segment(graph, inner, total, depth=depth + 1))
     made = [s for s in own if graph.values[s.value].producer in inside]
     asked = [s for s in own if graph.values[s.value].producer not in inside]
+    if not made:
+        return asked
     wanted = [s for s in made if not _is_held(graph, segment, s.value)]
+    # The engine plans one replay for all that is saved, held or not: what leads to a
+    # held value is not part of it.
     operations, roots = replayed(
         graph, inside, [save.value for save in made], segment.actions
     )
-    if not made:
-        return asked
     end = max(save.released for save in made)
     first = min((save.used for save in wanted), default=end)
+    used: dict[int, int] = {}
+    for save in made:
+        used[save.value] = min(save.used, used.get(save.value, save.used))
+    read = {value for number in operations for value in graph.operations[number].reads}
     for value in roots:
-        producer = graph.values[value].producer
-        used = min([s.used for s in made if s.value == value], default=first)
-        root = Save(value, used, end)
-        if producer not in inside:
-            asked.append(root)
-        elif segment.actions.get(value) is Action.OFFLOAD:
-            ledger.offload(root, inside.stop)
+        moment = min(used.get(value, end), first if value in read else end)
+        offloaded = segment.actions.get(value) is Action.OFFLOAD
+        if offloaded and depth == 0 and graph.values[value].producer in inside:
+            storage = graph.values[value].storage
+            total.offloads.append(Offload(storage, inside.stop, moment, end))
         else:
-            ledger.hold(root)
+            asked.append(Save(value, moment, end))
     if wanted:
-        replays.append(_replay(segment, ledger, operations, wanted))
+        _add_replay(graph, segment, total, operations, wanted, depth)
     return asked
 
 
@@ -206,21 +268,31 @@ def _is_held(graph: Graph, segment: Segment, value: int) -> bool:
     return value in segment.actions or not graph.operations[producer].replayable
 
 
-def _replay(
-    segment: Segment, ledger: "_Ledger", operations: Sequence[int], wanted: list[Save]
-) -> Replay:
+def _add_replay(
+    graph: Graph,
+    segment: Segment,
+    total: Footprint,
+    operations: Sequence[int],
+    wanted: Sequence[Save],
+    depth: int,
+) -> None:
     """Account for a replay: its values live on until they are released."""
-    graph = ledger.graph
     moment = min(save.used for save in wanted)
     released: dict[int, int] = {}
     for save in wanted:
         storage = graph.values[save.value].storage
         released[storage] = max(released.get(storage, moment), save.released)
     peak_bytes, seconds = run_again(graph, operations, set(released))
+    left_bytes = 0
     for storage, until in released.items():
-        ledger.add(graph.storages[storage].bytes, moment, until)
-    ledger.spike(moment, peak_bytes - sum(graph.storages[s].bytes for s in released))
-    return Replay(segment, moment, tuple(operations), peak_bytes, seconds)
+        nbytes = graph.storages[storage].bytes
+        left_bytes += nbytes
+        total.remade.append((nbytes, moment, until))
+    total.replays.append(
+        Replay(
+            segment, moment, tuple(operations), peak_bytes, seconds, left_bytes, depth
+        )
+    )
 
 
 def run_again(
@@ -261,73 +333,91 @@ def _mentioned(operation: Operation) -> tuple[int, ...]:
     return operation.reads + operation.makes
 
 
-class _Ledger:
-    """Adds up what is in use at each moment."""
+def add_up(graph: Graph, total: Footprint) -> Simulation:
+    """Return what a step costs in which segments have this footprint together."""
+    half = len(graph.operations)
+    changes = [0] * (graph.moments + 1)
 
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
-        self._until = [storage.dies for storage in graph.storages]
-        self._changes = [0] * (graph.moments + 1)
-        self._spikes: dict[int, int] = {}
-        self._offloaded: list[tuple[Save, int]] = []
+    def add(nbytes: int, first: int, last: int) -> None:
+        changes[first] += nbytes
+        changes[min(last, graph.moments - 1) + 1] -= nbytes
 
-    def add(self, nbytes: int, first: int, last: int) -> None:
-        """Count bytes from the first moment to the last."""
-        self._changes[first] += nbytes
-        self._changes[last + 1] -= nbytes
+    until = [storage.dies for storage in graph.storages]
+    for storage, last in total.holds.items():
+        until[storage] = max(until[storage], last)
+    host_bytes = 0
+    for offload in _merged(total.offloads):
+        if until[offload.storage] >= half:
+            continue  # somebody holds it on the device in any case
+        nbytes = graph.storages[offload.storage].bytes
+        host_bytes += nbytes
+        leaves = min(offload.leaves, half) - 1
+        until[offload.storage] = max(until[offload.storage], leaves)
+        add(nbytes, max(offload.used - 1, half), offload.released)
+    held_bytes = 0
+    for storage, last in zip(graph.storages, until, strict=True):
+        if not storage.bytes:
+            continue
+        if storage.born < half <= last:
+            held_bytes += storage.bytes
+        add(storage.bytes, max(storage.born, 0), last)
+    for nbytes, first, last in total.remade:
+        add(nbytes, first, last)
+    spikes = spikes_of(total.replays)
+    live_bytes = 0
+    bytes_at: list[int] = []
+    for moment, other in enumerate(graph.other_bytes):
+        live_bytes += changes[moment]
+        bytes_at.append(live_bytes + other + spikes.get(moment, 0))
+    return Simulation(
+        bytes_at=tuple(bytes_at),
+        replays=tuple(total.replays),
+        held_bytes=held_bytes,
+        host_bytes=host_bytes,
+        stall_seconds=stall_seconds(graph, host_bytes),
+        step_seconds=graph.step_seconds,
+    )
 
-    def spike(self, moment: int, nbytes: int) -> None:
-        """Count bytes that are in use for part of a moment, beyond the others."""
-        self._spikes[moment] = max(self._spikes.get(moment, 0), nbytes)
 
-    def hold(self, save: Save) -> None:
-        """Keep a value's storage until it is released."""
-        storage = self.graph.values[save.value].storage
-        self._until[storage] = max(self._until[storage], save.released)
-
-    def offload(self, save: Save, leaves: int) -> None:
-        """Keep a value on the host between forward and backward."""
-        self._offloaded.append((save, leaves))
-
-    def close(self, replays: list[Replay]) -> Simulation:
-        """Return what it all came to."""
-        graph = self.graph
-        half = len(graph.operations)
-        host_bytes = 0
-        out_at: dict[int, int] = {}
-        for save, leaves in self._offloaded:
-            storage = graph.values[save.value].storage
-            if self._until[storage] >= half:
-                continue  # somebody holds it on the device in any case
-            nbytes = graph.storages[storage].bytes
-            if nbytes and storage not in out_at:
-                host_bytes += nbytes
-                out_at[storage] = leaves
-            self._until[storage] = max(self._until[storage], min(leaves, half) - 1)
-            self.add(nbytes, max(save.used - 1, half), save.released)
-        held_bytes = 0
-        for storage, until in zip(graph.storages, self._until, strict=True):
-            if not storage.bytes:
-                continue
-            if storage.born < half <= until:
-                held_bytes += storage.bytes
-            self.add(storage.bytes, max(storage.born, 0), min(until, graph.moments - 1))
-        live_bytes = 0
-        bytes_at: list[int] = []
-        for moment, other in enumerate(graph.other_bytes):
-            live_bytes += self._changes[moment]
-            bytes_at.append(live_bytes + other + self._spikes.get(moment, 0))
-        return Simulation(
-            bytes_at=tuple(bytes_at),
-            replays=tuple(replays),
-            held_bytes=held_bytes,
-            host_bytes=host_bytes,
-            stall_seconds=_stall_seconds(graph, host_bytes),
-            step_seconds=graph.step_seconds,
+def _merged(offloads: Iterable[Offload]) -> Iterable[Offload]:
+    """Return the offloads, those of one storage as one."""
+    found: dict[int, Offload] = {}
+    for offload in offloads:
+        other = found.get(offload.storage, offload)
+        found[offload.storage] = Offload(
+            offload.storage,
+            max(offload.leaves, other.leaves),
+            min(offload.used, other.used),
+            max(offload.released, other.released),
         )
+    return found.values()
 
 
-def _stall_seconds(graph: Graph, host_bytes: int) -> float:
+def spikes_of(replays: Sequence[Replay]) -> dict[int, int]:
+    """Return what replays take at a moment beyond all that they leave there.
+
+    A segment is replayed after the one around it, whose values it starts from: what
+    the inner one leaves is not there yet when the outer one runs. Nothing is assumed
+    about the order of segments that lie side by side.
+    """
+    at: dict[int, list[Replay]] = {}
+    for replay in replays:
+        at.setdefault(replay.moment, []).append(replay)
+    spikes: dict[int, int] = {}
+    for moment, together in at.items():
+        before = after = 0
+        peak = 0
+        for depth in sorted({replay.depth for replay in together}):
+            level = [replay for replay in together if replay.depth == depth]
+            after = before + sum(replay.left_bytes for replay in level)
+            spike = max(replay.peak_bytes - replay.left_bytes for replay in level)
+            peak = max(peak, after + spike)
+            before = after
+        spikes[moment] = max(0, peak - after)
+    return spikes
+
+
+def stall_seconds(graph: Graph, host_bytes: int) -> float:
     """Return how long the step waits for copies, out in forward and in in backward.
 
     Copies run beside the computing: what does not fit into a third of the step on the

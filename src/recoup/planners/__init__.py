@@ -1,0 +1,1 @@
+"""Planners: from the graph of a step and a budget in bytes to segments. No torch."""

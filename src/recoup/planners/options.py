@@ -1,0 +1,73 @@
+"""Options: what may be done with one stretch of forward, and what each costs."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recoup.core.graph import Graph
+from recoup.core.segments import Action, Segment
+from recoup.core.simulation import Footprint, footprint, spikes_of
+
+Integers = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to run a stretch of forward.
+
+    Attributes:
+        segments: What it runs as; none: everything is kept.
+        footprint: What that does to memory and time.
+    """
+
+    segments: tuple[Segment, ...]
+    footprint: Footprint
+
+    @cached_property
+    def seconds(self) -> float:
+        """What is run again."""
+        return sum(replay.seconds for replay in self.footprint.replays)
+
+    @cached_property
+    def spikes(self) -> dict[int, int]:
+        """What replays take at a moment beyond all that they leave."""
+        return spikes_of(self.footprint.replays)
+
+    @cached_property
+    def holds(self) -> tuple[Integers, Integers]:
+        """The storages that are held, and until when."""
+        found = self.footprint.holds
+        return (
+            np.fromiter(found.keys(), np.int64, len(found)),
+            np.fromiter(found.values(), np.int64, len(found)),
+        )
+
+
+def keep_all(graph: Graph, start: int, stop: int) -> Option:
+    """Return the option without a segment."""
+    total = Footprint()
+    for save in graph.saves_between(start, stop):
+        total.hold(graph, save)
+    return Option((), total)
+
+
+def with_actions(
+    graph: Graph, start: int, stop: int, actions: Mapping[int, Action]
+) -> Option:
+    """Return the option to run a stretch as one segment."""
+    segment = Segment(start, stop, dict(actions))
+    return Option((segment,), footprint(graph, segment))
+
+
+def holding(graph: Graph, start: int, stop: int, held: Iterable[int]) -> Option:
+    """Return the option that holds some values and recomputes the others."""
+    return with_actions(graph, start, stop, dict.fromkeys(held, Action.KEEP))
+
+
+def nested(graph: Graph, segment: Segment) -> Option:
+    """Return the option to run a stretch as a segment with others inside."""
+    return Option((segment,), footprint(graph, segment))

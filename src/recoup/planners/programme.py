@@ -1,0 +1,246 @@
+"""The programme across stretches: one option for each, as fast as the budget allows.
+
+The bytes in use at a moment are, but for storages that two stretches hold, a sum over
+the options chosen. So the choice is a linear programme with one row for each moment
+that could be the peak; rows are added as they are broken. Its prices, the duals, tell
+each stretch what its bytes cost when, and a minimum cut with those prices finds the
+option that is missing. The last step is in whole options, checked as the simulator
+counts.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recoup.core.graph import Graph
+from recoup.planners.highs import System, mixture, whole
+from recoup.planners.options import Floats, Integers, Option
+from recoup.planners.profile import Profile
+
+_WINDOWS = 64
+_ROUNDS = 12
+
+
+@dataclass(frozen=True)
+class Relaxation:
+    """The best mixture of options.
+
+    Attributes:
+        seconds: What it costs.
+        shares: How much of each option, stretch by stretch.
+        rows: The moments that were watched.
+        prices: Seconds for one more byte at each of them.
+        host_price: Seconds for one more byte copied to the host.
+    """
+
+    seconds: float
+    shares: tuple[Floats, ...]
+    rows: Integers
+    prices: Floats
+    host_price: float
+
+
+class Programme:
+    """A choice of one option for each of several disjoint stretches.
+
+    Args:
+        graph: The step.
+        profile: What is in use beside the stretches.
+        floor: For each stretch the option that holds least, as a start.
+    """
+
+    def __init__(self, graph: Graph, profile: Profile, floor: Sequence[Option]) -> None:
+        self.graph = graph
+        self.profile = profile
+        self.options: list[list[Option]] = [[option] for option in floor]
+        self.until = _held_from_outside(profile, floor)
+        self.base = _bytes_without(profile, self.until)
+        self._rows = np.zeros(0, dtype=np.int64)
+        self._uses: list[list[Floats]] = [[np.zeros(0)] for _ in floor]
+        self.watch(_peaks(profile.bytes_at(list(floor))))
+
+    def offer(self, stretch: int, option: Option) -> None:
+        """Add an option."""
+        self.options[stretch].append(option)
+        use = self.profile.use(option, self.until, self._rows)
+        self._uses[stretch].append(use)
+
+    def watch(self, moments: Integers) -> None:
+        """Add rows."""
+        new = np.setdiff1d(moments, self._rows)
+        self._rows = np.concatenate([self._rows, new])
+        for options, uses in zip(self.options, self._uses, strict=True):
+            for number, option in enumerate(options):
+                more = self.profile.use(option, self.until, new)
+                uses[number] = np.concatenate([uses[number], more])
+
+    def relaxed(self, budget_bytes: int) -> Relaxation | None:
+        """Return the best mixture that fits; None: there is none."""
+        found = None
+        for _ in range(_ROUNDS):
+            found = self._solve_mixture(budget_bytes)
+            if found is None or not self._watch_broken(found.shares, budget_bytes):
+                break
+        return found
+
+    def rounded(
+        self, budget_bytes: int, relaxed: Relaxation, *, seconds_limit: float
+    ) -> list[int] | None:
+        """Return whole options near a mixture that fit, as the rows count bytes.
+
+        A mixture has few stretches with more than one option: about one for each row
+        that is tight. These are decided by a search, with some others to make up for
+        it; the rest stay as they are.
+        """
+        free = 12
+        for _ in range(_ROUNDS):
+            open_columns = self._open_columns(relaxed, free)
+            found = whole(
+                self._system(budget_bytes).restricted(open_columns),
+                seconds_limit=seconds_limit,
+            )
+            if found is None:
+                if open_columns.all():
+                    return None
+                free *= 4
+                continue
+            x = np.zeros(len(open_columns))
+            x[open_columns] = found
+            shares = self._by_stretch(np.rint(x))
+            if not self._watch_broken(shares, budget_bytes):
+                return [int(share.argmax()) for share in shares]
+        return None
+
+    def _open_columns(self, relaxed: Relaxation, free: int) -> NDArray[np.bool_]:
+        """Return which columns a search looks at: all those of `free` stretches."""
+        doubt = np.array([1 - share.max() for share in relaxed.shares])
+        searched = set(np.argsort(-doubt, kind="stable")[:free].tolist())
+        result: list[bool] = []
+        for number, share in enumerate(relaxed.shares):
+            best = int(share.argmax())
+            searching = number in searched
+            result += [searching or place == best for place in range(len(share))]
+        return np.array([*result, True, True])
+
+    def chosen(self, numbers: Sequence[int]) -> list[Option]:
+        """Return the options of a choice."""
+        return [o[n] for o, n in zip(self.options, numbers, strict=True)]
+
+    def in_rows(self, options: Sequence[Option]) -> Floats:
+        """Return the exact bytes in use at the moments that are watched."""
+        return self.profile.bytes_at(options)[self._rows].astype(np.float64)
+
+    def fits(self, now: Option, other: Option, room: Floats) -> bool:
+        """Return whether another option seems to fit in the room at the rows."""
+        more = self.profile.use(other, self.until, self._rows)
+        more -= self.profile.use(now, self.until, self._rows)
+        return bool((more <= room).all())
+
+    def cost(self, relaxed: Relaxation, option: Option) -> float:
+        """Return what an option costs at the prices of a mixture."""
+        use = self.profile.use(option, self.until, relaxed.rows)
+        host = relaxed.host_price * self._host_bytes(option)
+        return option.seconds + float(use @ relaxed.prices) + host
+
+    def _watch_broken(self, shares: Sequence[Floats], budget_bytes: int) -> bool:
+        """Add rows where a mixture does not fit; return whether there are any."""
+        every = np.arange(self.graph.moments)
+        total = self.base.astype(np.float64)
+        for options, share in zip(self.options, shares, strict=True):
+            for number in np.flatnonzero(share > 1e-9):
+                use = self.profile.use(options[number], self.until, every)
+                total += share[number] * use
+        total[self._rows] = 0
+        tops = _peaks(total)
+        broken = tops[total[tops] > budget_bytes * (1 + 1e-9)]
+        if len(broken):
+            self.watch(broken)
+        return len(broken) > 0
+
+    def _system(self, budget_bytes: int) -> System:
+        """Return the programme as numbers.
+
+        The last two columns are the seconds that copies out and in are waited for.
+        Bytes are counted in budgets, for the sake of the solver's tolerances.
+        """
+        every = [option for options in self.options for option in options]
+        unit = float(max(budget_bytes, 1))
+        rows = np.array([use for uses in self._uses for use in uses]).T / unit
+        limits = (budget_bytes - self.base[self._rows]) / unit
+        link = self.graph.link_bytes_per_second
+        host = np.array([self._host_bytes(option) for option in every])
+        copy = host / link if link else np.zeros(len(every))
+        waits = np.zeros((len(rows) + 2, 2))
+        waits[-2, 0] = waits[-1, 1] = -1.0
+        third = self.graph.step_seconds / 3
+        owners = np.repeat(
+            np.arange(len(self.options)), [len(options) for options in self.options]
+        )
+        ones = np.zeros((len(self.options), len(every) + 2))
+        ones[owners, np.arange(len(every))] = 1.0
+        return System(
+            objective=np.array([*(option.seconds for option in every), 1.0, 1.0]),
+            upper=np.hstack([np.vstack([rows, copy, copy]), waits]),
+            limits=np.concatenate([limits, [third, 2 * third]]),
+            ones=ones,
+            whole=np.array([1.0] * len(every) + [0.0, 0.0]),
+        )
+
+    def _host_bytes(self, option: Option) -> int:
+        half = self.profile.half
+        storages = {o.storage for o in option.footprint.offloads}
+        return sum(
+            self.graph.storages[s].bytes for s in storages if self.until[s] < half
+        )
+
+    def _solve_mixture(self, budget_bytes: int) -> Relaxation | None:
+        found = mixture(self._system(budget_bytes))
+        if found is None:
+            return None
+        x, seconds, prices = found
+        link = self.graph.link_bytes_per_second
+        return Relaxation(
+            seconds,
+            self._by_stretch(x),
+            self._rows.copy(),
+            prices[:-2] / max(budget_bytes, 1),
+            float(prices[-2:].sum()) / link if link else 0.0,
+        )
+
+    def _by_stretch(self, x: Floats) -> tuple[Floats, ...]:
+        cuts = np.cumsum([len(options) for options in self.options])[:-1]
+        return tuple(np.split(x[:-2], cuts))
+
+
+def _held_from_outside(profile: Profile, floor: Sequence[Option]) -> Integers:
+    """Return until when storages are held that a stretch takes from elsewhere."""
+    graph = profile.graph
+    until = profile.until.copy()
+    for option in floor:
+        if not option.segments:
+            continue
+        inside = graph.operations_between(
+            option.segments[0].start, option.segments[-1].stop
+        )
+        for storage, last in option.footprint.holds.items():
+            if graph.storages[storage].born not in inside:
+                until[storage] = max(int(until[storage]), last)
+    return until
+
+
+def _bytes_without(profile: Profile, until: Integers) -> Integers:
+    bare = Profile(profile.graph)
+    bare.until = until
+    return bare.bytes_at([])
+
+
+def _peaks(total: Integers | Floats) -> Integers:
+    """Return the largest moment of each of some windows of the step."""
+    edges = np.unique(np.linspace(0, len(total), _WINDOWS + 1).astype(np.int64))
+    return np.array(
+        [a + int(total[a:b].argmax()) for a, b in itertools.pairwise(edges)],
+        dtype=np.int64,
+    )
