@@ -1,8 +1,9 @@
 """Recompute the blocks that free most bytes per second, until the budget is met."""
 
+from recoup.core.footprint import footprint
 from recoup.core.graph import Graph
 from recoup.core.segments import Segment
-from recoup.core.simulation import footprint, simulate
+from recoup.core.simulation import simulate
 from recoup.planners.blocks import blocks_of
 
 

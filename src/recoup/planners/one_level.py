@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from recoup.core.footprint import Footprint
 from recoup.core.graph import Graph
 from recoup.core.segments import Action
-from recoup.core.simulation import Footprint
 from recoup.planners.cut import Demand, choose, frontier_of
 from recoup.planners.options import Option, holding, keep_all, with_actions
 from recoup.planners.profile import Profile

@@ -7,9 +7,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from recoup.core.footprint import Footprint, footprint, spikes_of
 from recoup.core.graph import Graph
 from recoup.core.segments import Action, Segment
-from recoup.core.simulation import Footprint, footprint, spikes_of
 
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]

@@ -4,8 +4,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from recoup.core.footprint import Offload
 from recoup.core.graph import Graph
-from recoup.core.simulation import Offload, stall_seconds
+from recoup.core.simulation import stall_seconds
 from recoup.planners.options import Floats, Integers, Option
 
 

@@ -1,0 +1,271 @@
+"""Footprints: what segments hold, drop and replay. The rules are those of the engine.
+
+A region holds what was made outside and is read by its replay until the last tensor
+saved in it is released; so it holds what it was told to keep. Its replay runs when
+backward first asks for a value that it does not hold, makes everything that is asked
+for later at once, and frees what is only needed on the way at its last use. What an
+inner region holds it passes on to the one around it, which holds it or drops it again.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from recoup.core.graph import Graph, Operation, Save
+from recoup.core.segments import Action, Segment
+
+
+@dataclass(frozen=True)
+class Replay:
+    """One replay of a segment.
+
+    Attributes:
+        segment: What is replayed.
+        moment: The moment of backward before which it runs.
+        operations: What runs, in order.
+        peak_bytes: The most that its own values and workspaces take.
+        seconds: How long it takes.
+        left_bytes: What is still in use when it has run.
+        depth: How many segments are around it.
+    """
+
+    segment: Segment
+    moment: int
+    operations: tuple[int, ...]
+    peak_bytes: int
+    seconds: float
+    left_bytes: int = 0
+    depth: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """A storage that is on the host between forward and backward.
+
+    Attributes:
+        storage: Its number.
+        leaves: The moment by which it has left the device.
+        used: The moment that needs it back.
+        released: The last moment at which it is held.
+    """
+
+    storage: int
+    leaves: int
+    used: int
+    released: int
+
+
+@dataclass
+class Footprint:
+    """What some segments do to the memory and the time of a step.
+
+    Attributes:
+        holds: The last moment at which a storage is held, for those that are.
+        offloads: What goes to the host and comes back.
+        remade: Bytes that a replay leaves in use, with the first and last moment.
+        replays: What is run again.
+    """
+
+    holds: dict[int, int] = field(default_factory=dict[int, int])
+    offloads: list[Offload] = field(default_factory=list[Offload])
+    remade: list[tuple[int, int, int]] = field(
+        default_factory=list[tuple[int, int, int]]
+    )
+    replays: list[Replay] = field(default_factory=list[Replay])
+
+    def hold(self, graph: Graph, save: Save) -> None:
+        """Keep a value's storage until it is released."""
+        storage = graph.values[save.value].storage
+        self.holds[storage] = max(self.holds.get(storage, -1), save.released)
+
+
+def footprint(graph: Graph, segment: Segment) -> Footprint:
+    """Return what one segment that is in no other does to memory and time.
+
+    Costs time in proportion to the operators and saved tensors of the segment.
+    """
+    result = Footprint()
+    add_segment(graph, segment, result)
+    return result
+
+
+def replayed(
+    graph: Graph, inside: range, demanded: Iterable[int], held: Mapping[int, object]
+) -> tuple[list[int], list[int]]:
+    """Return the operations that demanded values need, and the values these start from.
+
+    Args:
+        graph: The step.
+        inside: The operations of the segment.
+        demanded: The values to make.
+        held: The values made in the segment that are held.
+
+    Returns:
+        The operations, in order; and what they read, or what is demanded, that is held
+        or comes from outside.
+    """
+    required: set[int] = set()
+    roots: dict[int, None] = {}
+    stack = list(demanded)
+    while stack:
+        value = stack.pop()
+        producer = graph.values[value].producer
+        if (
+            producer not in inside
+            or value in held
+            or not graph.operations[producer].replayable
+        ):
+            roots[value] = None
+        elif producer not in required:
+            required.add(producer)
+            stack.extend(graph.operations[producer].reads)
+    return sorted(required), list(roots)
+
+
+def add_segment(graph: Graph, segment: Segment, total: Footprint) -> None:
+    """Add what one segment that is in no other does to what others do."""
+    for save in _run_segment(graph, segment, total, depth=0):
+        total.hold(graph, save)
+
+
+def _run_segment(
+    graph: Graph, segment: Segment, total: Footprint, *, depth: int
+) -> list[Save]:
+    """Account for a segment; return what it asks of those around it."""
+    inside = graph.operations_between(segment.start, segment.stop)
+    own = _own_saves(graph, segment)
+    for inner in segment.inner:
+        own.extend(_run_segment(graph, inner, total, depth=depth + 1))
+    made = [s for s in own if graph.values[s.value].producer in inside]
+    asked = [s for s in own if graph.values[s.value].producer not in inside]
+    if not made:
+        return asked
+    wanted = [s for s in made if not _is_held(graph, segment, s.value)]
+    # The engine plans one replay for all that is saved, held or not: what leads to a
+    # held value is not part of it.
+    operations, roots = replayed(
+        graph, inside, [save.value for save in made], segment.actions
+    )
+    end = max(save.released for save in made)
+    first = min((save.used for save in wanted), default=end)
+    used: dict[int, int] = {}
+    for save in made:
+        used[save.value] = min(save.used, used.get(save.value, save.used))
+    read = {value for number in operations for value in graph.operations[number].reads}
+    for value in roots:
+        moment = min(used.get(value, end), first if value in read else end)
+        offloaded = segment.actions.get(value) is Action.OFFLOAD
+        if offloaded and depth == 0 and graph.values[value].producer in inside:
+            storage = graph.values[value].storage
+            total.offloads.append(Offload(storage, inside.stop, moment, end))
+        else:
+            asked.append(Save(value, moment, end))
+    if wanted:
+        _add_replay(graph, segment, total, operations, wanted, depth)
+    return asked
+
+
+def _own_saves(graph: Graph, segment: Segment) -> list[Save]:
+    """Return what autograd saves in the segment but in none of its inner ones."""
+    first, last = graph.boundaries[segment.start], graph.boundaries[segment.stop]
+    inner: set[int] = set()
+    for child in segment.inner:
+        inner.update(
+            range(
+                graph.boundaries[child.start].saves, graph.boundaries[child.stop].saves
+            )
+        )
+    return [graph.saves[n] for n in range(first.saves, last.saves) if n not in inner]
+
+
+def _is_held(graph: Graph, segment: Segment, value: int) -> bool:
+    producer = graph.values[value].producer
+    return value in segment.actions or not graph.operations[producer].replayable
+
+
+def _add_replay(
+    graph: Graph,
+    segment: Segment,
+    total: Footprint,
+    operations: Sequence[int],
+    wanted: Sequence[Save],
+    depth: int,
+) -> None:
+    """Account for a replay: its values live on until they are released."""
+    moment = min(save.used for save in wanted)
+    released: dict[int, int] = {}
+    for save in wanted:
+        storage = graph.values[save.value].storage
+        released[storage] = max(released.get(storage, moment), save.released)
+    peak_bytes, seconds = run_again(graph, operations, set(released))
+    left_bytes = 0
+    for storage, until in released.items():
+        nbytes = graph.storages[storage].bytes
+        left_bytes += nbytes
+        total.remade.append((nbytes, moment, until))
+    total.replays.append(
+        Replay(
+            segment, moment, tuple(operations), peak_bytes, seconds, left_bytes, depth
+        )
+    )
+
+
+def run_again(
+    graph: Graph, operations: Sequence[int], wanted: set[int]
+) -> tuple[int, float]:
+    """Return the peak bytes and the seconds of running operations again.
+
+    Args:
+        graph: The step.
+        operations: What runs, in order.
+        wanted: The storages that outlive the replay.
+    """
+    last: dict[int, int] = {}
+    for number in operations:
+        for value in _mentioned(graph.operations[number]):
+            last[graph.values[value].storage] = number
+    live: set[int] = set()
+    live_bytes = peak_bytes = 0
+    seconds = 0.0
+    for number in operations:
+        operation = graph.operations[number]
+        for value in operation.makes:
+            storage = graph.values[value].storage
+            if storage not in live:
+                live.add(storage)
+                live_bytes += graph.storages[storage].bytes
+        peak_bytes = max(peak_bytes, live_bytes + operation.workspace_bytes)
+        seconds += operation.seconds
+        for value in _mentioned(operation):
+            storage = graph.values[value].storage
+            if storage in live and storage not in wanted and last[storage] == number:
+                live.discard(storage)
+                live_bytes -= graph.storages[storage].bytes
+    return peak_bytes, seconds
+
+
+def _mentioned(operation: Operation) -> tuple[int, ...]:
+    return operation.reads + operation.makes
+
+
+def spikes_of(replays: Sequence[Replay]) -> dict[int, int]:
+    """Return what replays take at a moment beyond all that they leave there.
+
+    A segment is replayed after the one around it, whose values it starts from: what
+    the inner one leaves is not there yet when the outer one runs. Nothing is assumed
+    about the order of segments that lie side by side.
+    """
+    at: dict[int, list[Replay]] = {}
+    for replay in replays:
+        at.setdefault(replay.moment, []).append(replay)
+    spikes: dict[int, int] = {}
+    for moment, together in at.items():
+        before = after = 0
+        peak = 0
+        for depth in sorted({replay.depth for replay in together}):
+            level = [replay for replay in together if replay.depth == depth]
+            after = before + sum(replay.left_bytes for replay in level)
+            spike = max(replay.peak_bytes - replay.left_bytes for replay in level)
+            peak = max(peak, after + spike)
+            before = after
+        spikes[moment] = max(0, peak - after)
+    return spikes
