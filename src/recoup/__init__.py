@@ -10,6 +10,7 @@ from recoup.core.errors import (
     RecoupError,
     ReplayError,
     ScheduleError,
+    TierError,
     UnsupportedError,
     UsageError,
 )
@@ -41,6 +42,10 @@ from recoup.engine.profiler import CheckpointProfiler
 from recoup.engine.recomputing import is_recomputing
 from recoup.engine.rerun import rerun
 from recoup.engine.scope import CheckpointScope
+from recoup.engine.tiers.account import Usage, tier_usage
+from recoup.engine.tiers.device import Device
+from recoup.engine.tiers.host import Host
+from recoup.engine.tiers.protocol import ExactTier, LossyTier, Stored, Tier
 from recoup.measure.advice import Advice, Suggestion, suggest
 from recoup.precision.ranges import RangeMonitor, RangeReport, RangeRow
 from recoup.precision.scaler import GradientScaler
@@ -56,10 +61,14 @@ __all__ = [
     "CheckpointProfiler",
     "CheckpointScope",
     "ClearedError",
+    "Device",
+    "ExactTier",
     "GradientScaler",
+    "Host",
     "InfeasibleError",
     "KeepCostly",
     "KeepSmall",
+    "LossyTier",
     "MismatchError",
     "MixedPrecisionScope",
     "PlanError",
@@ -70,8 +79,12 @@ __all__ = [
     "RecoupError",
     "ReplayError",
     "ScheduleError",
+    "Stored",
     "Suggestion",
+    "Tier",
+    "TierError",
     "UnsupportedError",
+    "Usage",
     "UsageError",
     "adaptive_checkpoint",
     "checkpoint",
@@ -88,6 +101,7 @@ __all__ = [
     "recompute",
     "rerun",
     "suggest",
+    "tier_usage",
     "uncheckpoint_module",
     "unmark_checkpoint",
 ]

@@ -55,3 +55,15 @@ def below_autograd() -> Iterator[None]:
 def records_gradients() -> bool:
     """Return whether autograd would save anything for backward here."""
     return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
+def is_activation(tensor: Tensor) -> bool:
+    """Return whether a tensor from outside is one that the graph alone may keep.
+
+    Parameters and other leaves are kept by the graph itself, and what has no graph is
+    data and buffers, which belong to somebody: moving them would free nothing.
+    """
+    if not tensor.requires_grad or tensor.is_leaf:
+        return False
+    base = tensor._base
+    return base is None or not base.is_leaf

@@ -93,3 +93,11 @@ class InfeasibleError(RecoupError, RuntimeError):
         self.floor_bytes = floor_bytes
         self.moment = moment
         self.holders = holders
+
+
+class TierError(RecoupError, RuntimeError):
+    """A value cannot be put in its tier, or not be brought back from it.
+
+    The disk is full, say, or a file of ours was damaged. No gradient has been computed
+    from a wrong value.
+    """

@@ -2,17 +2,19 @@
 
 from torch import Tensor
 
-from recoup.backend.storages import alias, has_storage
+from recoup.backend.storages import has_storage
 from recoup.backend.weak import TensorSet
 from recoup.core.errors import UsageError
 from recoup.engine.active import open_regions
+from recoup.engine.policies import check_store
 from recoup.engine.region import Region
-from recoup.engine.values import OUTSIDE, Hold, Value
+from recoup.engine.tiers.protocol import Tier
+from recoup.engine.values import OUTSIDE, Value
 
 _MARKED = TensorSet()
 
 
-def keep(tensor: Tensor) -> Tensor:
+def keep(tensor: Tensor, *, store: Tier | None = None) -> Tensor:
     """Keep this tensor: replays start from it instead of computing it again.
 
     Inside regions the tensor is held from now until backward, in all of them if they
@@ -21,12 +23,14 @@ def keep(tensor: Tensor) -> Tensor:
 
     Args:
         tensor: Any tensor.
+        store: Where it is kept, as `Host()`; by default where the regions keep what
+            they keep.
 
     Returns:
         The same tensor, so that calls can be chained.
 
     Raises:
-        UsageError: The argument is no tensor.
+        UsageError: The argument is no tensor, or the store no tier.
 
     Examples:
         >>> import torch
@@ -35,11 +39,11 @@ def keep(tensor: Tensor) -> Tensor:
         (True, True, False)
     """
     _require_tensor("keep", tensor)
+    check_store(store)
     _MARKED.add(tensor)
     for region, value in _known(tensor):
         region.tape.forced.discard(value)
-        if value.hold is None:
-            value.hold = Hold(alias(tensor), value.geometry)
+        region.keep(value, tensor, store)
     return tensor
 
 

@@ -9,11 +9,12 @@ from typing import Any, TypeVar
 from torch import nn
 
 from recoup.backend.compiled import call_slot, is_compiled
-from recoup.core.errors import UsageError
+from recoup.core.errors import UnsupportedError, UsageError
 from recoup.engine.active import begin, end, skip, transform_advice
-from recoup.engine.policies import Policy
+from recoup.engine.policies import Policy, recomputes_beside
 from recoup.engine.region import Options
 from recoup.engine.rerun import rerun
+from recoup.engine.tiers.protocol import Tier
 from recoup.engine.verification import Verify, check_verify
 
 _ATTACHED = "_recoup_attached"
@@ -31,6 +32,7 @@ def checkpoint_module(
     policy: Policy | None = None,
     verify: Verify = "first",
     cache: bool = False,
+    store: Tier | None = None,
 ) -> Model:
     """Run every forward of a module in a region.
 
@@ -45,12 +47,14 @@ def checkpoint_module(
         policy: Which outputs to keep although they could be recomputed.
         verify: As for `CheckpointScope`.
         cache: As for `CheckpointScope`.
+        store: As for `CheckpointScope`.
 
     Returns:
         The module.
 
     Raises:
         UsageError: It is no module, or has been given a region already.
+        UnsupportedError: It is compiled, and given a store.
 
     Examples:
         >>> import torch
@@ -67,9 +71,21 @@ def checkpoint_module(
             "uncheckpoint_module first."
         )
     check_verify(verify)
-    options = Options(policy=policy, verify=verify, cache=cache)
+    options = Options(
+        recompute=recomputes_beside(store, policy),
+        policy=policy,
+        verify=verify,
+        cache=cache,
+        store=store,
+    )
     name = name or type(module).__name__
     if is_compiled(module):
+        if store is not None:
+            raise UnsupportedError(
+                f"this {type(module).__name__} is compiled: it is called again in "
+                f"backward and keeps nothing that {store!r} could hold. Leave out "
+                "store, or checkpoint the module before compiling it."
+            )
         attached: Attached | Replaced = _replace(module)
     else:
         attached = Attached(name, options)

@@ -1,21 +1,64 @@
 """Policies: which outputs a region keeps although it could recompute them."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from recoup.core.errors import UsageError
+from recoup.engine.tiers.protocol import Tier
+
 
 class Policy(Protocol):
-    """Decides for each operator's output whether it is kept."""
+    """Decides for each operator's output whether it is kept, and where.
 
-    def keeps(self, operator: str, nbytes: int) -> bool:
+    A policy may also have a method `keeps_input(nbytes)`, which is asked about each
+    activation from outside the region that backward or a replay needs. It returns the
+    tier to keep it in; None leaves it where the region's own `store` says.
+    """
+
+    def keeps(self, operator: str, nbytes: int) -> bool | Tier | None:
         """Return whether to keep an output.
 
         Args:
             operator: The operator with its overload, as `aten.mm.default`.
             nbytes: The bytes of the output's storage.
+
+        Returns:
+            A tier to keep it there; True to keep it where the region's `store` says,
+            by default on the device; False or None to recompute it.
         """
         ...
+
+
+InputChoice = Callable[[int], Tier | None]
+"""Says for an activation of so many bytes from outside a region where it is kept."""
+
+
+def input_choice(policy: Policy | None, store: Tier | None) -> InputChoice | None:
+    """Return who decides about activations from outside, or None if nobody does."""
+    asked: InputChoice | None = getattr(policy, "keeps_input", None)
+    if asked is None:
+        return None if store is None else lambda _: store
+    return lambda nbytes: asked(nbytes) or store
+
+
+def recomputes_beside(store: Tier | None, policy: Policy | None) -> bool:
+    """Return whether a region with these recomputes anything.
+
+    Raises:
+        UsageError: The store is no tier.
+    """
+    check_store(store)
+    return store is None or policy is not None
+
+
+def check_store(store: Tier | None) -> None:
+    """Raise unless `store` is a tier or None."""
+    if store is not None and not isinstance(store, Tier):
+        raise UsageError(
+            f"store takes a tier, such as Host() or Disk(): got {store!r}."
+        )
 
 
 @dataclass(frozen=True, slots=True)

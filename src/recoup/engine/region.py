@@ -30,6 +30,7 @@ from recoup.engine.policies import Policy
 from recoup.engine.program import Program, needed
 from recoup.engine.recorder import Recorder
 from recoup.engine.tape import Tape
+from recoup.engine.tiers.protocol import Tier
 from recoup.engine.values import Hold, Value
 from recoup.engine.verification import LEDGER, Verify, check_for, signature
 
@@ -48,12 +49,14 @@ class Options:
         policy: Which outputs to keep although they could be recomputed.
         cache: Keep recomputed values until the graph is freed, for several backwards.
         verify: When recomputed values are compared with what forward saw.
+        store: Where what is kept lives, if not on its device.
     """
 
     recompute: bool = True
     policy: Policy | None = None
     cache: bool = False
     verify: Verify = "first"
+    store: Tier | None = None
 
 
 class Saved:
@@ -108,13 +111,16 @@ class Region:
     _saved_count = 0
     _live: dict[Value, Tensor] | None = None
     _task = -1
+    _watched = -1
+    _stores = False
     _cleared = False
 
     def __init__(self, name: str, options: Options, key: Hashable) -> None:
         check = check_for(options.verify, key)
         self.name = name
         self.options = options
-        self.tape = Tape(options.policy, check.watch if check else None)
+        watch = check.watch if check else None
+        self.tape = Tape(options.policy, watch, options.store)
         self._key = key
         self._check = check
         self._recorder = Recorder(self.tape)
@@ -152,12 +158,16 @@ class Region:
         tape.saved = dict.fromkeys(wanted)
         if self._check is None:
             LEDGER.ran(self._key, signature(operations))
+        tape.choose_inputs(roots)
         for value in roots:
             if tape.written:
                 self._settle_state(value)
             assert value.hold is not None, "roots are held"
             value.hold.settle()
+            if value.hold.tier is not None:
+                self._store(value)
         self._roots = roots
+        self._excuse_lossy(roots)
         if is_watched_from_around():
             self._part_holds(roots)
             hand_over(self.holds())
@@ -182,12 +192,30 @@ class Region:
         if value.hold is None:
             if not self.options.recompute and value not in tape.forced:
                 value.hold = Hold(alias(tensor), value.geometry)
+                value.hold.assign(self.options.store)
             elif self._check is not None and value not in tape.unverified:
                 self._fingerprint(value, tensor, geometry)
         if value.demand == 0:
             tape.saved[value] = None
         value.demand += 1
+        hold = value.hold
+        if hold is not None:
+            if hold.stored is not None:
+                hold.stored.claims += 1
+            elif hold.tier is not None:
+                self._store(value)
         return Saved(self, value, geometry)
+
+    def keep(self, value: Value, tensor: Tensor, store: Tier | None) -> None:
+        """Hold a value that the tensor names, and say where it is to be kept."""
+        hold = value.hold
+        if hold is None:
+            hold = value.hold = Hold(alias(tensor), value.geometry)
+            hold.assign(store or self.options.store)
+        elif store is not None:
+            hold.assign(store)
+        if value.demand > 0 and hold.tier is not None:
+            self._store(value)
 
     def unpack(self, packed: Saved | Hold) -> Tensor:
         """Return the tensor that `packed` stands for, recomputing it if need be."""
@@ -200,6 +228,8 @@ class Region:
             hold = value.hold
             if hold is not None and hold.tensor is not None:
                 whole = hold.fetch("a backward operator")
+            elif hold is not None and hold.stored is not None:
+                whole = self._brought(packed, hold)
             else:
                 whole = self._recomputed(packed)
         geometry = packed.geometry
@@ -208,9 +238,12 @@ class Region:
     def release(self, saved: Saved) -> None:
         """Take note that autograd let go of a saved tensor."""
         with self._lock:
-            saved.value.demand -= 1
+            value = saved.value
+            value.demand -= 1
+            if value.hold is not None and value.hold.stored is not None:
+                value.hold.stored.release(saved)
             if self._live is not None and saved.task != self._task:
-                self._count_down(saved.value)
+                self._count_down(value)
 
     def recompute(self) -> tuple[Tensor, ...]:
         """Return the saved values that are not held, recomputed now."""
@@ -253,6 +286,11 @@ class Region:
                 self._live = None
                 self._pending = {}
                 self._task = -1
+            if self._watched == task:
+                self._watched = -1
+                for hold in self.holds():
+                    if hold.stored is not None:
+                        hold.stored.end()
 
     def _refuse(self) -> NoReturn:
         raise ClearedError(
@@ -284,6 +322,11 @@ class Region:
         if small and version_of(hold.tensor) == hold.version:
             value.hold = Hold(copy_storage(hold.tensor))
 
+    def _brought(self, saved: Saved, hold: Hold) -> Tensor:
+        hold = self.tape.late.holds.get(saved.value, hold)
+        self._watch_backward()
+        return hold.fetch("a backward operator", saved)
+
     def _recomputed(self, saved: Saved) -> Tensor:
         value = saved.value
         late = self.tape.late.holds.get(value)
@@ -313,12 +356,41 @@ class Region:
         if task != -1 and not self.options.cache:
             at_end_of_backward(_Ending(self, task))
 
+    def _watch_backward(self) -> None:
+        """Be told of the end of this backward, to let go of what was brought back."""
+        task = current_backward()
+        if task not in (-1, self._watched):
+            self._watched = task
+            at_end_of_backward(_Ending(self, task))
+
+    def _store(self, value: Value) -> None:
+        """Put a held value in its tier."""
+        hold = value.hold
+        assert hold is not None, "only called for held values"
+        hold.store()
+        if hold.stored is not None:
+            hold.stored.claims += value.demand
+            self._stores = True
+
+    def _excuse_lossy(self, roots: list[Value]) -> None:
+        """Do not compare what is recomputed from values that come back changed."""
+        if self._check is None or all(_is_exact(value) for value in roots):
+            return
+        changed = {value for value in roots if not _is_exact(value)}
+        for operation in self.tape.operations:
+            if any(value in changed for value in operation.reads):
+                changed.update(value for _, value in operation.outputs)
+                changed.update(value for _, value in operation.writes)
+        self._check.excuse(changed)
+
     def _run(self, wanted: list[Value]) -> dict[Value, Tensor]:
         operations, roots = self.tape.operations, self._roots
         if roots is None or len(wanted) < self._saved_count:
             indices, roots = needed(operations, wanted)
             operations = [operations[index] for index in indices]
         program = Program(operations, roots, wanted)
+        if self._stores:
+            self._watch_backward()
         check = self._check
         if check is None:
             live = program.run()
@@ -355,7 +427,12 @@ class _Ending:
 
 
 def _is_wanted(value: Value) -> bool:
-    return value.demand > 0 and (value.hold is None or value.hold.tensor is None)
+    return value.demand > 0 and (value.hold is None or not value.hold.is_at_hand)
+
+
+def _is_exact(value: Value) -> bool:
+    hold = value.hold
+    return hold is None or hold.stored is None or hold.stored.is_exact
 
 
 for _method in (Recorder.__torch_dispatch__, Region.pack, Region.unpack):

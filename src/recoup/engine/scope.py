@@ -11,8 +11,9 @@ from recoup.backend.compiled import leave_uncompiled
 from recoup.core.errors import UsageError
 from recoup.engine.active import begin, end, refuse_transform, skip
 from recoup.engine.node import CheckpointNode, held_bytes
-from recoup.engine.policies import Policy
+from recoup.engine.policies import Policy, recomputes_beside
 from recoup.engine.region import Options
+from recoup.engine.tiers.protocol import Tier
 from recoup.engine.verification import Verify, check_verify
 
 
@@ -44,9 +45,13 @@ class CheckpointScope:
             that differs), or `"off"`.
         cache: Keep recomputed values across several backwards, until the graph is
             freed; by default each backward recomputes.
+        store: Where what is kept lives, as `Host()` or `Disk()`. With a policy that
+            is what the policy keeps; without one it is all that autograd saves in the
+            block, and nothing is recomputed. Parameters and small tensors stay.
 
     Raises:
-        UsageError: The name is empty or no text, or `verify` is none of its words.
+        UsageError: The name is empty or no text, `verify` is none of its words, or
+            `store` is no tier.
 
     Examples:
         >>> import torch
@@ -60,7 +65,7 @@ class CheckpointScope:
         True
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (options by keyword)
         self,
         name: str,
         enabled: bool = True,  # noqa: FBT001, FBT002 (the seed's signature)
@@ -69,6 +74,7 @@ class CheckpointScope:
         policy: Policy | None = None,
         verify: Verify = "first",
         cache: bool = False,
+        store: Tier | None = None,
     ) -> None:
         if not isinstance(name, str) or not name.strip():
             raise UsageError(
@@ -79,8 +85,13 @@ class CheckpointScope:
         caller = _caller()
         self._name = name
         self._key: Hashable = (name, *caller)
+        self._recomputes = recomputes_beside(store, policy)
         self._known_options = Options(
-            recompute=use_recomputation, policy=policy, cache=cache, verify=verify
+            recompute=use_recomputation and self._recomputes,
+            policy=policy,
+            cache=cache,
+            verify=verify,
+            store=store,
         )
         self._nodes: list[CheckpointNode] = []
         self._prune_at = 16
@@ -145,10 +156,9 @@ class CheckpointScope:
             self._kept_operators.update(region.tape.unrecorded)
 
     def _options(self) -> Options:
-        if self._known_options.recompute != self.use_recomputation:
-            self._known_options = replace(
-                self._known_options, recompute=self.use_recomputation
-            )
+        recompute = self.use_recomputation and self._recomputes
+        if self._known_options.recompute != recompute:
+            self._known_options = replace(self._known_options, recompute=recompute)
         return self._known_options
 
 

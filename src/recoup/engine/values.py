@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 from torch import Generator, Tensor
@@ -19,6 +20,9 @@ from recoup.backend.storages import (
 )
 from recoup.backend.trees import tensors
 from recoup.core.errors import ChangedTensorError
+from recoup.engine.tiers.deposits import Claim, Deposit, deposit
+from recoup.engine.tiers.device import Device
+from recoup.engine.tiers.protocol import Tier
 
 OUTSIDE = -1
 """The producer of a value that no recorded operation made."""
@@ -89,7 +93,7 @@ class Operation:
 
 
 class Hold:
-    """Keeps one value: a tensor with its version, or what other hooks made of it.
+    """Keeps one value: a tensor with its version, or what became of it elsewhere.
 
     Args:
         tensor: A tensor without a graph behind it that names the value.
@@ -97,6 +101,8 @@ class Hold:
 
     Attributes:
         version: The tensor's version when it was used, or None while it is not known.
+        tier: Where the value is to be kept, if not on its device.
+        stored: The value in its tier, once it has been put there.
     """
 
     tensor: Tensor | None
@@ -104,12 +110,19 @@ class Hold:
     unpack: Unpack | None = None
     geometry: Geometry | None = None
     guard: Tensor | None = None
+    tier: Tier | None = None
+    stored: Deposit | None = None
 
     def __init__(self, tensor: Tensor, geometry: Geometry | None = None) -> None:
         self.tensor = tensor
         self.version: int | None = version_of(tensor)
         if geometry is not None:
             self.geometry = geometry
+
+    @property
+    def is_at_hand(self) -> bool:
+        """Whether it can be fetched by itself: no foreign hooks keep it."""
+        return self.tensor is not None or self.stored is not None
 
     def hand_over(self, pack: Pack, unpack: Unpack) -> None:
         """Let the saved-tensor hooks around the region keep the value instead.
@@ -133,17 +146,36 @@ class Hold:
         if any(_shares(tensor, kept) for kept in tensors(self.packed)):
             self.guard = tensor  # the hooks kept the tensor itself: it may change
 
+    def assign(self, tier: Tier | None) -> None:
+        """Say where the value is to be kept; it is put there by `store`."""
+        self.tier = None if isinstance(tier, Device) else tier
+
+    def store(self) -> None:
+        """Put the value in its tier, if it has one and is large enough for it.
+
+        The whole storage is put, because references to the value may name any part.
+        """
+        tensor, tier = self.tensor, self.tier
+        self.tier = None
+        if tensor is None or tier is None or not can_move(tensor, tier):
+            return
+        # One that was changed already stays: fetching it will say so, if it comes to
+        # that.
+        if self.version is not None and version_of(tensor) != self.version:
+            return
+        self.geometry = self.geometry or geometry_of(tensor)
+        self.stored = deposit(tier, tensor)
+        self.tensor = None
+
     def settle(self) -> None:
         """Take the version anew, if it was not known."""
         if self.version is None and self.tensor is not None:
             self.version = version_of(self.tensor)
 
     def twin(self) -> "Hold":
-        """Return a second hold of the same tensor, which hooks can keep by itself."""
-        assert self.tensor is not None, "not handed over yet"
-        other = Hold(self.tensor, self.geometry)
-        other.version = self.version
-        return other
+        """Return a second hold of the same value, which hooks can keep by itself."""
+        assert self.is_at_hand, "not handed over yet"
+        return copy(self)
 
     def drop(self) -> None:
         """Let go of the value."""
@@ -151,9 +183,13 @@ class Hold:
         self.guard = None
         self.packed = None
         self.unpack = None
+        self.stored = None
 
-    def fetch(self, user: str) -> Tensor:
+    def fetch(self, user: str, claim: Claim | None = None) -> Tensor:
         """Return the value, or raise if it was changed; `user` is named then."""
+        if self.stored is not None:
+            assert self.geometry is not None, "set together with stored"
+            return shaped(self.stored.fetch(claim), self.geometry)
         if self.unpack is not None:
             assert self.geometry is not None, "set together with unpack"
             self.check(self.guard, user)
@@ -176,6 +212,14 @@ class Hold:
                 f"version {self.version}). Change it after backward, or give the "
                 "region a clone of it."
             )
+
+
+def can_move(tensor: Tensor, tier: Tier) -> bool:
+    """Return whether a tensor is plain memory, and enough of it to be worth moving."""
+    if type(tensor) is not Tensor or not has_storage(tensor):
+        return False
+    nbytes = tensor.untyped_storage().nbytes()
+    return nbytes > 0 and tier.takes(nbytes)
 
 
 def _shares(tensor: Tensor, other: Tensor) -> bool:

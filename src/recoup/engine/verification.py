@@ -1,7 +1,7 @@
 """Verification: a replayed value must have the bits that forward saw."""
 
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Literal, get_args
 
 import torch
@@ -74,6 +74,11 @@ class Check:
         self._seen: dict[Value, tuple[Geometry, Tensor]] = {}
         self._changed: list[tuple[Value, Tensor]] = []
 
+    def excuse(self, values: Iterable[Value]) -> None:
+        """Do not compare these: they are computed from what a lossy tier returns."""
+        for value in values:
+            self._seen.pop(value, None)
+
     def remember(self, value: Value, tensor: Tensor, geometry: Geometry) -> None:
         """Take the fingerprint of a value that autograd saves, once."""
         if value not in self._seen:
@@ -137,6 +142,11 @@ class FullCheck(Check):
 
     def remember(self, value: Value, tensor: Tensor, geometry: Geometry) -> None:
         """Do nothing: `watch` has seen the value already."""
+
+    def excuse(self, values: Iterable[Value]) -> None:
+        """Do not compare these."""
+        for value in values:
+            self._originals.pop(value, None)
 
     def watch(self, value: Value, tensor: Tensor) -> None:
         """Keep a copy of the value."""

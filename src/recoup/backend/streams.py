@@ -1,0 +1,154 @@
+"""Copies between a device and the host that run beside the computation, in order."""
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from recoup.backend.graph import below_autograd
+
+
+class Mark(Protocol):
+    """A point in the work of a stream."""
+
+    def query(self) -> bool:
+        """Return whether everything before the point has run."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait on this thread until everything before the point has run."""
+        ...
+
+
+class Streams(Protocol):
+    """Two queues of copies beside the computation: out to the host, and in again.
+
+    Nothing here makes the calling thread wait.
+    """
+
+    is_concurrent: bool
+    """Whether copies run beside the computation, so that there is an order to keep."""
+
+    def now(self) -> Mark:
+        """Return the point that the computation's queue has reached on this thread."""
+        ...
+
+    def copy_out(
+        self, destination: Tensor, source: Tensor, *, after: Sequence[Mark]
+    ) -> Mark:
+        """Queue a copy to the host, to run after the marks; return its own mark."""
+        ...
+
+    def copy_in(
+        self, destination: Tensor, source: Tensor, *, after: Sequence[Mark]
+    ) -> Mark:
+        """Queue a copy to the device, to run after the marks; return its own mark."""
+        ...
+
+    def hold_back(self, mark: Mark) -> None:
+        """Let the computation that is queued from now on run after the mark."""
+        ...
+
+
+class DeviceStreams:
+    """The streams of one accelerator.
+
+    Args:
+        device: Which, with its index.
+    """
+
+    is_concurrent = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._out = torch.Stream(device)
+        self._in = torch.Stream(device)
+
+    def now(self) -> Mark:
+        """Return the point that the current stream has reached."""
+        return torch.accelerator.current_stream(self._device).record_event()
+
+    def copy_out(
+        self, destination: Tensor, source: Tensor, *, after: Sequence[Mark]
+    ) -> Mark:
+        """Queue a copy to pinned memory."""
+        return _queue(self._out, destination, source, after)
+
+    def copy_in(
+        self, destination: Tensor, source: Tensor, *, after: Sequence[Mark]
+    ) -> Mark:
+        """Queue a copy from pinned memory."""
+        return _queue(self._in, destination, source, after)
+
+    def hold_back(self, mark: Mark) -> None:
+        """Let the current stream wait for the mark."""
+        assert isinstance(mark, torch.Event), "made by these streams"
+        torch.accelerator.current_stream(self._device).wait_event(mark)
+
+
+class _Reached:
+    """A mark that lies behind."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+
+REACHED: Mark = _Reached()
+"""A mark that lies behind."""
+
+
+class NoStreams:
+    """The processor: a copy has happened when it returns."""
+
+    is_concurrent = False
+
+    def now(self) -> Mark:
+        """Return a mark that lies behind: everything has run."""
+        return REACHED
+
+    def copy_out(
+        self, destination: Tensor, source: Tensor, *, after: Sequence[Mark]
+    ) -> Mark:
+        """Copy at once."""
+        del after
+        destination.copy_(source)
+        return REACHED
+
+    copy_in = copy_out
+
+    def hold_back(self, mark: Mark) -> None:
+        """Do nothing: every mark lies behind."""
+        del mark
+
+
+@functools.cache
+def streams_of(device: torch.device) -> Streams:
+    """Return the two queues of copies of a device, always the same ones."""
+    if device.type == "cpu":
+        return NoStreams()
+    return DeviceStreams(device)
+
+
+@contextmanager
+def out_of_sight() -> Iterator[None]:
+    """Run operators of our own, unseen by dispatch modes and by autograd."""
+    with below_autograd(), torch._C._DisableTorchDispatch():
+        yield
+
+
+def _queue(
+    stream: torch.Stream, destination: Tensor, source: Tensor, after: Sequence[Mark]
+) -> Mark:
+    for mark in after:
+        if mark is not REACHED:
+            assert isinstance(mark, torch.Event), "made by these streams"
+            stream.wait_event(mark)
+    with stream:
+        destination.copy_(source, non_blocking=True)
+    return stream.record_event()

@@ -1,0 +1,1 @@
+"""Tiers: where the values live that a region keeps."""

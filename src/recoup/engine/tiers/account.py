@@ -1,0 +1,89 @@
+"""Accounts: how many bytes live in each tier, and how many went there and back."""
+
+import threading
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a tier holds, and what it did so far in this process.
+
+    Attributes:
+        live_bytes: What is in the tier now.
+        peak_bytes: The most that was in it at once.
+        out_bytes: What was moved there in all.
+        back_bytes: What was moved back in all.
+    """
+
+    live_bytes: int = 0
+    peak_bytes: int = 0
+    out_bytes: int = 0
+    back_bytes: int = 0
+
+
+class Account:
+    """Counts the bytes of one tier.
+
+    Examples:
+        >>> account = Account()
+        >>> account.put(10)
+        >>> account.got(10)
+        >>> account.dropped(10)
+        >>> account.usage
+        Usage(live_bytes=0, peak_bytes=10, out_bytes=10, back_bytes=10)
+    """
+
+    def __init__(self) -> None:
+        self._usage = Usage()
+        # Reentrant: a value may be dropped by a finaliser that runs at any point.
+        self._lock = threading.RLock()
+
+    @property
+    def usage(self) -> Usage:
+        """The counts now."""
+        return self._usage
+
+    def put(self, nbytes: int) -> None:
+        """Count a storage that was put in."""
+        with self._lock:
+            usage = self._usage
+            live_bytes = usage.live_bytes + nbytes
+            self._usage = replace(
+                usage,
+                live_bytes=live_bytes,
+                peak_bytes=max(usage.peak_bytes, live_bytes),
+                out_bytes=usage.out_bytes + nbytes,
+            )
+
+    def got(self, nbytes: int) -> None:
+        """Count a storage that was brought back."""
+        with self._lock:
+            usage = self._usage
+            self._usage = replace(usage, back_bytes=usage.back_bytes + nbytes)
+
+    def dropped(self, nbytes: int) -> None:
+        """Count a storage that was let go of."""
+        with self._lock:
+            usage = self._usage
+            self._usage = replace(usage, live_bytes=usage.live_bytes - nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Accounts:
+    """The accounts of the tiers that are not the device."""
+
+    host: Account
+    disk: Account
+
+
+ACCOUNTS = Accounts(host=Account(), disk=Account())
+
+
+def tier_usage() -> dict[str, Usage]:
+    """Return what the host and disk tiers hold and have moved, in this process.
+
+    Examples:
+        >>> sorted(tier_usage())
+        ['disk', 'host']
+    """
+    return {"host": ACCOUNTS.host.usage, "disk": ACCOUNTS.disk.usage}

@@ -1,0 +1,153 @@
+"""Deposits: a storage put in a tier once, for all who saved it."""
+
+import threading
+import weakref
+from typing import Protocol
+
+from torch import Tensor
+
+from recoup.backend.graph import current_backward
+from recoup.backend.storages import (
+    flat,
+    free_weak_reference,
+    storage_address,
+    take_weak_reference,
+    version_of,
+)
+from recoup.backend.streams import out_of_sight
+from recoup.engine.tiers.protocol import Tier
+
+
+class Claim(Protocol):
+    """Somebody who will ask for a deposit in backward.
+
+    Attributes:
+        task: The last backward in which it asked.
+    """
+
+    task: int
+
+
+class Deposit:
+    """One storage at one version in a tier, brought back once in each backward.
+
+    What was brought back is kept on the device until every claim has been served, and
+    not beyond the backward.
+
+    Args:
+        tier: Where it is put.
+        tensor: A tensor on the storage, without a graph behind it.
+
+    Attributes:
+        claims: How many tensors that autograd saved refer to it.
+        is_exact: Whether it comes back bit by bit.
+        nbytes: The bytes of the storage.
+        is_current: No region has written to the storage since.
+    """
+
+    _address = 0
+    is_current = True
+
+    def __init__(self, tier: Tier, tensor: Tensor) -> None:
+        self.claims = 0
+        self.is_exact = tier.is_exact
+        self.version = version_of(tensor)
+        self._brought: Tensor | None = None
+        self._served = 0
+        self._task = -1
+        with out_of_sight():
+            whole = flat(tensor)
+            self.nbytes = whole.nbytes
+            self._stored = tier.put(whole, tensor)
+        # Pinned for as long as this lives, so that no other storage gets the address.
+        self._address = take_weak_reference(tensor)
+
+    def matches(self, tensor: Tensor) -> bool:
+        """Return whether the tensor's storage is still what was put in."""
+        return self.is_current and self.version == version_of(tensor)
+
+    def fetch(self, claim: Claim | None = None) -> Tensor:
+        """Return the storage on its device.
+
+        Args:
+            claim: Who asks, if it is one of those counted in `claims`.
+        """
+        task = current_backward()
+        if task != self._task:
+            self.end()
+            self._task = task
+        brought = self._stored.get() if self._brought is None else self._brought
+        if claim is not None and claim.task != task:
+            claim.task = task
+            self._served += 1
+        wanted = task != -1 and self._served < self.claims
+        self._brought = brought if wanted else None
+        return brought
+
+    def release(self, claim: Claim) -> None:
+        """Take note that a claim is gone."""
+        self.claims -= 1
+        if claim.task == self._task and self._task != -1:
+            self._served -= 1
+        if self._served >= self.claims:
+            self._brought = None
+
+    def end(self) -> None:
+        """Let go of what a backward left behind."""
+        self._brought = None
+        self._served = 0
+        self._task = -1
+
+    def settle(self) -> None:
+        """Prepare for a write to the storage, which nobody may share with us then.
+
+        The version does not tell: a write through `.data` leaves it as it is.
+        """
+        self.is_current = False
+        with out_of_sight():
+            self._stored.settle()
+
+    def drop(self) -> None:
+        """Let go of everything."""
+        self._brought = None
+        self._stored.drop()
+
+    def __del__(self) -> None:
+        if self._address:
+            free_weak_reference(self._address)
+            self._stored.drop()
+
+
+class _Register:
+    """Finds the deposit of a storage that is in a tier already."""
+
+    def __init__(self) -> None:
+        self._known: weakref.WeakValueDictionary[tuple[Tier, int], Deposit] = (
+            weakref.WeakValueDictionary()
+        )
+        self._lock = threading.RLock()
+
+    def deposit(self, tier: Tier, tensor: Tensor) -> Deposit:
+        key = tier, storage_address(tensor)
+        with self._lock:
+            known = self._known.get(key)
+            if known is not None and known.matches(tensor):
+                return known
+            made = self._known[key] = Deposit(tier, tensor)
+            return made
+
+
+_REGISTER = _Register()
+
+
+def deposit(tier: Tier, tensor: Tensor) -> Deposit:
+    """Put a tensor's storage in a tier, unless it is there at the same version.
+
+    Args:
+        tier: Where to.
+        tensor: A tensor with a storage and without a graph behind it.
+
+    Raises:
+        TierError: There is no room for it.
+    """
+    return _REGISTER.deposit(tier, tensor)

@@ -1,0 +1,126 @@
+"""The host tier: values move to pinned host memory while the device computes on."""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from recoup.backend.pinned import BufferPool
+from recoup.backend.streams import streams_of
+from recoup.core.errors import UsageError
+from recoup.engine.tiers.account import ACCOUNTS
+from recoup.engine.tiers.protocol import SMALLEST_BYTES, ExactTier, Stored
+from recoup.engine.tiers.traffic import Parcel, Traffic
+
+WINDOW_BYTES = 512 << 20
+"""How much of a device's memory may be on its way to the host or back, by default. A
+link of 55 GB/s takes 10 ms for it: several times as long as a transformer block
+computes, so that neither waits for the other between blocks."""
+
+
+@dataclass(frozen=True)
+class Host(ExactTier):
+    """Keep values in host memory, exactly, and bring them back before they are needed.
+
+    Copies run beside the computation, one stream each way, from and to pinned buffers
+    that are used again in the next step. The memory of a value is free for others as
+    soon as its copy is done in the device's order; the calling thread waits for
+    nothing. In backward the values come back in reverse order, ahead of their use.
+
+    The peak falls by the bytes moved less `window_bytes`, which bounds what leaves or
+    arrives at any time. If values are made faster than the link takes them, the device
+    waits for the link. Values still in the window when backward asks for them are used
+    where they are.
+
+    On the processor it is a plain copy, accounted alike.
+
+    Args:
+        window_bytes: Device memory that may be under way in both directions.
+        smallest_bytes: Storages of fewer bytes stay on the device.
+
+    Raises:
+        UsageError: A number of bytes is negative.
+
+    Examples:
+        >>> import torch
+        >>> from recoup import CheckpointScope
+        >>> x = torch.linspace(-1, 1, 20000, requires_grad=True)
+        >>> with CheckpointScope("block", store=Host()):
+        ...     y = x.exp().sin()
+        >>> y.sum().backward()
+        >>> torch.equal(x.grad, (x.exp().cos() * x.exp()).detach())
+        True
+    """
+
+    window_bytes: int = WINDOW_BYTES
+    smallest_bytes: int = SMALLEST_BYTES
+
+    def __post_init__(self) -> None:
+        for name in ("window_bytes", "smallest_bytes"):
+            if getattr(self, name) < 0:
+                raise UsageError(
+                    f"{name} is a number of bytes, zero or more: got "
+                    f"{getattr(self, name)}."
+                )
+
+    def takes(self, nbytes: int) -> bool:
+        """Return whether a storage is large enough to be moved."""
+        return nbytes >= self.smallest_bytes
+
+    def put(self, storage: Tensor, guard: Tensor | None = None) -> Stored:
+        """Start the copy to the host."""
+        return OnHost(storage, storage if guard is None else guard, self.window_bytes)
+
+
+class OnHost(Stored):
+    """One storage on the host, or on its way there or back."""
+
+    _parcel: Parcel | None = None
+
+    def __init__(self, storage: Tensor, guard: Tensor, window_bytes: int) -> None:
+        self._traffic = traffic_of(storage.device)
+        self._dtype = storage.dtype
+        self._parcel = self._traffic.send(
+            storage.view(torch.uint8), guard, window_bytes=window_bytes
+        )
+        ACCOUNTS.host.put(self._parcel.nbytes)
+
+    def get(self) -> Tensor:
+        """Return it; the computation waits for its copy, this thread does not."""
+        parcel = self._parcel
+        assert parcel is not None, "not dropped"
+        ACCOUNTS.host.got(parcel.nbytes if parcel.source is None else 0)
+        return self._traffic.bring(parcel).view(self._dtype)
+
+    def prefetch(self) -> None:
+        """Start the copy back, if the window has room for it."""
+        if self._parcel is not None:
+            self._traffic.start(self._parcel)
+
+    def settle(self) -> None:
+        """Let what the device does from now on come after the copy."""
+        if self._parcel is not None:
+            self._traffic.settle(self._parcel)
+
+    def drop(self) -> None:
+        """Give the buffer back."""
+        parcel, self._parcel = self._parcel, None
+        if parcel is not None:
+            ACCOUNTS.host.dropped(parcel.nbytes)
+            self._traffic.drop(parcel)
+
+    def __del__(self) -> None:
+        self.drop()
+
+
+@functools.cache
+def pool_of(device_type: str) -> BufferPool:
+    """Return the host buffers that devices of a type share."""
+    return BufferPool(pinned=device_type != "cpu")
+
+
+@functools.cache
+def traffic_of(device: torch.device) -> Traffic:
+    """Return the traffic between a device and the host, always the same."""
+    return Traffic(streams_of(device), pool_of(device.type), device)

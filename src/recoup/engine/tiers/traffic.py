@@ -1,0 +1,307 @@
+"""Traffic: what is on its way between one device and the host, and in what order."""
+
+import threading
+import weakref
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from recoup.backend.graph import at_end_of_backward, current_backward
+from recoup.backend.pinned import Buffer, BufferPool
+from recoup.backend.storages import version_of
+from recoup.backend.streams import Mark, Streams, out_of_sight
+from recoup.core.errors import ChangedTensorError
+from recoup.engine.tiers.device import changed
+
+
+class Parcel:
+    """One storage on its way to the host, there, or on its way back.
+
+    Attributes:
+        nbytes: Its size.
+        buffer: Its place on the host, once it has one.
+        copied: When the last copy from or to its buffer is complete.
+        source: The storage on the device, until the copy is made.
+        guard: The tensor whose version tells whether the source was written to.
+        arriving: The storage on the device again, and when it is complete.
+        error: Why it must not be used.
+        is_dropped: Nobody wants it any more, but its copy may still be under way.
+    """
+
+    __slots__ = (
+        "after",
+        "arriving",
+        "before",
+        "buffer",
+        "copied",
+        "error",
+        "guard",
+        "is_dropped",
+        "nbytes",
+        "source",
+        "version",
+        "window_bytes",
+    )
+
+    def __init__(self, source: Tensor, guard: Tensor, window_bytes: int) -> None:
+        self.nbytes = source.nbytes
+        self.window_bytes = window_bytes
+        self.source: Tensor | None = source
+        self.guard: Tensor | None = guard
+        self.version = version_of(guard)
+        self.buffer: Buffer | None = None
+        self.copied: Mark | None = None
+        self.arriving: tuple[Tensor, Mark] | None = None
+        self.error: ChangedTensorError | None = None
+        self.is_dropped = False
+        self.before: Parcel | None = None
+        self.after: Parcel | None = None
+
+
+class Traffic:
+    """Moves parcels between one device and the host without stopping either.
+
+    Out: the copy runs on a stream of its own. The source is let go of when its copy has
+    run, or when more than the window is under way: then what the device computes from
+    here on waits for the oldest copy, and its memory can be used again at once. The
+    calling thread never waits, which matters because it runs ahead of the device: by
+    its own clock nearly all copies of a forward are under way when the forward ends.
+
+    In: whoever asks for a parcel also starts those that were sent before it, because
+    backward needs them in the opposite order, as many as fit in the window. The
+    memory is that of the computing stream and the copy is queued behind what that
+    stream has been given so far, so that memory can be reused without
+    `record_stream`, which would free late.
+
+    Args:
+        streams: The queues of copies.
+        pool: The buffers on the host.
+        device: Where the parcels come from and go back to.
+
+    Attributes:
+        under_way_bytes: The device memory of parcels that leave or arrive.
+    """
+
+    def __init__(
+        self, streams: Streams, pool: BufferPool, device: torch.device
+    ) -> None:
+        self._streams = streams
+        self._pool = pool
+        self._device = device
+        self._leaving: deque[Parcel] = deque()
+        self._arriving: dict[Parcel, None] = {}
+        self._last: Parcel | None = None
+        self._task = -1
+        self._lock = threading.RLock()
+        self.under_way_bytes = 0
+
+    def send(self, source: Tensor, guard: Tensor, *, window_bytes: int) -> Parcel:
+        """Send a storage to the host.
+
+        Args:
+            source: Its bytes, one-dimensional.
+            guard: The tensor whose version tells whether somebody wrote to it.
+            window_bytes: How much may be under way.
+        """
+        parcel = Parcel(source, guard, window_bytes)
+        with self._lock, out_of_sight():
+            self._release_copied()
+            buffer = self._pool.take(parcel.nbytes)
+            parcel.buffer = buffer
+            parcel.copied = self._streams.copy_out(
+                buffer.memory[: parcel.nbytes],
+                source,
+                after=(self._streams.now(), buffer.ready),
+            )
+            self._link(parcel)
+            if not self._streams.is_concurrent:
+                parcel.source = parcel.guard = None
+                return parcel
+            self._leaving.append(parcel)
+            self.under_way_bytes += parcel.nbytes
+            while self.under_way_bytes > window_bytes and self._leaving:
+                self._settle(self._leaving.popleft())
+        return parcel
+
+    def bring(self, parcel: Parcel) -> Tensor:
+        """Return a parcel's storage on the device, and start those sent before it."""
+        with self._lock, out_of_sight():
+            self._release_copied()
+            if parcel.error is not None:
+                raise parcel.error
+            storage = self._arrived(parcel)
+            if self._streams.is_concurrent:
+                self._watch_backward()
+                self._start_earlier(parcel)
+        return storage
+
+    def start(self, parcel: Parcel) -> None:
+        """Begin to bring a parcel back, if it is on the host and there is room."""
+        with self._lock, out_of_sight():
+            if self._can_start(parcel):
+                self._start(parcel)
+
+    def settle(self, parcel: Parcel) -> None:
+        """Let the parcel's source be written to: that will happen after its copy."""
+        with self._lock:
+            if parcel in self._leaving:
+                self._leaving.remove(parcel)
+                self._settle(parcel)
+
+    def drop(self, parcel: Parcel) -> None:
+        """Let go of a parcel; its buffer is free when what uses it has run.
+
+        One that is still leaving is let go of when it has left: waiting for it here
+        would hold up a backward that has just begun.
+        """
+        with self._lock:
+            self._unlink(parcel)
+            parcel.is_dropped = True
+            self._forget_arriving(parcel)
+            if parcel.source is None:
+                self._give_back(parcel)
+
+    def end_backward(self, task: int) -> None:
+        """Let go of what a backward had brought back for nobody."""
+        with self._lock:
+            if task == self._task:
+                self._task = -1
+                for parcel in list(self._arriving):
+                    self._forget_arriving(parcel)
+
+    def _release_copied(self) -> None:
+        leaving = self._leaving
+        while leaving:
+            copied = leaving[0].copied
+            assert copied is not None, "set when it was sent"
+            if not copied.query():
+                break
+            self._release(leaving.popleft())
+
+    def _settle(self, parcel: Parcel) -> None:
+        assert parcel.copied is not None, "set when it was sent"
+        self._streams.hold_back(parcel.copied)
+        self._release(parcel)
+
+    def _release(self, parcel: Parcel) -> None:
+        guard = parcel.guard
+        if guard is not None and version_of(guard) != parcel.version:
+            parcel.error = changed(guard, parcel.version)
+        parcel.source = parcel.guard = None
+        self.under_way_bytes -= parcel.nbytes
+        if parcel.is_dropped:
+            self._give_back(parcel)
+
+    def _give_back(self, parcel: Parcel) -> None:
+        buffer, ready = parcel.buffer, parcel.copied
+        if buffer is not None and ready is not None:
+            parcel.buffer = None
+            self._pool.give(Buffer(buffer.memory, ready))
+
+    def _arrived(self, parcel: Parcel) -> Tensor:
+        source, guard = parcel.source, parcel.guard
+        if source is not None and guard is not None:
+            if version_of(guard) != parcel.version:
+                raise changed(guard, parcel.version)
+            return source
+        if parcel.arriving is None:
+            self._start(parcel)
+        assert parcel.arriving is not None, "just started"
+        storage, complete = parcel.arriving
+        self._streams.hold_back(complete)
+        self._forget_arriving(parcel, waited=True)
+        return storage
+
+    def _start(self, parcel: Parcel) -> None:
+        buffer, copied = parcel.buffer, parcel.copied
+        assert buffer is not None, "it is on the host"
+        assert copied is not None, "it is on the host"
+        storage = torch.empty(parcel.nbytes, dtype=torch.uint8, device=self._device)
+        complete = self._streams.copy_in(
+            storage,
+            buffer.memory[: parcel.nbytes],
+            after=(self._streams.now(), copied),
+        )
+        parcel.copied = complete
+        parcel.arriving = storage, complete
+        self._arriving[parcel] = None
+        self.under_way_bytes += parcel.nbytes
+
+    def _can_start(self, parcel: Parcel) -> bool:
+        return (
+            self._streams.is_concurrent
+            and parcel.source is None
+            and parcel.arriving is None
+            and parcel.buffer is not None
+            and parcel.error is None
+            and self.under_way_bytes + parcel.nbytes <= parcel.window_bytes
+        )
+
+    def _start_earlier(self, parcel: Parcel) -> None:
+        earlier = parcel.before
+        while earlier is not None:
+            self._make_room(earlier)
+            if self._can_start(earlier):
+                self._start(earlier)
+            elif earlier.source is None and earlier.arriving is None:
+                break
+            earlier = earlier.before
+
+    def _make_room(self, parcel: Parcel) -> None:
+        """Wait, in the device's order, for copies that nobody wants any more."""
+        room_bytes = parcel.window_bytes - parcel.nbytes
+        if self.under_way_bytes <= room_bytes or parcel.source is not None:
+            return
+        for unwanted in [other for other in self._leaving if other.is_dropped]:
+            if self.under_way_bytes <= room_bytes:
+                break
+            self._leaving.remove(unwanted)
+            self._settle(unwanted)
+
+    def _forget_arriving(self, parcel: Parcel, *, waited: bool = False) -> None:
+        """Let go of memory that is being copied to, once that is in order."""
+        if parcel.arriving is not None:
+            if not waited:
+                self._streams.hold_back(parcel.arriving[1])
+            parcel.arriving = None
+            del self._arriving[parcel]
+            self.under_way_bytes -= parcel.nbytes
+
+    def _watch_backward(self) -> None:
+        task = current_backward()
+        if task not in (-1, self._task):
+            self._task = task
+            at_end_of_backward(_Ending(self, task))
+
+    def _link(self, parcel: Parcel) -> None:
+        parcel.before = self._last
+        if self._last is not None:
+            self._last.after = parcel
+        self._last = parcel
+
+    def _unlink(self, parcel: Parcel) -> None:
+        before, after = parcel.before, parcel.after
+        if before is not None:
+            before.after = after
+        if after is not None:
+            after.before = before
+        if self._last is parcel:
+            self._last = before
+        parcel.before = parcel.after = None
+
+
+class _Ending:
+    """Ends a backward, also one that raises: then it is only let go of."""
+
+    def __init__(self, traffic: Traffic, task: int) -> None:
+        self._traffic = weakref.ref(traffic)
+        self._task = task
+
+    def __call__(self) -> None:
+        traffic = self._traffic()
+        if traffic is not None:
+            traffic.end_backward(self._task)
+
+    def __del__(self) -> None:
+        self()

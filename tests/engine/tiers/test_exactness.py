@@ -1,0 +1,80 @@
+"""Through every exact tier gradients are bitwise those of the twin."""
+
+import functools
+
+import pytest
+import torch
+from hypothesis import event, given, settings
+from torch import Tensor, nn
+
+from recoup import ChangedTensorError, CheckpointScope, Host, KeepCostly, Tier
+from recoup.engine.tiers.deposits import Deposit
+from tests.support.models import PROBLEMS, Problem, training
+from tests.support.programs import PHASES, Program, as_step, programs, repaired
+from tests.support.twin import Region, compare, judge
+
+EXACT: dict[str, Tier] = {"host": Host(smallest_bytes=0)}
+
+OPTIONS = [{}, {"policy": KeepCostly()}, {"cache": True, "policy": KeepCostly()}]
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("tier", EXACT)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_training_a_model_is_bitwise_the_twin(name, tier, options):
+    step = training(PROBLEMS[name], steps=2, optimizer=torch.optim.SGD)
+    region = functools.partial(
+        CheckpointScope, verify="always", store=EXACT[tier], **options
+    )
+    assert compare(step, region) == []
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_a_model_in_one_scope_around_its_own_scopes_is_bitwise_the_twin(name):
+    problem = PROBLEMS[name]
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = problem.model()
+
+        def forward(self, x: Tensor, region: Region) -> Tensor:
+            with CheckpointScope("all of it", store=EXACT["host"]):
+                return self.inner(x, region)
+
+    assert compare(training(Problem(Whole, problem.inputs)), CheckpointScope) == []
+
+
+def check(program: Program, tier: Tier) -> None:
+    left_out, machine = repaired(program)
+    region = functools.partial(CheckpointScope, store=tier)
+    verdict = judge(as_step(program, left_out), region, refusals=(ChangedTensorError,))
+    event(verdict.kind)
+    assert not verdict.failed, verdict.detail
+    assert verdict.kind != "refused" or machine.written_after_use, verdict.detail
+
+
+@pytest.mark.parametrize("tier", EXACT)
+@settings(max_examples=80, phases=PHASES)
+@given(program=programs)
+def test_a_random_program_is_bitwise_the_plain_program(tier, program):
+    check(program, EXACT[tier])
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("tier", EXACT)
+@settings(max_examples=3000, phases=PHASES)
+@given(program=programs)
+def test_thousands_of_random_programs_are_bitwise_the_plain_programs(tier, program):
+    check(program, EXACT[tier])
+
+
+def test_a_tier_that_returns_something_else_is_found(monkeypatch):
+    fetch = Deposit.fetch
+    monkeypatch.setattr(
+        Deposit, "fetch", lambda self, claim=None: fetch(self, claim) * 2
+    )
+    step = training(PROBLEMS["perceptron"])
+    region = functools.partial(CheckpointScope, store=EXACT["host"])
+    assert compare(step, region) != []
