@@ -1,8 +1,9 @@
 """The autograd border: saved-tensor hooks, the running backward, no graph at all."""
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -39,6 +40,36 @@ def hooks_refused() -> str | None:
 def at_end_of_backward(call: Callable[[], None]) -> None:
     """Call `call` when the backward that runs now has finished."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+class Follower(Protocol):
+    """Somebody who is told when a backward is over."""
+
+    def end(self, task: int) -> None:
+        """Take note that the backward of this number is over."""
+        ...
+
+
+class _Ending:
+    """Tells a follower of the end of a backward without keeping it alive."""
+
+    def __init__(self, follower: Follower, task: int) -> None:
+        self._follower = weakref.ref(follower)
+        self._task = task
+
+    def __call__(self) -> None:
+        follower = self._follower()
+        if follower is not None:
+            follower.end(self._task)
+
+    def __del__(self) -> None:
+        # A backward that raises never calls; it only lets go.
+        self()
+
+
+def follow_backward(follower: Follower) -> None:
+    """Tell the follower when the backward that runs now is over, however it ends."""
+    at_end_of_backward(_Ending(follower, current_backward()))
 
 
 @contextmanager

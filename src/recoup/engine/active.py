@@ -9,7 +9,8 @@ import torch
 from recoup.backend.graph import hooks_refused, records_gradients
 from recoup.core.errors import UnsupportedError, UsageError
 from recoup.engine.observers import observers
-from recoup.engine.region import Options, Region
+from recoup.engine.options import Options
+from recoup.engine.region import Region
 
 _TRANSFORM = "don't yet support saved tensor hooks"
 

@@ -9,7 +9,7 @@ from recoup.backend.compiled import is_compiled
 from recoup.core.errors import UsageError
 from recoup.engine.active import region
 from recoup.engine.marks import recompute
-from recoup.engine.region import Options
+from recoup.engine.options import Options
 from recoup.engine.rerun import rerun
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from recoup.core.errors import UsageError
 from recoup.engine.active import region
 from recoup.engine.node import CheckpointNode, held_bytes
-from recoup.engine.region import Options
+from recoup.engine.options import Options
 
 
 class CheckpointGroup:

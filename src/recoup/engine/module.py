@@ -11,8 +11,8 @@ from torch import nn
 from recoup.backend.compiled import call_slot, is_compiled
 from recoup.core.errors import UnsupportedError, UsageError
 from recoup.engine.active import begin, end, skip, transform_advice
+from recoup.engine.options import Options
 from recoup.engine.policies import Policy, recomputes_beside
-from recoup.engine.region import Options
 from recoup.engine.rerun import rerun
 from recoup.engine.tiers.protocol import Tier
 from recoup.engine.verification import Verify, check_verify

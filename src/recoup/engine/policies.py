@@ -1,7 +1,6 @@
 """Policies: which outputs a region keeps although it could recompute them."""
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,18 +28,6 @@ class Policy(Protocol):
             by default on the device; False or None to recompute it.
         """
         ...
-
-
-InputChoice = Callable[[int], Tier | None]
-"""Says for an activation of so many bytes from outside a region where it is kept."""
-
-
-def input_choice(policy: Policy | None, store: Tier | None) -> InputChoice | None:
-    """Return who decides about activations from outside, or None if nobody does."""
-    asked: InputChoice | None = getattr(policy, "keeps_input", None)
-    if asked is None:
-        return None if store is None else lambda _: store
-    return lambda nbytes: asked(nbytes) or store
 
 
 def recomputes_beside(store: Tier | None, policy: Policy | None) -> bool:

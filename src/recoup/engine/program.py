@@ -117,6 +117,27 @@ def needed(
     return sorted(required), list(roots)
 
 
+def derived_from_lossy(
+    operations: Sequence[Operation], roots: Iterable[Value]
+) -> set[Value]:
+    """Return the values that a replay will not give as forward did.
+
+    They are computed from values that a lossy tier keeps.
+    """
+    changed = {value for value in roots if _is_lossy(value)}
+    if changed:
+        for operation in operations:
+            if not changed.isdisjoint(operation.reads):
+                changed.update(value for _, value in operation.outputs)
+                changed.update(value for _, value in operation.writes)
+    return changed
+
+
+def _is_lossy(value: Value) -> bool:
+    stored = None if value.hold is None else value.hold.stored
+    return stored is not None and not stored.is_exact
+
+
 def _run_step(step: Step, live: dict[Value, Tensor]) -> None:
     operation = step.operation
     scratch: dict[Value, Tensor] = {}

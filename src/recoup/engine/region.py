@@ -1,9 +1,7 @@
 """Regions: a stretch of forward whose saved tensors are forgotten and replayed."""
 
 import threading
-import weakref
 from collections.abc import Hashable
-from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn, Protocol
 
@@ -13,8 +11,8 @@ from recoup.backend.compiled import leave_uncompiled
 from recoup.backend.graph import (
     Pack,
     Unpack,
-    at_end_of_backward,
     current_backward,
+    follow_backward,
     pop_hooks,
     push_hooks,
 )
@@ -26,37 +24,19 @@ from recoup.engine.holding import (
     is_watched_from_around,
 )
 from recoup.engine.observers import Listener
-from recoup.engine.policies import Policy
-from recoup.engine.program import Program, needed
+from recoup.engine.options import Options
+from recoup.engine.placement import placement_of
+from recoup.engine.program import Program, derived_from_lossy, needed
 from recoup.engine.recorder import Recorder
 from recoup.engine.tape import Tape
 from recoup.engine.tiers.protocol import Tier
 from recoup.engine.values import Hold, Value
-from recoup.engine.verification import LEDGER, Verify, check_for, signature
+from recoup.engine.verification import LEDGER, check_for, signature
 
 STATE_BYTES = 1 << 20
 """Tensors from outside that a region writes to and then needs as they were after the
 write are copied up to this size: they are counters and running statistics, which the
 next region will write again. Larger ones are held by reference and checked."""
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """How a region treats what autograd saves in it.
-
-    Attributes:
-        recompute: Forget what is saved and recompute it; False keeps it.
-        policy: Which outputs to keep although they could be recomputed.
-        cache: Keep recomputed values until the graph is freed, for several backwards.
-        verify: When recomputed values are compared with what forward saw.
-        store: Where what is kept lives, if not on its device.
-    """
-
-    recompute: bool = True
-    policy: Policy | None = None
-    cache: bool = False
-    verify: Verify = "first"
-    store: Tier | None = None
 
 
 class Saved:
@@ -120,7 +100,7 @@ class Region:
         self.name = name
         self.options = options
         watch = check.watch if check else None
-        self.tape = Tape(options.policy, watch, options.store)
+        self.tape = Tape(placement_of(options.policy, options.store), watch)
         self._key = key
         self._check = check
         self._recorder = Recorder(self.tape)
@@ -158,7 +138,7 @@ class Region:
         tape.saved = dict.fromkeys(wanted)
         if self._check is None:
             LEDGER.ran(self._key, signature(operations))
-        tape.choose_inputs(roots)
+        tape.placement.place_roots(roots)
         for value in roots:
             if tape.written:
                 self._settle_state(value)
@@ -167,7 +147,8 @@ class Region:
             if value.hold.tier is not None:
                 self._store(value)
         self._roots = roots
-        self._excuse_lossy(roots)
+        if self._check is not None:
+            self._check.excuse(derived_from_lossy(operations, roots))
         if is_watched_from_around():
             self._part_holds(roots)
             hand_over(self.holds())
@@ -192,7 +173,7 @@ class Region:
         if value.hold is None:
             if not self.options.recompute and value not in tape.forced:
                 value.hold = Hold(alias(tensor), value.geometry)
-                value.hold.assign(self.options.store)
+                tape.placement.place_saved(value.hold)
             elif self._check is not None and value not in tape.unverified:
                 self._fingerprint(value, tensor, geometry)
         if value.demand == 0:
@@ -354,14 +335,14 @@ class Region:
         self._pending = {value: value.demand for value in wanted}
         self._task = task
         if task != -1 and not self.options.cache:
-            at_end_of_backward(_Ending(self, task))
+            follow_backward(self)
 
     def _watch_backward(self) -> None:
         """Be told of the end of this backward, to let go of what was brought back."""
         task = current_backward()
         if task not in (-1, self._watched):
             self._watched = task
-            at_end_of_backward(_Ending(self, task))
+            follow_backward(self)
 
     def _store(self, value: Value) -> None:
         """Put a held value in its tier."""
@@ -371,17 +352,6 @@ class Region:
         if hold.stored is not None:
             hold.stored.claims += value.demand
             self._stores = True
-
-    def _excuse_lossy(self, roots: list[Value]) -> None:
-        """Do not compare what is recomputed from values that come back changed."""
-        if self._check is None or all(_is_exact(value) for value in roots):
-            return
-        changed = {value for value in roots if not _is_exact(value)}
-        for operation in self.tape.operations:
-            if any(value in changed for value in operation.reads):
-                changed.update(value for _, value in operation.outputs)
-                changed.update(value for _, value in operation.writes)
-        self._check.excuse(changed)
 
     def _run(self, wanted: list[Value]) -> dict[Value, Tensor]:
         operations, roots = self.tape.operations, self._roots
@@ -409,30 +379,8 @@ class Region:
             self._live.pop(value, None)
 
 
-class _Ending:
-    """Ends a backward in a region without keeping the region alive until then."""
-
-    def __init__(self, region: Region, task: int) -> None:
-        self._region = weakref.ref(region)
-        self._task = task
-
-    def __call__(self) -> None:
-        region = self._region()
-        if region is not None:
-            region.end(self._task)
-
-    def __del__(self) -> None:
-        # A backward that raises never calls; it only lets go.
-        self()
-
-
 def _is_wanted(value: Value) -> bool:
     return value.demand > 0 and (value.hold is None or not value.hold.is_at_hand)
-
-
-def _is_exact(value: Value) -> bool:
-    hold = value.hold
-    return hold is None or hold.stored is None or hold.stored.is_exact
 
 
 for _method in (Recorder.__torch_dispatch__, Region.pack, Region.unpack):

@@ -11,8 +11,8 @@ from recoup.backend.compiled import leave_uncompiled
 from recoup.core.errors import UsageError
 from recoup.engine.active import begin, end, refuse_transform, skip
 from recoup.engine.node import CheckpointNode, held_bytes
+from recoup.engine.options import Options
 from recoup.engine.policies import Policy, recomputes_beside
-from recoup.engine.region import Options
 from recoup.engine.tiers.protocol import Tier
 from recoup.engine.verification import Verify, check_verify
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from recoup.backend.graph import is_activation
-from recoup.backend.operators import Operator, name_of
+from recoup.backend.operators import Operator
 from recoup.backend.storages import (
     QUANTIZED,
     Geometry,
@@ -21,8 +21,7 @@ from recoup.backend.storages import (
     weak_reference_to,
 )
 from recoup.engine.late import LateWrites
-from recoup.engine.policies import InputChoice, Policy, input_choice
-from recoup.engine.tiers.protocol import Tier
+from recoup.engine.placement import Placement
 from recoup.engine.values import OUTSIDE, Hold, Operation, Value, View
 
 _SPECIAL = QUANTIZED | {torch.complex32, torch.complex64, torch.complex128}
@@ -41,9 +40,9 @@ class Tape:
     refers back to the tape.
 
     Args:
-        policy: Which outputs to keep although they could be recomputed.
+        placement: Which outputs to keep although they could be recomputed, and where
+            what is kept lives.
         watch: Called with every value that an operation makes, and its tensor.
-        store: Where what is kept lives, if not on its device.
 
     Attributes:
         operations: What ran, in order.
@@ -58,12 +57,7 @@ class Tape:
         lazy_bits_seen: A complex tensor was met, so there may be lazy conjugations.
     """
 
-    def __init__(
-        self,
-        policy: Policy | None = None,
-        watch: Watch | None = None,
-        store: Tier | None = None,
-    ) -> None:
+    def __init__(self, placement: Placement, watch: Watch | None = None) -> None:
         self.operations: list[Operation] = []
         self.saved: dict[Value, None] = {}
         self.forced: set[Value] = set()
@@ -72,10 +66,8 @@ class Tape:
         self.written: set[Value] = set()
         self.unverified: set[Value] = set()
         self.late = LateWrites()
-        self._policy = policy
+        self.placement = placement
         self._watch = watch
-        self._store = store
-        self._choice: InputChoice | None = input_choice(policy, store)
         self._current: dict[int, Value] = {}
         self.lazy_bits_seen = False
 
@@ -116,8 +108,10 @@ class Tape:
                     return value, geometry
                 return value, self.geometry(tensor)
             self._give_up(value)
-        elif self._choice is not None and is_activation(tensor):
-            return self._choose(tensor, storage)
+        elif self.placement.moves_inputs and is_activation(tensor):
+            found = self.view(tensor)
+            self.placement.place_input(found[0], storage.nbytes())
+            return found
         hold = Hold(alias(tensor))
         if value is None:
             value = self._admit(tensor, storage)
@@ -149,31 +143,6 @@ class Tape:
             value.born = weakref.ref(tensor)
             return value
         return value, self.geometry(tensor)
-
-    def choose_inputs(self, roots: Sequence[Value]) -> None:
-        """Say where activations from outside are kept that a replay starts from."""
-        if self._choice is None:
-            return
-        for value in roots:
-            hold, born = value.hold, value.born
-            if value.producer != OUTSIDE or hold is None or hold.tensor is None:
-                continue
-            # No module owns a tensor that nobody refers to any more.
-            tensor = None if born is None else born()
-            if born is not None and (tensor is None or is_activation(tensor)):
-                hold.assign(self._choice(hold.tensor.untyped_storage().nbytes()))
-
-    def _choose(self, tensor: Tensor, storage: torch.UntypedStorage) -> View:
-        """Return the value of an activation from outside, which a tier may keep."""
-        assert self._choice is not None, "somebody decides"
-        geometry = self.geometry(tensor)
-        found = self.reference(tensor)
-        value = found[0] if isinstance(found, tuple) else found
-        hold = value.hold
-        assert hold is not None, "a value from outside is held"
-        if hold.tensor is not None and hold.tier is None:
-            hold.assign(self._choice(storage.nbytes()))
-        return value, geometry
 
     def view(self, tensor: Tensor) -> View:
         """Return a reference with a geometry; hold the value if it is from outside."""
@@ -303,8 +272,8 @@ class Tape:
             self.tainted.add(value)
         elif self._watch is not None:
             self._watch(value, tensor)
-        if self._policy is not None:
-            self._ask(self._policy, operator, value, tensor)
+        if self.placement.policy is not None:
+            self.placement.place_output(operator, value, tensor)
             if value.hold is not None:
                 value.hold.version = None  # the write will count when it is done
         return value
@@ -390,17 +359,8 @@ class Tape:
         value.born = weakref.ref(tensor)
         self._current[address] = value
         operation.outputs.append((place, value))
-        if self._policy is not None:
-            self._ask(self._policy, operation.operator, value, tensor)
-
-    def _ask(
-        self, policy: Policy, operator: Operator, value: Value, tensor: Tensor
-    ) -> None:
-        """Hold a new value if the policy keeps it."""
-        kept = policy.keeps(name_of(operator), tensor.untyped_storage().nbytes())
-        if kept:
-            value.hold = Hold(alias(tensor), value.geometry)
-            value.hold.assign(self._store if kept is True else kept)
+        if self.placement.policy is not None:
+            self.placement.place_output(operation.operator, value, tensor)
 
     def geometry(self, tensor: Tensor) -> Geometry:
         """Return how the tensor lies in its storage.

@@ -1,13 +1,12 @@
 """Traffic: what is on its way between one device and the host, and in what order."""
 
 import threading
-import weakref
 from collections import deque
 
 import torch
 from torch import Tensor
 
-from recoup.backend.graph import at_end_of_backward, current_backward
+from recoup.backend.graph import current_backward, follow_backward
 from recoup.backend.pinned import Buffer, BufferPool
 from recoup.backend.storages import version_of
 from recoup.backend.streams import Mark, Streams, out_of_sight
@@ -162,7 +161,7 @@ class Traffic:
             if parcel.source is None:
                 self._give_back(parcel)
 
-    def end_backward(self, task: int) -> None:
+    def end(self, task: int) -> None:
         """Let go of what a backward had brought back for nobody."""
         with self._lock:
             if task == self._task:
@@ -272,7 +271,7 @@ class Traffic:
         task = current_backward()
         if task not in (-1, self._task):
             self._task = task
-            at_end_of_backward(_Ending(self, task))
+            follow_backward(self)
 
     def _link(self, parcel: Parcel) -> None:
         parcel.before = self._last
@@ -289,19 +288,3 @@ class Traffic:
         if self._last is parcel:
             self._last = before
         parcel.before = parcel.after = None
-
-
-class _Ending:
-    """Ends a backward, also one that raises: then it is only let go of."""
-
-    def __init__(self, traffic: Traffic, task: int) -> None:
-        self._traffic = weakref.ref(traffic)
-        self._task = task
-
-    def __call__(self) -> None:
-        traffic = self._traffic()
-        if traffic is not None:
-            traffic.end_backward(self._task)
-
-    def __del__(self) -> None:
-        self()

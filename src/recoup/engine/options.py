@@ -1,0 +1,26 @@
+"""Options: what is settled about a region before it runs."""
+
+from dataclasses import dataclass
+
+from recoup.engine.policies import Policy
+from recoup.engine.tiers.protocol import Tier
+from recoup.engine.verification import Verify
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a region treats what autograd saves in it.
+
+    Attributes:
+        recompute: Forget what is saved and recompute it; False keeps it.
+        policy: Which outputs to keep although they could be recomputed.
+        cache: Keep recomputed values until the graph is freed, for several backwards.
+        verify: When recomputed values are compared with what forward saw.
+        store: Where what is kept lives, if not on its device.
+    """
+
+    recompute: bool = True
+    policy: Policy | None = None
+    cache: bool = False
+    verify: Verify = "first"
+    store: Tier | None = None
