@@ -4,7 +4,8 @@ A region holds what was made outside and is read by its replay until the last te
 saved in it is released; so it holds what it was told to keep. Its replay runs when
 backward first asks for a value that it does not hold, makes everything that is asked
 for later at once, and frees what is only needed on the way at its last use. What an
-inner region holds it passes on to the one around it, which holds it or drops it again.
+inner region holds it passes on to the one around it, which holds it or drops it again:
+it fetches all of that when it first needs any, and lets go of each after its last use.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -136,7 +137,13 @@ def _run_segment(
     for inner in segment.inner:
         own.extend(_run_segment(graph, inner, total, depth=depth + 1))
     made = [s for s in own if graph.values[s.value].producer in inside]
-    asked = [s for s in own if graph.values[s.value].producer not in inside]
+    nested = depth > 0
+    end = max((save.released for save in own), default=0)
+    asked = [
+        save if nested else Save(save.value, save.used, end)
+        for save in own
+        if graph.values[save.value].producer not in inside
+    ]
     if not made:
         return asked
     wanted = [s for s in made if not _is_held(graph, segment, s.value)]
@@ -145,16 +152,20 @@ def _run_segment(
     operations, roots = replayed(
         graph, inside, [save.value for save in made], segment.actions
     )
-    end = max(save.released for save in made)
-    first = min((save.used for save in wanted), default=end)
+    first = min((s.used for s in (made if nested else wanted)), default=end)
     used: dict[int, int] = {}
+    released: dict[int, int] = {}
     for save in made:
         used[save.value] = min(save.used, used.get(save.value, save.used))
+        released[save.value] = max(save.released, released.get(save.value, first))
     read = {value for number in operations for value in graph.operations[number].reads}
     for value in roots:
+        if nested:
+            asked.append(Save(value, first, released.get(value, first)))
+            continue
         moment = min(used.get(value, end), first if value in read else end)
         offloaded = segment.actions.get(value) is Action.OFFLOAD
-        if offloaded and depth == 0 and graph.values[value].producer in inside:
+        if offloaded and graph.values[value].producer in inside:
             storage = graph.values[value].storage
             total.offloads.append(Offload(storage, inside.stop, moment, end))
         else:

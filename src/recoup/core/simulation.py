@@ -24,6 +24,7 @@ class Simulation:
     Attributes:
         bytes_at: The bytes in use at each moment; a replay counts at the moment before
             which it runs.
+        settled_at: The same without what replays need only on the way.
         replays: What is run again.
         held_bytes: What segments hold between forward and backward, on the device.
         host_bytes: What is copied to the host and back.
@@ -32,6 +33,7 @@ class Simulation:
     """
 
     bytes_at: tuple[int, ...]
+    settled_at: tuple[int, ...]
     replays: tuple[Replay, ...]
     held_bytes: int
     host_bytes: int
@@ -135,12 +137,15 @@ def add_up(graph: Graph, total: Footprint) -> Simulation:
         add(nbytes, first, last)
     spikes = spikes_of(total.replays)
     live_bytes = 0
-    bytes_at: list[int] = []
+    settled_at: list[int] = []
     for moment, other in enumerate(graph.other_bytes):
         live_bytes += changes[moment]
-        bytes_at.append(live_bytes + other + spikes.get(moment, 0))
+        settled_at.append(live_bytes + other)
     return Simulation(
-        bytes_at=tuple(bytes_at),
+        bytes_at=tuple(
+            n + spikes.get(moment, 0) for moment, n in enumerate(settled_at)
+        ),
+        settled_at=tuple(settled_at),
         replays=tuple(total.replays),
         held_bytes=held_bytes,
         host_bytes=host_bytes,

@@ -134,3 +134,8 @@ def end(owner: object) -> Region | None:
         for observer in observers():
             observer.ended(region)
     return region
+
+
+def is_innermost(owner: object) -> bool:
+    """Return whether what was begun last on this thread was begun by the owner."""
+    return bool(_OPEN.stack) and _OPEN.stack[-1][0] is owner

@@ -35,7 +35,9 @@ class Solution:
         """By which part of its time the step could at best be shorter.
 
         Examples:
-            >>> costs = Simulation((8,), (), 0, 0, stall_seconds=2.0, step_seconds=8.0)
+            >>> costs = Simulation(
+            ...     (8,), (8,), (), 0, 0, stall_seconds=2.0, step_seconds=8.0
+            ... )
             >>> Solution((), costs, bound_seconds=1.5).gap
             0.05
         """

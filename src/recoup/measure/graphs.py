@@ -1,0 +1,161 @@
+"""From a trace of a step to its graph."""
+
+import bisect
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from recoup.core.graph import Boundary, Graph, Operation, Save, Storage, Value
+from recoup.core.segments import Segment
+from recoup.core.simulation import simulate
+from recoup.measure.blocks import block_boundaries
+from recoup.measure.tracing import Trace, TracedOperation, TracedStorage
+
+_SLACK = 64
+"""A storage that a region held in the traced step, and that died so many moments after
+the region could let go of it, or earlier, was held by nobody else."""
+
+
+def graph_of(
+    trace: Trace,
+    seconds_of: Callable[[int], float],
+    *,
+    blocks: Collection[str],
+) -> Graph:
+    """Return the graph of a traced step.
+
+    Args:
+        trace: What was seen.
+        seconds_of: How long the operator with a certain timing took.
+        blocks: The paths of the modules at which the traced step was cut: between
+            these it ran in segments that recompute everything.
+    """
+    forward = len(trace.operations)
+    moments = trace.moment
+    boundaries = boundaries_of(trace, blocks)
+    measured = [operation.peak_bytes for operation in trace.operations]
+    measured.extend(trace.backward_bytes)
+    graph = Graph(
+        operations=tuple(_operation(op, seconds_of) for op in trace.operations),
+        backward=len(trace.backward_bytes),
+        storages=tuple(_storage(s, moments - 1) for s in trace.storages),
+        values=tuple(
+            Value(v.storage, v.producer, holdable=not v.overwritten)
+            for v in trace.values
+        ),
+        saves=tuple(_saves(trace, forward, moments)),
+        boundaries=boundaries,
+        other_bytes=tuple(measured),
+        blocks=block_boundaries(boundaries, blocks),
+    )
+    traced = recompute_all(graph.blocks)
+    graph = replace(graph, storages=_natural(graph, trace, traced))
+    modelled = simulate(replace(graph, other_bytes=(0,) * moments), traced)
+    other = [
+        seen_bytes - model_bytes
+        for seen_bytes, model_bytes in zip(measured, modelled.settled_at, strict=True)
+    ]
+    return replace(graph, other_bytes=tuple(other))
+
+
+def recompute_all(blocks: Sequence[int]) -> tuple[Segment, ...]:
+    """Return one segment between each two neighbouring boundaries."""
+    return tuple(Segment(start, stop) for start, stop in pairwise(blocks))
+
+
+def boundaries_of(trace: Trace, blocks: Collection[str]) -> tuple[Boundary, ...]:
+    """Return the places where modules are entered or left, each place once.
+
+    Of those between the same operators a block's is taken, or else the outermost.
+    """
+
+    def rank(boundary: Boundary) -> tuple[bool, int]:
+        return boundary.module not in blocks, boundary.module.count(".")
+
+    found: dict[tuple[int, int], Boundary] = {}
+    for traced in trace.boundaries:
+        place = (traced.operation, traced.saves)
+        boundary = Boundary(
+            traced.operation, traced.saves, traced.module, traced.call, traced.entering
+        )
+        known = found.get(place)
+        if known is None or rank(boundary) < rank(known):
+            found[place] = boundary
+    return tuple(found.values())
+
+
+def _operation(
+    traced: TracedOperation, seconds_of: Callable[[int], float]
+) -> Operation:
+    return Operation(
+        name=traced.name,
+        seconds=seconds_of(traced.timing),
+        reads=tuple(traced.reads),
+        makes=tuple(traced.makes),
+        replayable=traced.asked == len(traced.makes) and traced.asked > 0,
+        workspace_bytes=traced.workspace_bytes,
+    )
+
+
+def _storage(traced: TracedStorage, last: int) -> Storage:
+    return Storage(
+        traced.bytes, traced.born, last if traced.dies is None else traced.dies
+    )
+
+
+def _saves(trace: Trace, forward: int, moments: int) -> list[Save]:
+    """Return what was saved, with its life in backward.
+
+    What nobody asked for lives to the end. Of what a region holds beyond autograd's
+    need, the end of that need is taken to be where the next saved tensor is asked for.
+    """
+    asked = sorted({save.used for save in trace.saves if save.used is not None})
+    found: list[Save] = []
+    for save in trace.saves:
+        used = moments - 1 if save.used is None else save.used
+        released = used if save.released is None else save.released
+        if save.by_region:
+            later = bisect.bisect_right(asked, used)
+            if later < len(asked):
+                released = min(released, asked[later] - 1)
+        used = min(max(used, forward), moments - 1)
+        found.append(Save(save.value, used, min(max(released, used), moments - 1)))
+    return found
+
+
+def _natural(
+    graph: Graph, trace: Trace, segments: Sequence[Segment]
+) -> tuple[Storage, ...]:
+    """Return the storages with the lives they have if no region holds them.
+
+    In the traced step regions held some of them into backward. Those are taken to die
+    after they were last read in forward.
+    """
+    last_read: dict[int, int] = {}
+    held_until: dict[int, int] = {}
+    for number, operation in enumerate(graph.operations):
+        for value in (*operation.reads, *operation.makes):
+            last_read[graph.values[value].storage] = number
+    for save in graph.saves:
+        storage = graph.values[save.value].storage
+        held_until[storage] = max(held_until.get(storage, 0), save.released)
+    for segment in segments:
+        saves = graph.saves_between(segment.start, segment.stop)
+        end = max((save.released for save in saves), default=0)
+        inside = graph.operations_between(segment.start, segment.stop)
+        for number in inside:
+            for value in graph.operations[number].reads:
+                storage = graph.values[value].storage
+                held_until[storage] = max(held_until.get(storage, 0), end)
+    forward = len(graph.operations)
+    found: list[Storage] = []
+    for number, storage in enumerate(graph.storages):
+        held = held_until.get(number, -1)
+        by_regions = trace.storages[number].dies is not None and (
+            forward <= storage.dies <= held + _SLACK
+        )
+        if by_regions and number in last_read:
+            found.append(replace(storage, dies=last_read[number]))
+        else:
+            found.append(storage)
+    return tuple(found)

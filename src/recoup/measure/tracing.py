@@ -1,0 +1,349 @@
+"""Trace one training step: every operator, every saved tensor, every byte."""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recoup.backend.dispatch import OperatorMode
+from recoup.backend.graph import Pack, Unpack, current_backward
+from recoup.backend.ledger import storages_in
+from recoup.backend.memory import MemoryMeter
+from recoup.backend.operators import Facts, facts_of
+from recoup.backend.timers import OperatorTimer
+from recoup.engine.observers import Watched
+from recoup.engine.recomputing import is_recomputing
+from recoup.engine.region import Region
+from recoup.engine.values import Hold
+
+REPEATS = 3
+"""How often an operator that is met for the first time is run again for its time."""
+
+MOST_TIMED_AGAIN_BYTES = 1 << 32
+"""Operators whose results are larger are timed by their one run."""
+
+
+@dataclass
+class TracedOperation:
+    """One operator of forward, as it ran."""
+
+    name: str
+    reads: list[int]
+    makes: list[int]
+    timing: int
+    peak_bytes: int
+    workspace_bytes: int
+    asked: int = 0
+
+
+@dataclass
+class TracedStorage:
+    """A storage that was seen in forward."""
+
+    bytes: int
+    born: int
+    dies: int | None = None
+    value: int = -1
+
+
+@dataclass
+class TracedValue:
+    """A storage at one version."""
+
+    storage: int
+    producer: int
+    overwritten: bool = False
+
+
+@dataclass
+class TracedSave:
+    """A tensor that autograd saved, with its life in backward.
+
+    Attributes:
+        by_region: A region holds it longer than autograd does.
+    """
+
+    value: int
+    by_region: bool = False
+    used: int | None = None
+    released: int | None = None
+
+
+@dataclass
+class TracedBoundary:
+    """A module is entered or left."""
+
+    operation: int
+    saves: int
+    module: str
+    call: int
+    entering: bool
+
+
+@dataclass
+class Trace:
+    """What happened in one step, in the order in which it happened."""
+
+    operations: list[TracedOperation] = field(default_factory=list)
+    backward_bytes: list[int] = field(default_factory=list)
+    storages: list[TracedStorage] = field(default_factory=list)
+    values: list[TracedValue] = field(default_factory=list)
+    saves: list[TracedSave] = field(default_factory=list)
+    boundaries: list[TracedBoundary] = field(default_factory=list)
+
+    @property
+    def moment(self) -> int:
+        """The number of the next moment."""
+        return len(self.operations) + len(self.backward_bytes)
+
+
+class Tracer(OperatorMode):
+    """Write down a step while it runs in regions, or without.
+
+    It is the policy of the regions too, which tells it what these could hold.
+
+    Args:
+        meter: Entered already; says how many bytes are in use.
+        timer: Times the operators.
+        resident: Storages that are alive in any case: they count as nothing.
+    """
+
+    def __init__(
+        self,
+        meter: MemoryMeter,
+        timer: OperatorTimer,
+        resident: Iterable[torch.UntypedStorage] = (),
+    ) -> None:
+        super().__init__()
+        self.trace = Trace()
+        self._meter = meter
+        self._timer = timer
+        self._timings: dict[Any, int] = {}
+        self._facts: dict[Any, Facts] = {}
+        self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._deaths: list[int] = []
+        self._in_backward = False
+        # What is saved without a storage is nothing that a plan could act on.
+        self.trace.storages.append(TracedStorage(0, -1, value=0))
+        self.trace.values.append(TracedValue(0, -1))
+        for storage in resident:
+            self._admit(storage, nbytes=0, born=-1)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run the operator and write it down."""
+        kwargs = kwargs or {}
+        facts = self._facts.get(func)
+        if facts is None:
+            facts = self._facts[func] = facts_of(func)
+        if facts.passes or is_recomputing():
+            return func(*args, **kwargs)
+        if not self._in_backward and current_backward() != -1:
+            self._in_backward = True
+        self._bury()
+        if self._in_backward:
+            self._meter.reset_peak()
+            out = func(*args, **kwargs)
+            self.trace.backward_bytes.append(self._meter.peak_bytes)
+            return out
+        return self._forward(facts, func, args, kwargs)
+
+    def keeps(self, operator: str, nbytes: int) -> bool:
+        """Take note that a region could hold a value of the last operator."""
+        del operator, nbytes
+        if self.trace.operations:
+            self.trace.operations[-1].asked += 1
+        return False
+
+    def began(self, region: Watched) -> None:
+        """Follow what is saved in a region."""
+        if isinstance(region, Region):
+            region.tracer = self
+
+    def ended(self, region: Watched) -> None:
+        """Nothing to note."""
+
+    def hooks(self, region: Region) -> tuple[Pack, Unpack]:
+        """Return the region's hooks, which take note as well."""
+        return self._noting(region.pack, region.unpack)
+
+    def plain_hooks(self) -> tuple[Pack, Unpack]:
+        """Return hooks that take note and keep the tensor, for what is in no region."""
+        pack, unpack = self._noting(_Kept, lambda kept: kept.tensor)
+        pack.is_transparent = True  # pyright: ignore[reportFunctionMemberAccess]
+        return pack, unpack
+
+    def reach(self, module: str, call: int, *, entering: bool) -> None:
+        """Take note that a module is entered or left."""
+        if not self._in_backward:
+            trace = self.trace
+            trace.boundaries.append(
+                TracedBoundary(
+                    len(trace.operations), len(trace.saves), module, call, entering
+                )
+            )
+
+    def close(self) -> Trace:
+        """Return the trace, when the step has ended and the mode was left."""
+        self._bury()
+        return self.trace
+
+    def _noting(
+        self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
+    ) -> tuple[Pack, Unpack]:
+        trace = self.trace
+        # By identity: what stands for a saved tensor need not be hashable by value.
+        numbers: dict[int, int] = {}
+
+        def note(tensor: Tensor) -> Any:
+            number = len(trace.saves)
+            trace.saves.append(TracedSave(self._value_of(tensor)))
+            packed = pack(tensor)
+            trace.saves[number].by_region = isinstance(packed, Hold)
+            numbers[id(packed)] = number
+            weakref.finalize(packed, _release, trace, number)
+            return packed
+
+        def fetch(packed: Any) -> Tensor:
+            save = trace.saves[numbers[id(packed)]]
+            found = unpack(packed)
+            if save.used is None:
+                save.used = trace.moment
+            return found
+
+        return note, fetch
+
+    def _value_of(self, tensor: Tensor) -> int:
+        storages = storages_in(tensor)
+        if not storages:
+            return 0
+        return self.trace.storages[self._number(storages[0], born=-1)].value
+
+    def _forward(
+        self, facts: Facts, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        trace = self.trace
+        moment = len(trace.operations)
+        given = storages_in((args, kwargs))
+        reads = [trace.storages[self._number(s, born=-1)].value for s in given]
+        box: list[Any] = []
+        self._meter.reset_peak()
+        timing = self._timer.time(lambda: box.append(func(*args, **kwargs)))
+        out = box.pop()
+        peak_bytes = self._meter.peak_bytes
+        workspace_bytes = peak_bytes - self._meter.live_bytes
+        written = _written(facts, args, kwargs)
+        makes = [self._overwrite(storage, moment) for storage in written]
+        for storage in storages_in(out):
+            if self._lookup(storage) is None:
+                number = self._admit(storage, nbytes=storage.nbytes(), born=moment)
+                makes.append(trace.storages[number].value)
+        trace.operations.append(
+            TracedOperation(
+                name=facts.name,
+                reads=list(dict.fromkeys(reads)),
+                makes=makes,
+                timing=self._time_again(facts, func, args, kwargs, timing),
+                peak_bytes=peak_bytes,
+                workspace_bytes=max(0, workspace_bytes),
+            )
+        )
+        return out
+
+    def _time_again(
+        self,
+        facts: Facts,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timing: int,
+    ) -> int:
+        """Return the timing of an operator, which its first run makes too long."""
+        if facts.writes or facts.random or facts.statistics or facts.opaque:
+            return timing
+        key = (func, _shapes((args, tuple(kwargs.items()))))
+        known = self._timings.get(key)
+        if known is not None:
+            return known
+        # Where memory is short, its one run will do.
+        with contextlib.suppress(torch.OutOfMemoryError):
+            timing = self._timer.time(lambda: func(*args, **kwargs), repeats=REPEATS)
+        self._timings[key] = timing
+        return timing
+
+    def _lookup(self, storage: torch.UntypedStorage) -> int | None:
+        known = self._known.get(id(storage))
+        if known is None or known[0]() is not storage:
+            return None
+        return known[1]
+
+    def _number(self, storage: torch.UntypedStorage, *, born: int) -> int:
+        number = self._lookup(storage)
+        return self._admit(storage, nbytes=0, born=born) if number is None else number
+
+    def _admit(self, storage: torch.UntypedStorage, *, nbytes: int, born: int) -> int:
+        trace = self.trace
+        number = len(trace.storages)
+        value = len(trace.values)
+        trace.storages.append(TracedStorage(nbytes, born, value=value))
+        trace.values.append(TracedValue(number, born))
+        deaths = self._deaths
+        reference = weakref.ref(storage, lambda _: deaths.append(number))
+        self._known[id(storage)] = (reference, number)
+        return number
+
+    def _overwrite(self, storage: torch.UntypedStorage, moment: int) -> int:
+        trace = self.trace
+        number = self._number(storage, born=-1)
+        trace.values[trace.storages[number].value].overwritten = True
+        value = len(trace.values)
+        trace.values.append(TracedValue(number, moment))
+        trace.storages[number].value = value
+        return value
+
+    def _bury(self) -> None:
+        """Book the deaths since the last moment."""
+        last = self.trace.moment - 1
+        for number in self._deaths:
+            self.trace.storages[number].dies = last
+        self._deaths.clear()
+
+
+class _Kept:
+    """A saved tensor in no region, without its graph, which it would keep alive."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor if tensor.is_leaf else tensor.detach()
+
+
+def _release(trace: Trace, number: int) -> None:
+    trace.saves[number].released = trace.moment - 1
+
+
+def _written(
+    facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[torch.UntypedStorage]:
+    found: list[Any] = []
+    for place in facts.writes:
+        if isinstance(place, str):
+            found.append(kwargs.get(place))
+        elif place < len(args):
+            found.append(args[place])
+    return storages_in(found)
+
+
+def _shapes(tree: Any) -> Any:
+    if isinstance(tree, Tensor):
+        return (tree.dtype, tuple(tree.shape), tuple(tree.stride()))
+    if isinstance(tree, tuple | list):
+        return tuple(_shapes(branch) for branch in tree)
+    return repr(tree)

@@ -1,0 +1,151 @@
+"""What a training step is: a model, its batch, and how a loss comes of them."""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recoup.backend.rng import default_states
+from recoup.core.errors import UsageError
+
+_DEFAULTS = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingStep:
+    """One training step that can be run again and again.
+
+    Attributes:
+        model: The model that is trained.
+        run: Runs forward and backward once.
+        batch: The tensors it runs on, in any structure; they count as resident.
+        device: Where it computes.
+    """
+
+    model: nn.Module
+    run: Callable[[], object]
+    batch: Any
+    device: torch.device
+
+
+def training_step(
+    model: nn.Module,
+    batch: Any = None,
+    *,
+    loss: Callable[..., Tensor] | None = None,
+    step: Callable[[], object] | None = None,
+    device: torch.device | str | None = None,
+) -> TrainingStep:
+    """Return the step that the arguments of `fit` and `measure` describe.
+
+    Args:
+        model: The model.
+        batch: What it is called with: a tensor, a tuple of positional arguments, or a
+            mapping of keyword arguments. With a loss that takes the output and a
+            target: a pair of what the model is called with and the target.
+        loss: Computes the loss from the model's output (and the target). Without it
+            the output must be the loss, or have it as `loss`.
+        step: Runs forward and backward by itself, instead of `batch` and `loss`.
+        device: Where to count memory; by default where the model's parameters are.
+
+    Raises:
+        UsageError: The arguments describe no step.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"this takes a model: got {type(model).__name__}.")
+    where = torch.device(device) if device is not None else _device_of(model)
+    if step is not None:
+        if batch is not None or loss is not None:
+            raise UsageError("give either a step, or a batch with a loss: got both.")
+        return TrainingStep(model, step, None, where)
+    if batch is None:
+        raise UsageError(
+            "a step needs something to run on: got no batch. Give batch=, or step= "
+            "with a function that runs forward and backward."
+        )
+    inputs, target = batch, None
+    takes_target = loss is not None and _takes_two(loss)
+    if takes_target:
+        if not isinstance(batch, tuple | list) or len(batch) != 2:
+            raise UsageError(
+                "a loss of two arguments gets the output and the target: give the "
+                f"batch as a pair (inputs, target), got {type(batch).__name__}."
+            )
+        inputs, target = batch
+
+    def run() -> None:
+        output = _call(model, inputs)
+        if loss is None:
+            found = _loss_in(output)
+        else:
+            found = loss(output, target) if takes_target else loss(output)
+        _check_loss(found).backward()
+
+    return TrainingStep(model, run, batch, where)
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Put back what steps inside the block change: gradients, buffers, generators.
+
+    Gradients are taken off, so that each step starts as one after `zero_grad` does.
+    """
+    gradients = [(p, p.grad) for p in model.parameters()]
+    buffers = [(b, b.detach().clone()) for b in model.buffers()]
+    states = default_states([_device_of(model)])
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        for generator, state in states:
+            generator.set_state(state)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    for tensor in (*model.parameters(), *model.buffers()):
+        return tensor.device
+    return torch.device("cpu")
+
+
+def _call(model: nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    if isinstance(inputs, tuple | list):
+        return model(*inputs)
+    return model(inputs)
+
+
+def _takes_two(loss: Callable[..., Any]) -> bool:
+    target = loss.forward if isinstance(loss, nn.Module) else loss
+    try:
+        parameters = inspect.signature(target).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    needed = [p for p in parameters if p.kind in _DEFAULTS and p.default is p.empty]
+    return len(needed) >= 2
+
+
+def _loss_in(output: Any) -> Any:
+    if isinstance(output, Mapping) and "loss" in output:
+        return output["loss"]
+    return getattr(output, "loss", output)
+
+
+def _check_loss(loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise UsageError(
+            f"a step needs a loss of one number: got {shape}. Give loss= with a "
+            "function that computes it from the model's output."
+        )
+    return loss
