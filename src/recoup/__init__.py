@@ -46,10 +46,17 @@ from recoup.engine.tiers.account import Usage, tier_usage
 from recoup.engine.tiers.device import Device
 from recoup.engine.tiers.host import Host
 from recoup.engine.tiers.protocol import ExactTier, LossyTier, Stored, Tier
+from recoup.loops.loop import checkpointed_loop
+from recoup.loops.savings import (
+    estimate_checkpoint_savings,
+    get_memory_savings,
+    should_checkpoint,
+)
 from recoup.measure.advice import Advice, Suggestion, suggest
 from recoup.precision.ranges import RangeMonitor, RangeReport, RangeRow
 from recoup.precision.scaler import GradientScaler
 from recoup.precision.scope import MixedPrecisionScope
+from recoup.schedules.even import compute_checkpoint_positions
 
 __all__ = [
     "Advice",
@@ -92,7 +99,11 @@ __all__ = [
     "checkpoint_module",
     "checkpoint_segment",
     "checkpoint_segment_flex",
+    "checkpointed_loop",
     "clear_checkpoint_marks",
+    "compute_checkpoint_positions",
+    "estimate_checkpoint_savings",
+    "get_memory_savings",
     "is_checkpoint",
     "is_checkpointed",
     "is_recomputing",
@@ -100,6 +111,7 @@ __all__ = [
     "mark_checkpoint",
     "recompute",
     "rerun",
+    "should_checkpoint",
     "suggest",
     "tier_usage",
     "uncheckpoint_module",

@@ -11,6 +11,7 @@ from recoup.backend.graph import (
     current_backward,
     hooks_refused,
     pop_hooks,
+    pull_gradients,
     push_hooks,
     records_gradients,
 )
@@ -187,3 +188,29 @@ class TestRecording:
                 assert records_gradients()
         with torch.inference_mode():
             assert not records_gradients()
+
+
+def test_pulled_gradients_are_those_of_autograd_grad():
+    x = torch.randn(3, requires_grad=True)
+    w = torch.randn(3, requires_grad=True)
+    unused = torch.randn(3, requires_grad=True)
+    cotangent = torch.randn(3)
+    expected = torch.autograd.grad(
+        x.sin() * w, [x, w, unused], cotangent, allow_unused=True
+    )
+    found = pull_gradients([x.sin() * w], [x, w, unused], [cotangent])
+    assert torch.equal(found[0], expected[0])  # pyright: ignore[reportArgumentType]
+    assert torch.equal(found[1], expected[1])  # pyright: ignore[reportArgumentType]
+    assert found[2] is None
+    assert x.grad is None
+
+
+def test_a_gradient_that_has_arrived_already_is_added_first():
+    w = torch.tensor(1e-16, dtype=torch.float64, requires_grad=True)
+    before = torch.tensor(1.0, dtype=torch.float64)
+    tiny = torch.tensor(2.0**-53, dtype=torch.float64)
+    # (1 + tiny) + tiny is 1, 1 + (tiny + tiny) is more.
+    found = pull_gradients(
+        [w * tiny + w * tiny, w], [w], [torch.ones(()).double(), before]
+    )
+    assert found[0] == 1.0

@@ -1,7 +1,7 @@
 """The autograd border: saved-tensor hooks, the running backward, no graph at all."""
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -81,6 +81,30 @@ def below_autograd() -> Iterator[None]:
         torch._C._ExcludeDispatchKeyGuard(_AUTOCAST),
     ):
         yield
+
+
+def pull_gradients(
+    results: Sequence[Tensor], inputs: Sequence[Tensor], gradients: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """Return what `torch.autograd.grad(..., allow_unused=True)` returns, unchecked.
+
+    Each gradient must have its result's shape. The checks that are left out cost as
+    much as a small step of a loop.
+
+    Examples:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> pull_gradients([x * 3], [x], [torch.ones(2)])
+        (tensor([3., 3.]),)
+    """
+    return torch.autograd.graph._engine_run_backward(
+        tuple(results),
+        tuple(gradients),
+        False,  # retain_graph
+        False,  # create_graph
+        tuple(inputs),
+        allow_unreachable=True,
+        accumulate_grad=False,
+    )
 
 
 def records_gradients() -> bool:

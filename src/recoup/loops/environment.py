@@ -1,0 +1,75 @@
+"""Environment: autocast and random state as forward had them, for steps run again."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recoup.backend.autocast import autocast_as, autocast_states
+from recoup.backend.rng import default_states, same_state
+
+RandomStates = list[tuple[torch.Generator, Tensor]]
+
+
+class Environment:
+    """What a loop found around it.
+
+    Args:
+        leaves: Leaves of the state, whose devices matter.
+
+    Attributes:
+        draws: Whether the steps draw random numbers; True until it is known.
+    """
+
+    def __init__(self, leaves: list[Any]) -> None:
+        devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
+        self._devices = [d for d in devices if d.type not in ("cpu", "meta")]
+        states = autocast_states({device.type for device in self._devices})
+        # Each tape casts weights for itself; a cache would hold the graph of another.
+        self._autocast = tuple(replace(state, cache=False) for state in states)
+        self._casts = any(state.enabled for state in states)
+        self._begin = default_states(self._devices)
+        self.draws = True
+
+    def settle(self) -> None:
+        """Find out, after the first sweep, whether the steps drew random numbers."""
+        now = default_states(self._devices)
+        self.draws = not all(
+            same_state(before, after)
+            for (_, before), (_, after) in zip(self._begin, now, strict=True)
+        )
+        if not self.draws:
+            self._begin = []
+
+    def random_states(self) -> RandomStates | None:
+        """Return the states to come back to, if that matters."""
+        return default_states(self._devices) if self.draws else None
+
+    def rewind(self, states: RandomStates | None) -> None:
+        """Come back to earlier states; by default to those at the beginning."""
+        if self.draws:
+            for generator, state in self._begin if states is None else states:
+                generator.set_state(state)
+
+    @contextmanager
+    def casting(self) -> Iterator[None]:
+        """Run the block under the autocast of forward."""
+        if not self._casts and not torch.is_autocast_enabled("cpu"):
+            yield
+            return
+        with autocast_as(self._autocast):
+            yield
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Run the block as forward ran; leave the generators as they are now."""
+        before = self.random_states()
+        try:
+            with self.casting():
+                yield
+        finally:
+            for generator, state in before or ():
+                generator.set_state(state)

@@ -1,0 +1,235 @@
+"""The checkpointed loop: one function for torch tensors, NumPy and JAX arrays."""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from recoup.core.errors import UsageError
+from recoup.core.units import parse_bytes
+from recoup.loops.feeds import Feed, Listed, Stacked
+from recoup.loops.plans import Plan, checked_verification, known_length
+from recoup.loops.slots import Checkpoints
+from recoup.loops.steps import Step
+from recoup.loops.torch_budget import fit_torch_budget
+from recoup.loops.torch_loop import run_torch
+from recoup.loops.trees import flatten
+from recoup.schedules.online import Online
+from recoup.schedules.schedule import Schedule
+
+
+def checkpointed_loop(  # noqa: PLR0913 (each is a separate wish of the caller)
+    func: Callable[..., Any],
+    initial_state: Any,
+    seq_length: int | None = None,
+    num_checkpoints: int | None = None,
+    *,
+    inputs: Any = None,
+    with_index: bool = False,
+    with_outputs: bool = False,
+    schedule: Schedule | Online | None = None,
+    budget: int | str | None = None,
+    condition: Callable[[Any], Any] | None = None,
+    captures: Sequence[Any] = (),
+    vjp: Callable[..., Any] | None = None,
+    verify: str = "first",
+    tolerance: float | None = None,
+) -> tuple[Any, Checkpoints]:
+    """Run a loop that can be differentiated without keeping every state.
+
+    The gradients are those of the plain loop, to the initial state, to the inputs of
+    the steps and to every tensor that `func` captures. With torch they are bitwise
+    equal, unless a captured tensor is also used outside of the loop.
+
+    Costs: states held and steps run again are those that the schedule's `counts()`
+    says; by default the square root of the number of steps, and not quite one more run
+    of the loop.
+
+    Args:
+        func: One step: `state -> state`. It must depend on its arguments and on what
+            it captures alone.
+        initial_state: Where to begin: any nesting of tuples, lists and dictionaries of
+            torch tensors, NumPy arrays or JAX arrays. It is always held, and not
+            counted among the checkpoints.
+        seq_length: How many steps to run. With a condition, how many at most.
+        num_checkpoints: How many states to hold; by default the square root of
+            `seq_length`, rounded down.
+        inputs: One input for each step, as in a scan: a tree of arrays whose first axis
+            is the step, or a `Listed` of trees. `func` gets it after the state.
+        with_index: `func` gets the index of the step, after the state.
+        with_outputs: `func` returns the new state and an output; the outputs of all
+            steps are stacked. The first result is then the pair of both.
+        schedule: Which states to hold instead, such as `Revolve(seq_length, slots=11)`.
+        budget: Bytes that may be held for backward, such as `"64MiB"`: slots and tape
+            are chosen together. One step is run once more, to be measured.
+        condition: The loop runs while `condition(state)` holds; its length need not
+            be known.
+        captures: Tensors that `func` uses and that cannot be found by looking at it.
+        vjp: For plain NumPy functions: `vjp(state, cotangent)` returns the cotangent of
+            the state before the step; it gets index and input as `func` does.
+        verify: Which states must be met again bitwise when steps are run again: those
+            of the first sweep (`"first"`), all that are ever held (`"always"`), none
+            (`"off"`). With torch and NumPy.
+        tolerance: Allow this relative and absolute difference there; it costs the
+            memory of the states compared.
+
+    Returns:
+        The final state, and the states held by position (see `Checkpoints`).
+
+    Raises:
+        UsageError: Arguments that exclude each other, or a step that changes the
+            structure of the state.
+        CaptureError: A gradient would be lost: a captured tensor was not found.
+        MismatchError: In backward: a step depends on more than its arguments.
+
+    Examples:
+        >>> import torch
+        >>> weight = torch.eye(3, requires_grad=True)
+        >>> state = torch.full((3,), 0.1, requires_grad=True)
+        >>> final, checkpoints = checkpointed_loop(
+        ...     lambda h: torch.tanh(h @ weight), state, 1000
+        ... )
+        >>> len(checkpoints), list(checkpoints)[:4]
+        (31, [31, 62, 93, 124])
+        >>> final.sum().backward()
+        >>> weight.grad.shape, len(checkpoints)  # freed as they were used
+        (torch.Size([3, 3]), 0)
+    """
+    checked_verification(verify, tolerance)
+    leaves, _ = flatten(initial_state)
+    feed = _feed(inputs)
+    steps = _steps(seq_length, feed, condition)
+    step = Step(func, feed, with_index, with_outputs)
+    kind = _kind_of(leaves, step)
+    if budget is not None:
+        schedule = _fitted(
+            step, initial_state, steps, budget, (schedule, num_checkpoints), kind
+        )
+        num_checkpoints = None
+    plan = _plan(steps, num_checkpoints, schedule, condition, verify, tolerance)
+    run = _RUNNERS[kind]
+    final, outputs, checkpoints = run(step, initial_state, plan, captures, vjp)
+    return ((final, outputs) if with_outputs else final), checkpoints
+
+
+def _plan(
+    steps: int | None,
+    num_checkpoints: int | None,
+    schedule: Schedule | Online | None,
+    condition: Callable[[Any], Any] | None,
+    verify: str,
+    tolerance: float | None,
+) -> Plan:
+    if condition is None:
+        if isinstance(schedule, Online):
+            raise UsageError(
+                "an Online schedule is for a loop of unknown length: this one has "
+                f"{steps} steps. Use Revolve or Chunked, or give a condition."
+            )
+        assert steps is not None, "checked with the arguments"
+        known, shows_beginning = known_length(steps, num_checkpoints, schedule)
+        return Plan(
+            schedule=known,
+            shows_beginning=shows_beginning,
+            verify=verify,
+            tolerance=tolerance,
+        )
+    if schedule is not None and not isinstance(schedule, Online):
+        raise UsageError(
+            f"a loop with a condition has no known length: {schedule!r} needs one. Use "
+            "Online(slots=...) or num_checkpoints."
+        )
+    if schedule is not None and num_checkpoints is not None:
+        raise UsageError(
+            "a loop takes num_checkpoints or a schedule: got both. Leave one out."
+        )
+    wanted = 31 if num_checkpoints is None else num_checkpoints
+    online = schedule if schedule is not None else Online(slots=wanted + 1)
+    return Plan(
+        online=online,
+        condition=condition,
+        most_steps=steps,
+        verify=verify,
+        tolerance=tolerance,
+    )
+
+
+def _feed(inputs: Any) -> Feed | None:
+    if inputs is None or isinstance(inputs, (Stacked, Listed)):
+        return inputs
+    return Stacked(inputs)
+
+
+def _steps(
+    seq_length: int | None, feed: Feed | None, condition: Callable[[Any], Any] | None
+) -> int | None:
+    if seq_length is not None and seq_length < 0:
+        raise UsageError(
+            f"a loop has no negative number of steps: got seq_length={seq_length}."
+        )
+    if feed is None:
+        if seq_length is None and condition is None:
+            raise UsageError(
+                "a loop needs seq_length, inputs or a condition to know where it ends: "
+                "got none of them."
+            )
+        return seq_length
+    if seq_length is None:
+        return feed.length
+    if seq_length > feed.length or (seq_length < feed.length and condition is None):
+        raise UsageError(
+            f"there are inputs for {feed.length} steps, but seq_length={seq_length}. "
+            "Give as many inputs as steps, or leave seq_length out."
+        )
+    return seq_length
+
+
+def _kind_of(leaves: list[Any], step: Step) -> str:
+    fed = [] if step.feed is None else step.feed.leaves
+    arrays = [*leaves, *fed]
+    if any(isinstance(leaf, Tensor) for leaf in arrays):
+        return "torch"
+    jax = sys.modules.get("jax")
+    if jax is not None and any(isinstance(leaf, jax.Array) for leaf in arrays):
+        return "jax"
+    return "numpy"
+
+
+def _fitted(
+    step: Step,
+    state: Any,
+    steps: int | None,
+    budget: int | str,
+    others: tuple[Any, Any],
+    kind: str,
+) -> Schedule:
+    if any(other is not None for other in others):
+        raise UsageError(
+            "a budget chooses the schedule: got num_checkpoints or a schedule besides. "
+            "Leave them out."
+        )
+    if steps is None or kind != "torch":
+        raise UsageError(
+            "a budget needs a loop of known length over torch tensors, because the "
+            "tape of a step is measured. Use num_checkpoints, or a schedule from "
+            "recoup.schedules.fit_budget with sizes of your own."
+        )
+    budget_bytes = parse_bytes(budget) if isinstance(budget, str) else budget
+    return fit_torch_budget(step, state, steps, budget_bytes)
+
+
+def _run_torch(
+    step: Step, state: Any, plan: Plan, captures: Sequence[Any], vjp: Any
+) -> tuple[Any, Any, Checkpoints]:
+    if vjp is not None:
+        raise UsageError(
+            "vjp= is for plain NumPy functions: torch differentiates by itself. Leave "
+            "it out."
+        )
+    return run_torch(step, state, plan, captures)
+
+
+_RUNNERS: dict[str, Callable[..., tuple[Any, Any, Checkpoints]]] = {
+    "torch": _run_torch,
+}

@@ -1,0 +1,61 @@
+"""Outputs: what the steps give besides the state, stacked along a first axis."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recoup.core.errors import UsageError
+from recoup.loops.trees import Structure, flatten, unflatten
+
+
+class OutputStack:
+    """Collects one output a step.
+
+    Args:
+        steps: How many steps there will be, if that is known: then the whole is
+            allocated at once, else the outputs are stacked at the end.
+    """
+
+    def __init__(self, steps: int | None) -> None:
+        self._steps = steps
+        self._structure: Structure = None
+        self._whole: list[Tensor] = []
+        self._rows: list[list[Tensor]] = []
+        self._count = 0
+
+    def put(self, index: int, output: Any) -> None:
+        """Take the output of a step; they come in order."""
+        leaves, structure = flatten(output)
+        if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
+            raise UsageError(
+                f"the outputs of a loop are trees of tensors: step {index} gave "
+                f"{[type(leaf).__name__ for leaf in leaves]}. Return tensors."
+            )
+        if index == 0:
+            self._structure = structure
+        elif structure != self._structure:
+            raise UsageError(
+                f"the output of step {index} is built otherwise than that of step 0. "
+                "Return the same structure from every step."
+            )
+        self._count += 1
+        if self._steps is None:
+            self._rows.append([leaf.detach() for leaf in leaves])
+            return
+        if index == 0:
+            self._whole = [
+                leaf.new_empty((self._steps, *leaf.shape)) for leaf in leaves
+            ]
+        for whole, leaf in zip(self._whole, leaves, strict=True):
+            whole[index] = leaf.detach()
+
+    def leaves(self) -> list[Tensor]:
+        """Return the stacked leaves."""
+        if self._steps is not None:
+            return self._whole
+        return [torch.stack(column) for column in zip(*self._rows, strict=True)]
+
+    def tree(self, leaves: list[Tensor]) -> Any:
+        """Return the stacked outputs as a tree; None if no step was run."""
+        return unflatten(self._structure, leaves) if self._count else None

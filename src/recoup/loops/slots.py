@@ -1,0 +1,108 @@
+"""Slots: where the states of a running schedule are, and the view a user gets."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A state in a slot: the step it comes before, and what the backend made of it."""
+
+    step: int
+    held: Any
+
+
+class Slots:
+    """The states that a schedule holds now, by slot."""
+
+    def __init__(self, kept: Mapping[int, Kept] | None = None) -> None:
+        self._kept: dict[int, Kept] = dict(kept or {})
+
+    def put(self, slot: int, step: int, held: Any) -> None:
+        """Keep a state."""
+        self._kept[slot] = Kept(step, held)
+
+    def get(self, slot: int) -> Any:
+        """Return what is held in a slot."""
+        return self._kept[slot].held
+
+    def free(self, slot: int) -> None:
+        """Forget a state."""
+        del self._kept[slot]
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._kept.clear()
+
+    def copy(self) -> "Slots":
+        """Return other slots that hold the same states."""
+        return Slots(self._kept)
+
+    def by_step(self) -> dict[int, Any]:
+        """Return what is held, by the step it comes before, in order."""
+        found = {kept.step: kept.held for kept in self._kept.values()}
+        return dict(sorted(found.items()))
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+
+class Checkpoints(Mapping[int, Any]):
+    """The states that a loop holds, by position: the state after so many steps.
+
+    It reads like the dictionary of the seed's guide. The state at the beginning is held
+    besides and not among them. Backward frees the states as it uses them, so that a
+    variable that still names the checkpoints does not keep memory.
+
+    Args:
+        slots: Where the states are.
+        take: Makes a state of what is held.
+        pull_back: Pulls a cotangent of the result back through the loop.
+        hidden: A position not to be shown.
+        outputs: The outputs of all steps, if they have any.
+    """
+
+    def __init__(
+        self,
+        slots: Slots,
+        take: Callable[[Any], Any],
+        pull_back: Callable[..., Any],
+        *,
+        hidden: int | None = 0,
+    ) -> None:
+        self._slots = slots
+        self._take = take
+        self._pull_back = pull_back
+        self._hidden = hidden
+
+    def __getitem__(self, position: int) -> Any:
+        return self._take(self._shown()[position])
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._shown())
+
+    def __len__(self) -> int:
+        return len(self._shown())
+
+    def __repr__(self) -> str:
+        return f"Checkpoints(positions={list(self)})"
+
+    def pull(self, cotangent: Any) -> Any:
+        """Return the gradient of the initial state for a cotangent of the final one.
+
+        The states stay as they are, so it can be called again.
+
+        Costs what the loop's backward costs.
+
+        Args:
+            cotangent: A tree like the final state.
+
+        Returns:
+            A tree like the initial state.
+        """
+        return self._pull_back(cotangent)
+
+    def _shown(self) -> dict[int, Any]:
+        held = self._slots.by_step()
+        return {step: kept for step, kept in held.items() if step != self._hidden}

@@ -1,0 +1,206 @@
+"""Tapes: some steps run with autograd watching, and the pull back through them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recoup.backend.graph import pull_gradients
+from recoup.loops.captures import Captures
+from recoup.loops.steps import Step
+from recoup.loops.trees import Structure, flatten, unflatten
+
+
+@dataclass(slots=True)
+class Tape:
+    """Steps that were run with autograd watching.
+
+    Attributes:
+        start: The first step.
+        stop: The step after the last.
+        before: The leaves of the state before, each a leaf of the graph if it can be.
+        after: The leaves of the state after.
+        structure: The structure of the state after.
+        given: For each step, the leaves of its input that require gradients, and
+            which leaf of the feed they are.
+        outputs: For each step, the leaves of its output.
+        output_structure: The structure of one output.
+    """
+
+    start: int
+    stop: int
+    before: list[Any]
+    after: list[Any]
+    structure: Structure
+    given: list[tuple[Tensor, tuple[int, int | None]]]
+    outputs: list[list[Any]]
+    output_structure: Structure
+
+
+def record(
+    step: Step,
+    leaves: list[Any],
+    structure: Structure,
+    span: tuple[int, int],
+    captures: Captures,
+    *,
+    in_place: bool,
+) -> Tape:
+    """Run the steps of a span with autograd watching.
+
+    Args:
+        step: What to run.
+        leaves: The leaves of the state before.
+        structure: Its structure.
+        span: The first step, and the one after the last.
+        captures: The tensors the step captures.
+        in_place: The step writes to its state, so it must not get the graph's leaves.
+    """
+    start, stop = span
+    before = [_watched(leaf) for leaf in leaves]
+    passed = [_copied(leaf) for leaf in before] if in_place else before
+    given: list[tuple[Tensor, tuple[int, int | None]]] = []
+    outputs: list[list[Any]] = []
+    output_structure: Structure = None
+    with torch.enable_grad(), captures.replaced():
+        state = unflatten(structure, passed)
+        if step.feed is None and not step.with_outputs:
+            state = step.advance(state, start, stop)
+        else:
+            for index in range(start, stop):
+                tree = _watched_input(step, index, given)
+                state, output = step.run(state, index, tree)
+                output_leaves, output_structure = flatten(output)
+                outputs.append(output_leaves)
+    after, structure = flatten(state)
+    tape = Tape(start, stop, before, after, structure, given, outputs, output_structure)
+    captures.check(_results(tape), _sources(tape), _name(step, start, stop))
+    return tape
+
+
+@dataclass(slots=True)
+class Cotangents:
+    """What backward knows so far.
+
+    Attributes:
+        state: For each leaf of the state.
+        captures: For each captured tensor.
+        feed: For each leaf of the feed.
+        outputs: For each leaf of the stacked outputs, given from outside.
+    """
+
+    state: list[Tensor | None]
+    captures: list[Tensor | None]
+    feed: list[Tensor | None]
+    outputs: Sequence[Tensor | None] = ()
+
+
+def pull(tape: Tape, cotangents: Cotangents, captures: Captures, feed: Any) -> None:
+    """Pull cotangents back through a tape, in place.
+
+    The sums of the captured tensors are fed to autograd as gradients that have arrived
+    already. So each use of a tensor is added in the order of the plain loop, and the
+    result is bitwise the plain one, however many steps a tape has.
+    """
+    results: list[Tensor] = []
+    gradients: list[Tensor] = []
+    for place, leaf in enumerate(tape.after):
+        _ask(leaf, cotangents.state[place], results, gradients)
+    for row, outputs in enumerate(tape.outputs):
+        for place, leaf in enumerate(outputs):
+            whole = cotangents.outputs[place] if cotangents.outputs else None
+            part = None if whole is None else whole[tape.start + row]
+            _ask(leaf, part, results, gradients)
+    if not results:
+        cotangents.state = [None] * len(tape.before)
+        return
+    for source, total in zip(captures.sources, cotangents.captures, strict=True):
+        _ask(source, total, results, gradients)
+    watched = [place for place, leaf in enumerate(tape.before) if _is_watched(leaf)]
+    inputs = [tape.before[place] for place in watched]
+    inputs += [part for part, _ in tape.given]
+    inputs += captures.sources
+    found = pull_gradients(results, inputs, gradients)
+    state: list[Tensor | None] = [None] * len(tape.before)
+    for place, gradient in zip(watched, found, strict=False):
+        state[place] = gradient
+    cotangents.state = state
+    for (_, place), gradient in zip(tape.given, found[len(watched) :], strict=False):
+        _add_input(cotangents.feed, feed, place, gradient)
+    cotangents.captures = list(found[len(watched) + len(tape.given) :])
+
+
+def _ask(
+    result: Any, gradient: Tensor | None, results: list[Tensor], gradients: list[Tensor]
+) -> None:
+    if gradient is not None and isinstance(result, Tensor) and result.requires_grad:
+        results.append(result)
+        gradients.append(gradient)
+
+
+def _add_input(
+    totals: list[Tensor | None],
+    feed: Any,
+    place: tuple[int, int | None],
+    gradient: Tensor | None,
+) -> None:
+    leaf, row = place
+    if gradient is None:
+        return
+    if row is None:
+        totals[leaf] = gradient
+        return
+    total = totals[leaf]
+    if total is None:
+        total = totals[leaf] = torch.zeros_like(feed.leaves[leaf])
+    total[row] = gradient
+
+
+def _watched(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    alias = leaf.detach()
+    if alias.is_floating_point() or alias.is_complex():
+        alias.requires_grad_()
+    return alias
+
+
+def _copied(leaf: Any) -> Any:
+    with torch.enable_grad():
+        return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _is_watched(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+def _watched_input(
+    step: Step, index: int, given: list[tuple[Tensor, tuple[int, int | None]]]
+) -> Any:
+    feed = step.feed
+    if feed is None:
+        return None
+    parts: list[Any] = []
+    for part, place in zip(feed.parts(index), feed.places(index), strict=True):
+        if isinstance(part, Tensor) and feed.leaves[place[0]].requires_grad:
+            alias = part.detach().requires_grad_()
+            given.append((alias, place))
+            parts.append(alias)
+        else:
+            parts.append(part)
+    return feed.tree(index, parts)
+
+
+def _results(tape: Tape) -> list[Any]:
+    return [*tape.after, *(leaf for leaves in tape.outputs for leaf in leaves)]
+
+
+def _sources(tape: Tape) -> list[Tensor]:
+    watched = [leaf for leaf in tape.before if _is_watched(leaf)]
+    return watched + [part for part, _ in tape.given]
+
+
+def _name(step: Step, start: int, stop: int) -> str:
+    return f"the steps {start} to {stop - 1} ({step.name!r})"

@@ -1,0 +1,191 @@
+"""Torch machine: holds, runs and reverses the steps of one loop on tensors."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recoup.backend.storages import version_of
+from recoup.core.errors import ChangedTensorError, MismatchError
+from recoup.loops.captures import Captures
+from recoup.loops.environment import Environment, RandomStates
+from recoup.loops.outputs import OutputStack
+from recoup.loops.steps import Step
+from recoup.loops.tapes import Cotangents, Tape, pull, record
+from recoup.loops.trees import Structure, flatten, unflatten
+from recoup.loops.witness import Witness
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A state in a slot: its leaves without a graph, with versions and random state."""
+
+    structure: Structure
+    leaves: list[Any]
+    versions: list[int]
+    random: RandomStates | None
+
+
+class TorchMachine:
+    """Runs the steps of one loop on tensors.
+
+    Args:
+        step: What to run.
+        captures: The tensors it captures.
+        environment: What was around the loop.
+        verify: Which states to recognise: "first" (those of the first sweep), "always"
+            (every one that is ever held) or "off".
+        tolerance: The difference allowed; None for equal bits.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        captures: Captures,
+        environment: Environment,
+        *,
+        verify: str = "first",
+        tolerance: float | None = None,
+    ) -> None:
+        self.step = step
+        self.captures = captures
+        self.environment = environment
+        self.in_place = False
+        self.sweeping = True
+        self.stack: OutputStack | None = None
+        self.cotangents = Cotangents([], [], [])
+        self._verify = verify
+        self._tolerance = tolerance
+        self.witnesses: dict[int, Witness] = {}
+        self._claims: list[tuple[int, int, Any]] = []
+
+    def hold(self, state: Any, step: int, tier: int) -> Held:
+        """Return what keeps a state: the tensors themselves, or copies of them."""
+        del tier
+        leaves, structure = flatten(state)
+        kept = [self._kept(leaf) for leaf in leaves]
+        watched = self._verify == "always" or (
+            self._verify == "first" and self.sweeping
+        )
+        if watched and step > 0:
+            self.witnesses[step] = Witness(kept, self._tolerance)
+        versions = [version_of(leaf) if is_tensor(leaf) else 0 for leaf in kept]
+        return Held(structure, kept, versions, self.environment.random_states())
+
+    def take(self, held: Held) -> Any:
+        """Return a state that is held, with the random state it came with."""
+        self.environment.rewind(held.random)
+        return unflatten(held.structure, self.leaves_of(held))
+
+    def leaves_of(self, held: Held) -> list[Any]:
+        """Return the leaves of a state that is held."""
+        for leaf, version in zip(held.leaves, held.versions, strict=True):
+            if is_tensor(leaf) and version_of(leaf) != version:
+                raise ChangedTensorError(
+                    f"a state of shape {tuple(leaf.shape)} that the loop over "
+                    f"{self.step.name!r} holds was changed in place. Return new "
+                    "tensors from the step, or write to a clone."
+                )
+        if self.in_place:
+            return [leaf.clone() if is_tensor(leaf) else leaf for leaf in held.leaves]
+        return held.leaves
+
+    def advance(self, state: Any, start: int, stop: int) -> Any:
+        """Run steps without a graph."""
+        with torch.no_grad():
+            if self.sweeping and start == 0:
+                state = self._first(state)
+                start = 1
+            if self.sweeping and self.stack is not None:
+                return self._advance_with_outputs(state, start, stop)
+            return self.step.advance(state, start, stop)
+
+    def tape(self, state: Any, start: int, stop: int) -> Tape:
+        """Run steps with a graph."""
+        leaves, structure = flatten(state)
+        span = (start, stop)
+        # Whether the step writes to its state is not known before it has been run.
+        in_place = self.in_place or (self.sweeping and start == 0)
+        return record(
+            self.step, leaves, structure, span, self.captures, in_place=in_place
+        )
+
+    def reverse(self, state: Any, start: int, stop: int) -> None:
+        """Run steps with a graph and pull the cotangents back through them."""
+        tape = self.tape(state, start, stop)
+        self._recognise(tape)
+        self.pull(tape)
+
+    def pull(self, tape: Tape) -> None:
+        """Pull the cotangents back through a tape."""
+        pull(tape, self.cotangents, self.captures, self.step.feed)
+
+    def conclude(self) -> None:
+        """Raise if a state that was computed again was another one.
+
+        Raises:
+            MismatchError: Names the steps.
+        """
+        for start, stop, claim in self._claims:
+            if bool(claim):
+                raise MismatchError(
+                    f"the steps {start} to {stop - 1} of the loop over "
+                    f"{self.step.name!r} were run again in backward and gave another "
+                    "state than in forward. A step must depend on its arguments alone: "
+                    "look for counters, in-place changes and random numbers that are "
+                    "not PyTorch's; or allow a difference with tolerance=, or switch "
+                    'the check off with verify="off".'
+                )
+
+    def forget(self) -> None:
+        """Drop what a backward has gathered."""
+        self.cotangents = Cotangents([], [], [])
+        self._claims = []
+
+    def _recognise(self, tape: Tape) -> None:
+        witness = self.witnesses.pop(tape.stop, None)
+        if witness is None:
+            return
+        claims = witness.differs([_detached(leaf) for leaf in tape.after])
+        self._claims.extend((tape.start, tape.stop, claim) for claim in claims)
+        if all(isinstance(claim, bool) for claim in claims):
+            self.conclude()
+
+    def _verifies_first(self) -> bool:
+        return self._verify == "first" and self.sweeping
+
+    def _kept(self, leaf: Any) -> Any:
+        if not is_tensor(leaf):
+            return leaf
+        return leaf.detach().clone() if self.in_place else leaf.detach()
+
+    def _first(self, state: Any) -> Any:
+        """Run the first step on a copy, and see whether it writes to it."""
+        leaves, structure = flatten(state)
+        copies = [leaf.clone() if is_tensor(leaf) else leaf for leaf in leaves]
+        versions = [version_of(leaf) for leaf in copies if is_tensor(leaf)]
+        given = None if self.step.feed is None else self.step.feed.at(0)
+        state, output = self.step.run(unflatten(structure, copies), 0, given)
+        now = [version_of(leaf) for leaf in copies if is_tensor(leaf)]
+        self.in_place = versions != now
+        if self.stack is not None:
+            self.stack.put(0, output)
+        return state
+
+    def _advance_with_outputs(self, state: Any, start: int, stop: int) -> Any:
+        assert self.stack is not None, "asked for by the caller"
+        for index in range(start, stop):
+            given = None if self.step.feed is None else self.step.feed.at(index)
+            state, output = self.step.run(state, index, given)
+            self.stack.put(index, output)
+        return state
+
+
+def is_tensor(leaf: Any) -> bool:
+    """Return whether a leaf is a tensor."""
+    return isinstance(leaf, Tensor)
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if is_tensor(leaf) else leaf

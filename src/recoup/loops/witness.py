@@ -1,0 +1,74 @@
+"""Witness: what is remembered of a state to recognise it when it is computed again."""
+
+import ctypes
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recoup.backend.fingerprints import fingerprint
+from recoup.backend.storages import has_storage
+
+
+class Witness:
+    """The bits of a state, or the state itself where a tolerance is allowed.
+
+    On the CPU the bits are hashed at once; on an accelerator they become a few integers
+    that stay there until the verdict, so that nothing waits.
+
+    Args:
+        leaves: The leaves of the state.
+        tolerance: The relative and absolute difference allowed. None asks for equal
+            bits and holds no state.
+    """
+
+    def __init__(self, leaves: list[Any], tolerance: float | None = None) -> None:
+        self._tolerance = tolerance
+        self._marks = [_mark(leaf, tolerance) for leaf in leaves]
+
+    def differs(self, leaves: list[Any]) -> list[Any]:
+        """Return claims that the leaves are others: booleans, some on the device."""
+        if len(leaves) != len(self._marks):
+            return [True]
+        found: list[Any] = []
+        for mark, leaf in zip(self._marks, leaves, strict=True):
+            found.append(_differs(mark, leaf, self._tolerance))
+        return found
+
+
+def _mark(leaf: Any, tolerance: float | None) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if tolerance is not None:
+        return leaf.detach()
+    if not has_storage(leaf):
+        return None
+    if leaf.device.type != "cpu":
+        return fingerprint(leaf)
+    return _digest(leaf)
+
+
+def _differs(mark: Any, leaf: Any, tolerance: float | None) -> Any:
+    if mark is None:
+        return False
+    if tolerance is not None and isinstance(leaf, Tensor):
+        if mark.shape != leaf.shape or mark.dtype != leaf.dtype:
+            return True
+        return not torch.allclose(
+            mark, leaf.detach(), rtol=tolerance, atol=tolerance, equal_nan=True
+        )
+    now = _mark(leaf, None)
+    if isinstance(now, Tensor) and isinstance(mark, Tensor):
+        return now != mark
+    return now is not mark and bool(now != mark)
+
+
+def _digest(leaf: Tensor) -> bytes:
+    whole = leaf.detach().resolve_conj().resolve_neg().contiguous()
+    # NumPy would do, but torch works without it, and it knows no bfloat16.
+    octets = (ctypes.c_char * whole.nbytes).from_address(whole.data_ptr())
+    seen = hashlib.blake2b(f"{tuple(leaf.shape)}{leaf.dtype}".encode(), digest_size=16)
+    if whole.nbytes:
+        seen.update(octets)
+    return seen.digest()
