@@ -32,6 +32,10 @@ class Streams(Protocol):
     is_concurrent: bool
     """Whether copies run beside the computation, so that there is an order to keep."""
 
+    def allocate(self, nbytes: int) -> Tensor:
+        """Return device memory that the computation may have used until now."""
+        ...
+
     def now(self) -> Mark:
         """Return the point that the computation's queue has reached on this thread."""
         ...
@@ -66,6 +70,10 @@ class DeviceStreams:
         self._device = device
         self._out = torch.Stream(device)
         self._in = torch.Stream(device)
+
+    def allocate(self, nbytes: int) -> Tensor:
+        """Return memory of the current stream."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def now(self) -> Mark:
         """Return the point that the current stream has reached."""
@@ -107,6 +115,10 @@ class NoStreams:
     """The processor: a copy has happened when it returns."""
 
     is_concurrent = False
+
+    def allocate(self, nbytes: int) -> Tensor:
+        """Return memory."""
+        return torch.empty(nbytes, dtype=torch.uint8)
 
     def now(self) -> Mark:
         """Return a mark that lies behind: everything has run."""

@@ -123,4 +123,4 @@ def pool_of(device_type: str) -> BufferPool:
 @functools.cache
 def traffic_of(device: torch.device) -> Traffic:
     """Return the traffic between a device and the host, always the same."""
-    return Traffic(streams_of(device), pool_of(device.type), device)
+    return Traffic(streams_of(device), pool_of(device.type))

@@ -3,7 +3,6 @@
 import threading
 from collections import deque
 
-import torch
 from torch import Tensor
 
 from recoup.backend.graph import current_backward, follow_backward
@@ -76,18 +75,14 @@ class Traffic:
     Args:
         streams: The queues of copies.
         pool: The buffers on the host.
-        device: Where the parcels come from and go back to.
 
     Attributes:
         under_way_bytes: The device memory of parcels that leave or arrive.
     """
 
-    def __init__(
-        self, streams: Streams, pool: BufferPool, device: torch.device
-    ) -> None:
+    def __init__(self, streams: Streams, pool: BufferPool) -> None:
         self._streams = streams
         self._pool = pool
-        self._device = device
         self._leaving: deque[Parcel] = deque()
         self._arriving: dict[Parcel, None] = {}
         self._last: Parcel | None = None
@@ -216,7 +211,7 @@ class Traffic:
         buffer, copied = parcel.buffer, parcel.copied
         assert buffer is not None, "it is on the host"
         assert copied is not None, "it is on the host"
-        storage = torch.empty(parcel.nbytes, dtype=torch.uint8, device=self._device)
+        storage = self._streams.allocate(parcel.nbytes)
         complete = self._streams.copy_in(
             storage,
             buffer.memory[: parcel.nbytes],
