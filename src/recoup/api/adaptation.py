@@ -1,0 +1,139 @@
+"""A plan in force that follows the shapes it meets and tightens when memory ran out."""
+
+from collections.abc import Hashable
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from recoup.backend.trees import tensors
+from recoup.core.errors import InfeasibleError
+from recoup.core.graph import Graph, Storage
+from recoup.core.plan import Plan, plan_for
+from recoup.core.segments import Action
+from recoup.engine.plans import Applied
+from recoup.engine.verification import Verify
+from recoup.planners.plan import plan
+from recoup.planners.recompute_all import recompute_all
+
+_STEPS = 8
+"""Sizes of batches are told apart in so many steps up to the measured one."""
+
+_TIGHTER = 0.9
+"""A budget that was too much for the device is cut to this share of itself."""
+
+
+class Adapted:
+    """A plan in force on a model; shapes other than the measured get their own.
+
+    A batch of another size is planned for by scaling the measured step, once for each
+    of a few sizes. Gradients are right whatever the plan.
+
+    Args:
+        model: The model.
+        graph: The measured step.
+        made: The plan for it.
+        allow: What may be done with a value besides recomputing it.
+        verify: As for `CheckpointScope`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        graph: Graph,
+        made: Plan,
+        allow: frozenset[Action],
+        *,
+        verify: Verify,
+    ) -> None:
+        self.plan = made
+        self._graph = graph
+        self._allow = allow
+        self._budget_bytes = made.budget_bytes
+        self._measured: tuple[Hashable, int] | None = None
+        self._plans: dict[int, Plan] = {_STEPS: made}
+        modules = {boundary.module for boundary in graph.boundaries}
+        self._applied = Applied(
+            model, self._choose, modules=sorted(modules), verify=verify
+        )
+
+    def remove(self) -> None:
+        """Take the plan off the model."""
+        self._applied.remove()
+
+    def tighten(self) -> bool:
+        """Plan anew for less memory; say whether that was possible."""
+        budget_bytes = int(self._budget_bytes * _TIGHTER)
+        try:
+            made = _planned(self._graph, budget_bytes, self._allow)
+        except InfeasibleError:
+            return False
+        self._budget_bytes = budget_bytes
+        self.plan = made
+        self._plans = {_STEPS: made}
+        return True
+
+    def _choose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+        """Return the plan for a call; the first call is one of the measured size."""
+        found = tensors((args, kwargs))
+        shapes = tuple(tensor.shape for tensor in found)
+        if self._measured is None:
+            self._measured = (shapes, sum(tensor.numel() for tensor in found))
+        known, elements = self._measured
+        if shapes == known or not elements:
+            return self._plans[_STEPS]
+        bucket = -(-_STEPS * sum(tensor.numel() for tensor in found) // elements)
+        made = self._plans.get(bucket)
+        if made is None:
+            made = self._plans[bucket] = self._plan_for_size(bucket / _STEPS)
+        return made
+
+    def _plan_for_size(self, ratio: float) -> Plan:
+        scaled = scale(self._graph, ratio)
+        try:
+            return _planned(scaled, self._budget_bytes, self._allow)
+        except InfeasibleError:
+            smallest = recompute_all(scaled)
+            return plan_for(scaled, smallest, budget_bytes=self._budget_bytes)
+
+
+def scale(graph: Graph, ratio: float) -> Graph:
+    """Return the step with activations of another size.
+
+    What does not depend on the batch (parameters, gradients) is taken to be the least
+    that is in use at any moment.
+
+    Examples:
+        >>> scale(Graph((), 0, (Storage(8, 0, 0),), (), (), (), ()), 0.5).storages[0]
+        Storage(bytes=4, born=0, dies=0)
+    """
+    fixed = min(graph.other_bytes, default=0)
+    return replace(
+        graph,
+        operations=tuple(
+            replace(
+                operation,
+                seconds=operation.seconds * ratio,
+                workspace_bytes=int(operation.workspace_bytes * ratio),
+            )
+            for operation in graph.operations
+        ),
+        storages=tuple(
+            Storage(int(s.bytes * ratio), s.born, s.dies) for s in graph.storages
+        ),
+        other_bytes=tuple(
+            fixed + int((other - fixed) * max(ratio, 1)) for other in graph.other_bytes
+        ),
+        step_seconds=graph.step_seconds * ratio,
+    )
+
+
+def _planned(graph: Graph, budget_bytes: int, allow: frozenset[Action]) -> Plan:
+    solution = plan(graph, budget_bytes, allow=allow)
+    return plan_for(
+        graph,
+        solution.segments,
+        budget_bytes=budget_bytes,
+        peak_bytes=solution.simulation.peak_bytes,
+        seconds=solution.simulation.seconds,
+    )

@@ -1,0 +1,67 @@
+"""Budgets: what a user may ask for, in bytes."""
+
+import os
+
+import torch
+
+from recoup.core.errors import UsageError
+from recoup.core.units import parse_bytes
+
+Budget = str | int | float | None
+"""Bytes as a number or as text ("8GiB"), a share of the plain peak (a float up to 1),
+or None for what the device has."""
+
+_SHARE_OF_DEVICE = 0.95
+"""Of a device's free memory, the rest is left to fragments of the allocator."""
+
+
+def budget_bytes(budget: Budget, plain_peak_bytes: int, device: torch.device) -> int:
+    """Return a budget in bytes.
+
+    Args:
+        budget: What the user asked for.
+        plain_peak_bytes: The peak of the plain run, as predicted.
+        device: Where the step computes.
+
+    Raises:
+        UsageError: It is no budget.
+
+    Examples:
+        >>> budget_bytes("2KiB", 0, torch.device("cpu"))
+        2048
+        >>> budget_bytes(0.5, 1000, torch.device("cpu"))
+        500
+    """
+    if isinstance(budget, bool):
+        raise UsageError(f"a budget is a number of bytes: got {budget!r}.")
+    if budget is None:
+        return free_bytes(device)
+    if isinstance(budget, str):
+        return parse_bytes(budget)
+    if isinstance(budget, float):
+        if not 0 < budget <= 1:
+            raise UsageError(
+                f"a budget given as a share is above 0 and up to 1: got {budget!r}. "
+                'Give bytes as a whole number or as text, as in "8GiB".'
+            )
+        return int(budget * plain_peak_bytes)
+    if budget <= 0:
+        raise UsageError(
+            f"a budget is a positive number of bytes: got {budget!r}. Give it as a "
+            'whole number or as text, as in "8GiB".'
+        )
+    return budget
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return how many bytes a step may use there: what it uses now, and what is free.
+
+    On an accelerator that is this process's share with a margin for fragments; on the
+    CPU it is the memory that is available now.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        mine = torch.cuda.memory_reserved(device)
+        return int((free + mine) * _SHARE_OF_DEVICE)
+    pages = os.sysconf("SC_AVPHYS_PAGES")
+    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,333 @@
+"""fit: name a budget in bytes, get the fastest plan that fits, applied and checked."""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from recoup.api.adaptation import Adapted
+from recoup.api.budgets import Budget, budget_bytes
+from recoup.api.progress import Progress, progress_for
+from recoup.core.errors import InfeasibleError
+from recoup.core.graph import Graph
+from recoup.core.plan import Plan, plan_for
+from recoup.core.segments import Action
+from recoup.core.simulation import simulate
+from recoup.core.units import print_bytes, print_seconds
+from recoup.engine.verification import Verify
+from recoup.measure.floor import Cost, measure_floor, run_step, time_step
+from recoup.measure.optimizers import missing_state_bytes
+from recoup.measure.training import TrainingStep, training_step, untouched
+from recoup.planners.plan import EXACT, plan
+from recoup.planners.solution import Solution
+
+Model = TypeVar("Model", bound=nn.Module)
+
+_ROUNDS = 4
+"""How often a plan that misses the budget is corrected."""
+
+_ROOM = 0.02
+"""A plan that leaves more than this share of the budget unused is tried once more."""
+
+
+@dataclass
+class Fit:
+    """What `fit` did to a model, and what it costs.
+
+    Attributes:
+        model: The model, with the plan in force.
+        plan: The plan.
+        graph: The step as it was measured.
+        budget_bytes: The budget, in bytes.
+        plain_peak_bytes: The peak of the plain run, as predicted.
+        plain_seconds: The time of the plain step, as predicted.
+        floor_bytes: The smallest budget that can be met.
+        predicted_peak_bytes: The peak of the plan, as predicted.
+        predicted_seconds: The time of a step with the plan, as predicted.
+        measured_peak_bytes: The peak of a real step with the plan.
+        measured_seconds: The time of a real step with the plan.
+        reserved_bytes: Kept free for an optimizer's state that does not exist yet.
+        gap: By which part of its time the step could at best be shorter.
+        planner: The algorithm that found the plan.
+        planning_seconds: How long planning took.
+        total_seconds: How long all of `fit` took.
+        rounds: How many plans were tried on a real step.
+        retries: How often a step ran out of memory and was run again.
+    """
+
+    model: nn.Module
+    plan: Plan
+    graph: Graph = field(repr=False)
+    budget_bytes: int
+    plain_peak_bytes: int
+    plain_seconds: float
+    floor_bytes: int
+    predicted_peak_bytes: int
+    predicted_seconds: float
+    measured_peak_bytes: int
+    measured_seconds: float
+    reserved_bytes: int
+    gap: float
+    planner: str
+    planning_seconds: float
+    total_seconds: float
+    rounds: int
+    retries: int = 0
+    _adapted: Adapted | None = field(default=None, repr=False)
+
+    def remove(self) -> nn.Module:
+        """Take the plan off the model, which is then as it was before `fit`."""
+        if self._adapted is not None:
+            self._adapted.remove()
+            self._adapted = None
+        return self.model
+
+    def run(self, step: Callable[[], Any]) -> Any:
+        """Run a step; if it runs out of memory, plan tighter and run it once more.
+
+        Args:
+            step: Runs forward and backward. It must be safe to run again: gradients
+                that it left are dropped before.
+        """
+        try:
+            return step()
+        except torch.OutOfMemoryError:
+            if self._adapted is None or not self._adapted.tighten():
+                raise
+        self.retries += 1
+        self.model.zero_grad(set_to_none=True)
+        torch.accelerator.empty_cache()
+        return step()
+
+    def __str__(self) -> str:
+        held = self.plan.count()
+        actions = ", ".join(f"{count} {action}" for action, count in held.items())
+        slower = self.predicted_seconds / self.plain_seconds - 1
+        return (
+            f"budget {print_bytes(self.budget_bytes)}: measured peak "
+            f"{print_bytes(self.measured_peak_bytes)} (predicted "
+            f"{print_bytes(self.predicted_peak_bytes)}, plain "
+            f"{print_bytes(self.plain_peak_bytes)}, floor "
+            f"{print_bytes(self.floor_bytes)}); step "
+            f"{print_seconds(self.measured_seconds)}, {slower:+.1%} by prediction; "
+            f"{len(self.plan.spans)} regions ({actions or 'all recomputed'}), at most "
+            f"{self.gap:.1%} from the best possible"
+        )
+
+
+def fit(  # noqa: PLR0913 (a step can be described in several ways)
+    model: Model,
+    batch: Any = None,
+    budget: Budget = None,
+    *,
+    loss: Callable[..., Tensor] | None = None,
+    step: Callable[[], object] | None = None,
+    optimizer: Optimizer | None = None,
+    allow: Iterable[Action] = EXACT,
+    blocks: Sequence[str] | None = None,
+    device: torch.device | str | None = None,
+    progress: Progress | bool | None = None,
+    verify: Verify = "first",
+) -> tuple[Model, Fit]:
+    """Make a model train within a budget of memory, as fast as it can be done.
+
+    One step is measured at the least memory it can run in, the fastest plan that fits
+    is worked out, applied to the model, and checked on a real step; where the
+    measurement differs from the prediction, the plan is corrected. Parameters, buffers,
+    gradients and random generators are afterwards as they were before. Train with any
+    loop; gradients are bitwise those of the plain model.
+
+    Costs about ten steps and the planning.
+
+    Args:
+        model: The model; it stays the same object with the same parameters.
+        batch: What it is called with: a tensor, a tuple of positional arguments, or a
+            mapping of keyword arguments. With a loss that takes the output and a
+            target: a pair of what the model is called with and the target.
+        budget: The most bytes on the device at any moment of a step, everything
+            counted: a number, a text as "8GiB", a float up to 1 as a share of the plain
+            peak, or None for what the device has.
+        loss: Computes the loss from the output (and the target). Without it the output
+            must be the loss, or have it as `loss`.
+        step: Runs forward and backward by itself, instead of `batch` and `loss`.
+        optimizer: Room is left for its state, if that does not exist yet.
+        allow: What may be done with a value besides recomputing it.
+        blocks: The paths of the modules between which the model is cut; by default
+            they are found.
+        device: Where to count memory; by default where the parameters are.
+        progress: A function that is told what is being done; True shows it, None shows
+            it in a terminal.
+        verify: When replayed values are compared with forward's; see `CheckpointScope`.
+
+    Returns:
+        The model, and what was done to it. `Fit.remove` takes it off again.
+
+    Raises:
+        InfeasibleError: No plan fits; it names the smallest budget that can be met.
+        UsageError: The arguments describe no step, or no budget.
+
+    Examples:
+        >>> def layer():
+        ...     return nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64))
+        >>> model = nn.Sequential(*(layer() for _ in range(8)))
+        >>> model, report = fit(model, torch.ones(512, 64), 0.6, loss=Tensor.sum)
+        >>> report.measured_peak_bytes <= report.budget_bytes
+        True
+        >>> report.measured_peak_bytes < report.plain_peak_bytes
+        True
+        >>> _ = report.remove()
+    """
+    started = time.perf_counter()
+    described = training_step(model, batch, loss=loss, step=step, device=device)
+    with progress_for(progress) as tell, untouched(model):
+        fitting = _Fitting(described, frozenset(allow), verify, tell)
+        fitting.reserve(optimizer)
+        fitting.measure(blocks)
+        report = fitting.settle(budget)
+    report.total_seconds = time.perf_counter() - started
+    return model, report
+
+
+class _Fitting:
+    """One run of `fit`: measure, plan, apply, check, correct."""
+
+    def __init__(
+        self,
+        step: TrainingStep,
+        allow: frozenset[Action],
+        verify: Verify,
+        tell: Progress,
+    ) -> None:
+        self._step = step
+        self._allow = allow
+        self._verify: Verify = verify
+        self._tell = tell
+        self._resident: list[object] = []
+        self._reserved_bytes = 0
+        self._planning_seconds = 0.0
+
+    def reserve(self, optimizer: Optimizer | None) -> None:
+        """Leave room for an optimizer's state, and count what it has."""
+        if optimizer is None:
+            return
+        self._resident = [dict(state) for state in optimizer.state.values()]
+        self._reserved_bytes = missing_state_bytes(optimizer, self._step.device)
+
+    def measure(self, blocks: Sequence[str] | None) -> None:
+        """Run the step at floor memory."""
+        self._tell("measuring a step at the least memory")
+        self._graph = measure_floor(self._step, names=blocks, resident=self._resident)
+
+    def settle(self, budget: Budget) -> Fit:
+        """Plan, apply and check until a plan holds on a real step."""
+        plain = simulate(self._graph, ())
+        asked_bytes = budget_bytes(budget, plain.peak_bytes, self._step.device)
+        budget_left = asked_bytes - self._reserved_bytes
+        target = budget_left
+        best: tuple[Solution, Adapted, Cost] | None = None
+        rounds = 0
+        least_bytes = 0
+        try:
+            while rounds < _ROUNDS:
+                rounds += 1
+                solution = self._plan(target)
+                if best is not None and solution.segments == best[0].segments:
+                    break
+                adapted, cost = self._try(solution, budget_left)
+                error_bytes = cost.peak_bytes - solution.simulation.peak_bytes
+                least_bytes = cost.peak_bytes
+                if cost.peak_bytes > budget_left:
+                    adapted.remove()
+                    if best is not None:
+                        break
+                else:
+                    if best is not None:
+                        best[1].remove()
+                    best = (solution, adapted, cost)
+                    room_bytes = budget_left - cost.peak_bytes
+                    if error_bytes >= 0 or room_bytes < _ROOM * budget_left:
+                        break
+                target = budget_left - error_bytes
+        except BaseException:
+            if best is not None:
+                best[1].remove()
+            raise
+        if best is None:
+            raise InfeasibleError(
+                f"a budget of {print_bytes(asked_bytes)} cannot be met: after {rounds} "
+                f"plans the measured peak is still {print_bytes(least_bytes)}. Give it "
+                "a little more, or a smaller batch.",
+                budget_bytes=asked_bytes,
+                floor_bytes=least_bytes + self._reserved_bytes,
+            )
+        return self._report(asked_bytes, rounds, *best)
+
+    def _plan(self, target: int) -> Solution:
+        self._tell(f"planning for {print_bytes(target)}")
+        solution = plan(self._graph, target, allow=self._allow)
+        self._planning_seconds += solution.seconds_planning
+        return solution
+
+    def _try(self, solution: Solution, budget_left: int) -> tuple[Adapted, Cost]:
+        """Apply a plan and run a real step: once to verify it, once to measure."""
+        self._tell("checking the plan on a real step")
+        made = plan_for(
+            self._graph,
+            solution.segments,
+            budget_bytes=budget_left,
+            peak_bytes=solution.simulation.peak_bytes,
+            seconds=solution.simulation.seconds,
+        )
+        adapted = Adapted(
+            self._step.model, self._graph, made, self._allow, verify=self._verify
+        )
+        try:
+            self._step.model.zero_grad(set_to_none=True)
+            self._step.run()
+            cost = run_step(self._step, resident=self._resident)
+        except BaseException:
+            adapted.remove()
+            raise
+        return adapted, cost
+
+    def _report(
+        self,
+        asked_bytes: int,
+        rounds: int,
+        solution: Solution,
+        adapted: Adapted,
+        cost: Cost,
+    ) -> Fit:
+        plain = simulate(self._graph, ())
+        seconds = time_step(self._step)
+        return Fit(
+            model=self._step.model,
+            plan=replace(adapted.plan, budget_bytes=asked_bytes),
+            graph=self._graph,
+            budget_bytes=asked_bytes,
+            plain_peak_bytes=plain.peak_bytes + self._reserved_bytes,
+            plain_seconds=plain.seconds,
+            floor_bytes=self._floor_bytes() + self._reserved_bytes,
+            predicted_peak_bytes=solution.simulation.peak_bytes + self._reserved_bytes,
+            predicted_seconds=solution.simulation.seconds,
+            measured_peak_bytes=cost.peak_bytes + self._reserved_bytes,
+            measured_seconds=seconds,
+            reserved_bytes=self._reserved_bytes,
+            gap=solution.gap,
+            planner=solution.planner,
+            planning_seconds=self._planning_seconds,
+            total_seconds=0.0,
+            rounds=rounds,
+            _adapted=adapted,
+        )
+
+    def _floor_bytes(self) -> int:
+        try:
+            plan(self._graph, 1, allow=self._allow)
+        except InfeasibleError as error:
+            return error.floor_bytes
+        return 0
