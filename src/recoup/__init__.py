@@ -1,5 +1,12 @@
 """Make PyTorch training fit in the memory there is."""
 
+from recoup.api.fit import (
+    Fit,
+    fit,
+)
+from recoup.api.measuring import (
+    measure,
+)
 from recoup.core.errors import (
     CaptureError,
     ChangedTensorError,
@@ -13,6 +20,15 @@ from recoup.core.errors import (
     TierError,
     UnsupportedError,
     UsageError,
+)
+from recoup.core.graph import (
+    Graph,
+)
+from recoup.core.plan import (
+    Plan,
+)
+from recoup.core.segments import (
+    Action,
 )
 from recoup.engine.function import (
     checkpoint,
@@ -59,6 +75,7 @@ from recoup.precision.scope import MixedPrecisionScope
 from recoup.schedules.even import compute_checkpoint_positions
 
 __all__ = [
+    "Action",
     "Advice",
     "CaptureError",
     "ChangedTensorError",
@@ -70,7 +87,9 @@ __all__ = [
     "ClearedError",
     "Device",
     "ExactTier",
+    "Fit",
     "GradientScaler",
+    "Graph",
     "Host",
     "InfeasibleError",
     "KeepCostly",
@@ -78,6 +97,7 @@ __all__ = [
     "LossyTier",
     "MismatchError",
     "MixedPrecisionScope",
+    "Plan",
     "PlanError",
     "Policy",
     "RangeMonitor",
@@ -103,12 +123,14 @@ __all__ = [
     "clear_checkpoint_marks",
     "compute_checkpoint_positions",
     "estimate_checkpoint_savings",
+    "fit",
     "get_memory_savings",
     "is_checkpoint",
     "is_checkpointed",
     "is_recomputing",
     "keep",
     "mark_checkpoint",
+    "measure",
     "recompute",
     "rerun",
     "should_checkpoint",

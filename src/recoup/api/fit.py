@@ -22,7 +22,7 @@ from recoup.engine.verification import Verify
 from recoup.measure.floor import Cost, measure_floor, run_step, time_step
 from recoup.measure.optimizers import missing_state_bytes
 from recoup.measure.training import TrainingStep, training_step, untouched
-from recoup.planners.plan import EXACT, plan
+from recoup.planners.plan import plan
 from recoup.planners.solution import Solution
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -127,7 +127,7 @@ def fit(  # noqa: PLR0913 (a step can be described in several ways)
     loss: Callable[..., Tensor] | None = None,
     step: Callable[[], object] | None = None,
     optimizer: Optimizer | None = None,
-    allow: Iterable[Action] = EXACT,
+    allow: Iterable[Action] = (Action.KEEP,),
     blocks: Sequence[str] | None = None,
     device: torch.device | str | None = None,
     progress: Progress | bool | None = None,

@@ -17,12 +17,15 @@ from recoup.core.segments import Action
 from recoup.engine.active import begin, end, is_innermost
 from recoup.engine.policies import Policy
 from recoup.engine.region import Options
+from recoup.engine.tiers.host import Host
+from recoup.engine.tiers.protocol import Tier
 from recoup.engine.verification import Verify
 
 Choose = Callable[[tuple[Any, ...], dict[str, Any]], Plan | None]
 """Returns the plan for a call of the model with these arguments; None: keep all."""
 
 _SERIAL = itertools.count()
+_HOST = Host()
 
 
 class HeldBySpan:
@@ -44,15 +47,16 @@ class HeldBySpan:
         self._held = held
         self._seen: dict[str, int] = {}
 
-    def keeps(self, operator: str, nbytes: int) -> bool:
-        """Return whether the plan holds this value."""
+    def keeps(self, operator: str, nbytes: int) -> bool | Tier:
+        """Return whether the plan holds this value, or the tier that does."""
         del nbytes
         held = self._held.get(operator)
         if held is None:
             return False
         nth = self._seen.get(operator, 0)
         self._seen[operator] = nth + 1
-        return nth in held
+        action = held.get(nth)
+        return _HOST if action is Action.OFFLOAD else action is Action.KEEP
 
 
 def table_of(held: Iterable[Held]) -> dict[str, dict[int, Action]]:

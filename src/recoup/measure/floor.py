@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from recoup.backend.graph import pop_hooks, push_hooks
 from recoup.backend.ledger import storages_in
+from recoup.backend.links import link_bytes_per_second
 from recoup.backend.memory import device_meter
 from recoup.backend.timers import OperatorTimer
 from recoup.backend.trees import tensors
@@ -101,7 +102,9 @@ def measure_floor(
     replayed_seconds = simulate(graph, recompute_all(graph.blocks)).replay_seconds
     # Where the operators' times add up to more than the step, they overlap in it.
     return replace(
-        graph, step_seconds=max(floor_seconds - replayed_seconds, floor_seconds / 2)
+        graph,
+        step_seconds=max(floor_seconds - replayed_seconds, floor_seconds / 2),
+        link_bytes_per_second=link_bytes_per_second(step.device),
     )
 
 
