@@ -13,10 +13,12 @@ from recoup.core.errors import (
     ClearedError,
     InfeasibleError,
     MismatchError,
+    PeerError,
     PlanError,
     RecoupError,
     ReplayError,
     ScheduleError,
+    SnapshotError,
     TierError,
     UnsupportedError,
     UsageError,
@@ -73,6 +75,10 @@ from recoup.precision.ranges import RangeMonitor, RangeReport, RangeRow
 from recoup.precision.scaler import GradientScaler
 from recoup.precision.scope import MixedPrecisionScope
 from recoup.schedules.even import compute_checkpoint_positions
+from recoup.train.averaging import ParameterAverage
+from recoup.train.results import RunResult, StepResult
+from recoup.train.settings import TrainerSettings
+from recoup.train.trainer import Trainer
 
 __all__ = [
     "Action",
@@ -97,6 +103,8 @@ __all__ = [
     "LossyTier",
     "MismatchError",
     "MixedPrecisionScope",
+    "ParameterAverage",
+    "PeerError",
     "Plan",
     "PlanError",
     "Policy",
@@ -105,11 +113,16 @@ __all__ = [
     "RangeRow",
     "RecoupError",
     "ReplayError",
+    "RunResult",
     "ScheduleError",
+    "SnapshotError",
+    "StepResult",
     "Stored",
     "Suggestion",
     "Tier",
     "TierError",
+    "Trainer",
+    "TrainerSettings",
     "UnsupportedError",
     "Usage",
     "UsageError",

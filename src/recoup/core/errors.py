@@ -100,4 +100,16 @@ class TierError(RecoupError, RuntimeError):
 
     The disk is full, say, or a file of ours was damaged. No gradient has been computed
     from a wrong value.
+class SnapshotError(RecoupError, RuntimeError):
+    """A file with the state of a training run cannot be read, or does not fit.
+
+    Nothing has been changed when this is raised.
+    """
+
+
+class PeerError(RecoupError, RuntimeError):
+    """Another process of the same training run has failed.
+
+    It is raised so that this process does not wait for it; what happened is written
+    where that process ran.
     """

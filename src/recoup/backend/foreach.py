@@ -1,0 +1,36 @@
+"""One call for many tensors: fewer kernels, less host time."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+# Typed by hand: the stubs do not export names that begin with an underscore.
+_copy: Callable[[list[Tensor], list[Tensor]], None] = vars(torch)["_foreach_copy_"]
+_lerp: Callable[[list[Tensor], list[Tensor], float], None] = vars(torch)[
+    "_foreach_lerp_"
+]
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source to its target; all of one type and on one device.
+
+    Examples:
+        >>> targets = [torch.zeros(2), torch.zeros(3)]
+        >>> copy_all(targets, [torch.ones(2), torch.ones(3)])
+        >>> [target.tolist() for target in targets]
+        [[1.0, 1.0], [1.0, 1.0, 1.0]]
+    """
+    _copy(list(targets), list(sources))
+
+
+def lerp_all(targets: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> None:
+    """Move each target towards its end by a share of the way.
+
+    Examples:
+        >>> targets = [torch.zeros(2)]
+        >>> lerp_all(targets, [torch.ones(2)], 0.25)
+        >>> targets[0].tolist()
+        [0.25, 0.25]
+    """
+    _lerp(list(targets), list(ends), weight)

@@ -1,0 +1,132 @@
+"""Batches: how many samples, moved to a device, cut into pieces, given to a model."""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recoup.backend.trees import map_leaves, tensors
+from recoup.core.errors import UsageError
+
+LossFunction = Callable[[Any, Any], Tensor]
+"""Called as `loss_fn(outputs, targets)`; returns a mean over the samples."""
+
+
+def sample_count(batch: Any) -> int | None:
+    """Return how many samples a batch has: the length all its tensors begin with.
+
+    Returns:
+        The count, or None if the tensors do not agree on one.
+
+    Examples:
+        >>> sample_count((torch.ones(4, 2), {"labels": torch.ones(4)}))
+        4
+        >>> sample_count((torch.ones(4, 2), torch.ones(3))) is None
+        True
+    """
+    found = tensors(batch)
+    counts = {tensor.shape[0] if tensor.dim() else None for tensor in found}
+    return counts.pop() if len(counts) == 1 else None
+
+
+def split_batch(batch: Any, pieces: int) -> list[Any]:
+    """Cut a batch into pieces along its samples, as equal as can be; without copying.
+
+    Raises:
+        UsageError: It has no samples to split by, or fewer than pieces.
+
+    Examples:
+        >>> [piece.tolist() for piece in split_batch(torch.arange(5), 2)]
+        [[0, 1, 2], [3, 4]]
+    """
+    count = sample_count(batch)
+    if count is None or count < pieces:
+        raise UsageError(
+            f"a batch was to be split into {pieces}: found "
+            + (
+                "tensors of different lengths."
+                if count is None
+                else f"{count} samples."
+            )
+        )
+    bounds = [-(-count * piece // pieces) for piece in range(pieces + 1)]
+    return [
+        map_leaves(lambda leaf, a=a, b=b: _rows(leaf, a, b), batch)
+        for a, b in itertools.pairwise(bounds)
+    ]
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Move the tensors of a batch, without waiting where their memory is pinned."""
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.device != device:
+            return leaf.to(device, non_blocking=True)
+        return leaf
+
+    return map_leaves(move, batch)
+
+
+def compute_loss(
+    model: nn.Module, batch: Any, loss_fn: LossFunction | None = None
+) -> Tensor:
+    """Return the loss of a model on a batch.
+
+    With a loss function the batch is a pair: what the model is called with, and what
+    the loss function is given beside its outputs. Without one the model is called
+    with the whole batch and returns the loss, or something with a `loss` in it.
+    A tuple is spread over positional arguments, a mapping over keywords.
+
+    Raises:
+        UsageError: The batch is no pair, or no loss of one number comes out.
+
+    Examples:
+        >>> model = nn.Linear(2, 1, bias=False)
+        >>> _ = nn.init.ones_(model.weight)
+        >>> batch = (torch.ones(3, 2), torch.zeros(3, 1))
+        >>> compute_loss(model, batch, nn.functional.mse_loss).item()
+        4.0
+    """
+    if loss_fn is None:
+        return _as_loss(_call(model, batch))
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise UsageError(
+            "with a loss function a batch is a pair of inputs and targets: got "
+            f"{_describe(batch)}. Return pairs from the loader, or leave loss_fn out "
+            "and let the model return its loss."
+        )
+    inputs, targets = batch
+    return _as_loss(loss_fn(_call(model, inputs), targets))
+
+
+def _call(model: nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    if isinstance(inputs, tuple | list):
+        return model(*inputs)
+    return model(inputs)
+
+
+def _as_loss(result: Any) -> Tensor:
+    if isinstance(result, Mapping) and "loss" in result:
+        result = result["loss"]
+    result = getattr(result, "loss", result)
+    if not isinstance(result, Tensor) or result.numel() != 1:
+        raise UsageError(
+            f"a loss is one number in a tensor: got {_describe(result)}. Reduce it to "
+            "a mean over the samples."
+        )
+    return result
+
+
+def _rows(leaf: Any, start: int, stop: int) -> Any:
+    return leaf[start:stop] if isinstance(leaf, Tensor) else leaf
+
+
+def _describe(thing: Any) -> str:
+    if isinstance(thing, Tensor):
+        return f"a tensor of shape {tuple(thing.shape)}"
+    size = f" of {len(thing)}" if isinstance(thing, Sequence | Mapping) else ""
+    return f"a {type(thing).__name__}{size}"

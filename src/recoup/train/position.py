@@ -1,0 +1,164 @@
+"""Where in the data a run stands, and how to stand there again."""
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from recoup.core.errors import SnapshotError, UsageError
+from recoup.train.randomness import random_states, restore_random_states
+
+_log = logging.getLogger(__name__)
+
+
+class Position:
+    """Which epoch a run is in, how many batches it has seen, and in which order.
+
+    The order of a shuffling loader is drawn from random generators when an epoch
+    begins. Their states are kept, so that the order can be drawn again: resuming
+    means drawing it again and reading over the batches that were seen already.
+
+    Attributes:
+        epoch: Epochs that are finished.
+        batches: Batches of this epoch that are finished.
+        first_epoch: The epoch that the current run of `fit` began with.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.epoch = 0
+        self.batches = 0
+        self.first_epoch = 0
+        self._devices = [device]
+        self._beginning: dict[str, Any] | None = None
+
+    def open(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Begin the epoch, or go on with it where it was left.
+
+        Raises:
+            SnapshotError: The loader has fewer batches than were seen.
+        """
+        _tell_epoch(loader, self.epoch)
+        if self._beginning is None:
+            self._beginning = {
+                "random": random_states(self._devices),
+                "generators": [each.get_state() for each in _generators(loader)],
+            }
+            return iter(loader)
+        now = random_states(self._devices)
+        restore_random_states(self._beginning["random"], self._devices)
+        states = self._beginning["generators"]
+        for generator, state in zip(_generators(loader), states, strict=False):
+            generator.set_state(state)
+        iterator = iter(loader)
+        for seen in range(self.batches):
+            if next(iterator, _NOTHING) is _NOTHING:
+                raise SnapshotError(
+                    f"the run has seen {self.batches} batches of this epoch, the "
+                    f"loader has {seen}. Resume with the same data and batch size."
+                )
+        restore_random_states(now, self._devices)
+        return iterator
+
+    def close(self) -> None:
+        """End the epoch."""
+        self.epoch += 1
+        self.batches = 0
+        self._beginning = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position as plain data."""
+        return {
+            "epoch": self.epoch,
+            "batches": self.batches,
+            "first_epoch": self.first_epoch,
+            "beginning": self._beginning,
+        }
+
+    def load_state_dict(self, state: dict[str, Any], *, share: float = 1.0) -> None:
+        """Stand where another run stood.
+
+        Args:
+            state: Its position.
+            share: How many processes there were for each one now: with fewer now,
+                each has gone through more batches.
+        """
+        self.epoch = state["epoch"]
+        self.first_epoch = state["first_epoch"]
+        self._beginning = state["beginning"]
+        self.batches = int(state["batches"] * share)
+        if self.batches != state["batches"] * share:
+            _log.warning(
+                "the number of processes changed within an epoch, and its batches do "
+                "not divide evenly: a few samples will be seen twice"
+            )
+
+
+class _Nothing:
+    """Stands for the end of an iterator."""
+
+
+_NOTHING = _Nothing()
+
+
+def make_loader(data: Any, batch_size: int | None) -> Iterable[Any]:
+    """Return batches to iterate over, any number of times.
+
+    Args:
+        data: A loader, a list of batches, or a dataset, which is shuffled.
+        batch_size: For a dataset.
+
+    Raises:
+        UsageError: The data can be gone through only once, or is a dataset and has
+            no batch size, or is a loader and has another.
+
+    Examples:
+        >>> pairs = [(torch.ones(2), torch.ones(1)) for _ in range(6)]
+        >>> loader = make_loader(torch.utils.data.StackDataset(*zip(*pairs)), 3)
+        >>> [inputs.shape[0] for inputs, targets in loader]
+        [3, 3]
+    """
+    if isinstance(data, Dataset) and not isinstance(data, DataLoader):
+        if batch_size is None:
+            raise UsageError(
+                "a dataset was given, and no batch_size. Set it in the settings, or "
+                "give a DataLoader."
+            )
+        return DataLoader(data, batch_size=batch_size, shuffle=True)
+    if isinstance(data, DataLoader) and batch_size not in (None, data.batch_size):
+        raise UsageError(
+            f"batch_size={batch_size} was set, the loader has {data.batch_size}. Leave "
+            "batch_size out, or give the dataset."
+        )
+    if isinstance(data, Iterator) or not isinstance(data, Iterable):
+        raise UsageError(
+            f"fit goes through the data once per epoch: a {type(data).__name__} cannot "
+            "be gone through again. Give a DataLoader, a dataset or a list of batches."
+        )
+    return data
+
+
+def _samplers(loader: Any) -> list[Any]:
+    found = [loader]
+    for name in ("batch_sampler", "sampler"):
+        found += [getattr(each, name) for each in list(found) if hasattr(each, name)]
+    return found
+
+
+def _generators(loader: Any) -> Sequence[torch.Generator]:
+    found: dict[int, torch.Generator] = {}
+    for each in _samplers(loader):
+        generator = getattr(each, "generator", None)
+        if isinstance(generator, torch.Generator):
+            found[id(generator)] = generator
+    return list(found.values())
+
+
+def _tell_epoch(loader: Any, epoch: int) -> None:
+    told: set[int] = set()
+    for each in _samplers(loader):
+        tell = getattr(each, "set_epoch", None)
+        if callable(tell) and id(each) not in told:
+            told.add(id(each))
+            tell(epoch)

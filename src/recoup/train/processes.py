@@ -1,0 +1,179 @@
+"""Several processes that train one model: who they are, and what they agree on."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from recoup.core.errors import PeerError, UnsupportedError
+
+_LOST_PEER = ("Connection closed by peer", "Connection reset", "Broken pipe")
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a process tells the others before a step, and after a careful one.
+
+    Attributes:
+        weight: The weight of its batches.
+        batches: How many it has; none at the end of its data.
+        stop: Whether it was asked to stop.
+        is_new: Whether batches of these shapes are new to it.
+        failed: 0 if all went well, 1 if it ran out of memory, 2 if it failed.
+    """
+
+    weight: float = 0.0
+    batches: int = 0
+    stop: bool = False
+    is_new: bool = False
+    failed: int = 0
+
+
+class Processes:
+    """The processes that train a model together, or the one that trains it alone.
+
+    Agreement goes over a group of its own on the hosts: it costs the accelerators
+    nothing and the hosts a fraction of a millisecond.
+
+    Args:
+        model: The model as it is called: plain, wrapped in
+            `DistributedDataParallel`, or sharded with `fully_shard`.
+
+    Raises:
+        UnsupportedError: It is wrapped in the older `FullyShardedDataParallel`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        _refuse_old_sharding(model)
+        self._model = model
+        self.is_replicated = isinstance(model, DistributedDataParallel)
+        self.is_sharded = is_sharded(model)
+        shared = self.is_replicated or self.is_sharded
+        self.count = distributed.get_world_size() if shared else 1
+        self.rank = distributed.get_rank() if shared else 0
+        self._group: Any = None
+        if self.count > 1:
+            self._group = distributed.new_group(backend="gloo")
+        # torch fails on a first backward that does not synchronise a static graph.
+        self._may_accumulate = not getattr(model, "static_graph", False)
+        self.may_recover = self.count == 1 or (
+            self.is_replicated
+            and self._may_accumulate
+            and not any(isinstance(m, nn.SyncBatchNorm) for m in model.modules())
+        )
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes files and shows progress."""
+        return self.rank == 0
+
+    def tell(self, report: Report) -> list[Report]:
+        """Tell the others and hear what they tell; all must call it together.
+
+        Raises:
+            PeerError: Another process is gone.
+        """
+        if self._group is None:
+            return [report]
+        mine = torch.tensor(
+            [
+                report.weight,
+                report.batches,
+                report.stop,
+                report.is_new,
+                report.failed,
+            ],
+            dtype=torch.float64,
+        )
+        told = [torch.empty_like(mine) for _ in range(self.count)]
+        with self.watching():
+            distributed.all_gather(told, mine, group=self._group)
+        return [_as_report(each.tolist()) for each in told]
+
+    def gather(self, thing: Any) -> list[Any]:
+        """Return what every process has, to every process."""
+        if self._group is None:
+            return [thing]
+        things: list[Any] = [None] * self.count
+        distributed.all_gather_object(things, thing, group=self._group)
+        return things
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Say it plainly if another process goes away in the block."""
+        try:
+            yield
+        except RuntimeError as error:
+            lost = any(words in str(error) for words in _LOST_PEER)
+            if self.count == 1 or not lost:
+                raise
+            raise PeerError(
+                "another process of this run is gone: see what it wrote last. "
+                "This process cannot go on without it."
+            ) from error
+
+    @contextmanager
+    def accumulating(self, *, last: bool) -> Iterator[None]:
+        """Exchange gradients in the backward of the last part only."""
+        if self.is_sharded:
+            model: Any = self._model
+            model.set_requires_gradient_sync(last)
+            yield
+        elif self.is_replicated and not last and self._may_accumulate:
+            with self._model.no_sync():  # pyright: ignore[reportCallIssue]
+                yield
+        else:
+            with nullcontext():
+                yield
+        self._may_accumulate = self._may_accumulate or last
+
+    def average_gradients(self, parameters: Sequence[Tensor]) -> None:
+        """Exchange gradients that were computed without: their mean over processes.
+
+        A parameter that no process used keeps no gradient; where only some did, the
+        others count as zero.
+        """
+        model: Any = self._model
+        used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)
+        distributed.all_reduce(used, group=self._group)
+        for parameter, count in zip(parameters, used.tolist(), strict=True):
+            if not count:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            parameter.grad.div_(self.count)
+            distributed.all_reduce(parameter.grad, group=model.process_group)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model inside its wrappers, whose names appear in its state."""
+    if isinstance(model, DistributedDataParallel):
+        model = model.module
+    original = getattr(model, "_orig_mod", model)
+    return original if isinstance(original, nn.Module) else model
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether a model was sharded with `fully_shard`."""
+    # A model cannot be of a class that nobody has imported, and it is slow to import.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(model, fsdp.FSDPModule)
+
+
+def _refuse_old_sharding(model: nn.Module) -> None:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and isinstance(model, fsdp.FullyShardedDataParallel):
+        raise UnsupportedError(
+            "FullyShardedDataParallel needs a scaler and clipping of its own: shard "
+            "the model with torch.distributed.fsdp.fully_shard instead."
+        )
+
+
+def _as_report(numbers: Sequence[float]) -> Report:
+    weight, batches, stop, is_new, failed = numbers
+    return Report(weight, int(batches), bool(stop), bool(is_new), int(failed))

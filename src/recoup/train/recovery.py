@@ -1,0 +1,76 @@
+"""When a step does not fit: recompute more, then compute the batch in pieces."""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from recoup.train.batches import sample_count, split_batch
+
+_log = logging.getLogger(__name__)
+_BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
+
+
+class Recovery:
+    """Knows what has been given up so far to make steps fit.
+
+    Args:
+        model: The model; with batch normalisation in training its batches are never
+            split, because statistics of a piece are not those of the batch.
+        tighten: Make the model need less memory at the price of time; returns in
+            words what was done, or nothing if nothing is left to do.
+    """
+
+    def __init__(self, model: nn.Module, tighten: Callable[[], str | None]) -> None:
+        self._model = model
+        self._tighten = tighten
+        self.pieces = 1
+
+    def cut(self, batches: Sequence[Any]) -> list[Any]:
+        """Return the batches in as many pieces as have turned out to fit."""
+        if self.pieces == 1:
+            return list(batches)
+        return [
+            piece
+            for batch in batches
+            for piece in split_batch(batch, min(self.pieces, sample_count(batch) or 1))
+        ]
+
+    def relieve(self, batches: Sequence[Any]) -> str | None:
+        """Give up a little more; return what in words, or nothing if all is given up.
+
+        Costs nothing but what is given up: nothing is computed here.
+        """
+        done = self._tighten()
+        if done is None and self._may_split(batches):
+            self.pieces *= 2
+            done = f"batches are computed in {self.pieces} pieces"
+        if done is not None:
+            _log.warning("A step ran out of memory. From now on %s", done)
+        return done
+
+    def why_not(self, batches: Sequence[Any]) -> str:
+        """Say why nothing is left to give up."""
+        if _has_batch_statistics(self._model):
+            return (
+                "the batch is not split because the model has batch normalisation, "
+                "whose statistics would change"
+            )
+        sizes = [sample_count(batch) for batch in batches]
+        if None in sizes:
+            return "the batch cannot be split: its tensors have different lengths"
+        return f"the batch is in {self.pieces} pieces and cannot be split further"
+
+    def _may_split(self, batches: Sequence[Any]) -> bool:
+        sizes = [sample_count(batch) for batch in batches]
+        largest = max((size for size in sizes if size is not None), default=0)
+        return (
+            None not in sizes
+            and largest >= 2 * self.pieces
+            and not _has_batch_statistics(self._model)
+        )
+
+
+def _has_batch_statistics(model: nn.Module) -> bool:
+    return any(isinstance(m, _BATCH_NORMS) and m.training for m in model.modules())

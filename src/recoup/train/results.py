@@ -1,0 +1,76 @@
+"""What happened in a step, and in a whole run."""
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from recoup.train.sharding import whole
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step of a `Trainer` did.
+
+    Numbers that a device computed are read when they are asked for, and only then
+    does the host wait for it.
+
+    Attributes:
+        number: Which step it was, from 1; skipped ones count.
+        stepped: Whether the parameters moved; False if the gradients overflowed.
+        parts: How many pieces the step's batches were computed in.
+        seconds: The host's time. It does not wait for an accelerator.
+        peak_bytes: The most bytes alive on the device at a moment of the step, if
+            measured.
+    """
+
+    number: int
+    stepped: bool
+    parts: int
+    seconds: float
+    peak_bytes: int | None
+    loss_tensor: Tensor = field(repr=False)
+    norm_tensor: Tensor | None = field(repr=False)
+    scale_tensor: Tensor | None = field(repr=False)
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the parameters stayed as they were."""
+        return not self.stepped
+
+    @property
+    def loss(self) -> float:
+        """The weighted mean of the losses of this process's batches."""
+        return float(whole(self.loss_tensor).item())
+
+    @property
+    def gradient_norm(self) -> float | None:
+        """The norm of all gradients before clipping, if something asked for it."""
+        if self.norm_tensor is None:
+            return None
+        return float(whole(self.norm_tensor).item())
+
+    @property
+    def scale(self) -> float | None:
+        """The loss scale that the step used; None without a scaler."""
+        return None if self.scale_tensor is None else float(self.scale_tensor.item())
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """What a run of `Trainer.fit` did.
+
+    Attributes:
+        epochs: Epochs that are finished, of earlier runs too.
+        steps: Steps of this run, skipped ones included.
+        skipped: Skipped ones among them.
+        seconds: The time of this run.
+        interrupted: Whether it was asked to stop before the end.
+        last: The last step of this run.
+    """
+
+    epochs: int
+    steps: int
+    skipped: int
+    seconds: float
+    interrupted: bool
+    last: StepResult | None

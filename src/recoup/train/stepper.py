@@ -1,0 +1,294 @@
+"""One training step, in the right order, undone if it must not count."""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from recoup.backend.memory import MemoryMeter, device_meter
+from recoup.backend.trees import tensors
+from recoup.core.errors import PeerError
+from recoup.precision.scaler import GradientScaler
+from recoup.precision.scope import MixedPrecisionScope
+from recoup.train.batches import LossFunction, compute_loss, sample_count, to_device
+from recoup.train.processes import Processes, Report
+from recoup.train.recovery import Recovery
+from recoup.train.results import StepResult
+from recoup.train.rollback import Rollback
+from recoup.train.settings import TrainerSettings
+from recoup.train.sharding import whole
+
+OUT_OF_MEMORY, FAILED = 1, 2
+
+WeightFunction = Callable[[Any], float]
+"""Called with a batch; returns its weight among the batches of a step."""
+
+
+class Stepper:
+    """Computes gradients and moves parameters; knows nothing of data and files.
+
+    The order is: scale the loss, backward, unscale, clip, step if all gradients are
+    finite, update the scale. Whatever comes after a step (schedule, average) asks
+    `StepResult.stepped`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        settings: TrainerSettings,
+        *,
+        loss_fn: LossFunction | None,
+        weight_fn: WeightFunction | None,
+        tighten: Callable[[], str | None],
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._settings = settings
+        self._loss_fn = loss_fn
+        self._weight_fn = weight_fn or _count_samples
+        self._parameters = [
+            parameter
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        ]
+        self.device = next(iter(model.parameters())).device
+        self.processes = Processes(model)
+        self.precision = MixedPrecisionScope(
+            settings.mixed_precision, device=self.device
+        )
+        self.scaler: GradientScaler | None = None
+        if self.precision.needs_scaler:
+            self.scaler = GradientScaler(
+                self.device.type,
+                settings.initial_loss_scale,
+                growth_interval=settings.loss_scale_growth_interval,
+                dynamic=settings.dynamic_loss_scale,
+            )
+        self.recovery = Recovery(model, tighten)
+        self._rollback = Rollback(model, self.device)
+        self._may_recover = (
+            settings.recover_from_out_of_memory and self.processes.may_recover
+        )
+        self._may_undo = (
+            self._may_recover or self.scaler is not None or settings.skip_nonfinite
+        )
+        self._known_shapes: set[Any] = set()
+
+    def report(self, batches: Sequence[Any], *, stop: bool = False) -> Report:
+        """Return what the other processes must know of the next step."""
+        several = self.processes.count > 1
+        return Report(
+            weight=sum(self._weight_fn(batch) for batch in batches),
+            batches=len(batches),
+            stop=stop,
+            is_new=several and not self._shapes(batches) <= self._known_shapes,
+        )
+
+    def step(
+        self, batches: Sequence[Any], reports: Sequence[Report], *, number: int
+    ) -> StepResult:
+        """Make one step of several batches, of which all processes have told.
+
+        Raises:
+            torch.OutOfMemoryError: It does not fit, and nothing is left to give
+                up. Gradients, buffers and random states are as before.
+            PeerError: Another process has failed.
+        """
+        start = time.perf_counter()
+        careful = (
+            self.processes.count > 1
+            and self._may_recover
+            and any(report.is_new for report in reports)
+        )
+        # Others may have left some. At the end they go again, before the next forward.
+        self._clear_gradients()
+        if self._may_undo:
+            self._rollback.remember()
+        meter = self._meter()
+        with meter or nullcontext():
+            if meter is not None and self.device.type == "cpu":
+                meter.track(self._model, *self._moments())
+            loss, parts = self._gradients(batches, reports, careful=careful)
+            stepped, norm, scale = self._move()
+        if not stepped:
+            self._rollback.restore()
+        self._clear_gradients()
+        self._known_shapes |= self._shapes(batches)
+        return StepResult(
+            number=number,
+            stepped=stepped,
+            parts=parts,
+            seconds=time.perf_counter() - start,
+            peak_bytes=None if meter is None else meter.peak_bytes,
+            loss_tensor=loss,
+            norm_tensor=norm,
+            scale_tensor=scale,
+        )
+
+    def _gradients(
+        self, batches: Sequence[Any], reports: Sequence[Report], *, careful: bool
+    ) -> tuple[Tensor, int]:
+        """Compute gradients, giving up more and more until they fit in memory."""
+        total = sum(report.weight for report in reports) / len(reports)
+        while True:
+            found = self._try(batches, total, careful=careful)
+            if found is not None:
+                return found
+            if self.device.type != "cpu":
+                torch.accelerator.empty_cache()
+
+    def _try(
+        self, batches: Sequence[Any], total: float, *, careful: bool
+    ) -> tuple[Tensor, int] | None:
+        """Compute gradients; return nothing if memory ran out and more was given up."""
+        parts = self.recovery.cut(batches)
+        failed, loss = 0, None
+        try:
+            with self.processes.watching():
+                loss = self._attempt(parts, total, synchronise=not careful)
+        except BaseException as error:
+            self._undo()
+            memory = is_out_of_memory(error)
+            if careful and not memory:
+                self.processes.tell(Report(failed=FAILED))
+            if not memory or not (careful or self._relieve(batches, error)):
+                raise
+            failed = OUT_OF_MEMORY
+        # Here the exception is gone, and with it what its frames kept alive.
+        if careful:
+            failed = self._agree(batches, failed)
+        if failed or loss is None:
+            self._undo()
+            return None
+        if careful:
+            self.processes.average_gradients(self._parameters)
+        return loss, len(parts)
+
+    def _attempt(
+        self, parts: Sequence[Any], total: float, *, synchronise: bool
+    ) -> Tensor:
+        losses: list[Tensor] = []
+        own = sum(self._weight_fn(part) for part in parts) or 1.0
+        for index, part in enumerate(parts):
+            last = index == len(parts) - 1
+            weight = self._weight_fn(part)
+            share = weight / total if total else 1.0
+            with self.processes.accumulating(last=last and synchronise):
+                part = to_device(part, self.device)
+                with self.precision:
+                    loss = compute_loss(self._model, part, self._loss_fn)
+                # Multiplying by one would change no bit, and add to the graph.
+                weighted = loss if share == 1.0 else loss * share
+                scaled = self.scaler.scale(weighted) if self.scaler else weighted
+                scaled.backward()
+            losses.append(
+                loss.detach() * (weight / own) if len(parts) > 1 else loss.detach()
+            )
+            del loss, weighted, scaled, part
+        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+
+    def _move(self) -> tuple[bool, Tensor | None, Tensor | None]:
+        """Unscale, clip, and step if everything is finite."""
+        settings, scaler = self._settings, self.scaler
+        scale = None
+        if scaler is not None:
+            assert scaler.scale_tensor is not None, "backward scaled a loss"
+            scale = scaler.scale_tensor.clone()
+            if settings.max_gradient_norm is not None:
+                scaler.unscale_(self._optimizer)
+        norm = self._clip()
+        if scaler is not None:
+            scaler.step(self._optimizer)
+            stepped = not scaler.step_was_skipped(self._optimizer)
+            scaler.update()
+            return stepped, norm, scale
+        if settings.skip_nonfinite:
+            assert norm is not None, "computed for this"
+            if not bool(whole(norm).isfinite()):
+                return False, norm, scale
+        self._optimizer.step()
+        return True, norm, scale
+
+    def _clip(self) -> Tensor | None:
+        settings = self._settings
+        if settings.max_gradient_norm is not None:
+            return nn.utils.clip_grad_norm_(
+                self._parameters, settings.max_gradient_norm
+            ).detach()
+        if settings.skip_nonfinite and self.scaler is None:
+            gradients = [p.grad for p in self._parameters if p.grad is not None]
+            return nn.utils.get_total_norm(gradients)
+        return None
+
+    def _relieve(self, batches: Sequence[Any], error: BaseException) -> bool:
+        """Give up more, or say with the error why that is not possible."""
+        if not self._may_recover:
+            if self._settings.recover_from_out_of_memory:
+                error.add_note(
+                    "recoup: with a sharded or static model one process cannot go back "
+                    "alone. Lower the batch size, or set budget=."
+                )
+            return False
+        if self.recovery.relieve(batches) is not None:
+            return True
+        error.add_note(f"recoup: {self.recovery.why_not(batches)}.")
+        return False
+
+    def _agree(self, batches: Sequence[Any], failed: int) -> int:
+        """Hear how the others fared; give up more together if one ran out of memory."""
+        worst = max(each.failed for each in self.processes.tell(Report(failed=failed)))
+        if worst == FAILED:
+            self._undo()
+            raise PeerError(
+                "another process of this run has failed: see what it wrote. This step "
+                "was undone here."
+            )
+        if worst == OUT_OF_MEMORY and self.recovery.relieve(batches) is None:
+            self._undo()
+            raise torch.OutOfMemoryError(
+                "a process ran out of memory, and nothing is left to give up: "
+                f"{self.recovery.why_not(batches)}"
+            )
+        return worst
+
+    def _undo(self) -> None:
+        self._clear_gradients()
+        if self._may_undo:
+            self._rollback.restore()
+
+    def _clear_gradients(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _meter(self) -> MemoryMeter | None:
+        wanted = self._settings.measure_memory
+        if wanted or (wanted is None and self.device.type != "cpu"):
+            return device_meter(self.device)
+        return None
+
+    def _moments(self) -> list[Tensor]:
+        return tensors([dict(state) for state in self._optimizer.state.values()])
+
+    def _shapes(self, batches: Sequence[Any]) -> set[Any]:
+        if self.processes.count == 1:
+            return set()
+        return {
+            tuple((tuple(t.shape), t.dtype) for t in tensors(batch))
+            for batch in batches
+        }
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that memory ran out, on any device."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
+def _count_samples(batch: Any) -> float:
+    return float(sample_count(batch) or 1)

@@ -1,0 +1,373 @@
+"""The trainer: a loop that steps right, survives, resumes, and says what it did."""
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from recoup.core.errors import SnapshotError, UsageError
+from recoup.precision.scaler import GradientScaler
+from recoup.train.averaging import ParameterAverage
+from recoup.train.batches import LossFunction
+from recoup.train.blocks import checkpoint_blocks
+from recoup.train.compatibility import check_parts, check_types
+from recoup.train.interruption import Interruption
+from recoup.train.position import Position, make_loader
+from recoup.train.processes import Report, unwrapped
+from recoup.train.progress import ProgressBar
+from recoup.train.results import RunResult, StepResult
+from recoup.train.settings import TrainerSettings
+from recoup.train.snapshot import read_snapshot, write_snapshot
+from recoup.train.state import apply_state, check_part, collect_state
+from recoup.train.stepper import Stepper, WeightFunction
+
+_log = logging.getLogger(__name__)
+_VERSION = 1
+
+
+class Trainer:
+    """Trains a model; the loop is in `fit`, one step of it in `step`.
+
+    A step that overflows is undone: parameters, optimizer, schedule, average, buffers
+    and random states are as if it had not been. A step that does not fit in memory is
+    made again, with blocks recomputed, then with the batch in pieces. A run that is
+    interrupted or killed goes on where its last snapshot was written, and ends with
+    the same bits on the CPU.
+
+    The model may be wrapped in `DistributedDataParallel` or sharded with
+    `fully_shard`; start such programs with `torchrun`.
+
+    Args:
+        model: What to train, where it is to be trained.
+        optimizer: Made from the model's parameters.
+        settings: What to do; by default `TrainerSettings()`.
+        loss_fn: Called as `loss_fn(outputs, targets)` on batches that are pairs; by
+            default the model is called with the batch and returns its loss.
+        scheduler: Advanced after each step that was not skipped, or each epoch.
+        weight_fn: The weight of a batch among those of a step, where that is not its
+            number of samples: the number of tokens that count, for instance.
+
+    Raises:
+        UsageError: The parts do not fit together.
+
+    Examples:
+        >>> model = nn.Linear(4, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> trainer = Trainer(model, optimizer, loss_fn=nn.functional.mse_loss)
+        >>> data = [(torch.ones(8, 4), torch.ones(8, 1))] * 10
+        >>> result = trainer.fit(data, epochs=2)
+        >>> result.steps, result.skipped, result.last.loss < 1e-6
+        (20, 0, True)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        settings: TrainerSettings | None = None,
+        loss_fn: LossFunction | None = None,
+        *,
+        scheduler: LRScheduler | None = None,
+        weight_fn: WeightFunction | None = None,
+    ) -> None:
+        self.settings = settings or TrainerSettings()
+        check_parts(model, optimizer, scheduler)
+        self.model = model
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self._is_prepared = False
+        self._stepper = Stepper(
+            model,
+            optimizer,
+            self.settings,
+            loss_fn=loss_fn,
+            weight_fn=weight_fn,
+            tighten=self._tighten,
+        )
+        check_types(model, self._stepper.scaler)
+        self._position = Position(self._stepper.device)
+        decay = self.settings.average_decay
+        inner = unwrapped(model)
+        self.average = None if decay is None else ParameterAverage(inner, decay=decay)
+        self._steps = 0
+        self._skipped = 0
+        self._checkpointed: list[nn.Module] = []
+        if self.settings.use_gradient_checkpointing:
+            self._require_blocks()
+        if self._stepper.precision.dtype is not torch.float32:
+            _log.info(
+                "Mixed Precision Training enabled: %s", self._stepper.precision.dtype
+            )
+
+    @property
+    def scaler(self) -> GradientScaler | None:
+        """The gradient scaler; only float16 has one."""
+        return self._stepper.scaler
+
+    @property
+    def steps(self) -> int:
+        """Steps so far, skipped ones and those before a resume included."""
+        return self._steps
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps so far that were skipped because gradients were not finite."""
+        return self._skipped
+
+    @property
+    def epoch(self) -> int:
+        """Epochs that are finished."""
+        return self._position.epoch
+
+    def step(self, *batches: Any) -> StepResult:
+        """Make one step, of one batch or of several whose gradients are accumulated.
+
+        Batches are weighted by `weight_fn`, so that the gradients are those of one
+        batch with all their samples. Under several processes all must call it
+        together.
+
+        Returns:
+            What happened.
+
+        Raises:
+            UsageError: No batch was given.
+            torch.OutOfMemoryError: The step does not fit, however it is computed.
+        """
+        if not batches:
+            raise UsageError("a step needs a batch: got none.")
+        reports = self._stepper.processes.tell(self._stepper.report(batches))
+        return self._step(batches, reports)
+
+    def fit(
+        self,
+        data: Iterable[Any],
+        epochs: int | None = None,
+        *,
+        resume: bool = False,
+        on_step: Callable[[StepResult], object] | None = None,
+    ) -> RunResult:
+        """Go through the data, a number of times.
+
+        Ctrl-C or SIGTERM ends it after the step that is running, with a snapshot if
+        there is a path for one; calling `fit` again goes on from there, in this
+        process or with `resume=True` in another.
+
+        Args:
+            data: A loader, a list of batches, or a dataset.
+            epochs: How often; by default what the settings say. A run that goes on
+                counts those that it has made already.
+            resume: Load the snapshot first, if there is one.
+            on_step: Called after each step with its result.
+
+        Returns:
+            What happened.
+
+        Raises:
+            UsageError: The data cannot be gone through.
+            SnapshotError: The snapshot does not fit this trainer.
+        """
+        start = time.perf_counter()
+        epochs = self.settings.epochs if epochs is None else epochs
+        if epochs < 1:
+            raise UsageError(f"epochs is a whole number from 1: got {epochs}.")
+        loader = make_loader(data, self.settings.batch_size)
+        if resume:
+            self._resume()
+        steps, skipped = self._steps, self._skipped
+        run = _Run(on_step)
+        position = self._position
+        end = position.first_epoch + epochs
+        is_first = self._stepper.processes.is_first
+        bar = ProgressBar(enabled=self.settings.show_progress and is_first)
+        with Interruption() as run.interruption, bar as run.bar:
+            while position.epoch < end and self._run_epoch(loader, run):
+                pass
+        interrupted = position.epoch < end
+        self._write(due=run.is_unwritten or interrupted)
+        if not interrupted:
+            # After the snapshot: who resumes a finished run finds it finished.
+            position.first_epoch = position.epoch
+        return RunResult(
+            epochs=position.epoch,
+            steps=self._steps - steps,
+            skipped=self._skipped - skipped,
+            seconds=time.perf_counter() - start,
+            interrupted=interrupted,
+            last=run.last,
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write everything that is needed to go on from here to a file, atomically.
+
+        Under several processes all must call it together; the first one writes.
+
+        Raises:
+            SnapshotError: The state of the scheduler or optimizer is no plain data.
+        """
+        processes = self._stepper.processes
+        state = {
+            "version": _VERSION,
+            "processes": processes.count,
+            "steps": self._steps,
+            "skipped": self._skipped,
+            "pieces": self._stepper.recovery.pieces,
+            "recomputes": bool(self._checkpointed),
+            "position": self._position.state_dict(),
+            "scheduler": _state_of(self.scheduler),
+            "scaler": _state_of(self.scaler),
+            "average": _state_of(self.average),
+            **collect_state(self.model, self.optimizer, processes),
+        }
+        if processes.is_first:
+            write_snapshot(path, state)
+        processes.tell(Report())
+
+    def load(self, path: str | Path) -> None:
+        """Stand where the run stood that wrote the file. Nothing in it is executed.
+
+        Raises:
+            SnapshotError: The file is damaged, or of another model or trainer.
+        """
+        state = read_snapshot(path)
+        if not isinstance(state, dict) or state.get("version") != _VERSION:
+            raise SnapshotError(f"{path} was not written by this version's trainer.")
+        processes = self._stepper.processes
+        parts = {
+            "scheduler": self.scheduler,
+            "scaler": self.scaler,
+            "average": self.average,
+        }
+        for name, part in parts.items():
+            check_part(name, has=part is not None, had=state[name] is not None)
+        apply_state(state, self.model, self.optimizer, processes)
+        for name, part in parts.items():
+            if part is not None:
+                part.load_state_dict(state[name])
+        self._position.load_state_dict(
+            state["position"], share=state["processes"] / processes.count
+        )
+        self._steps, self._skipped = state["steps"], state["skipped"]
+        self._stepper.recovery.pieces = state["pieces"]
+        if state["recomputes"] and not self._checkpointed:
+            self._checkpointed = checkpoint_blocks(self.model)
+
+    def _step(self, batches: Sequence[Any], reports: Sequence[Report]) -> StepResult:
+        self._prepare(batches)
+        result = self._stepper.step(batches, reports, number=self._steps + 1)
+        self._steps += 1
+        self._skipped += result.skipped
+        if result.stepped:
+            if self.average is not None:
+                self.average.update()
+            if self.scheduler is not None and self.settings.schedule_each == "step":
+                self.scheduler.step()
+        return result
+
+    def _run_epoch(self, loader: Iterable[Any], run: "_Run") -> bool:
+        """Go through the data once; return False if asked to stop before its end."""
+        position, processes = self._position, self._stepper.processes
+        size = self.settings.accumulation_steps
+        run.bar.begin_epoch(
+            position.epoch + 1,
+            steps=_step_count(loader, size),
+            done=position.batches // size,
+        )
+        for group in _groups(position.open(loader), size):
+            report = self._stepper.report(group, stop=run.interruption.is_requested)
+            reports = processes.tell(report)
+            if len({each.batches for each in reports}) > 1 or not report.batches:
+                break
+            run.take(self._step(group, reports))
+            position.batches += len(group)
+            every = self.settings.snapshot_every_steps
+            run.written(self._write(due=bool(every) and self._steps % every == 0))
+            if any(each.stop for each in reports) or (
+                processes.count == 1 and run.interruption.is_requested
+            ):
+                return False
+        position.close()
+        if self.scheduler is not None and self.settings.schedule_each == "epoch":
+            self.scheduler.step()
+        run.written(self._write(due=self.settings.snapshot_every_steps is None))
+        return True
+
+    def _prepare(self, batches: Sequence[Any]) -> None:
+        """Plan for the budget, once there is a batch to plan with."""
+        if self._is_prepared:
+            return
+        self._is_prepared = True
+        del batches
+
+    def _tighten(self) -> str | None:
+        if not self._checkpointed and self.settings.budget is None:
+            self._checkpointed = checkpoint_blocks(self.model)
+            if self._checkpointed:
+                return "every block is recomputed in backward"
+        return None
+
+    def _require_blocks(self) -> None:
+        self._checkpointed = checkpoint_blocks(self.model)
+        if not self._checkpointed:
+            raise UsageError(
+                "use_gradient_checkpointing=True recomputes the repeated blocks of a "
+                "model: found none in this one. Mark them with checkpoint_module, or "
+                "set budget= instead."
+            )
+
+    def _resume(self) -> None:
+        path = self.settings.snapshot_path
+        if path is None:
+            raise UsageError("resume=True needs snapshot_path in the settings.")
+        if Path(path).exists():
+            self.load(path)
+
+    def _write(self, *, due: bool) -> bool:
+        path = self.settings.snapshot_path
+        if path is None or not due:
+            return False
+        self.save(path)
+        return True
+
+
+class _Run:
+    """What one call of `fit` carries along."""
+
+    def __init__(self, on_step: Callable[[StepResult], object] | None) -> None:
+        self.interruption = Interruption()
+        self.bar = ProgressBar(enabled=False)
+        self.last: StepResult | None = None
+        self.is_unwritten = False
+        self._on_step = on_step
+
+    def take(self, result: StepResult) -> None:
+        self.last = result
+        self.is_unwritten = True
+        self.bar.advance(result)
+        if self._on_step is not None:
+            self._on_step(result)
+
+    def written(self, written: bool) -> None:  # noqa: FBT001 (it is what is noted)
+        if written:
+            self.is_unwritten = False
+
+
+def _groups(batches: Iterator[Any], size: int) -> Iterator[list[Any]]:
+    """Yield lists of batches, the last one shorter, and then an empty one."""
+    while group := list(itertools.islice(batches, size)):
+        yield group
+    yield []
+
+
+def _step_count(loader: Iterable[Any], size: int) -> int | None:
+    return -(-len(loader) // size) if isinstance(loader, Sized) else None
+
+
+def _state_of(part: Any) -> dict[str, Any] | None:
+    return None if part is None else part.state_dict()

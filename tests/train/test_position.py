@@ -1,0 +1,59 @@
+"""What can be gone through, and the order it was gone through in."""
+
+import logging
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from recoup import UsageError
+from recoup.train.position import Position, make_loader
+
+CPU = torch.device("cpu")
+DATA = TensorDataset(torch.arange(12))
+
+
+def test_a_dataset_needs_a_batch_size_and_is_shuffled():
+    with pytest.raises(UsageError, match="no batch_size"):
+        make_loader(DATA, None)
+    order = torch.cat([batch for (batch,) in make_loader(DATA, 5)]).tolist()
+    assert sorted(order) == list(range(12))
+    assert order != list(range(12))
+
+
+def test_a_batch_size_that_contradicts_the_loader_is_refused():
+    loader = DataLoader(DATA, batch_size=4)
+    assert make_loader(loader, 4) is loader
+    assert make_loader(loader, None) is loader
+    with pytest.raises(UsageError, match="the loader has 4"):
+        make_loader(loader, 5)
+
+
+@pytest.mark.parametrize("data", [iter([1]), 3, (x for x in [1])])
+def test_what_can_be_gone_through_once_is_refused(data):
+    with pytest.raises(UsageError, match="gone through again"):
+        make_loader(data, None)
+
+
+def test_distributed_samplers_are_told_the_epoch():
+    sampler = DistributedSampler(DATA, num_replicas=2, rank=0, shuffle=True)
+    loader = DataLoader(DATA, batch_size=2, sampler=sampler)
+    position, orders = Position(CPU), []
+    for _ in range(3):
+        orders.append(torch.cat([b for (b,) in position.open(loader)]).tolist())
+        position.close()
+    assert orders[0] != orders[1] != orders[2]
+
+
+def test_another_number_of_processes_stands_at_the_same_sample(caplog):
+    # Two processes of three batches have seen what one has after six.
+    state = {**Position(CPU).state_dict(), "batches": 3, "beginning": {}}
+    position = Position(CPU)
+    position.load_state_dict(state, share=2.0)
+    assert position.batches == 6
+    assert caplog.messages == []
+    with caplog.at_level(logging.WARNING):
+        position.load_state_dict(state, share=0.5)
+    assert position.batches == 1
+    assert "seen twice" in caplog.text

@@ -1,0 +1,210 @@
+"""Resuming: killed at any moment, a run ends with the bits of one that was not."""
+
+import contextlib
+import multiprocessing
+import random
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+
+from recoup import SnapshotError
+from recoup.train.snapshot import read_snapshot, write_snapshot
+from tests.support import killed
+from tests.support.bits import tree_differences
+from tests.support.training import batches, make_trainer, remains, samples, seeded
+
+
+def read_losses(folder: Path) -> dict[int, str]:
+    """Read the losses by step; those of steps made twice must be the same."""
+    losses: dict[int, str] = {}
+    for line in (folder / "losses").read_text().splitlines():
+        number, *loss = line.split()
+        if loss and loss[0].startswith(("0x", "nan", "inf")):
+            assert losses.setdefault(int(number), loss[0]) == loss[0], "made twice"
+    return losses
+
+
+def forker():
+    context = multiprocessing.get_context("forkserver")
+    # torch's optimizers import its compiler when they are first used: seconds.
+    context.set_forkserver_preload(["tests.support.killed", "torch._dynamo"])
+    return context
+
+
+def test_killed_at_many_random_moments_the_loss_curve_is_the_same(tmp_path, seed):
+    context = forker()
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    whole.mkdir()
+    broken.mkdir()
+    process = context.Process(target=killed.run, args=(whole,))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    moments = random.Random(seed)
+    kills = 0
+    while not (broken / "finished").exists():
+        process = context.Process(target=killed.run, args=(broken,))
+        process.start()
+        before = _modified(broken)
+        # A start of the interpreter is not a moment of training: wait for progress.
+        while process.is_alive() and _modified(broken) == before:
+            time.sleep(0.001)
+        time.sleep(moments.uniform(0, 0.03))
+        process.kill()
+        process.join()
+        kills += 1
+        if (broken / "snapshot").exists():
+            read_snapshot(broken / "snapshot")
+    assert kills >= 5, "a run that is never killed shows nothing"
+    expected = read_losses(whole)
+    assert len(expected) == killed.STEPS
+    assert read_losses(broken) == expected
+    ends = [read_snapshot(folder / "snapshot") for folder in (whole, broken)]
+    assert list(tree_differences(*ends, where="")) == []
+
+
+def _modified(folder: Path) -> float:
+    snapshot = folder / "snapshot"
+    return snapshot.stat().st_mtime_ns if snapshot.exists() else 0.0
+
+
+@pytest.mark.parametrize("stop_at", [1, 6, 13])
+def test_steps_after_loading_have_the_bits_of_steps_without(tmp_path, stop_at):
+    data = batches(14)
+    options = {"average_decay": 0.9, "precision": "fp16", "norm": True}
+    first, second = make_trainer(**options), make_trainer(seed=99, **options)
+    with seeded(4):
+        for number, batch in enumerate(data):
+            if number == stop_at:
+                first.save(tmp_path / "run")
+            first.step(batch)
+        expected = remains(first)
+    with seeded(12345):
+        second.load(tmp_path / "run")
+        for batch in data[stop_at:]:
+            second.step(batch)
+    assert list(tree_differences(expected, remains(second), where="")) == []
+    assert second.steps == 14
+
+
+LOADERS = {
+    "shuffled": lambda data: DataLoader(data, batch_size=8, shuffle=True),
+    "own generator": lambda data: DataLoader(
+        data,
+        batch_size=8,
+        shuffle=True,
+        generator=torch.Generator().manual_seed(3),
+    ),
+    "own sampler": lambda data: DataLoader(
+        data,
+        batch_size=8,
+        sampler=RandomSampler(
+            data, replacement=True, generator=torch.Generator().manual_seed(3)
+        ),
+    ),
+    "in order": lambda data: DataLoader(data, batch_size=8),
+}
+
+
+class Augmented(TensorDataset):
+    """Draws random numbers from the global generator for every sample."""
+
+    def __getitem__(self, index):
+        inputs, target = super().__getitem__(index)
+        return inputs + 0.1 * torch.randn(4), target
+
+
+@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize("kind", [TensorDataset, Augmented])
+def test_loaders_of_every_kind_go_on_where_they_were(tmp_path, name, kind):
+    def run(trainer, *, stop_at=None, **options):
+        losses = []
+
+        def note(step):
+            losses.append(step.loss)
+            if step.number == stop_at:
+                raise KeyboardInterrupt
+
+        loader = LOADERS[name](kind(*samples(72)))
+        # As if killed one step after the snapshot: nothing else reaches the next run.
+        with contextlib.suppress(KeyboardInterrupt):
+            trainer.fit(loader, epochs=2, on_step=note, **options)
+        return losses
+
+    path = {"snapshot_path": tmp_path / "run"}
+    with seeded(8):
+        expected = run(make_trainer())
+    with seeded(8):
+        begun = run(make_trainer(**path, snapshot_every_steps=13), stop_at=14)
+    with seeded(1234):
+        rest = run(make_trainer(seed=5, **path), resume=True)
+    assert len(expected) == 18
+    assert begun == expected[:14]
+    assert rest == expected[13:]
+
+
+def test_resuming_a_finished_run_finds_it_finished(tmp_path):
+    data = batches(3)
+    make_trainer(snapshot_path=tmp_path / "run").fit(data, epochs=2, resume=True)
+    again = make_trainer(seed=1, snapshot_path=tmp_path / "run")
+    result = again.fit(data, epochs=2, resume=True)
+    assert (result.steps, result.epochs) == (0, 2)
+    assert again.steps == 6
+    assert again.fit(data, epochs=1).steps == 3
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"precision": "fp16"}, "scaler"),
+        ({"average_decay": 0.5}, "average"),
+    ],
+)
+def test_a_snapshot_of_another_trainer_is_refused_and_changes_nothing(
+    tmp_path, changed, words
+):
+    trainer = make_trainer()
+    trainer.step(batches(1)[0])
+    trainer.save(tmp_path / "run")
+    for one, other in ((make_trainer(seed=3, **changed), trainer),):
+        before = remains(one)
+        with pytest.raises(SnapshotError, match=words):
+            one.load(tmp_path / "run")
+        assert list(tree_differences(before, remains(one), where="")) == []
+        one.save(tmp_path / "other")
+        with pytest.raises(SnapshotError, match=words):
+            other.load(tmp_path / "other")
+
+
+def test_a_snapshot_of_another_model_or_optimizer_is_refused(tmp_path):
+    trainer = make_trainer()
+    trainer.save(tmp_path / "run")
+    other = make_trainer(norm=True)
+    with pytest.raises(SnapshotError, match=r"another model: blocks\.0\.1"):
+        other.load(tmp_path / "run")
+    trainer.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+    with pytest.raises(SnapshotError, match="groups of"):
+        trainer.load(tmp_path / "run")
+
+
+def test_a_loader_that_became_shorter_is_refused(tmp_path):
+    trainer = make_trainer(snapshot_path=tmp_path / "run", snapshot_every_steps=1)
+
+    def stop(step):
+        if step.number == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(batches(6), on_step=stop)
+    other = make_trainer(snapshot_path=tmp_path / "run")
+    with pytest.raises(SnapshotError, match="the loader has 2"):
+        other.fit(batches(2), resume=True)
+
+
+def test_a_file_of_something_else_is_refused(tmp_path):
+    write_snapshot(tmp_path / "run", {"version": 77})
+    with pytest.raises(SnapshotError, match="this version's trainer"):
+        make_trainer().load(tmp_path / "run")

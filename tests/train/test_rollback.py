@@ -1,0 +1,63 @@
+"""Undoing a step: every generator, every buffer, nothing else."""
+
+import random
+
+import numpy as np
+import torch
+from torch import nn
+
+from recoup.train.randomness import random_states, restore_random_states
+from recoup.train.rollback import Rollback
+from tests.support.bits import tree_differences
+
+
+def draw():
+    return (
+        torch.rand(3),
+        random.random(),
+        random.gauss(0, 1),
+        np.random.rand(),  # noqa: NPY002
+        np.random.standard_normal(),  # noqa: NPY002
+    )
+
+
+def test_every_global_generator_is_put_back(device):
+    draw()
+    states = random_states([device])
+    on_device = torch.rand(3, device=device)
+    restore_random_states(states, [device])
+    states = random_states([device])
+    first = draw()
+    restore_random_states(states, [device])
+    assert list(tree_differences(first, draw(), where="")) == []
+    restore_random_states(states, [device])
+    assert torch.equal(on_device, torch.rand(3, device=device))
+
+
+def test_buffers_of_every_type_are_put_back_and_parameters_are_not(device):
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3)).to(device)
+    rollback = Rollback(model, device)
+    for shift in (1.0, 5.0):
+        model(torch.randn(8, 3, device=device) + shift)
+        before = [buffer.clone() for buffer in model.buffers()]
+        rollback.remember()
+        model(torch.randn(8, 3, device=device) - 7)
+        assert not all(map(torch.equal, model.buffers(), before))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(shift)
+        rollback.restore()
+        assert all(map(torch.equal, model.buffers(), before))
+        assert all((parameter == shift).all() for parameter in model.parameters())
+
+
+def test_a_buffer_that_came_later_is_remembered_too():
+    model = nn.BatchNorm1d(2)
+    rollback = Rollback(model, torch.device("cpu"))
+    rollback.remember()
+    late = torch.ones(2)
+    model.register_buffer("late", late)
+    rollback.remember()
+    late.zero_()
+    rollback.restore()
+    assert late.tolist() == [1.0, 1.0]
