@@ -100,6 +100,9 @@ class TierError(RecoupError, RuntimeError):
 
     The disk is full, say, or a file of ours was damaged. No gradient has been computed
     from a wrong value.
+    """
+
+
 class SnapshotError(RecoupError, RuntimeError):
     """A file with the state of a training run cannot be read, or does not fit.
 
