@@ -1,0 +1,173 @@
+"""Does what `fit` returns fit, and is it as fast as it says?"""
+
+import argparse
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+import recoup
+from benchmarks.harness import (
+    Cell,
+    Row,
+    describe_machine,
+    markdown_table,
+    write_results,
+)
+from benchmarks.zoo.case import Case, Scale
+from benchmarks.zoo.cases import CASES
+from benchmarks.zoo.problem import Cost, Problem, free_device
+from recoup import InfeasibleError, RecoupError
+
+SHARES = (0.9, 0.75, 0.6, 0.5, 0.4, 0.3)
+"""Budgets, as shares of the measured peak of the plain step; the floor comes after."""
+
+PEAK_TOLERANCE = 0.03
+SECONDS_TOLERANCE = 0.10
+"""How far predictions may be from what is measured, as shares of it."""
+
+
+def rows_of(
+    case: Case, scale: Scale, device: torch.device, shares: Sequence[float]
+) -> Iterator[Row]:
+    """Fit one model to each budget and to the floor."""
+    problem = Problem(case, scale, device)
+    plain = problem.cost(warmup=2)
+    floor_bytes = 0
+    for share in (*shares, None):
+        if share is None:
+            label, budget_bytes = "floor", floor_bytes
+        else:
+            label, budget_bytes = f"{share:.0%}", int(share * plain.peak_bytes)
+        row: dict[str, Cell] = {"model": case.name, "share": label}
+        row |= sizes("budget", budget_bytes, scale)
+        try:
+            found, floor_bytes = fitted(problem, budget_bytes, plain, scale)
+        except InfeasibleError as error:
+            floor_bytes = error.floor_bytes
+            found = {"fits": "infeasible", **sizes("floor", floor_bytes, scale)}
+        except (RecoupError, torch.OutOfMemoryError) as error:
+            found = {"fits": f"ERROR {type(error).__name__}: {error!s:.80}"}
+        yield row | found
+
+
+def fitted(
+    problem: Problem, budget_bytes: int, plain: Cost, scale: Scale
+) -> tuple[dict[str, Cell], int]:
+    """Fit a model to a budget; return the rest of its row, and its floor."""
+    before = problem.cost(rounds=2)
+    start = time.perf_counter()
+    _, report = recoup.fit(
+        problem.model, problem.batch, budget_bytes, loss=problem.case.loss
+    )
+    fit_seconds = time.perf_counter() - start
+    try:
+        cost = problem.cost(rounds=5)
+    finally:
+        report.remove()
+    after = problem.cost(rounds=2)
+    plain_seconds = (before.seconds + after.seconds) / 2
+    peak_error = report.predicted_peak_bytes / cost.peak_bytes - 1
+    seconds_error = report.predicted_seconds / cost.seconds - 1
+    overhead = report.predicted_seconds / report.plain_seconds - 1
+    row: dict[str, Cell] = {
+        "fits": "yes" if cost.peak_bytes <= budget_bytes else "NO",
+        **sizes("plain", plain.peak_bytes, scale),
+        **sizes("floor", report.floor_bytes, scale),
+        **sizes("predicted", report.predicted_peak_bytes, scale),
+        **sizes("measured", cost.peak_bytes, scale),
+        "peak error": f"{peak_error:+.2%}",
+        "plain ms": round(1e3 * plain_seconds, 2),
+        "predicted ms": round(1e3 * report.predicted_seconds, 2),
+        "measured ms": round(1e3 * cost.seconds, 2),
+        "time error": f"{seconds_error:+.1%}",
+        "overhead": f"{cost.seconds / plain_seconds - 1:+.1%}",
+        "overhead predicted": f"{overhead:+.1%}",
+        "gap": f"{report.gap:.2%}",
+        "planner": report.planner,
+        "regions": len(report.plan.spans),
+        "rounds": report.rounds,
+        "planning s": round(report.planning_seconds, 2),
+        "fit s": round(fit_seconds, 2),
+        "fit in steps": round(fit_seconds / plain_seconds, 1),
+        "fit less 5 s, in steps": round(max(0, fit_seconds - 5) / plain_seconds, 1),
+    }
+    return row, report.floor_bytes
+
+
+def sizes(name: str, nbytes: int, scale: Scale) -> dict[str, Cell]:
+    """Return a column of bytes, in the unit that suits the scale."""
+    unit, shift = ("GiB", 30) if scale == "large" else ("KiB", 10)
+    return {f"{name} {unit}": round(nbytes / (1 << shift), 3)}
+
+
+def summary(rows: Sequence[Row]) -> dict[str, Cell]:
+    """Return how many cells hold what is promised of them."""
+    cells = [row for row in rows if row["fits"] != "infeasible"]
+    done = [row for row in cells if "measured ms" in row]
+    return {
+        "cells that are feasible": len(cells),
+        "of them within the budget": sum(row["fits"] == "yes" for row in cells),
+        "peak predicted within 3 %": sum(
+            _share(row["peak error"]) <= PEAK_TOLERANCE for row in done
+        ),
+        "time predicted within 10 %": sum(
+            _share(row["time error"]) <= SECONDS_TOLERANCE for row in done
+        ),
+        "fit under 15 steps plus 5 s": sum(
+            float(row["fit less 5 s, in steps"] or 0) <= 15 for row in done
+        ),
+    }
+
+
+def _share(text: Cell) -> float:
+    return abs(float(str(text).rstrip("%"))) / 100
+
+
+def measure(
+    names: Sequence[str],
+    scale: Scale,
+    device: torch.device,
+    *,
+    shares: Sequence[float],
+    folder: Path,
+) -> None:
+    """Fit the models one after the other; write down what is known after each."""
+    rows: list[Row] = []
+    page = folder
+    for name in names:
+        start = time.perf_counter()
+        found = list(rows_of(CASES[name], scale, device, shares))
+        free_device(device)
+        rows += found
+        print(markdown_table(found))
+        print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)
+        page = write_results(
+            "fitting",
+            rows,
+            machine=describe_machine(device),
+            settings={"scale": scale, **summary(rows)},
+            folder=folder,
+        )
+    print(summary(rows))
+    print(f"Written to {page} and the .json beside it.")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--scale", choices=("tiny", "large"))
+    parser.add_argument("--models", nargs="*", default=list(CASES), choices=CASES)
+    parser.add_argument("--shares", nargs="*", type=float, default=SHARES)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    options = parser.parse_args(arguments)
+    device = torch.accelerator.current_accelerator(check_available=True)
+    device = device or torch.device("cpu")
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    scale: Scale = options.scale or ("tiny" if device.type == "cpu" else "large")
+    measure(options.models, scale, device, shares=options.shares, folder=options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""A model of the zoo on a device, and what a step of it costs."""
+
+import gc
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.zoo.case import Case, Pair, Scale
+from recoup.backend.memory import device_meter
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """The most bytes in use in a step, and its time in seconds."""
+
+    peak_bytes: int
+    seconds: float
+
+
+class Problem:
+    """A model and its batch on a device, ready to be trained.
+
+    Args:
+        case: The model.
+        scale: How large it is.
+        device: Where it is; on an accelerator it is in bfloat16.
+    """
+
+    def __init__(self, case: Case, scale: Scale, device: torch.device) -> None:
+        self.case = case
+        self.device = device
+        self.dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        self.model: nn.Module = case.build(scale, device=device, dtype=self.dtype)
+        self.batch: Pair = case.batch(scale, device=device, dtype=self.dtype)
+
+    def step(self) -> None:
+        """Run forward and backward, holding the output meanwhile as loops do."""
+        inputs, target = self.batch
+        output = call(self.model, inputs)
+        loss = self.case.loss(output, target)
+        loss.backward()
+
+    def peak_bytes(self) -> int:
+        """Run a step and return the most bytes in use."""
+        self.clear()
+        inputs, target = self.batch
+        with device_meter(self.device) as meter:
+            meter.track(self.model, *_tensors(inputs), target)
+            self.step()
+            return meter.peak_bytes
+
+    def seconds(self) -> float:
+        """Run a step and return its time."""
+        self.clear()
+        synchronize(self.device)
+        start = time.perf_counter()
+        self.step()
+        synchronize(self.device)
+        return time.perf_counter() - start
+
+    def cost(self, *, warmup: int = 1, rounds: int = 3) -> Cost:
+        """Return the peak of one step and the median time of some."""
+        for _ in range(warmup):
+            self.seconds()
+        peak_bytes = self.peak_bytes()
+        seconds = statistics.median(self.seconds() for _ in range(rounds))
+        self.clear()
+        return Cost(peak_bytes, seconds)
+
+    def clear(self) -> None:
+        self.model.zero_grad(set_to_none=True)
+
+
+def call(model: nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def free_device(device: torch.device) -> None:
+    """Give back what earlier models left, so that it counts for no later one."""
+    gc.collect()
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
+
+
+def _tensors(inputs: Any) -> list[Tensor]:
+    if isinstance(inputs, dict):
+        return list(inputs.values())
+    return list(inputs) if isinstance(inputs, tuple) else [inputs]
