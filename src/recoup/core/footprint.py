@@ -64,6 +64,7 @@ class Footprint:
         offloads: What goes to the host and comes back.
         remade: Bytes that a replay leaves in use, with the first and last moment.
         replays: What is run again.
+        recorded: How many operators of forward are recorded, once for each region.
     """
 
     holds: dict[int, int] = field(default_factory=dict[int, int])
@@ -72,6 +73,7 @@ class Footprint:
         default_factory=list[tuple[int, int, int]]
     )
     replays: list[Replay] = field(default_factory=list[Replay])
+    recorded: int = 0
 
     def hold(self, graph: Graph, save: Save) -> None:
         """Keep a value's storage until it is released."""
@@ -134,6 +136,7 @@ def _run_segment(
     """Account for a segment; return what it asks of those around it."""
     inside = graph.operations_between(segment.start, segment.stop)
     own = _own_saves(graph, segment)
+    total.recorded += len(inside)
     for inner in segment.inner:
         own.extend(_run_segment(graph, inner, total, depth=depth + 1))
     made = [s for s in own if graph.values[s.value].producer in inside]

@@ -120,7 +120,8 @@ class Graph:
             start of the model and the last at its end.
         other_bytes: For each moment, what is in use then beside the storages: all that
             no plan can change.
-        step_seconds: Forward and backward without any replay.
+        step_seconds: Forward and backward without any region.
+        recording_seconds: What a region adds to each operator of forward in it.
         link_bytes_per_second: The speed of a copy to the host and back; 0: unknown.
         blocks: The numbers of the boundaries between which the model repeats itself or
             is best cut; increasing, the first and the last boundary of the part that
@@ -135,6 +136,7 @@ class Graph:
     boundaries: tuple[Boundary, ...]
     other_bytes: tuple[int, ...]
     step_seconds: float = 0.0
+    recording_seconds: float = 0.0
     link_bytes_per_second: float = 0.0
     blocks: tuple[int, ...] = field(default=())
 

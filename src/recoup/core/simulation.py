@@ -29,7 +29,8 @@ class Simulation:
         held_bytes: What segments hold between forward and backward, on the device.
         host_bytes: What is copied to the host and back.
         stall_seconds: The copying that does not hide behind computing.
-        step_seconds: The step without replays and stalls.
+        step_seconds: The step without replays, stalls and recording.
+        recording_seconds: What regions add to forward.
     """
 
     bytes_at: tuple[int, ...]
@@ -39,6 +40,7 @@ class Simulation:
     host_bytes: int
     stall_seconds: float
     step_seconds: float
+    recording_seconds: float = 0.0
 
     @property
     def peak_bytes(self) -> int:
@@ -58,7 +60,12 @@ class Simulation:
     @property
     def seconds(self) -> float:
         """How long the step takes."""
-        return self.step_seconds + self.replay_seconds + self.stall_seconds
+        return self.step_seconds + self.extra_seconds
+
+    @property
+    def extra_seconds(self) -> float:
+        """What the plan adds to the step: replays, recording, waiting for copies."""
+        return self.replay_seconds + self.recording_seconds + self.stall_seconds
 
 
 def simulate(graph: Graph, segments: Sequence[Segment]) -> Simulation:
@@ -151,6 +158,7 @@ def add_up(graph: Graph, total: Footprint) -> Simulation:
         host_bytes=host_bytes,
         stall_seconds=stall_seconds(graph, host_bytes),
         step_seconds=graph.step_seconds,
+        recording_seconds=total.recorded * graph.recording_seconds,
     )
 
 

@@ -25,6 +25,7 @@ from recoup.engine.observers import subscribe, unsubscribe
 from recoup.engine.plans import Applied, Cuts
 from recoup.measure.blocks import block_names
 from recoup.measure.graphs import graph_of, recompute_all
+from recoup.measure.recording import recording_seconds
 from recoup.measure.tracing import Trace, Tracer
 from recoup.measure.training import TrainingStep
 
@@ -97,15 +98,72 @@ def measure_floor(
         step.run()
     trace, timer = _trace(step, cuts, resident)
     with _cut(step, Cuts(cuts)):
-        floor_seconds = time_step(step)
+        floor_seconds, host_seconds = _time_forward_too(step)
     graph = graph_of(trace, timer.seconds, blocks=cuts)
-    replayed_seconds = simulate(graph, recompute_all(graph.blocks)).replay_seconds
-    # Where the operators' times add up to more than the step, they overlap in it.
-    return replace(
+    graph = replace(
         graph,
-        step_seconds=max(floor_seconds - replayed_seconds, floor_seconds / 2),
+        step_seconds=graph.forward_seconds
+        + sum(map(timer.seconds, trace.backward_timings)),
         link_bytes_per_second=link_bytes_per_second(step.device),
     )
+    graph = _with_recording(graph, host_seconds, on_host=step.device.type == "cpu")
+    return _calibrated(graph, floor_seconds)
+
+
+def _with_recording(graph: Graph, host_seconds: float, *, on_host: bool) -> Graph:
+    """Return the graph with what recording adds to the time of the step.
+
+    Beside an accelerator the host's time counts only as far as it is the longer one.
+    """
+    seconds = recording_seconds()
+    operations = max(1, len(graph.operations))
+    if not on_host:
+        plain_seconds = host_seconds - seconds * operations
+        late = host_seconds - max(graph.forward_seconds, plain_seconds)
+        seconds = max(0.0, late) / operations
+    return replace(graph, recording_seconds=seconds)
+
+
+def _calibrated(graph: Graph, floor_seconds: float) -> Graph:
+    """Return the graph with times by which the measured step took what it took.
+
+    Operators that add up to more than the step overlapped in it. Time that they do not
+    explain is the host's, and any plan's.
+    """
+    predicted = simulate(graph, recompute_all(graph.blocks)).seconds
+    if predicted <= floor_seconds or not predicted:
+        unexplained = floor_seconds - predicted
+        return replace(graph, step_seconds=graph.step_seconds + unexplained)
+    share = floor_seconds / predicted
+    return replace(
+        graph,
+        operations=tuple(
+            replace(operation, seconds=operation.seconds * share)
+            for operation in graph.operations
+        ),
+        step_seconds=graph.step_seconds * share,
+        recording_seconds=graph.recording_seconds * share,
+    )
+
+
+def _time_forward_too(step: TrainingStep) -> tuple[float, float]:
+    """Return the time of a step, and of the host in the model's forward."""
+    moments: list[float] = []
+
+    def note(*_: object) -> None:
+        moments.append(time.perf_counter())
+
+    handles = (
+        step.model.register_forward_pre_hook(note, prepend=True),
+        step.model.register_forward_hook(note),
+    )
+    try:
+        seconds = time_step(step)
+    finally:
+        for handle in handles:
+            handle.remove()
+    spans = [stop - start for start, stop in zip(*[iter(moments)] * 2, strict=False)]
+    return seconds, min(spans, default=0.0)
 
 
 def every_kth(names: Sequence[str]) -> tuple[str, ...]:

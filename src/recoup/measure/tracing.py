@@ -90,6 +90,7 @@ class Trace:
 
     operations: list[TracedOperation] = field(default_factory=list)
     backward_bytes: list[int] = field(default_factory=list)
+    backward_timings: list[int] = field(default_factory=list)
     storages: list[TracedStorage] = field(default_factory=list)
     values: list[TracedValue] = field(default_factory=list)
     saves: list[TracedSave] = field(default_factory=list)
@@ -151,10 +152,14 @@ class Tracer(OperatorMode):
             self._in_backward = True
         self._bury()
         if self._in_backward:
+            box: list[Any] = []
             self._meter.reset_peak()
-            out = func(*args, **kwargs)
+            timing = self._timer.time(lambda: box.append(func(*args, **kwargs)))
             self.trace.backward_bytes.append(self._meter.peak_bytes)
-            return out
+            self.trace.backward_timings.append(
+                self._time_again(facts, func, args, kwargs, timing)
+            )
+            return box.pop()
         return self._forward(facts, func, args, kwargs)
 
     def keeps(self, operator: str, nbytes: int) -> bool:

@@ -22,15 +22,18 @@ class Option:
     Attributes:
         segments: What it runs as; none: everything is kept.
         footprint: What that does to memory and time.
+        recording_seconds: What recording adds to forward.
     """
 
     segments: tuple[Segment, ...]
     footprint: Footprint
+    recording_seconds: float = 0.0
 
     @cached_property
     def seconds(self) -> float:
-        """What is run again."""
-        return sum(replay.seconds for replay in self.footprint.replays)
+        """What is run again, and recorded for it."""
+        replays = sum(replay.seconds for replay in self.footprint.replays)
+        return replays + self.recording_seconds
 
     @cached_property
     def spikes(self) -> dict[int, int]:
@@ -59,8 +62,7 @@ def with_actions(
     graph: Graph, start: int, stop: int, actions: Mapping[int, Action]
 ) -> Option:
     """Return the option to run a stretch as one segment."""
-    segment = Segment(start, stop, dict(actions))
-    return Option((segment,), footprint(graph, segment))
+    return nested(graph, Segment(start, stop, dict(actions)))
 
 
 def holding(graph: Graph, start: int, stop: int, held: Iterable[int]) -> Option:
@@ -70,4 +72,5 @@ def holding(graph: Graph, start: int, stop: int, held: Iterable[int]) -> Option:
 
 def nested(graph: Graph, segment: Segment) -> Option:
     """Return the option to run a stretch as a segment with others inside."""
-    return Option((segment,), footprint(graph, segment))
+    found = footprint(graph, segment)
+    return Option((segment,), found, found.recorded * graph.recording_seconds)

@@ -27,8 +27,8 @@ class Solution:
 
     @property
     def extra_seconds(self) -> float:
-        """What the plan adds to the step: replays, and waiting for copies."""
-        return self.simulation.replay_seconds + self.simulation.stall_seconds
+        """What the plan adds to the step: replays, recording, waiting for copies."""
+        return self.simulation.extra_seconds
 
     @property
     def gap(self) -> float:
