@@ -15,6 +15,7 @@ from recoup.loops.steps import Step
 from recoup.loops.torch_budget import fit_torch_budget
 from recoup.loops.torch_loop import run_torch
 from recoup.loops.trees import flatten
+from recoup.loops.visible import visible
 from recoup.schedules.online import Online
 from recoup.schedules.schedule import Schedule
 
@@ -190,10 +191,16 @@ def _kind_of(leaves: list[Any], step: Step) -> str:
     arrays = [*leaves, *fed]
     if any(isinstance(leaf, Tensor) for leaf in arrays):
         return "torch"
+    if visible(step.function, Tensor) and not any(map(_is_array, arrays)):
+        return "torch"
     jax = sys.modules.get("jax")
     if jax is not None and any(isinstance(leaf, jax.Array) for leaf in arrays):
         return "jax"
     return "numpy"
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype")
 
 
 def _fitted(
@@ -230,6 +237,15 @@ def _run_torch(
     return run_torch(step, state, plan, captures)
 
 
+def _run_numpy(
+    step: Step, state: Any, plan: Plan, captures: Sequence[Any], vjp: Any
+) -> tuple[Any, Any, Checkpoints]:
+    from recoup.loops.numpy_loop import run_numpy  # NumPy is optional
+
+    return run_numpy(step, state, plan, captures, vjp)
+
+
 _RUNNERS: dict[str, Callable[..., tuple[Any, Any, Checkpoints]]] = {
     "torch": _run_torch,
+    "numpy": _run_numpy,
 }

@@ -78,6 +78,12 @@ class TorchRun:
                 f"{machine.step.name!r} returned a state that is built otherwise than "
                 "the initial one. Return the same structure, as in a scan."
             )
+        if [p for p, leaf in enumerate(final) if is_tensor(leaf)] != self._places:
+            raise UsageError(
+                f"{machine.step.name!r} turned a tensor of the state into something "
+                "else, or the other way round. Begin with tensors where it returns "
+                "tensors."
+            )
         return [detached(leaf) for leaf in final]
 
     def _run_schedule(self, state: Any, *, taped: bool) -> Any:

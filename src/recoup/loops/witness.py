@@ -39,7 +39,9 @@ class Witness:
 
 def _mark(leaf: Any, tolerance: float | None) -> Any:
     if not isinstance(leaf, Tensor):
-        return leaf
+        if tolerance is not None or not hasattr(leaf, "tobytes"):
+            return leaf
+        return hashlib.blake2b(leaf.tobytes(), digest_size=16).digest(), leaf.shape
     if tolerance is not None:
         return leaf.detach()
     if not has_storage(leaf):
@@ -58,6 +60,8 @@ def _differs(mark: Any, leaf: Any, tolerance: float | None) -> Any:
         return not torch.allclose(
             mark, leaf.detach(), rtol=tolerance, atol=tolerance, equal_nan=True
         )
+    if tolerance is not None and hasattr(leaf, "tobytes"):
+        return bool((abs(mark - leaf) > tolerance * (1 + abs(leaf))).any())
     now = _mark(leaf, None)
     if isinstance(now, Tensor) and isinstance(mark, Tensor):
         return now != mark

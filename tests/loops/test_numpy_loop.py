@@ -1,0 +1,247 @@
+"""NumPy: forward as in the seed, gradients through autograd or a vjp of one's own."""
+
+import pytest
+
+np = pytest.importorskip("numpy")
+autograd = pytest.importorskip("autograd", reason="an optional package")
+anp = pytest.importorskip("autograd.numpy")
+
+from recoup import (  # noqa: E402
+    CaptureError,
+    ClearedError,
+    MismatchError,
+    UsageError,
+    checkpointed_loop,
+)
+from recoup.schedules import Chunked, Even, Online, Revolve, StoreAll  # noqa: E402
+
+
+def arrays(seed=0):
+    generator = np.random.default_rng(seed)
+    state = generator.normal(size=(3, 5))
+    matrix = generator.normal(size=(5, 5)) * 0.4
+    bias = generator.normal(size=5) * 0.1
+    return state, matrix, bias
+
+
+def model(state, matrix, bias, loop):
+    """The seed's recurrence; matrix and bias are captured, the matrix used twice."""
+
+    def step(h):
+        return anp.tanh(anp.tanh(h @ matrix + bias) @ matrix)
+
+    return anp.sum(loop(step, state) ** 2)
+
+
+def plain(steps):
+    def loop(step, state):
+        for _ in range(steps):
+            state = step(state)
+        return state
+
+    return loop
+
+
+def checkpointed(steps, **options):
+    return lambda step, state: checkpointed_loop(step, state, steps, **options)[0]
+
+
+def gradients(loop):
+    return autograd.grad(model, (0, 1, 2))(*arrays(), loop)
+
+
+def equal(found, expected):
+    return all(map(np.array_equal, found, expected))
+
+
+@pytest.mark.parametrize("steps", [1, 2, 10, 37])
+def test_gradients_are_bitwise_those_of_the_plain_loop(steps):
+    expected = gradients(plain(steps))
+    for schedule in (
+        StoreAll(steps),
+        Even(steps, 3),
+        Revolve(steps, slots=3),
+        Chunked(steps, slots=2, chunk=4),
+    ):
+        assert equal(gradients(checkpointed(steps, schedule=schedule)), expected)
+
+
+def test_the_evaluations_are_those_promised():
+    for schedule in (Even(30, 4), Revolve(30, slots=3), Chunked(30, slots=2, chunk=4)):
+        calls = 0
+
+        def step(h):
+            nonlocal calls
+            calls += 1
+            return anp.sin(h)
+
+        def total(state, schedule=schedule, step=step):
+            return anp.sum(checkpointed_loop(step, state, 30, schedule=schedule)[0])
+
+        autograd.grad(total)(np.ones(3))
+        assert calls == schedule.counts().evaluations
+
+
+def test_a_second_derivative_is_right():
+    def second(loop):
+        def first(state):
+            _, matrix, bias = arrays()
+            return anp.sum(autograd.grad(model)(state, matrix, bias, loop) ** 2)
+
+        return autograd.grad(first)(arrays()[0])
+
+    found = second(checkpointed(6, schedule=Even(6, 2)))
+    np.testing.assert_allclose(found, second(plain(6)), rtol=1e-13)
+
+
+def test_inputs_outputs_and_the_index():
+    def run(matrix, rows, begin, loop):
+        def step(state, index, row):
+            state = anp.tanh(state @ matrix + row) / (index + 1)
+            return state, anp.sin(state)
+
+        state, outputs = loop(step, begin, rows)
+        return anp.sum(state) + anp.sum(outputs**2)
+
+    def plainly(step, state, rows):
+        outputs = []
+        for index in range(7):
+            state, output = step(state, index, rows[index])
+            outputs.append(output)
+        return state, anp.stack(outputs)
+
+    def checkpointed(step, state, rows):
+        return checkpointed_loop(
+            step, state, inputs=rows, with_index=True, with_outputs=True
+        )[0]
+
+    generator = np.random.default_rng(1)
+    arguments = [generator.normal(size=s) for s in ((4, 4), (7, 4), (4,))]
+    differentiate = autograd.grad(run, (0, 1, 2))
+    found = differentiate(*arguments, checkpointed)
+    np.testing.assert_equal(found, differentiate(*arguments, plainly))
+
+
+def test_a_loop_of_unknown_length():
+    def run(state, loop):
+        return anp.sum(loop(lambda h: {"x": anp.sin(h["x"]), "n": h["n"] + 1}, state))
+
+    def plainly(step, x):
+        state = {"x": x, "n": 0}
+        while state["n"] < 50:
+            state = step(state)
+        return state["x"]
+
+    def checkpointed(step, x):
+        final, _ = checkpointed_loop(
+            step, {"x": x, "n": 0}, condition=lambda h: h["n"] < 50, schedule=Online(4)
+        )
+        return final["x"]
+
+    begin = np.array([0.3, 0.4])
+    expected = autograd.grad(run)(begin, plainly)
+    assert np.array_equal(autograd.grad(run)(begin, checkpointed), expected)
+
+
+def test_plain_numpy_with_a_vjp_of_ones_own():
+    def vjp(state, cotangent):
+        return cotangent * 1.1 * (1 - np.tanh(state * 1.1 + 0.1) ** 2)
+
+    begin = np.linspace(-1, 1, 8)
+    final, checkpoints = checkpointed_loop(
+        lambda h: np.tanh(h * 1.1 + 0.1), begin, 20, vjp=vjp
+    )
+    state, states = begin, []
+    for _ in range(20):
+        states.append(state)
+        state = np.tanh(state * 1.1 + 0.1)
+    cotangent = np.ones(8)
+    for before in reversed(states):
+        cotangent = vjp(before, cotangent)
+    assert np.array_equal(final, state)
+    assert np.array_equal(checkpoints.pull(np.ones(8)), cotangent)
+    assert len(checkpoints) == 4  # pull leaves them
+
+
+def test_forward_only_needs_no_derivatives_and_counts_once():
+    calls = 0
+
+    def step(state):
+        nonlocal calls
+        calls += 1
+        return np.round(state + 0.6)
+
+    final, checkpoints = checkpointed_loop(step, np.zeros(3), 1000)
+    assert calls == 1000
+    assert final.tolist() == [1000.0] * 3
+    assert len(checkpoints) == 31
+
+
+def test_the_seeds_counter_is_caught():
+    counter = 0
+
+    def step(state):
+        nonlocal counter
+        counter += 1
+        return state * (1 + counter / 1000)
+
+    def total(state):
+        return anp.sum(checkpointed_loop(step, state, 100)[0])
+
+    with pytest.raises(MismatchError, match="the steps 81 to 89"):
+        autograd.grad(total)(np.ones(3))
+
+
+def test_a_step_that_writes_to_its_state():
+    def step(state):
+        state *= 1.5
+        return state
+
+    begin = np.ones(4)
+    final, checkpoints = checkpointed_loop(step, begin, 9)
+    assert begin.tolist() == [1.0] * 4
+    assert final[0] == 1.5**9
+    assert [checkpoints[p][0] for p in checkpoints] == [1.5**p for p in checkpoints]
+    pulled = checkpointed_loop(
+        step, begin, 9, vjp=lambda state, cotangent: cotangent * 1.5
+    )[1].pull(np.ones(4))
+    assert pulled.tolist() == [1.5**9] * 4
+
+
+def test_a_captured_array_that_cannot_be_replaced_is_an_error():
+    class Registry:
+        weight = 0.0
+
+    def total(state, weight):
+        Registry.weight = weight
+        return anp.sum(checkpointed_loop(lambda h: h * Registry.weight, state, 9)[0])
+
+    for places in (1, (0, 1)):
+        with pytest.raises(CaptureError, match="gradient would be lost"):
+            autograd.grad(total, places)(np.ones(2), 0.5)
+
+
+def test_the_states_are_freed_by_backward_and_a_second_one_is_right():
+    kept = []
+
+    def vector(state):
+        final, checkpoints = checkpointed_loop(anp.sin, state, 30)
+        kept.append(checkpoints)
+        return final
+
+    found = autograd.jacobian(vector)(np.array([0.1, 0.2, 0.3]))  # three backwards
+    expected = autograd.jacobian(lambda x: plain(30)(anp.sin, x))(
+        np.array([0.1, 0.2, 0.3])
+    )
+    assert np.array_equal(found, expected)
+    assert len(kept[0]) == 0
+    with pytest.raises(ClearedError):
+        kept[0].pull(np.ones(3))
+
+
+def test_a_structure_must_stay_the_same():
+    with pytest.raises(UsageError, match="built otherwise"):
+        checkpointed_loop(lambda x: (x, x), np.ones(1), 1)
+    _, checkpoints = checkpointed_loop(lambda x: x, np.ones(1), 4)
+    with pytest.raises(UsageError, match="another structure"):
+        checkpoints.pull((np.ones(1), np.ones(1)))
