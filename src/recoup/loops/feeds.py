@@ -25,6 +25,10 @@ class Stacked:
             )
         (self.length,) = lengths
 
+    def whole(self) -> Any:
+        """Return the tree of arrays."""
+        return unflatten(self._structure, self.leaves)
+
     def with_leaves(self, leaves: dict[int, Any]) -> "Stacked":
         """Return a feed with some leaves replaced."""
         changed = [leaves.get(p, leaf) for p, leaf in enumerate(self.leaves)]

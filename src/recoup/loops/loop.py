@@ -245,7 +245,16 @@ def _run_numpy(
     return run_numpy(step, state, plan, captures, vjp)
 
 
+def _run_jax(
+    step: Step, state: Any, plan: Plan, captures: Sequence[Any], vjp: Any
+) -> tuple[Any, Any, Checkpoints]:
+    from recoup.loops.jax_loop import run_jax  # JAX is optional
+
+    return run_jax(step, state, plan, captures, vjp)
+
+
 _RUNNERS: dict[str, Callable[..., tuple[Any, Any, Checkpoints]]] = {
     "torch": _run_torch,
     "numpy": _run_numpy,
+    "jax": _run_jax,
 }
