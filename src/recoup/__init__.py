@@ -62,7 +62,11 @@ from recoup.engine.rerun import rerun
 from recoup.engine.scope import CheckpointScope
 from recoup.engine.tiers.account import Usage, tier_usage
 from recoup.engine.tiers.device import Device
+from recoup.engine.tiers.disk import Disk
+from recoup.engine.tiers.eight_bit import EightBit
+from recoup.engine.tiers.half import Half
 from recoup.engine.tiers.host import Host
+from recoup.engine.tiers.packed import Packed
 from recoup.engine.tiers.protocol import ExactTier, LossyTier, Stored, Tier
 from recoup.loops.loop import checkpointed_loop
 from recoup.loops.savings import (
@@ -92,10 +96,13 @@ __all__ = [
     "CheckpointScope",
     "ClearedError",
     "Device",
+    "Disk",
+    "EightBit",
     "ExactTier",
     "Fit",
     "GradientScaler",
     "Graph",
+    "Half",
     "Host",
     "InfeasibleError",
     "KeepCostly",
@@ -103,6 +110,7 @@ __all__ = [
     "LossyTier",
     "MismatchError",
     "MixedPrecisionScope",
+    "Packed",
     "ParameterAverage",
     "PeerError",
     "Plan",

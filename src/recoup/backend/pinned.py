@@ -1,5 +1,6 @@
 """Buffers of host memory that copies can use directly, kept for the next step."""
 
+import ctypes
 import threading
 from collections import OrderedDict, deque
 from dataclasses import dataclass
@@ -113,3 +114,18 @@ def rounded(nbytes: int) -> int:
     """
     step = max(512, (1 << (max(nbytes, 1) - 1).bit_length()) // 2 // _STEPS)
     return -(-max(nbytes, 1) // step) * step
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """Return the memory of a tensor of bytes on the host, to read and to write.
+
+    It does not keep the tensor alive.
+
+    Examples:
+        >>> tensor = torch.zeros(3, dtype=torch.uint8)
+        >>> memory_of(tensor)[1] = 7
+        >>> tensor
+        tensor([0, 7, 0], dtype=torch.uint8)
+    """
+    array = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    return memoryview(array).cast("B")

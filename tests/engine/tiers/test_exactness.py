@@ -7,15 +7,32 @@ import torch
 from hypothesis import event, given, settings
 from torch import Tensor, nn
 
-from recoup import ChangedTensorError, CheckpointScope, Host, KeepCostly, Tier
+from recoup import (
+    ChangedTensorError,
+    CheckpointScope,
+    Device,
+    Disk,
+    Host,
+    KeepCostly,
+    Packed,
+    Tier,
+)
 from recoup.engine.tiers.deposits import Deposit
 from tests.support.models import PROBLEMS, Problem, training
 from tests.support.programs import PHASES, Program, as_step, programs, repaired
 from tests.support.twin import Region, compare, judge
 
-EXACT: dict[str, Tier] = {"host": Host(smallest_bytes=0)}
+HOST, DISK = Host(smallest_bytes=0), Disk(smallest_bytes=0)
+EXACT: dict[str, Tier] = {
+    "device": Device(),
+    "host": HOST,
+    "disk": DISK,
+    "packed": Packed(smallest_bytes=0),
+    "packed on host": Packed(HOST, smallest_bytes=0),
+    "packed on disk": Packed(DISK, smallest_bytes=0),
+}
 
-OPTIONS = [{}, {"policy": KeepCostly()}, {"cache": True, "policy": KeepCostly()}]
+OPTIONS = [{}, {"policy": KeepCostly(), "cache": True}]
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
@@ -55,7 +72,7 @@ def check(program: Program, tier: Tier) -> None:
 
 
 @pytest.mark.parametrize("tier", EXACT)
-@settings(max_examples=80, phases=PHASES)
+@settings(max_examples=40, phases=PHASES)
 @given(program=programs)
 def test_a_random_program_is_bitwise_the_plain_program(tier, program):
     check(program, EXACT[tier])

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recoup.backend.pinned import BufferPool
+from recoup.backend.pinned import BufferPool, memory_of
 from recoup.backend.streams import streams_of
 from recoup.core.errors import UsageError
 from recoup.engine.tiers.account import ACCOUNTS
@@ -78,9 +78,24 @@ class OnHost(Stored):
 
     _parcel: Parcel | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the storage."""
+        return self._nbytes
+
+    def wait(self) -> memoryview:
+        """Wait on this thread until it is on the host, and return it there."""
+        parcel = self._parcel
+        assert parcel is not None, "not dropped"
+        assert parcel.buffer is not None, "on the host"
+        assert parcel.copied is not None, "on its way"
+        parcel.copied.synchronize()
+        return memory_of(parcel.buffer.memory[: parcel.nbytes])
+
     def __init__(self, storage: Tensor, guard: Tensor, window_bytes: int) -> None:
         self._traffic = traffic_of(storage.device)
         self._dtype = storage.dtype
+        self._nbytes = storage.nbytes
         self._parcel = self._traffic.send(
             storage.view(torch.uint8), guard, window_bytes=window_bytes
         )

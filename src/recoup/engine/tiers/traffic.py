@@ -51,7 +51,7 @@ class Parcel:
         self.buffer: Buffer | None = None
         self.copied: Mark | None = None
         self.arriving: tuple[Tensor, Mark] | None = None
-        self.error: ChangedTensorError | None = None
+        self.error: str | None = None
         self.is_dropped = False
         self.before: Parcel | None = None
         self.after: Parcel | None = None
@@ -123,7 +123,7 @@ class Traffic:
         with self._lock, out_of_sight():
             self._release_copied()
             if parcel.error is not None:
-                raise parcel.error
+                raise ChangedTensorError(parcel.error)
             storage = self._arrived(parcel)
             if self._streams.is_concurrent:
                 self._watch_backward()
@@ -181,7 +181,7 @@ class Traffic:
     def _release(self, parcel: Parcel) -> None:
         guard = parcel.guard
         if guard is not None and version_of(guard) != parcel.version:
-            parcel.error = changed(guard, parcel.version)
+            parcel.error = str(changed(guard, parcel.version))
         parcel.source = parcel.guard = None
         self.under_way_bytes -= parcel.nbytes
         if parcel.is_dropped:

@@ -1,0 +1,71 @@
+"""Coded storages: held in another form, decoded when they are asked for."""
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from recoup.backend.streams import out_of_sight
+from recoup.core.errors import UsageError
+from recoup.engine.tiers.protocol import Stored, Tier
+
+
+class Coded(Stored):
+    """A storage held as other tensors, from which it is decoded.
+
+    Args:
+        on: Where these are kept.
+        parts: The tensors, each one-dimensional on a storage of its own.
+        decode: Makes the storage of them again.
+    """
+
+    def __init__(
+        self, on: Tier, parts: Sequence[Tensor], decode: Callable[..., Tensor]
+    ) -> None:
+        self._decode = decode
+        self._parts: list[Stored] = []
+        try:
+            for part in parts:
+                self._parts.append(on.put(part))
+        except BaseException:
+            self.drop()
+            raise
+
+    def get(self) -> Tensor:
+        """Bring the parts back and decode them."""
+        with out_of_sight():
+            return self._decode(*[part.get() for part in self._parts])
+
+    def prefetch(self) -> None:
+        """Begin to bring the parts back."""
+        for part in self._parts:
+            part.prefetch()
+
+    def drop(self) -> None:
+        """Let go of the parts."""
+        for part in self._parts:
+            part.drop()
+
+
+def check_place(on: object, name: str) -> None:
+    """Raise unless `on` is a tier."""
+    if not isinstance(on, Tier):
+        raise UsageError(
+            f"{name} is kept on another tier, as in {name}(Host()): got {on!r}."
+        )
+
+
+def in_blocks(storage: Tensor, length: int) -> Tensor:
+    """Return a one-dimensional tensor as rows of a length, the last filled with zeros.
+
+    Examples:
+        >>> import torch
+        >>> in_blocks(torch.ones(3), 2)
+        tensor([[1., 1.],
+                [1., 0.]])
+    """
+    missing = -storage.numel() % length
+    if missing:
+        filled = storage.new_zeros(storage.numel() + missing)
+        filled[: storage.numel()] = storage
+        storage = filled
+    return storage.view(-1, length)

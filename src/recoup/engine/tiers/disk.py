@@ -1,0 +1,141 @@
+"""The disk tier: values in files while nobody needs them."""
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from recoup.backend.pinned import Buffer
+from recoup.backend.streams import out_of_sight, streams_of
+from recoup.core.errors import UsageError
+from recoup.engine.tiers.account import ACCOUNTS
+from recoup.engine.tiers.host import WINDOW_BYTES, OnHost
+from recoup.engine.tiers.protocol import ExactTier, Stored
+from recoup.engine.tiers.shelf import Shelf, Slot, shelf_in
+
+QUEUE_BYTES = 1 << 30
+SMALLEST_BYTES = 1 << 20
+"""A file costs some hundred microseconds, in which a disk writes a MiB."""
+
+
+@dataclass(frozen=True)
+class Disk(ExactTier):
+    """Keep values in files, exactly.
+
+    A value goes to the host as with `Host`, and from there to a file in a private
+    directory, written in the background. In backward files are read ahead in reverse
+    order. Every file has a checksum that is compared before its contents are used.
+
+    A file that cannot be written, is missing or damaged is a `TierError` that names
+    it. The directory is removed when the process ends. What a process left that was
+    killed is removed by the next one that uses the same place; it is never read.
+
+    The calling thread waits only for the disk: in forward when more than `queue_bytes`
+    are not written yet, in backward when a file has not been read in time.
+
+    Args:
+        directory: Where the private directory is made; by default where temporary
+            files go.
+        queue_bytes: Host memory for what waits to be written, and for what is read
+            ahead.
+        window_bytes: As for `Host`.
+        smallest_bytes: Storages of fewer bytes stay on the device.
+
+    Raises:
+        UsageError: The directory does not exist, or a number of bytes is negative.
+
+    Examples:
+        >>> import torch
+        >>> from recoup import CheckpointScope
+        >>> x = torch.linspace(-1, 1, 300_000, requires_grad=True)
+        >>> with CheckpointScope("block", store=Disk()):
+        ...     y = x.exp().sin()
+        >>> y.sum().backward()
+        >>> torch.equal(x.grad, (x.exp().cos() * x.exp()).detach())
+        True
+    """
+
+    directory: str | Path | None = None
+    queue_bytes: int = QUEUE_BYTES
+    window_bytes: int = WINDOW_BYTES
+    smallest_bytes: int = SMALLEST_BYTES
+
+    def __post_init__(self) -> None:
+        if self.directory is not None and not Path(self.directory).is_dir():
+            raise UsageError(
+                f"Disk(directory=...) names an existing directory: got "
+                f"{str(self.directory)!r}. Make it first."
+            )
+        for name in ("queue_bytes", "window_bytes", "smallest_bytes"):
+            if getattr(self, name) < 0:
+                raise UsageError(
+                    f"{name} is a number of bytes, zero or more: got "
+                    f"{getattr(self, name)}."
+                )
+
+    def takes(self, nbytes: int) -> bool:
+        """Return whether a storage is large enough for a file."""
+        return nbytes >= self.smallest_bytes
+
+    def put(self, storage: Tensor, guard: Tensor | None = None) -> Stored:
+        """Start the copy to the host, and the file after it."""
+        base = Path(self.directory or tempfile.gettempdir()).resolve()
+        shelf = shelf_in(base, storage.device.type, self.queue_bytes)
+        return OnDisk(shelf, storage, guard, self.window_bytes)
+
+
+class OnDisk(Stored):
+    """One storage on disk, or on its way there or back."""
+
+    _slot: Slot | None = None
+
+    def __init__(
+        self, shelf: Shelf, storage: Tensor, guard: Tensor | None, window_bytes: int
+    ) -> None:
+        self._shelf = shelf
+        self._dtype = storage.dtype
+        self._streams = streams_of(storage.device)
+        host = OnHost(storage, storage if guard is None else guard, window_bytes)
+        self._slot = shelf.put(host)
+
+    def get(self) -> Tensor:
+        """Return it; this thread waits for the file, if it is not read yet."""
+        slot = self._slot
+        assert slot is not None, "not dropped"
+        with slot.lock:
+            if slot.host is not None and slot.error is None:
+                return slot.host.get()
+        buffer = self._shelf.contents(slot)
+        ACCOUNTS.disk.got(slot.nbytes)
+        with out_of_sight():
+            streams = self._streams
+            storage = streams.allocate(slot.nbytes)
+            complete = streams.copy_in(
+                storage, buffer.memory[: slot.nbytes], after=(streams.now(),)
+            )
+            streams.hold_back(complete)
+        self._shelf.give_back(Buffer(buffer.memory, complete))
+        return storage.view(self._dtype)
+
+    def prefetch(self) -> None:
+        """Begin to read the file."""
+        if self._slot is not None and self._slot.host is None:
+            self._shelf.read_ahead(self._slot)
+
+    def settle(self) -> None:
+        """Let what the device does from now on come after the copy to the host."""
+        slot = self._slot
+        if slot is not None:
+            with slot.lock:
+                if slot.host is not None:
+                    slot.host.settle()
+
+    def drop(self) -> None:
+        """Remove the file."""
+        slot, self._slot = self._slot, None
+        if slot is not None:
+            self._shelf.drop(slot)
+
+    def __del__(self) -> None:
+        self.drop()

@@ -1,0 +1,94 @@
+"""The 8-bit tier: numbers kept as a byte each, and a scale for each block."""
+
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from recoup.engine.tiers.coded import Coded, check_place, in_blocks
+from recoup.engine.tiers.device import Device
+from recoup.engine.tiers.protocol import SMALLEST_BYTES, LossyTier, Stored, Tier
+
+BLOCK = 256
+"""Elements that share a scale: 4 bytes to 256, a sixty-fourth more."""
+
+_FLOATING = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+_COMPLEX = {
+    torch.complex64: torch.float32,
+    torch.complex128: torch.float64,
+    torch.complex32: torch.float16,
+}
+_LEVELS = 126
+"""The largest code of a finite number; the three codes beyond it, on both sides, are
+the infinities and NaN."""
+
+
+@dataclass(frozen=True)
+class EightBit(LossyTier):
+    """Keep floating-point numbers in 8 bits, scaled by blocks of 256 elements.
+
+    With m the largest finite magnitude in its block, the error of each number is at
+    most m / 250 + 2^-126; numbers of 16 bits are rounded once more, to their type.
+    Infinities and NaN stay what they are. Integers, booleans and 8-bit types stay bit
+    by bit. Complex numbers are pairs.
+
+    Costs: one pass over the storage to put it and one to get it; no synchronisation.
+
+    Args:
+        on: Where the bytes are kept; by default on the device.
+        smallest_bytes: Storages of fewer bytes stay as they are.
+
+    Raises:
+        UsageError: `on` is no tier.
+
+    Examples:
+        >>> stored = EightBit().put(torch.tensor([1.0, -0.5, float("inf")]))
+        >>> stored.get()
+        tensor([ 1.0000, -0.5000,     inf])
+    """
+
+    on: Tier = field(default_factory=Device)
+    smallest_bytes: int = SMALLEST_BYTES
+
+    def __post_init__(self) -> None:
+        check_place(self.on, "EightBit")
+
+    def takes(self, nbytes: int) -> bool:
+        """Return whether a storage is large enough."""
+        return nbytes >= self.smallest_bytes and self.on.takes(nbytes)
+
+    def put(self, storage: Tensor, guard: Tensor | None = None) -> Stored:
+        """Round the storage and put that where it is kept."""
+        dtype = storage.dtype
+        if dtype in _COMPLEX:
+            storage = storage.view(_COMPLEX[dtype])
+        elif dtype not in _FLOATING:
+            return self.on.put(storage, guard)
+        parts = encode(storage)
+        return Coded(self.on, parts, partial(decode, dtype, storage.numel()))
+
+
+def encode(storage: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a code for each number, and a scale for each block."""
+    precise = torch.float64 if storage.dtype is torch.float64 else torch.float32
+    rows = in_blocks(storage, BLOCK).to(precise)
+    finite = torch.where(rows.isfinite(), rows, torch.zeros_like(rows))
+    scale = finite.abs().amax(1, keepdim=True) / _LEVELS
+    nonzero = torch.where(scale == 0, torch.ones_like(scale), scale)
+    codes = (finite / nonzero).round().clamp(-_LEVELS, _LEVELS)
+    codes = torch.where(rows.isposinf(), 127, codes)
+    codes = torch.where(rows.isneginf(), -127, codes)
+    codes = torch.where(rows.isnan(), -128, codes)
+    return codes.to(torch.int8).view(-1), scale.view(-1)
+
+
+def decode(dtype: torch.dtype, length: int, codes: Tensor, scale: Tensor) -> Tensor:
+    """Return the storage in its own type again."""
+    rows = codes.view(-1, BLOCK)
+    wide = rows.to(scale.dtype) * scale.unsqueeze(1)
+    wide = torch.where(rows == 127, torch.inf, wide)
+    wide = torch.where(rows == -127, -torch.inf, wide)
+    wide = torch.where(rows == -128, torch.nan, wide)
+    real = wide.view(-1)[:length].to(_COMPLEX.get(dtype, dtype), copy=True)
+    return real.view(dtype)

@@ -1,0 +1,107 @@
+"""The half tier: numbers of 32 and 64 bits kept in 16."""
+
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from recoup.core.errors import UsageError
+from recoup.engine.tiers.coded import Coded, check_place, in_blocks
+from recoup.engine.tiers.device import Device
+from recoup.engine.tiers.protocol import SMALLEST_BYTES, LossyTier, Stored, Tier
+
+BLOCK = 1024
+"""Elements that share an exponent: 2 bytes to 2048, a thousandth more."""
+
+_WIDE = frozenset({torch.float32, torch.float64})
+_COMPLEX = {torch.complex64: torch.float32, torch.complex128: torch.float64}
+
+
+@dataclass(frozen=True)
+class Half(LossyTier):
+    """Keep floating-point numbers of 32 and 64 bits in 16 bits.
+
+    Every 1024 elements share an exponent, which is zero unless one of them is beyond
+    the 16-bit range: nothing finite becomes infinite. With m the largest finite
+    magnitude among the 1024, the error of x is at most
+
+    - for bfloat16: |x| / 2^8;
+    - for float16: |x| / 2^11, or 2^-25 where that is more; if m is above 65504, then
+      |x| / 2^11, or m / 2^39 where that is more.
+
+    (and a 4000th of it more for 64-bit numbers, which are rounded twice).
+
+    In bfloat16 the error of numbers below 2^-126 is at most 2^-134 (m / 2^260 if m is
+    above the range). Infinities and NaN stay what they are. Integers, booleans and
+    numbers of 16 bits or fewer stay bit by bit. Complex numbers are pairs.
+
+    Costs: one pass over the storage to put it and one to get it; no synchronisation.
+
+    Args:
+        on: Where the 16 bits are kept; by default on the device.
+        dtype: `torch.bfloat16` or `torch.float16`.
+        smallest_bytes: Storages of fewer bytes stay as they are.
+
+    Raises:
+        UsageError: `on` is no tier, or the type is neither of the two.
+
+    Examples:
+        >>> stored = Half(dtype=torch.float16).put(torch.tensor([0.1, 7e4, 1.0]))
+        >>> stored.get()
+        tensor([9.9976e-02, 7.0016e+04, 1.0000e+00])
+    """
+
+    on: Tier = field(default_factory=Device)
+    dtype: torch.dtype = torch.bfloat16
+    smallest_bytes: int = SMALLEST_BYTES
+
+    def __post_init__(self) -> None:
+        check_place(self.on, "Half")
+        if self.dtype not in (torch.bfloat16, torch.float16):
+            raise UsageError(
+                "Half keeps numbers as torch.bfloat16 or torch.float16: got "
+                f"{self.dtype}."
+            )
+
+    def takes(self, nbytes: int) -> bool:
+        """Return whether a storage is large enough."""
+        return nbytes >= self.smallest_bytes and self.on.takes(nbytes)
+
+    def put(self, storage: Tensor, guard: Tensor | None = None) -> Stored:
+        """Round the storage and put that where it is kept."""
+        dtype = storage.dtype
+        if dtype in _COMPLEX:
+            storage = storage.view(_COMPLEX[dtype])
+        elif dtype not in _WIDE:
+            return self.on.put(storage, guard)
+        parts = encode(storage, self.dtype)
+        return Coded(self.on, parts, partial(decode, dtype, storage.numel()))
+
+
+def encode(storage: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the numbers in 16 bits, and the exponents taken out of them."""
+    rows = in_blocks(storage, BLOCK)
+    finite = torch.where(rows.isfinite(), rows, torch.zeros_like(rows))
+    largest = finite.abs().amax(1, keepdim=True)
+    limit = torch.finfo(dtype).max
+    # 2^16 and 2^128 are the first powers beyond the ranges; one below is within.
+    top = 15 if dtype is torch.float16 else 127
+    exponent = torch.where(largest > limit, largest.frexp().exponent - top, 0)
+    scaled = rows * torch.exp2(-exponent.to(rows.dtype))
+    return scaled.to(dtype).view(-1), exponent.view(-1).to(torch.int16)
+
+
+def decode(
+    dtype: torch.dtype, length: int, halves: Tensor, exponents: Tensor
+) -> Tensor:
+    """Return the storage in its own type again."""
+    real = _COMPLEX.get(dtype, dtype)
+    scale = torch.exp2(exponents.to(real)).unsqueeze(1)
+    rows = halves.view(-1, BLOCK)
+    # The largest numbers of the type may have been rounded up, beyond it.
+    largest = torch.finfo(real).max
+    wide = (rows.to(real) * scale).clamp_(-largest, largest)
+    wide = torch.where(rows.isinf(), rows.to(real), wide).view(-1)
+    # Its own storage: what is given back is as long as what was put.
+    return (wide if wide.numel() == length else wide[:length].clone()).view(dtype)

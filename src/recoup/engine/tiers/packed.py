@@ -1,0 +1,134 @@
+"""The packed tier: what needs fewer bits than it has is kept in fewer, exactly."""
+
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from recoup.core.errors import UsageError
+from recoup.engine.tiers.coded import Coded, check_place, in_blocks
+from recoup.engine.tiers.device import Device
+from recoup.engine.tiers.protocol import SMALLEST_BYTES, ExactTier, Stored, Tier
+
+_BITS = (1, 2, 4, 8, 16, 32, 64, 128)
+_NARROWER = {
+    torch.float64: (torch.bfloat16, torch.float16, torch.float32),
+    torch.float32: (torch.bfloat16, torch.float16),
+}
+_SAME_SIZE = {torch.float64: torch.int64, torch.float32: torch.int32}
+_WIDTHS = {torch.int8: 8, torch.int16: 16, torch.int32: 32}
+_INTEGERS = {torch.int16: 16, torch.int32: 32, torch.int64: 64}
+_GLANCE = 256
+"""Elements that are looked at before all of them are."""
+
+
+@dataclass(frozen=True)
+class Packed(ExactTier):
+    """Keep storages in fewer bytes where not a bit is lost by it.
+
+    Booleans are kept as bits. Integers, such as the indices of a pooling layer, are
+    kept in the smallest type that spans their values. Floating-point numbers that all
+    fit a narrower type, because they were cast up from it, are kept in that type.
+    Anything else is kept as it is.
+
+    Costs: to see whether it fits, a storage of integers or of 32- or 64-bit numbers is
+    looked at when it is put, and on an accelerator the calling thread waits for the
+    answer. Booleans are packed unseen.
+
+    Args:
+        on: Where the bytes are kept; by default on the device.
+        smallest_bytes: Storages of fewer bytes stay as they are.
+
+    Raises:
+        UsageError: `on` is no exact tier. To pack and to round, write
+            `Half(Packed(...))`.
+
+    Examples:
+        >>> mask = torch.tensor([True, False, True])
+        >>> Packed().put(mask).get()
+        tensor([ True, False,  True])
+    """
+
+    on: Tier = field(default_factory=Device)
+    smallest_bytes: int = SMALLEST_BYTES
+
+    def __post_init__(self) -> None:
+        check_place(self.on, "Packed")
+        if not isinstance(self.on, ExactTier):
+            raise UsageError(
+                f"Packed loses nothing, so it is not kept on {self.on!r}, which does. "
+                "Turn them round: Half(Packed(Host()))."
+            )
+
+    def takes(self, nbytes: int) -> bool:
+        """Return whether a storage is large enough."""
+        return nbytes >= self.smallest_bytes and self.on.takes(nbytes)
+
+    def put(self, storage: Tensor, guard: Tensor | None = None) -> Stored:
+        """Pack the storage, if that loses nothing, and put that where it is kept."""
+        dtype = storage.dtype
+        if dtype is torch.bool:
+            decode = partial(_from_bits, storage.numel())
+            return Coded(self.on, [_to_bits(storage)], decode)
+        if dtype in _INTEGERS and storage.numel() > 0:
+            least, largest = (int(end) for end in storage.aminmax())
+            narrow = narrowest(least, largest)
+            if _WIDTHS.get(narrow, 64) < _INTEGERS[dtype]:
+                packed = _to_narrow(storage, least, narrow)
+                return Coded(self.on, [packed], partial(_from_narrow, dtype, least))
+        for narrow in _NARROWER.get(dtype, ()):
+            packed = _cast_down(storage, narrow)
+            if packed is not None:
+                return Coded(self.on, [packed], partial(_cast_up, dtype))
+        return self.on.put(storage, guard)
+
+
+def narrowest(least: int, largest: int) -> torch.dtype:
+    """Return the smallest integer type with as many values as lie between two.
+
+    Examples:
+        >>> narrowest(0, 255), narrowest(-5, 251), narrowest(0, 1 << 40)
+        (torch.int8, torch.int16, torch.int64)
+    """
+    for dtype, bits in _WIDTHS.items():
+        if largest - least < 1 << bits:
+            return dtype
+    return torch.int64
+
+
+def _to_narrow(storage: Tensor, least: int, narrow: torch.dtype) -> Tensor:
+    # The least value becomes the type's own least.
+    return (storage.to(torch.int64) - least + torch.iinfo(narrow).min).to(narrow)
+
+
+def _from_narrow(dtype: torch.dtype, least: int, packed: Tensor) -> Tensor:
+    start = torch.iinfo(packed.dtype).min
+    return (packed.to(torch.int64) - start + least).to(dtype)
+
+
+def _to_bits(storage: Tensor) -> Tensor:
+    weights = torch.tensor(_BITS, dtype=torch.uint8, device=storage.device)
+    return (in_blocks(storage, 8) * weights).sum(1, dtype=torch.uint8)
+
+
+def _from_bits(length: int, packed: Tensor) -> Tensor:
+    weights = torch.tensor(_BITS, dtype=torch.uint8, device=packed.device)
+    return (packed.unsqueeze(1) & weights).view(-1)[:length] != 0
+
+
+def _cast_down(storage: Tensor, narrow: torch.dtype) -> Tensor | None:
+    """Return the numbers in a narrower type, or None if that is not the same."""
+    if not _fits(storage[:_GLANCE], narrow) or not _fits(storage, narrow):
+        return None
+    return storage.to(narrow)
+
+
+def _fits(storage: Tensor, narrow: torch.dtype) -> bool:
+    bits = _SAME_SIZE[storage.dtype]
+    there_and_back = storage.to(narrow).to(storage.dtype)
+    return torch.equal(there_and_back.view(bits), storage.view(bits))
+
+
+def _cast_up(dtype: torch.dtype, packed: Tensor) -> Tensor:
+    return packed.to(dtype)
