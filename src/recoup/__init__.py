@@ -55,6 +55,9 @@ from recoup.engine.module import (
     uncheckpoint_module,
 )
 from recoup.engine.node import CheckpointNode
+from recoup.engine.plans import (
+    apply_plan,
+)
 from recoup.engine.policies import KeepCostly, KeepSmall, Policy
 from recoup.engine.profiler import CheckpointProfiler
 from recoup.engine.recomputing import is_recomputing
@@ -135,6 +138,7 @@ __all__ = [
     "Usage",
     "UsageError",
     "adaptive_checkpoint",
+    "apply_plan",
     "checkpoint",
     "checkpoint_count",
     "checkpoint_module",

@@ -18,6 +18,7 @@ from recoup.core.plan import Plan, plan_for
 from recoup.core.segments import Action
 from recoup.core.simulation import simulate
 from recoup.core.units import print_bytes, print_seconds
+from recoup.engine.plans import digest_of
 from recoup.engine.verification import Verify
 from recoup.measure.floor import Cost, measure_floor, run_step, time_step
 from recoup.measure.optimizers import missing_state_bytes
@@ -278,6 +279,7 @@ class _Fitting:
         made = plan_for(
             self._graph,
             solution.segments,
+            model=digest_of(self._step.model),
             budget_bytes=budget_left,
             peak_bytes=solution.simulation.peak_bytes,
             seconds=solution.simulation.seconds,

@@ -65,12 +65,15 @@ class Span:
         start: Where it begins.
         stop: Where it ends.
         held: The values made in it that are held; the others are recomputed.
+        made: For each operator of which a value is held, how many it made when it was
+            measured.
         inner: Spans inside it, in order.
     """
 
     start: Place
     stop: Place
     held: tuple[Held, ...] = ()
+    made: tuple[tuple[str, int], ...] = ()
     inner: tuple["Span", ...] = ()
 
 
@@ -82,7 +85,8 @@ class Plan:
 
     Attributes:
         spans: The regions of forward, in order.
-        signature: What it was made for; see `signature_of`.
+        signature: The step it was made for; see `signature_of`.
+        model: The model it was made for, as a digest of its modules; empty: any.
         budget_bytes: The budget it was made for; 0: none.
         peak_bytes: The peak that the simulation predicts.
         seconds: The time of a step that the simulation predicts.
@@ -98,6 +102,7 @@ class Plan:
 
     spans: tuple[Span, ...] = ()
     signature: str = ""
+    model: str = ""
     budget_bytes: int = 0
     peak_bytes: int = 0
     seconds: float = 0.0
@@ -109,6 +114,7 @@ class Plan:
                 "format": FORMAT,
                 "version": FORMAT_VERSION,
                 "signature": self.signature,
+                "model": self.model,
                 "budget_bytes": self.budget_bytes,
                 "peak_bytes": self.peak_bytes,
                 "seconds": self.seconds,
@@ -140,6 +146,7 @@ class Plan:
         return cls(
             spans=tuple(_read_span(item) for item in reader.items("spans")),
             signature=reader.text("signature"),
+            model=reader.text("model"),
             budget_bytes=reader.number("budget_bytes"),
             peak_bytes=reader.number("peak_bytes"),
             seconds=reader.real("seconds"),
@@ -174,6 +181,7 @@ def plan_for(
     graph: Graph,
     segments: Sequence[Segment],
     *,
+    model: str = "",
     budget_bytes: int = 0,
     peak_bytes: int = 0,
     seconds: float = 0.0,
@@ -182,6 +190,7 @@ def plan_for(
     return Plan(
         spans=tuple(_span(graph, segment) for segment in segments),
         signature=signature_of(graph),
+        model=model,
         budget_bytes=budget_bytes,
         peak_bytes=peak_bytes,
         seconds=seconds,
@@ -205,6 +214,7 @@ def _span(graph: Graph, segment: Segment) -> Span:
         start=_place(graph.boundaries[segment.start]),
         stop=_place(graph.boundaries[segment.stop]),
         held=tuple(held),
+        made=tuple((name, seen[name]) for name in sorted({h.operator for h in held})),
         inner=tuple(_span(graph, inner) for inner in segment.inner),
     )
 
@@ -221,6 +231,7 @@ def _span_data(span: Span) -> dict[str, Any]:
             [held.operator, held.nth, held.bytes, held.action.value]
             for held in span.held
         ],
+        "made": [list(item) for item in span.made],
         "inner": [_span_data(inner) for inner in span.inner],
     }
 
@@ -278,6 +289,7 @@ def _read_span(data: Any, depth: int = 0) -> Span:
         start=_read_place(reader.items("start")),
         stop=_read_place(reader.items("stop")),
         held=tuple(_read_held(item) for item in reader.items("held")),
+        made=tuple(_read_made(item) for item in reader.items("made")),
         inner=tuple(_read_span(item, depth + 1) for item in reader.items("inner")),
     )
 
@@ -300,6 +312,14 @@ def _read_held(data: Any) -> Held:
             raise PlanError(
                 f"this plan is damaged: a held value is {data!r}. {_ADVICE}"
             )
+
+
+def _read_made(data: Any) -> tuple[str, int]:
+    match data:
+        case [str(operator), int(count)] if count > 0:
+            return operator, count
+        case _:
+            raise PlanError(f"this plan is damaged: a count is {data!r}. {_ADVICE}")
 
 
 _ACTIONS = {action.value: action for action in Action}

@@ -1,6 +1,7 @@
 """Plans carried out: forward hooks begin and end the regions that a plan names."""
 
 import functools
+import hashlib
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -32,19 +33,29 @@ class HeldBySpan:
     """The policy of one region that runs by a plan.
 
     A value is told by its operator and by how many of that operator's values came
-    before it in the region, which other sizes of the batch do not change.
+    before it in the region, which other sizes of the batch do not change. Where a
+    region makes more of them than when it was measured, as when its graph depends on
+    the data, the others go by their kind: they are held if most of the known are.
 
     Args:
         held: For each operator, which of its values are held, and how.
+        made: For each of these operators, how many values are known.
 
     Examples:
-        >>> policy = HeldBySpan({"aten.mm.default": {1: Action.KEEP}})
+        >>> policy = HeldBySpan({"aten.mm.default": {1: Action.KEEP}}, {})
         >>> [policy.keeps("aten.mm.default", 64) for _ in range(3)]
         [False, True, False]
+        >>> held = {"aten.mm.default": {0: Action.KEEP, 1: Action.KEEP}}
+        >>> policy = HeldBySpan(held, {"aten.mm.default": 3})
+        >>> [policy.keeps("aten.mm.default", 64) for _ in range(5)]
+        [True, True, False, True, True]
     """
 
-    def __init__(self, held: Mapping[str, Mapping[int, Action]]) -> None:
+    def __init__(
+        self, held: Mapping[str, Mapping[int, Action]], made: Mapping[str, int]
+    ) -> None:
         self._held = held
+        self._made = made
         self._seen: dict[str, int] = {}
 
     def keeps(self, operator: str, nbytes: int) -> bool | Tier:
@@ -55,6 +66,9 @@ class HeldBySpan:
             return False
         nth = self._seen.get(operator, 0)
         self._seen[operator] = nth + 1
+        known = self._made.get(operator)
+        if known is not None and nth >= known and 2 * len(held) > known:
+            return True
         action = held.get(nth)
         return _HOST if action is Action.OFFLOAD else action is Action.KEEP
 
@@ -74,6 +88,7 @@ class _Stretch:
         self.span = span
         self.parent = parent
         self.table = table_of(span.held)
+        self.made = dict(span.made)
         self.name = f"{span.start.label} .. {span.stop.label}"
         self.key = ("plan", serial, self.name)
 
@@ -174,7 +189,7 @@ class _Run:
         around = self._open[-1][0] if self._open else None
         if around is not stretch.parent:
             return  # the one before it or around it did not end or begin as planned
-        policy = HeldBySpan(stretch.table) if stretch.table else None
+        policy = HeldBySpan(stretch.table, stretch.made) if stretch.table else None
         owner = object()
         options = Options(policy=policy, verify=self._verify)
         begin(owner, stretch.name, options, stretch.key)
@@ -216,6 +231,12 @@ class Applied:
                 f"a plan cannot be applied to this {type(model).__name__}: it has "
                 "compiled parts, whose operators cannot be seen. Apply the plan to the "
                 "model before torch.compile, or use checkpoint_module on its blocks."
+            )
+        if isinstance(plan, Plan) and plan.model not in ("", digest_of(model)):
+            raise PlanError(
+                f"this plan was made for another model than this "
+                f"{type(model).__name__}: its modules or the shapes of its parameters "
+                "differ. Make it anew with recoup.fit."
             )
         self._plan = plan
         self._verify: Verify = verify
@@ -289,6 +310,49 @@ class Applied:
 
 
 _RUNS = _Runs()
+
+
+def digest_of(model: nn.Module) -> str:
+    """Return a text that is equal for models of the same modules and parameters.
+
+    Examples:
+        >>> digest_of(nn.Linear(2, 2)) == digest_of(nn.Linear(2, 2))
+        True
+        >>> digest_of(nn.Linear(2, 2)) == digest_of(nn.Linear(2, 3))
+        False
+    """
+    digest = hashlib.sha256()
+    for name, module in model.named_modules():
+        digest.update(f"{name}:{type(module).__name__};".encode())
+    for name, parameter in model.named_parameters():
+        digest.update(f"{name}:{tuple(parameter.shape)}:{parameter.dtype};".encode())
+    return digest.hexdigest()[:16]
+
+
+def apply_plan(model: nn.Module, plan: Plan, *, verify: Verify = "first") -> Applied:
+    """Put a plan in force on a model, without measuring.
+
+    Args:
+        model: The model that the plan was made for.
+        plan: The plan, for example read with `Plan.from_json`.
+        verify: As for `CheckpointScope`.
+
+    Returns:
+        What takes it off again: call its `remove`.
+
+    Raises:
+        PlanError: The plan was made for another model.
+
+    Examples:
+        >>> import torch
+        >>> from recoup.core.plan import Span
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        >>> whole = Span(Place("", 0, True), Place("", 0, False))
+        >>> applied = apply_plan(model, Plan((whole,)))
+        >>> model(torch.ones(2, 4)).sum().backward()
+        >>> applied.remove()
+    """
+    return Applied(model, plan, verify=verify)
 
 
 def _reach(applied: Applied, name: str, entering: bool, *_: Any) -> None:  # noqa: FBT001

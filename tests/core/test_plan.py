@@ -1,0 +1,99 @@
+"""Plans as data: they survive JSON, and a bad file is one clear error."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recoup import Action, Plan, PlanError
+from recoup.core.plan import Held, Place, Span
+
+places = st.builds(
+    Place, st.text(max_size=8), st.integers(0, 9), st.sampled_from([True, False])
+)
+held = st.builds(
+    Held,
+    st.text(min_size=1, max_size=8),
+    st.integers(0, 99),
+    st.integers(0, 1 << 40),
+    st.sampled_from(Action),
+)
+made = st.tuples(st.text(max_size=8), st.integers(1, 99))
+spans = st.recursive(
+    st.builds(
+        Span, places, places, st.tuples(held), st.lists(made, max_size=2).map(tuple)
+    ),
+    lambda inner: st.builds(
+        Span,
+        places,
+        places,
+        st.just(()),
+        st.just(()),
+        st.lists(inner, max_size=3).map(tuple),
+    ),
+    max_leaves=6,
+)
+plans = st.builds(
+    Plan,
+    st.lists(spans, max_size=4).map(tuple),
+    st.text(max_size=16),
+    st.text(max_size=16),
+    st.integers(0, 1 << 50),
+    st.integers(0, 1 << 50),
+    st.floats(0, 1e6),
+)
+
+
+@given(plans)
+def test_a_plan_survives_json(plan):
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def a_plan() -> Plan:
+    keeps = Held("aten.mm.default", 2, 64, Action.KEEP)
+    span = Span(Place("h.0", 0, True), Place("h.0", 0, False), (keeps,))
+    return Plan((span,), "step", "model", 8, 7, 0.5)
+
+
+def changed(change) -> str:
+    data = json.loads(a_plan().to_json())
+    change(data)
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "no plan"),
+        ("[]", "is no object"),
+        ("[" * 100_000, "no plan"),
+        ("{}", "format is missing"),
+        ('{"format": "recoup plan"', "no plan"),
+        (changed(lambda d: d.update(format="pickle")), "no plan"),
+        (changed(lambda d: d.update(version=2)), "version 2"),
+        (changed(lambda d: d.update(version=True)), "version is True"),
+        (changed(lambda d: d.pop("spans")), "spans is missing"),
+        (changed(lambda d: d.update(spans={})), "spans is dict"),
+        (changed(lambda d: d.update(budget_bytes=-1)), "budget_bytes is -1"),
+        (changed(lambda d: d.update(seconds=float("nan"))), "seconds is nan"),
+        (changed(lambda d: d["spans"][0].update(start=["h", -1, "enter"])), "a place"),
+        (changed(lambda d: d["spans"][0].update(stop=["h", 0, "eval"])), "a place"),
+        (changed(lambda d: d["spans"][0].update(held=[["mm", 0, 1, "run"]])), "a held"),
+        (changed(lambda d: d["spans"][0].update(made=[["mm", 0]])), "a count"),
+        (changed(lambda d: d["spans"][0].update(inner=[7])), "a span is no object"),
+    ],
+)
+def test_a_bad_file_is_one_clear_error(text, says):
+    with pytest.raises(PlanError, match=says):
+        Plan.from_json(text)
+
+
+def test_a_file_cannot_nest_without_end():
+    data = json.loads(a_plan().to_json())
+    span = data["spans"][0]
+    for _ in range(80):
+        span = {**span, "inner": [span]}
+    data["spans"] = [span]
+    with pytest.raises(PlanError, match="nested more than"):
+        Plan.from_json(json.dumps(data))

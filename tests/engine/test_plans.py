@@ -1,0 +1,231 @@
+"""Plans in force: regions begin and end where the plan says, gradients stay."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from recoup import Action, CheckpointScope, Plan, PlanError, apply_plan
+from recoup.core.plan import Held, Place, Span
+from recoup.engine.active import open_regions
+from recoup.engine.observers import subscribe, unsubscribe
+from recoup.engine.plans import Applied, Cuts, digest_of
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(4, 8)
+        self.narrow = nn.Linear(8, 4)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x):
+        return x + self.dropout(self.narrow(torch.tanh(self.wide(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, layers=3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).sum()
+
+
+class Watching:
+    """Notes the names of the regions that run."""
+
+    def __init__(self):
+        self.names = []
+
+    def began(self, region):
+        self.names.append(region.name)
+
+    def ended(self, region):
+        pass
+
+    def __enter__(self):
+        subscribe(self)
+        return self
+
+    def __exit__(self, *_):
+        unsubscribe(self)
+
+
+def enter(name, call=0):
+    return Place(name, call, True)
+
+
+def leave(name, call=0):
+    return Place(name, call, False)
+
+
+def gradients(model, x):
+    torch.manual_seed(0)
+    model.zero_grad()
+    model(x).backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+KEPT = (
+    Held("aten.addmm.default", 0, 256, Action.KEEP),
+    Held("aten.addmm.default", 1, 128, Action.OFFLOAD),
+)
+PLANS = {
+    "each layer": tuple(
+        Span(enter(f"layers.{i}"), leave(f"layers.{i}")) for i in range(3)
+    ),
+    "two and a half": (Span(enter(""), enter("layers.1.narrow")),),
+    "with holds": (Span(enter(""), leave("layers.2"), KEPT),),
+    "nested": (
+        Span(
+            enter(""),
+            leave("layers.1"),
+            inner=(
+                Span(enter("layers.0"), leave("layers.0")),
+                Span(leave("layers.0"), leave("layers.1"), KEPT),
+            ),
+        ),
+        Span(leave("layers.1"), leave("")),
+    ),
+    "never ends": (Span(enter("layers.2"), leave("layers.0")),),
+    "never begins": (Span(enter("layers.0", 7), leave("layers.0", 7)),),
+    "nothing": (),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_no_plan_changes_a_bit(name, dtype):
+    model = Model().to(dtype)
+    x = torch.randn(8, 4, dtype=dtype)
+    plain = gradients(model, x)
+    applied = apply_plan(model, Plan(PLANS[name]), verify="always")
+    planned = gradients(model, x)
+    applied.remove()
+    assert all(map(torch.equal, plain, planned))
+    assert open_regions() == []
+
+
+def test_regions_are_those_of_the_plan():
+    model = Model()
+    applied = apply_plan(model, Plan(PLANS["nested"]))
+    with Watching() as seen:
+        model(torch.ones(2, 4))
+    applied.remove()
+    assert seen.names == [
+        "enter model#0 .. leave layers.1#0",
+        "enter layers.0#0 .. leave layers.0#0",
+        "leave layers.0#0 .. leave layers.1#0",
+        "leave layers.1#0 .. leave model#0",
+    ]
+
+
+def test_a_module_that_is_called_again_is_told_by_its_call():
+    model = nn.Sequential()
+    layer = Layer()
+    model.append(layer)
+    twice = nn.Sequential(model, model)
+    applied = apply_plan(twice, Plan((Span(enter("0.0", 1), leave("0.0", 1)),)))
+    with Watching() as seen:
+        twice(torch.ones(2, 4))
+    applied.remove()
+    assert seen.names == ["enter 0.0#1 .. leave 0.0#1"]
+
+
+def test_without_gradients_nothing_runs_in_regions():
+    model = Model()
+    applied = apply_plan(model, Plan(PLANS["each layer"]))
+    with Watching() as seen, torch.no_grad():
+        model(torch.ones(2, 4))
+    applied.remove()
+    assert seen.names == []
+
+
+def test_taking_it_off_leaves_nothing():
+    model = Model()
+    before = {name: dict(m.__dict__) for name, m in model.named_modules()}
+    keys = list(model.state_dict())
+    applied = apply_plan(model, Plan(PLANS["nested"]))
+    assert list(model.state_dict()) == keys
+    applied.remove()
+    for name, module in model.named_modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+        assert set(module.__dict__) == set(before[name])
+
+
+def test_an_exception_leaves_no_region_open():
+    model = Model()
+    applied = apply_plan(model, Plan(PLANS["nested"]))
+    handle = model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(torch.ones(2, 4))
+    assert open_regions() == []
+    handle.remove()
+    x = torch.randn(8, 4)
+    planned = gradients(model, x)
+    applied.remove()
+    assert all(map(torch.equal, gradients(model, x), planned))
+
+
+def test_a_scope_that_crosses_a_boundary_wins():
+    class Crossing(Model):
+        def forward(self, x):
+            with CheckpointScope("mine"):
+                x = self.layers[1](self.layers[0](x))
+            return self.head(self.layers[2](x)).sum()
+
+    model = Crossing()
+    x = torch.randn(8, 4)
+    plain = gradients(model, x)
+    places = [enter(""), enter("layers.1"), enter("layers.2"), leave("")]
+    spans = tuple(Span(a, b) for a, b in zip(places, places[1:], strict=False))
+    applied = apply_plan(model, Plan(spans))
+    assert all(map(torch.equal, gradients(model, x), plain))
+    applied.remove()
+    assert open_regions() == []
+
+
+def test_cuts_run_everything_in_regions():
+    model = Model()
+    x = torch.randn(8, 4)
+    plain = gradients(model, x)
+    applied = Applied(model, Cuts(("layers.0", "layers.1", "layers.2")))
+    with Watching() as seen:
+        cut = gradients(model, x)
+    applied.remove()
+    assert all(map(torch.equal, plain, cut))
+    assert len(seen.names) == 7
+
+
+@pytest.mark.parametrize(
+    "twin", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))]
+)
+def test_a_model_with_a_plan_can_be_copied(twin):
+    model = Model()
+    applied = apply_plan(model, Plan(PLANS["each layer"]))
+    other = twin(model)
+    x = torch.randn(8, 4)
+    with Watching() as seen:
+        copied = gradients(other, x)
+    applied.remove()
+    assert len(seen.names) == 3
+    assert all(map(torch.equal, copied, gradients(model, x)))
+
+
+def test_a_plan_for_other_modules_is_refused():
+    with pytest.raises(PlanError, match=r"'layers\.9'"):
+        apply_plan(Model(), Plan((Span(enter("layers.9"), leave("layers.9")),)))
+
+
+def test_a_plan_for_another_model_is_refused():
+    plan = Plan(PLANS["each layer"], model=digest_of(Model(4)))
+    with pytest.raises(PlanError, match="another model"):
+        apply_plan(Model(3), plan)
+    apply_plan(Model(4), plan).remove()
