@@ -83,6 +83,11 @@ from recoup.precision.scaler import GradientScaler
 from recoup.precision.scope import MixedPrecisionScope
 from recoup.schedules.even import compute_checkpoint_positions
 from recoup.train.averaging import ParameterAverage
+from recoup.train.comparison import (
+    Comparison,
+    ComparisonRow,
+    compare_configurations,
+)
 from recoup.train.results import RunResult, StepResult
 from recoup.train.settings import TrainerSettings
 from recoup.train.trainer import Trainer
@@ -98,6 +103,8 @@ __all__ = [
     "CheckpointProfiler",
     "CheckpointScope",
     "ClearedError",
+    "Comparison",
+    "ComparisonRow",
     "Device",
     "Disk",
     "EightBit",
@@ -146,6 +153,7 @@ __all__ = [
     "checkpoint_segment_flex",
     "checkpointed_loop",
     "clear_checkpoint_marks",
+    "compare_configurations",
     "compute_checkpoint_positions",
     "estimate_checkpoint_savings",
     "fit",

@@ -16,7 +16,7 @@ from recoup.core.errors import SnapshotError, UsageError
 from recoup.precision.scaler import GradientScaler
 from recoup.train.averaging import ParameterAverage
 from recoup.train.batches import LossFunction
-from recoup.train.blocks import checkpoint_blocks
+from recoup.train.blocks import checkpoint_blocks, uncheckpoint_blocks
 from recoup.train.compatibility import check_parts, check_types
 from recoup.train.interruption import Interruption
 from recoup.train.position import Position, make_loader
@@ -110,6 +110,11 @@ class Trainer:
     def scaler(self) -> GradientScaler | None:
         """The gradient scaler; only float16 has one."""
         return self._stepper.scaler
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is trained."""
+        return self._stepper.device
 
     @property
     def steps(self) -> int:
@@ -256,7 +261,12 @@ class Trainer:
         self._steps, self._skipped = state["steps"], state["skipped"]
         self._stepper.recovery.pieces = state["pieces"]
         if state["recomputes"] and not self._checkpointed:
-            self._checkpointed = checkpoint_blocks(self.model)
+            self._checkpointed = checkpoint_blocks(unwrapped(self.model))
+
+    def release(self) -> None:
+        """Take off the model what was put on it: regions around blocks, or a plan."""
+        uncheckpoint_blocks(self._checkpointed)
+        self._checkpointed = []
 
     def _step(self, batches: Sequence[Any], reports: Sequence[Report]) -> StepResult:
         self._prepare(batches)
@@ -307,13 +317,13 @@ class Trainer:
 
     def _tighten(self) -> str | None:
         if not self._checkpointed and self.settings.budget is None:
-            self._checkpointed = checkpoint_blocks(self.model)
+            self._checkpointed = checkpoint_blocks(unwrapped(self.model))
             if self._checkpointed:
                 return "every block is recomputed in backward"
         return None
 
     def _require_blocks(self) -> None:
-        self._checkpointed = checkpoint_blocks(self.model)
+        self._checkpointed = checkpoint_blocks(unwrapped(self.model))
         if not self._checkpointed:
             raise UsageError(
                 "use_gradient_checkpointing=True recomputes the repeated blocks of a "

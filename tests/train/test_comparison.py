@@ -1,0 +1,88 @@
+"""The four-row table: less memory in each way, and nothing left behind."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from recoup import UsageError, compare_configurations, is_checkpointed
+from tests.support.bits import tree_differences
+from tests.support.training import Classifier, samples
+from tests.support.twin import leftovers
+
+
+def table(model, optimizer=None, **options):
+    return compare_configurations(
+        model,
+        samples(256),
+        optimizer=optimizer,
+        loss_fn=functional.cross_entropy,
+        repeats=1,
+        **options,
+    )
+
+
+def test_checkpointing_takes_less_memory_in_both_precisions():
+    found = table(Classifier(32, norm=True))
+    full, mixed, checkpointed, both = (row.peak_bytes or 0 for row in found.rows)
+    assert 0 < checkpointed < full
+    assert both < mixed
+    assert found.precision == "bf16"
+    assert all(row.seconds for row in found.rows)
+
+
+def test_everything_is_as_it_was():
+    model = Classifier(8, norm=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(samples(8)[0]).sum().backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+
+    def state():
+        return copy.deepcopy(
+            [model.state_dict(), optimizer.state_dict(), torch.get_rng_state()]
+        )
+
+    for _ in range(2):
+        before = state()
+        table(model, optimizer)
+        assert list(tree_differences(before, state(), where="")) == []
+        kept = zip(gradients, model.parameters(), strict=True)
+        assert all(gradient is p.grad for gradient, p in kept)
+        optimizer.step()
+    assert not any(is_checkpointed(module) for module in model.modules())
+    assert list(leftovers()) == []
+
+
+def test_the_text_has_a_line_for_each_with_its_share():
+    lines = str(table(Classifier(8), precision="fp16")).splitlines()
+    assert len(lines) == 5
+    assert lines[1].startswith("Baseline (FP32)")
+    assert lines[1].count("100%") == 2
+    assert lines[4].startswith("Both")
+
+
+class Hungry(nn.Module):
+    """Has no memory for full precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Classifier(8)
+
+    def forward(self, x):
+        if not torch.is_autocast_enabled("cpu"):
+            raise torch.OutOfMemoryError("too much")
+        return self.inner(x)
+
+
+def test_a_configuration_that_does_not_fit_has_no_numbers():
+    found = table(Hungry())
+    fits = [row.peak_bytes is not None for row in found.rows]
+    assert fits == [False, True, False, True]
+    assert str(found).count("out of memory") == 2
+
+
+def test_full_precision_is_not_compared_with_itself():
+    with pytest.raises(UsageError, match="16 bits"):
+        table(Classifier(8), precision="fp32")
