@@ -6,7 +6,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from recoup.train.randomness import random_states, restore_random_states
+from recoup.train.randomness import (
+    RandomStates,
+    random_states,
+    restore_random_states,
+)
 from recoup.train.rollback import Rollback
 from tests.support.bits import tree_differences
 
@@ -23,15 +27,19 @@ def draw():
 
 def test_every_global_generator_is_put_back(device):
     draw()
-    states = random_states([device])
+    states = random_states(device)
     on_device = torch.rand(3, device=device)
-    restore_random_states(states, [device])
-    states = random_states([device])
+    restore_random_states(states, device)
+    states = random_states(device)
     first = draw()
-    restore_random_states(states, [device])
+    restore_random_states(states, device)
     assert list(tree_differences(first, draw(), where="")) == []
-    restore_random_states(states, [device])
+    restore_random_states(states, device)
     assert torch.equal(on_device, torch.rand(3, device=device))
+    restore_random_states(RandomStates.of_plain(states.plain()), device)
+    torch.rand(3, device=device)
+    restore_random_states(RandomStates.of_plain(states.plain()), device)
+    assert list(tree_differences(first, draw(), where="")) == []
 
 
 def test_buffers_of_every_type_are_put_back_and_parameters_are_not(device):

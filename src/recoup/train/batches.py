@@ -26,7 +26,7 @@ def sample_count(batch: Any) -> int | None:
         >>> sample_count((torch.ones(4, 2), torch.ones(3))) is None
         True
     """
-    found = tensors(batch)
+    found = _tensors(batch)
     counts = {tensor.shape[0] if tensor.dim() else None for tensor in found}
     return counts.pop() if len(counts) == 1 else None
 
@@ -60,6 +60,8 @@ def split_batch(batch: Any, pieces: int) -> list[Any]:
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """Move the tensors of a batch, without waiting where their memory is pinned."""
+    if all(tensor.device == device for tensor in _tensors(batch)):
+        return batch
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and leaf.device != device:
@@ -99,6 +101,21 @@ def compute_loss(
         )
     inputs, targets = batch
     return _as_loss(loss_fn(_call(model, inputs), targets))
+
+
+def _tensors(batch: Any) -> list[Tensor]:
+    """Return the tensors of a batch.
+
+    torch's own walk through nested structures is general, slow, and leaves a cycle of
+    references behind each time.
+    """
+    if isinstance(batch, Tensor):
+        return [batch]
+    if type(batch) in (tuple, list):
+        return [tensor for part in batch for tensor in _tensors(part)]
+    if type(batch) is dict:
+        return [tensor for part in batch.values() for tensor in _tensors(part)]
+    return tensors(batch)
 
 
 def _call(model: nn.Module, inputs: Any) -> Any:

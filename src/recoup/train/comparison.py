@@ -184,7 +184,7 @@ def _untouched(
     copies = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
     gradients = [parameter.grad for parameter in model.parameters()]
     state = copy.deepcopy(optimizer.state_dict())
-    states = random_states([device])
+    states = random_states(device)
     try:
         yield
     finally:
@@ -194,7 +194,7 @@ def _untouched(
         for parameter, gradient in zip(model.parameters(), gradients, strict=True):
             parameter.grad = gradient
         optimizer.load_state_dict(state)
-        restore_random_states(states, [device])
+        restore_random_states(states, device)
 
 
 def _share(value: float, base: float | None) -> str:

@@ -8,7 +8,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from recoup.core.errors import SnapshotError, UsageError
-from recoup.train.randomness import random_states, restore_random_states
+from recoup.train.randomness import (
+    RandomStates,
+    random_states,
+    restore_random_states,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -30,7 +34,7 @@ class Position:
         self.epoch = 0
         self.batches = 0
         self.first_epoch = 0
-        self._devices = [device]
+        self._device = device
         self._beginning: dict[str, Any] | None = None
 
     def open(self, loader: Iterable[Any]) -> Iterator[Any]:
@@ -42,12 +46,14 @@ class Position:
         _tell_epoch(loader, self.epoch)
         if self._beginning is None:
             self._beginning = {
-                "random": random_states(self._devices),
+                "random": random_states(self._device).plain(),
                 "generators": [each.get_state() for each in _generators(loader)],
             }
             return iter(loader)
-        now = random_states(self._devices)
-        restore_random_states(self._beginning["random"], self._devices)
+        now = random_states(self._device)
+        restore_random_states(
+            RandomStates.of_plain(self._beginning["random"]), self._device
+        )
         states = self._beginning["generators"]
         for generator, state in zip(_generators(loader), states, strict=False):
             generator.set_state(state)
@@ -58,7 +64,7 @@ class Position:
                     f"the run has seen {self.batches} batches of this epoch, the "
                     f"loader has {seen}. Resume with the same data and batch size."
                 )
-        restore_random_states(now, self._devices)
+        restore_random_states(now, self._device)
         return iterator
 
     def close(self) -> None:

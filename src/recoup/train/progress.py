@@ -30,32 +30,30 @@ class ProgressBar:
     """
 
     def __init__(self, *, enabled: bool, console: Console | None = None) -> None:
-        self._enabled = enabled
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[facts]}"),
-            console=console or Console(stderr=True),
-            disable=not enabled,
-        )
-        self._task = self._progress.add_task("", total=None, facts="")
+        self._progress: Progress | None = None
+        if enabled:
+            self._progress = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[facts]}"),
+                console=console or Console(stderr=True),
+            )
+            self._task = self._progress.add_task("", total=None, facts="")
         self._skipped = 0
         self._read_at = -_SECONDS_BETWEEN_READS
 
     def begin_epoch(self, number: int, *, steps: int | None, done: int) -> None:
         """Start counting the steps of an epoch, of which some are done already."""
-        self._progress.reset(
-            self._task,
-            total=steps,
-            completed=done,
-            description=f"epoch {number}",
-        )
+        if self._progress is not None:
+            self._progress.reset(
+                self._task, total=steps, completed=done, description=f"epoch {number}"
+            )
 
     def advance(self, result: StepResult) -> None:
         """Count a step."""
-        if not self._enabled:
+        if self._progress is None:
             return
         self._skipped += result.skipped
         self._progress.advance(self._task)
@@ -70,7 +68,8 @@ class ProgressBar:
             self._progress.update(self._task, facts=facts)
 
     def __enter__(self) -> Self:
-        self._progress.start()
+        if self._progress is not None:
+            self._progress.start()
         return self
 
     def __exit__(
@@ -79,4 +78,5 @@ class ProgressBar:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._progress.stop()
+        if self._progress is not None:
+            self._progress.stop()

@@ -7,14 +7,20 @@ import torch
 from torch import Tensor, nn
 
 from recoup.backend.foreach import copy_all
-from recoup.train.randomness import random_states, restore_random_states
+from recoup.train.randomness import (
+    RandomStates,
+    random_states,
+    restore_random_states,
+)
 
 
 class Rollback:
     """Remembers what a forward pass changes besides gradients, and puts it back.
 
-    These are the random generators and the model's buffers, such as running
-    statistics. Costs one copy of the buffers, kept, and a few kernels a step.
+    These are Python's and torch's random generators and the model's buffers, such as
+    running statistics. NumPy's generator is left alone: no module of torch draws from
+    it, and reading it takes longer than all the rest. Costs one copy of the buffers,
+    kept, and a few kernels a step.
 
     Examples:
         >>> norm = nn.BatchNorm1d(2)
@@ -28,14 +34,14 @@ class Rollback:
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model = model
-        self._devices = [device]
-        self._states: dict[str, Any] = {}
+        self._device = device
+        self._states: RandomStates | None = None
         self._buffers: list[Tensor] = []
         self._copies: list[Tensor] = []
 
     def remember(self) -> None:
         """Take note of how things stand."""
-        self._states = random_states(self._devices)
+        self._states = random_states(self._device, with_numpy=False)
         buffers = [
             buffer for buffer in self._model.buffers() if buffer.device.type != "meta"
         ]
@@ -47,7 +53,8 @@ class Rollback:
 
     def restore(self) -> None:
         """Put everything back as it was at the last `remember`."""
-        restore_random_states(self._states, self._devices)
+        assert self._states is not None, "remembered before"
+        restore_random_states(self._states, self._device)
         _copy(self._copies, to=self._buffers)
 
 

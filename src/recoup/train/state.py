@@ -8,7 +8,11 @@ from torch.optim import Optimizer
 
 from recoup.core.errors import SnapshotError
 from recoup.train.processes import Processes, unwrapped
-from recoup.train.randomness import random_states, restore_random_states
+from recoup.train.randomness import (
+    RandomStates,
+    random_states,
+    restore_random_states,
+)
 from recoup.train.sharding import shard_like, whole_tree
 
 _HAS = {True: "has", False: "has not"}
@@ -26,7 +30,7 @@ def collect_state(
     return {
         "model": whole_tree(dict(unwrapped(model).state_dict())),
         "optimizer": whole_tree(optimizer.state_dict()),
-        "random": processes.gather(random_states([device])),
+        "random": processes.gather(random_states(device).plain()),
     }
 
 
@@ -80,7 +84,7 @@ def check_part(name: str, *, has: bool, had: bool) -> None:
 
 
 def _apply_random(states: list[Any], device: torch.device, rank: int) -> None:
-    restore_random_states(states[rank % len(states)], [device])
+    restore_random_states(RandomStates.of_plain(states[rank % len(states)]), device)
     if rank >= len(states):
         # A new process must not repeat what another draws.
         torch.manual_seed(torch.initial_seed() + rank)

@@ -82,6 +82,9 @@ class Stepper:
     def report(self, batches: Sequence[Any], *, stop: bool = False) -> Report:
         """Return what the other processes must know of the next step."""
         several = self.processes.count > 1
+        if len(batches) == 1 and not several:
+            # Alone it has all the weight, whatever that is.
+            return Report(batches=1, stop=stop)
         return Report(
             weight=sum(self._weight_fn(batch) for batch in batches),
             batches=len(batches),
@@ -172,12 +175,15 @@ class Stepper:
     def _attempt(
         self, parts: Sequence[Any], total: float, *, synchronise: bool
     ) -> Tensor:
-        losses: list[Tensor] = []
-        own = sum(self._weight_fn(part) for part in parts) or 1.0
-        for index, part in enumerate(parts):
+        alone = self.processes.count == 1
+        if alone and len(parts) == 1:
+            weights = [1.0]
+        else:
+            weights = [self._weight_fn(part) for part in parts]
+        own, losses = sum(weights) or 1.0, list[Tensor]()
+        for index, (part, weight) in enumerate(zip(parts, weights, strict=True)):
+            share = weight / (own if alone else total or 1.0)
             last = index == len(parts) - 1
-            weight = self._weight_fn(part)
-            share = weight / total if total else 1.0
             with self.processes.accumulating(last=last and synchronise):
                 part = to_device(part, self.device)
                 with self.precision:
@@ -186,11 +192,9 @@ class Stepper:
                 weighted = loss if share == 1.0 else loss * share
                 scaled = self.scaler.scale(weighted) if self.scaler else weighted
                 scaled.backward()
-            losses.append(
-                loss.detach() * (weight / own) if len(parts) > 1 else loss.detach()
-            )
+            losses.append(loss.detach())
             del loss, weighted, scaled, part
-        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+        return _mean(losses, weights)
 
     def _move(self) -> tuple[bool, Tensor | None, Tensor | None]:
         """Unscale, clip, and step if everything is finite."""
@@ -288,6 +292,15 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
+def _mean(losses: list[Tensor], weights: list[float]) -> Tensor:
+    if len(losses) == 1:
+        return losses[0]
+    shares = [weight / (sum(weights) or 1.0) for weight in weights]
+    return torch.stack(
+        [loss * share for loss, share in zip(losses, shares, strict=True)]
+    ).sum()
 
 
 def _count_samples(batch: Any) -> float:
