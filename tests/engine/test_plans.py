@@ -1,6 +1,7 @@
 """Plans in force: regions begin and end where the plan says, gradients stay."""
 
 import copy
+import itertools
 import pickle
 
 import pytest
@@ -185,7 +186,7 @@ def test_a_scope_that_crosses_a_boundary_wins():
     x = torch.randn(8, 4)
     plain = gradients(model, x)
     places = [enter(""), enter("layers.1"), enter("layers.2"), leave("")]
-    spans = tuple(Span(a, b) for a, b in zip(places, places[1:], strict=False))
+    spans = tuple(Span(a, b) for a, b in itertools.pairwise(places))
     applied = apply_plan(model, Plan(spans))
     assert all(map(torch.equal, gradients(model, x), plain))
     applied.remove()
