@@ -58,7 +58,7 @@ def mixture(system: System) -> tuple[Floats, float, Floats] | None:
     return found.x, float(found.fun), -found.ineqlin.marginals
 
 
-def whole(system: System, *, seconds_limit: float) -> Floats | None:
+def whole(system: System, *, nodes: int) -> Floats | None:
     """Return the best x found in that time whose marked columns are whole, or None."""
     columns = len(system.objective)
     found = cast(
@@ -71,7 +71,13 @@ def whole(system: System, *, seconds_limit: float) -> Floats | None:
                 LinearConstraint(csr_array(system.upper), -np.inf, system.limits),
                 LinearConstraint(csr_array(system.ones), 1, 1),
             ],
-            options={"time_limit": seconds_limit, "mip_rel_gap": 1e-4},
+            # A number of nodes, so that the answer does not depend on the machine;
+            # the time is for emergencies.
+            options={
+                "time_limit": 5.0,
+                "node_limit": nodes,
+                "mip_rel_gap": 1e-4,
+            },
         ),
     )
     return found.x

@@ -6,16 +6,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from recoup.core.footprint import Footprint
 from recoup.core.graph import Graph
 from recoup.core.segments import Action
 from recoup.planners.cut import Demand, choose, frontier_of
-from recoup.planners.options import Option, holding, keep_all, with_actions
+from recoup.planners.options import (
+    Option,
+    Stretch,
+    holding,
+    keep_all,
+    kept_around,
+    with_actions,
+)
 from recoup.planners.profile import Profile
 from recoup.planners.programme import Programme, Relaxation
 
-Stretch = tuple[int, int]
-_COLUMN_ROUNDS = 4
+_COLUMN_ROUNDS = 3
+_TRIALS = 32
 
 
 @dataclass(frozen=True)
@@ -48,11 +54,18 @@ class OneLevel:
         self.graph = graph
         self.stretches = tuple(stretches)
         self.allow = allow
-        self.profile = Profile(graph, [_around(graph, self.stretches)])
+        self.profile = Profile(graph, [kept_around(graph, self.stretches)])
         pure = [holding(graph, a, b, ()) for a, b in self.stretches]
         self.programme = Programme(graph, self.profile, pure)
         self._demands = [self._demand(stretch) for stretch in self.stretches]
+        self._signatures = [_signature(demand) for demand in self._demands]
         self._offer_cuts()
+
+    def offer(self, options: Sequence[Option]) -> None:
+        """Add options found elsewhere, one for each stretch."""
+        for number, option in enumerate(options):
+            if option.segments:
+                self.programme.offer(number, option)
 
     def floor(self) -> Choice:
         """Return the choice with the lowest peak among the simplest ones."""
@@ -62,7 +75,7 @@ class OneLevel:
         ]
         return min(map(self._weigh, candidates), key=lambda c: c.peak_bytes)
 
-    def solve(self, budget_bytes: int, *, seconds_limit: float = 0.3) -> Choice | None:
+    def solve(self, budget_bytes: int, *, nodes: int = 200) -> Choice | None:
         """Return the fastest choice found whose exact peak is within the budget."""
         relaxed = self.programme.relaxed(budget_bytes)
         for _ in range(_COLUMN_ROUNDS):
@@ -71,25 +84,20 @@ class OneLevel:
             relaxed = self.programme.relaxed(budget_bytes)
         best = None
         target = budget_bytes
-        for _ in range(4):
-            relaxed = self.programme.relaxed(target)
+        for _ in range(3):
             if relaxed is None:
                 break
-            numbers = self.programme.rounded(
-                target, relaxed, seconds_limit=seconds_limit
-            )
+            numbers = self.programme.rounded(target, relaxed, nodes=nodes)
             if numbers is None:
                 break
             found = self._weigh(self.programme.chosen(numbers))
-            if found.peak_bytes > budget_bytes:
-                target -= found.peak_bytes - budget_bytes
-                continue
-            if best is None or found.seconds < best.seconds:
-                best = found
             room = budget_bytes - found.peak_bytes
-            if room <= budget_bytes // 500 or found.seconds == 0:
+            if room >= 0 and (best is None or found.seconds < best.seconds):
+                best = found
+            if 0 <= room <= budget_bytes // 500 or found.seconds == 0:
                 break
             target += room
+            relaxed = self.programme.relaxed(target)
         if best is None:
             floor = self.floor()
             best = floor if floor.peak_bytes <= budget_bytes else None
@@ -98,14 +106,12 @@ class OneLevel:
     def _improved(self, choice: Choice, budget_bytes: int) -> Choice:
         """Return the choice with faster options where they still fit."""
         room = budget_bytes - self.programme.in_rows(choice.options)
-        gains: list[tuple[float, int, Option]] = []
-        for number, options in enumerate(self.programme.options):
-            now = choice.options[number]
-            for other in options:
-                gain = now.seconds - other.seconds
-                if gain > 0 and self.programme.fits(now, other, room):
-                    gains.append((gain, number, other))
-        for _, number, other in sorted(gains, key=lambda gain: -gain[0])[:32]:
+        gains = [
+            (gain, number, option)
+            for number, now in enumerate(choice.options)
+            for gain, option in self.programme.faster(number, now, room)
+        ]
+        for _, number, other in sorted(gains, key=lambda gain: -gain[0])[:_TRIALS]:
             if other.seconds >= choice.options[number].seconds:
                 continue
             options = list(choice.options)
@@ -143,7 +149,7 @@ class OneLevel:
         for number, (stretch, demand) in enumerate(
             zip(self.stretches, self._demands, strict=True)
         ):
-            names, signature = _signature(demand)
+            names, signature = self._signatures[number]
             if signature not in known:
                 places = {value: place for place, value in enumerate(names)}
                 known[signature] = [
@@ -165,23 +171,29 @@ class OneLevel:
         """
         prices = _Prices(relaxed)
         new = False
+        solved: dict[object, tuple[int, ...]] = {}
+        second = self.graph.forward_seconds / 1e3
         for number, demand in enumerate(self._demands):
-            actions = self._best_actions(demand, number, prices)
+            actions = self._best_actions(demand, number, prices, solved)
             option = with_actions(self.graph, *self.stretches[number], actions)
-            known = min(
-                self.programme.cost(relaxed, other)
-                for other in self.programme.options[number]
-            )
-            tolerance = 1e-6 * (abs(known) + self.graph.forward_seconds / 1e3)
+            known = self.programme.least_cost(relaxed, number)
+            tolerance = 1e-6 * (abs(known) + second)
             if self.programme.cost(relaxed, option) < known - tolerance:
                 self.programme.offer(number, option)
                 new = True
         return new
 
     def _best_actions(
-        self, demand: Demand, number: int, prices: "_Prices"
+        self,
+        demand: Demand,
+        number: int,
+        prices: "_Prices",
+        solved: dict[object, tuple[int, ...]],
     ) -> dict[int, Action]:
-        """Return what to hold, and how, at the prices of bytes at moments."""
+        """Return what to hold, and how, at the prices of bytes at moments.
+
+        Stretches that look alike and have the same prices are solved once.
+        """
         graph, half = self.graph, self.profile.half
         until = self.programme.until
         made = [
@@ -220,7 +232,14 @@ class OneLevel:
                 save.used, save.released
             )
             penalty[producer] = penalty.get(producer, 0.0) + seconds
-        held = choose(demand, price, penalty=penalty)
+        names, signature = self._signatures[number]
+        paid = tuple(f"{price(v):.9g}" for v in names)
+        key = (signature, paid, tuple(f"{p:.9g}" for p in penalty.values()))
+        if key not in solved:
+            places = {value: place for place, value in enumerate(names)}
+            chosen = choose(demand, price, penalty=penalty)
+            solved[key] = tuple(places[value] for value in chosen)
+        held = [names[place] for place in solved[key]]
         return {
             value: Action.OFFLOAD
             if self._may_offload and offloading(value) < keeping(value)
@@ -249,19 +268,6 @@ class _Prices:
         low = bisect_left(self._rows, first)
         high = bisect_right(self._rows, last)
         return self._sums[high] - self._sums[low]
-
-
-def _around(graph: Graph, stretches: Sequence[Stretch]) -> Option:
-    """Return what autograd saves in none of the stretches."""
-    total = Footprint()
-    position = 0
-    for start, stop in stretches:
-        for save in graph.saves[position : graph.boundaries[start].saves]:
-            total.hold(graph, save)
-        position = graph.boundaries[stop].saves
-    for save in graph.saves[position:]:
-        total.hold(graph, save)
-    return Option((), total)
 
 
 def _signature(demand: Demand) -> tuple[list[int], object]:

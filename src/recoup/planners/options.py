@@ -14,6 +14,9 @@ from recoup.core.segments import Action, Segment
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
+Stretch = tuple[int, int]
+"""Two boundaries, and what lies between."""
+
 
 @dataclass(frozen=True)
 class Option:
@@ -74,3 +77,16 @@ def nested(graph: Graph, segment: Segment) -> Option:
     """Return the option to run a stretch as a segment with others inside."""
     found = footprint(graph, segment)
     return Option((segment,), found, found.recorded * graph.recording_seconds)
+
+
+def kept_around(graph: Graph, stretches: Iterable[Stretch]) -> Option:
+    """Return what autograd saves in none of some stretches: it is kept."""
+    total = Footprint()
+    position = 0
+    for start, stop in stretches:
+        for save in graph.saves[position : graph.boundaries[start].saves]:
+            total.hold(graph, save)
+        position = graph.boundaries[stop].saves
+    for save in graph.saves[position:]:
+        total.hold(graph, save)
+    return Option((), total)

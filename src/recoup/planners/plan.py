@@ -3,11 +3,9 @@
 from time import perf_counter
 
 from recoup.core.graph import Graph
-from recoup.core.segments import Action, Segment
-from recoup.core.simulation import Simulation, simulate
-from recoup.planners.blocks import blocks_of
+from recoup.core.segments import Action
 from recoup.planners.infeasible import infeasible
-from recoup.planners.one_level import OneLevel
+from recoup.planners.search import Plan, Search
 from recoup.planners.solution import Solution
 
 EXACT = frozenset({Action.KEEP, Action.OFFLOAD})
@@ -27,7 +25,7 @@ def plan(
     Raises:
         InfeasibleError: No plan known fits; it names the smallest budget that does.
 
-    Costs under 2 seconds for 100 blocks of 25 operators.
+    Costs a second or two for 100 blocks of 25 operators.
 
     Examples:
         >>> from recoup.core.graph import Graph
@@ -35,22 +33,67 @@ def plan(
         ()
     """
     started = perf_counter()
-    plain = simulate(graph, ())
-    if plain.peak_bytes <= budget_bytes:
-        return _solution((), plain, "store_all", started)
-    level = OneLevel(graph, blocks_of(graph), allow)
-    found = level.solve(budget_bytes)
+    search = Search(graph, allow)
+    found, bound = _solve(search, budget_bytes)
     if found is None:
-        floor = level.floor()
-        segments = tuple(s for option in floor.options for s in option.segments)
-        raise infeasible(graph, budget_bytes, segments)
-    segments = tuple(s for option in found.options for s in option.segments)
-    return _solution(segments, simulate(graph, segments), "one_level", started)
+        raise infeasible(graph, budget_bytes, search.floor[0])
+    return _solution(found, bound, started)
 
 
-def _solution(
-    segments: tuple[Segment, ...], costs: Simulation, planner: str, started: float
-) -> Solution:
-    return Solution(
-        segments, costs, planner=planner, seconds_planning=perf_counter() - started
-    )
+def floor(graph: Graph, *, allow: frozenset[Action] = EXACT) -> Solution:
+    """Return the plan with the smallest peak that is known how to find.
+
+    Examples:
+        >>> floor(Graph((), 0, (), (), (), (), ())).simulation.peak_bytes
+        0
+    """
+    started = perf_counter()
+    return _solution(Search(graph, allow).floor, 0.0, started)
+
+
+def frontier(
+    graph: Graph, *, points: int = 12, allow: frozenset[Action] = EXACT
+) -> tuple[Solution, ...]:
+    """Return plans from the smallest peak to that of plain training.
+
+    More memory never takes more time: a plan that another one beats in both is left
+    out.
+
+    Args:
+        graph: One step, as measured.
+        points: For how many budgets, evenly spread, plans are looked for.
+        allow: What may be done with a value besides recomputing it.
+
+    Examples:
+        >>> len(frontier(Graph((), 0, (), (), (), (), ())))
+        1
+    """
+    started = perf_counter()
+    search = Search(graph, allow)
+    lowest = search.floor[1].peak_bytes
+    highest = search.known[0][1].peak_bytes
+    step = (highest - lowest) / max(points - 1, 1)
+    budgets = sorted({int(lowest + step * n) for n in range(points)} | {highest})
+    bounds: dict[int, float] = {}
+    for budget_bytes in budgets:
+        _, bounds[budget_bytes] = _solve(search, budget_bytes)
+    found: list[Solution] = []
+    for budget_bytes in budgets:
+        best = search.best(budget_bytes)
+        assert best is not None, "the floor fits"
+        if not found or best[1].seconds < found[-1].simulation.seconds:
+            found.append(_solution(best, bounds[budget_bytes], started))
+    return tuple(found)
+
+
+def _solve(search: Search, budget_bytes: int) -> tuple[Plan | None, float]:
+    bound = 0.0
+    if search.known[0][1].peak_bytes > budget_bytes:
+        bound = search.bound_seconds(budget_bytes)
+    return search.solve(budget_bytes, bound), bound
+
+
+def _solution(found: Plan, bound_seconds: float, started: float) -> Solution:
+    segments, costs, planner = found
+    seconds_planning = perf_counter() - started
+    return Solution(segments, costs, bound_seconds, planner, seconds_planning)

@@ -9,6 +9,9 @@ from recoup.core.graph import Graph
 from recoup.core.simulation import stall_seconds
 from recoup.planners.options import Floats, Integers, Option
 
+Spans = tuple[Integers, Integers, Integers]
+"""Bytes, with the first and the last moment at which they are in use."""
+
 
 class Profile:
     """Adds up options of disjoint stretches as the simulator does.
@@ -82,36 +85,52 @@ class Profile:
         replays = sum(option.seconds for option in options)
         return replays + stall_seconds(self.graph, self.host_bytes(options))
 
-    def use(self, option: Option, until: Integers, rows: Integers) -> Floats:
-        """Return what an option takes at some moments beyond what is there anyway.
+    def spans(self, option: Option, until: Integers) -> Spans:
+        """Return what an option takes, and when, beyond what is there anyway.
 
         Args:
             option: One option of a stretch.
             until: When storages are let go of without it.
-            rows: The moments.
         """
-        result = np.zeros(len(rows))
         storages, lasts = option.holds
-        for storage, last in zip(storages, lasts, strict=True):
-            nbytes, before = self._bytes[storage], until[storage]
-            if last > before:
-                first = max(before + 1, self._born[storage])
-                result[(rows >= first) & (rows <= last)] += nbytes
-        spans = list(option.footprint.remade)
+        firsts = np.maximum(until[storages] + 1, self._born[storages])
+        more = list(option.footprint.remade)
         for offload in option.footprint.offloads:
             storage = offload.storage
             if until[storage] < self.half:
                 nbytes = int(self._bytes[storage])
-                first = int(until[storage]) + 1
-                spans.append((nbytes, first, min(offload.leaves, self.half) - 1))
-                spans.append(
-                    (nbytes, max(offload.used - 1, self.half), offload.released)
-                )
-        for nbytes, first, last in spans:
-            result[(rows >= first) & (rows <= last)] += nbytes
-        for moment, nbytes in option.spikes.items():
-            result[rows == moment] += nbytes
-        return result
+                leaves = min(offload.leaves, self.half) - 1
+                back = max(offload.used - 1, self.half)
+                more.append((nbytes, int(until[storage]) + 1, leaves))
+                more.append((nbytes, back, offload.released))
+        more += [(nbytes, moment, moment) for moment, nbytes in option.spikes.items()]
+        others = np.array(more, dtype=np.int64).reshape(-1, 3).T
+        return (
+            np.concatenate([self._bytes[storages], others[0]]),
+            np.concatenate([firsts, others[1]]),
+            np.concatenate([lasts, others[2]]),
+        )
+
+    def use(self, option: Option, until: Integers, rows: Integers) -> Floats:
+        """Return what an option takes at some moments beyond what is there anyway."""
+        return at_rows(self.spans(option, until), rows)
+
+
+def at_rows(spans: Spans, rows: Integers) -> Floats:
+    """Return the bytes of spans at some moments."""
+    amounts, firsts, lasts = spans
+    inside = (rows >= firsts[:, None]) & (rows <= lasts[:, None])
+    return amounts.astype(np.float64) @ inside
+
+
+def at_all(spans: Spans, moments: int) -> Floats:
+    """Return the bytes of spans at every moment."""
+    amounts, firsts, lasts = spans
+    real = lasts >= firsts
+    changes = np.bincount(firsts[real], amounts[real], moments + 1)
+    ends = np.minimum(lasts[real], moments - 1) + 1
+    changes -= np.bincount(ends, amounts[real], moments + 1)
+    return np.cumsum(changes[:moments], dtype=np.float64)
 
 
 def _raise(until: Integers, option: Option) -> None:

@@ -9,7 +9,7 @@ counts.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 from recoup.core.graph import Graph
 from recoup.planners.highs import System, mixture, whole
 from recoup.planners.options import Floats, Integers, Option
-from recoup.planners.profile import Profile
+from recoup.planners.profile import Profile, Spans, at_all, at_rows
 
 _WINDOWS = 64
+_FIRST_WINDOWS = 16
 _ROUNDS = 12
 
 
@@ -59,23 +60,26 @@ class Programme:
         self.until = _held_from_outside(profile, floor)
         self.base = _bytes_without(profile, self.until)
         self._rows = np.zeros(0, dtype=np.int64)
+        self._spans: list[list[Spans]] = [
+            [profile.spans(option, self.until)] for option in floor
+        ]
         self._uses: list[list[Floats]] = [[np.zeros(0)] for _ in floor]
-        self.watch(_peaks(profile.bytes_at(list(floor))))
+        self.watch(_peaks(profile.bytes_at(list(floor)), _FIRST_WINDOWS))
 
     def offer(self, stretch: int, option: Option) -> None:
         """Add an option."""
+        spans = self.profile.spans(option, self.until)
         self.options[stretch].append(option)
-        use = self.profile.use(option, self.until, self._rows)
-        self._uses[stretch].append(use)
+        self._spans[stretch].append(spans)
+        self._uses[stretch].append(at_rows(spans, self._rows))
 
     def watch(self, moments: Integers) -> None:
         """Add rows."""
         new = np.setdiff1d(moments, self._rows)
         self._rows = np.concatenate([self._rows, new])
-        for options, uses in zip(self.options, self._uses, strict=True):
-            for number, option in enumerate(options):
-                more = self.profile.use(option, self.until, new)
-                uses[number] = np.concatenate([uses[number], more])
+        for known, uses in zip(self._spans, self._uses, strict=True):
+            for number, spans in enumerate(known):
+                uses[number] = np.concatenate([uses[number], at_rows(spans, new)])
 
     def relaxed(self, budget_bytes: int) -> Relaxation | None:
         """Return the best mixture that fits; None: there is none."""
@@ -87,7 +91,7 @@ class Programme:
         return found
 
     def rounded(
-        self, budget_bytes: int, relaxed: Relaxation, *, seconds_limit: float
+        self, budget_bytes: int, relaxed: Relaxation, *, nodes: int
     ) -> list[int] | None:
         """Return whole options near a mixture that fit, as the rows count bytes.
 
@@ -100,7 +104,7 @@ class Programme:
             open_columns = self._open_columns(relaxed, free)
             found = whole(
                 self._system(budget_bytes).restricted(open_columns),
-                seconds_limit=seconds_limit,
+                nodes=nodes,
             )
             if found is None:
                 if open_columns.all():
@@ -133,11 +137,17 @@ class Programme:
         """Return the exact bytes in use at the moments that are watched."""
         return self.profile.bytes_at(options)[self._rows].astype(np.float64)
 
-    def fits(self, now: Option, other: Option, room: Floats) -> bool:
-        """Return whether another option seems to fit in the room at the rows."""
-        more = self.profile.use(other, self.until, self._rows)
-        more -= self.profile.use(now, self.until, self._rows)
-        return bool((more <= room).all())
+    def faster(
+        self, stretch: int, now: Option, room: Floats
+    ) -> Iterator[tuple[float, Option]]:
+        """Yield faster options that seem to fit in the room at the rows."""
+        use = self.profile.use(now, self.until, self._rows)
+        for option, other in zip(
+            self.options[stretch], self._uses[stretch], strict=True
+        ):
+            gain = now.seconds - option.seconds
+            if gain > 0 and bool((other - use <= room).all()):
+                yield gain, option
 
     def cost(self, relaxed: Relaxation, option: Option) -> float:
         """Return what an option costs at the prices of a mixture."""
@@ -145,16 +155,26 @@ class Programme:
         host = relaxed.host_price * self._host_bytes(option)
         return option.seconds + float(use @ relaxed.prices) + host
 
+    def least_cost(self, relaxed: Relaxation, stretch: int) -> float:
+        """Return what the best known option of a stretch costs at those prices."""
+        count = len(relaxed.rows)
+        return min(
+            option.seconds
+            + float(use[:count] @ relaxed.prices)
+            + relaxed.host_price * self._host_bytes(option)
+            for option, use in zip(
+                self.options[stretch], self._uses[stretch], strict=True
+            )
+        )
+
     def _watch_broken(self, shares: Sequence[Floats], budget_bytes: int) -> bool:
         """Add rows where a mixture does not fit; return whether there are any."""
-        every = np.arange(self.graph.moments)
         total = self.base.astype(np.float64)
-        for options, share in zip(self.options, shares, strict=True):
+        for known, share in zip(self._spans, shares, strict=True):
             for number in np.flatnonzero(share > 1e-9):
-                use = self.profile.use(options[number], self.until, every)
-                total += share[number] * use
+                total += share[number] * at_all(known[number], self.graph.moments)
         total[self._rows] = 0
-        tops = _peaks(total)
+        tops = _peaks(total, _WINDOWS)
         broken = tops[total[tops] > budget_bytes * (1 + 1e-9)]
         if len(broken):
             self.watch(broken)
@@ -237,9 +257,9 @@ def _bytes_without(profile: Profile, until: Integers) -> Integers:
     return bare.bytes_at([])
 
 
-def _peaks(total: Integers | Floats) -> Integers:
+def _peaks(total: Integers | Floats, windows: int) -> Integers:
     """Return the largest moment of each of some windows of the step."""
-    edges = np.unique(np.linspace(0, len(total), _WINDOWS + 1).astype(np.int64))
+    edges = np.unique(np.linspace(0, len(total), windows + 1).astype(np.int64))
     return np.array(
         [a + int(total[a:b].argmax()) for a, b in itertools.pairwise(edges)],
         dtype=np.int64,

@@ -1,0 +1,114 @@
+"""Places where a segment may well begin: where little of forward crosses."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from recoup.core.graph import Graph
+from recoup.planners.options import Floats
+
+
+def crossing_bytes(graph: Graph) -> Floats:
+    """Return for each boundary the bytes made before it and read after it."""
+    count = len(graph.operations)
+    last: dict[int, int] = {}
+    for number, operation in enumerate(graph.operations):
+        for value in operation.reads:
+            last[graph.values[value].storage] = number
+    changes = np.zeros(count + 2)
+    for storage, reader in last.items():
+        born = graph.storages[storage].born
+        if 0 <= born < reader:
+            changes[born + 1] += graph.storages[storage].bytes
+            changes[reader + 1] -= graph.storages[storage].bytes
+    places = [boundary.operation for boundary in graph.boundaries]
+    return np.cumsum(changes)[places]
+
+
+def narrow_places(
+    graph: Graph, *, most: int, always: Sequence[int] = (), span: int = 2
+) -> tuple[int, ...]:
+    """Return boundaries at which less crosses than at most others near them.
+
+    Args:
+        graph: The step.
+        most: About how many to return; the narrowest of each stretch of equally many
+            saved bytes come first.
+        always: Boundaries to return in any case.
+        span: How many places to each side a place is compared with.
+    """
+    crossing = crossing_bytes(graph)
+    first, last = _ends(graph)
+    distinct = _distinct(graph, first, last)
+    chosen = {first, last, *(place for place in always if first <= place <= last)}
+    found: list[int] = []
+    for number, place in enumerate(distinct):
+        near = distinct[max(0, number - span) : number + span + 1]
+        if crossing[place] <= 1.05 * min(crossing[other] for other in near):
+            found.append(place)
+    if len(found) > most:
+        found = _spread(graph, found, crossing, most)
+    return tuple(sorted(chosen | set(found)))
+
+
+def _ends(graph: Graph) -> tuple[int, int]:
+    if len(graph.blocks) > 1:
+        return graph.blocks[0], graph.blocks[-1]
+    return 0, len(graph.boundaries) - 1
+
+
+def _distinct(graph: Graph, first: int, last: int) -> list[int]:
+    """Return boundaries, one for each number of operations and saves before it."""
+    found: dict[tuple[int, int], int] = {}
+    for place in range(first, last + 1):
+        boundary = graph.boundaries[place]
+        found.setdefault((boundary.operation, boundary.saves), place)
+    return list(found.values())
+
+
+class Finer:
+    """Splits stretches where little crosses, into parts of about equal saved bytes."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._crossing = crossing_bytes(graph)
+        self._weights = _weights(graph)
+
+    def split(self, first: int, last: int, parts: int) -> list[int]:
+        """Return boundaries from a first to a last with about `parts` stretches."""
+        places = _distinct(self._graph, first, last)
+        weights = self._weights[places]
+        found = [first]
+        for part in range(1, parts):
+            share = (weights - weights[0]) / ((weights[-1] - weights[0]) or 1.0)
+            near = [
+                place
+                for place, at in zip(places, share, strict=True)
+                if abs(at - part / parts) <= 0.5 / parts and found[-1] < place < last
+            ]
+            if near:
+                found.append(min(near, key=lambda place: self._crossing[place]))
+        return [*found, last]
+
+
+def _weights(graph: Graph) -> Floats:
+    """Return for each boundary the saved bytes made before it."""
+    weights = np.zeros(len(graph.operations) + 1)
+    for value in {save.value for save in graph.saves}:
+        weights[graph.values[value].producer + 1] += graph.bytes_of(value)
+    places = [boundary.operation for boundary in graph.boundaries]
+    return np.cumsum(weights)[places]
+
+
+def _spread(
+    graph: Graph, places: Sequence[int], crossing: Floats, most: int
+) -> list[int]:
+    """Return the narrowest place of each of as many stretches of equal weight."""
+    weights = _weights(graph)
+    total = weights[-1] or 1.0
+    best: dict[int, int] = {}
+    for place in places:
+        group = int(most * weights[place] / total)
+        if group not in best or crossing[place] < crossing[best[group]]:
+            best[group] = place
+    return list(best.values())
