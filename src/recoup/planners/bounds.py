@@ -75,7 +75,8 @@ def demand_at(graph: Graph, moment: int) -> tuple[Demand, int]:
     }
     base_bytes = graph.other_bytes[moment]
     base_bytes += sum(graph.storages[storage].bytes for storage in there)
-    return Demand(graph, inside, tuple(later), price_bytes), base_bytes
+    recording = graph.recording_seconds
+    return Demand(graph, inside, tuple(later), price_bytes, recording), base_bytes
 
 
 def _bound(demand: Demand, room_bytes: int) -> float:

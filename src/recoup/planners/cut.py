@@ -30,12 +30,14 @@ class Demand:
         values: The values made in it that backward needs.
         price_bytes: What holding a value costs, where it is not the bytes of its
             storage: 0 for one that is in memory in any case.
+        operation_seconds: What each operation that is replayed costs beside its time.
     """
 
     graph: Graph
     inside: range
     values: tuple[int, ...]
     price_bytes: Mapping[int, int]
+    operation_seconds: float = 0.0
 
     def bytes_of(self, value: int) -> int:
         """Return what holding a value costs."""
@@ -101,7 +103,7 @@ def choose(
             price(value) if graph.values[value].holdable else None,
         )
         operation = graph.operations[producer]
-        extra = penalty.get(producer, 0.0) if penalty else 0.0
+        extra = penalty.get(producer, 0.0) if penalty else demand.operation_seconds
         if network.once(("operation", producer), operation.seconds + extra):
             for read in operation.reads:
                 network.add(("operation", producer), ("value", read), None)
@@ -138,7 +140,8 @@ def evaluate(demand: Demand, held: Iterable[int]) -> Choice:
     return Choice(
         frozenset(value for value in used if not demand.is_forced(value)),
         sum(by_storage.values()),
-        sum(graph.operations[number].seconds for number in replayed),
+        sum(graph.operations[number].seconds for number in replayed)
+        + demand.operation_seconds * len(replayed),
     )
 
 
