@@ -10,6 +10,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, register_random, settings
 
+# A program of its own that needs a browser; not to be imported while tests are sought.
+collect_ignore = ["support/browser.py"]
+
 # One thread makes sums on the CPU repeatable, and small tensors fast.
 torch.set_num_threads(1)
 

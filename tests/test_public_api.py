@@ -1,6 +1,8 @@
 """The public names: sorted, there, described, and complete as far as errors go."""
 
 import inspect
+import subprocess
+import sys
 
 import pytest
 
@@ -27,12 +29,49 @@ def test_a_public_name_exists_and_is_documented(name):
 
 
 def test_nothing_else_is_in_the_top_package():
+    assert recoup.RecoupError  # the first use of a name brings in all of them
     others = {
         name
         for name, value in vars(recoup).items()
         if not name.startswith("_") and not inspect.ismodule(value)
     }
     assert others == set(recoup.__all__)
+
+
+def in_a_fresh_process(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+def test_torch_is_imported_only_when_a_name_needs_it():
+    code = (
+        "import sys, recoup, recoup.report.pages, recoup.planners.plan\n"
+        "before = 'torch' in sys.modules\n"
+        "recoup.CheckpointScope\n"
+        "print(before, 'torch' in sys.modules)"
+    )
+    assert in_a_fresh_process(code) == "False True"
+
+
+def test_a_subpackage_does_not_hide_the_public_name():
+    code = (
+        "import pkgutil, types, recoup\n"
+        "for found in pkgutil.walk_packages(recoup.__path__, 'recoup.'):\n"
+        "    if found.name.count('.') == 1: __import__(found.name)\n"
+        "import recoup.measure.blocks\n"
+        "names = [n for n in recoup.__all__"
+        " if isinstance(getattr(recoup, n), types.ModuleType)]\n"
+        "print(names, recoup.measure.__name__)"
+    )
+    assert in_a_fresh_process(code) == "[] measure"
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="nonsense"):
+        recoup.nonsense  # noqa: B018 (the access is the test)
+    assert set(recoup.__all__) <= set(dir(recoup))
 
 
 def test_every_error_is_public():

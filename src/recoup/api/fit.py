@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 
 from recoup.api.adaptation import Adapted
 from recoup.api.budgets import Budget, budget_bytes
+from recoup.api.findings import fit_findings
 from recoup.api.progress import Progress, progress_for
 from recoup.core.errors import InfeasibleError
 from recoup.core.graph import Graph
@@ -25,6 +27,8 @@ from recoup.measure.optimizers import missing_state_bytes
 from recoup.measure.training import TrainingStep, training_step, untouched
 from recoup.planners.plan import plan
 from recoup.planners.solution import Solution
+from recoup.report.findings import Findings
+from recoup.report.pages import fragment, page
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -103,6 +107,19 @@ class Fit:
         self.model.zero_grad(set_to_none=True)
         torch.accelerator.empty_cache()
         return step()
+
+    def findings(self, *, title: str = "", points: int = 7) -> Findings:
+        """Return all that was found, for `recoup.report`; see `fit_findings`."""
+        return fit_findings(self, title=title, points=points)
+
+    def write_page(self, path: str | Path, *, title: str = "") -> Path:
+        """Write one self-contained HTML page: memory, plans, blocks, baselines."""
+        target = Path(path)
+        target.write_text(page(self.findings(title=title)), encoding="utf-8")
+        return target
+
+    def _repr_html_(self) -> str:
+        return fragment(self.findings(points=0))
 
     def __str__(self) -> str:
         held = self.plan.count()

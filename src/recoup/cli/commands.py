@@ -1,0 +1,344 @@
+"""The commands of `recoup`, one function each; what needs torch is imported inside."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from recoup.cli.outputs import as_json, check_writable, read_text, write_whole
+from recoup.cli.statuses import USAGE, CommandError
+from recoup.core.errors import UsageError
+from recoup.core.units import parse_bytes, print_bytes, print_seconds
+from recoup.core.version import VERSION
+
+TargetName = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODULE:FUNCTION",
+        help="A function of yours that returns (model, batch), and optionally loss "
+        "and optimizer; or path/to/file.py:function.",
+    ),
+]
+BudgetText = Annotated[
+    str | None,
+    typer.Option(
+        "--budget",
+        help="Peak bytes, everything counted: 8GiB, 600MB, or 60% of the plain peak. "
+        "By default what the device has.",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show a traceback on errors.")]
+Offload = Annotated[
+    bool, typer.Option("--offload", help="Values may also wait on the host.")
+]
+Points = Annotated[int, typer.Option(min=2, max=64, help="How many budgets to try.")]
+PagePath = Annotated[Path | None, typer.Option(help="Write the report page there.")]
+PlanPath = Annotated[Path | None, typer.Option(help="Write the plan there, as JSON.")]
+FindingsPath = Annotated[
+    Path | None, typer.Option(help="Write all findings there, as JSON.")
+]
+ChartPath = Annotated[Path | None, typer.Option(help="Write the chart there, as SVG.")]
+
+
+def _print_version(wanted: bool) -> None:  # noqa: FBT001 (as typer calls it)
+    if wanted:
+        print(f"recoup {VERSION}")
+        raise typer.Exit
+
+
+def options(
+    *,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            is_eager=True,
+            callback=_print_version,
+            help="Show the version and exit.",
+        ),
+    ] = False,
+) -> None:
+    """Make PyTorch training fit in the memory there is."""
+    del version
+
+
+def demo(context: typer.Context) -> int:
+    """Train a small GPT plainly and with recoup, and compare them."""
+    from recoup.cli.demo import main
+
+    return main(list(context.args))
+
+
+def fit(  # noqa: PLR0913 (one for each thing to be had)
+    target: TargetName,
+    *,
+    budget: BudgetText = None,
+    offload: Offload = False,
+    page: PagePath = None,
+    plan: PlanPath = None,
+    findings: FindingsPath = None,
+    points: Points = 7,
+    json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Fit a model into a budget: measure, plan, check on a real step, and say so."""
+    del debug  # read by `recoup.cli.main`
+    asked = read_budget(budget)
+    for path in (page, plan, findings):
+        check_writable(path)
+
+    from recoup.cli.targets import load_target
+    from recoup.cli.work import fit_target
+    from recoup.report.files import to_json
+    from recoup.report.pages import page as page_of
+    from recoup.report.texts import comparison_text, frontier_text, summary_text
+
+    fitted, found = fit_target(
+        load_target(target), asked, offload=offload, points=points
+    )
+    if page is not None:
+        write_whole(page, page_of(found))
+    if plan is not None:
+        write_whole(plan, fitted.plan.to_json())
+    if findings is not None:
+        write_whole(findings, to_json(found))
+    if json:
+        print(
+            as_json(
+                {
+                    "target": target,
+                    "budget_bytes": fitted.budget_bytes,
+                    "floor_bytes": fitted.floor_bytes,
+                    "plain_peak_bytes": fitted.plain_peak_bytes,
+                    "plain_seconds": fitted.plain_seconds,
+                    "predicted_peak_bytes": fitted.predicted_peak_bytes,
+                    "predicted_seconds": fitted.predicted_seconds,
+                    "measured_peak_bytes": fitted.measured_peak_bytes,
+                    "measured_seconds": fitted.measured_seconds,
+                    "planner": fitted.planner,
+                    "planning_seconds": fitted.planning_seconds,
+                    "total_seconds": fitted.total_seconds,
+                    "regions": len(fitted.plan.spans),
+                    "held": fitted.plan.count(),
+                }
+            )
+        )
+        return
+    for text in (summary_text(found), frontier_text(found), comparison_text(found)):
+        print(text, end="\n\n")
+    for path in (page, plan, findings):
+        if path is not None:
+            print(f"wrote {path}")
+
+
+def measure(
+    target: TargetName,
+    *,
+    dry: Annotated[
+        bool, typer.Option("--dry", help="For a machine that is not here.")
+    ] = False,
+    json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Measure one step: where its memory goes, and how little it could do with."""
+    del debug
+    if dry:
+        raise CommandError(
+            "a measurement without running the step (--dry) is not part of this "
+            "version. Leave out --dry to run it at the least memory it needs",
+            status=USAGE,
+        )
+
+    from recoup.cli.targets import load_target
+    from recoup.cli.work import graph_numbers, measure_findings
+    from recoup.report.texts import alive_text, blocks_text, table, timeline_text
+
+    graph, found = measure_findings(load_target(target))
+    numbers = graph_numbers(graph)
+    if json:
+        print(as_json({"target": target, **numbers}))
+        return
+    rows = [
+        ["operators of forward", str(numbers["operators"])],
+        ["saved for backward", print_bytes(numbers["saved_bytes"])],
+        ["plain peak", print_bytes(numbers["plain_peak_bytes"])],
+        ["smallest peak", print_bytes(numbers["floor_bytes"])],
+        ["time of a step", print_seconds(numbers["step_seconds"])],
+    ]
+    view = found.plan
+    for text in (
+        table([target, ""], rows),
+        timeline_text(view.timeline),
+        alive_text(view.timeline),
+        blocks_text(view),
+    ):
+        print(text, end="\n\n")
+
+
+def frontier(
+    target: TargetName,
+    *,
+    points: Points = 9,
+    offload: Offload = False,
+    chart: ChartPath = None,
+    json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Work out the fastest plan for many budgets: time against memory."""
+    del debug
+    check_writable(chart)
+
+    from recoup.cli.targets import load_target
+    from recoup.cli.work import frontier_findings
+    from recoup.report.charts import frontier_chart
+    from recoup.report.texts import frontier_text
+
+    found = frontier_findings(load_target(target), points, offload=offload)
+    if chart is not None:
+        write_whole(chart, frontier_chart(found))
+    if json:
+        plans = [
+            {"peak_bytes": view.peak_bytes, "seconds": view.seconds}
+            for view in found.plans
+        ]
+        print(as_json({"target": target, "plans": plans}))
+        return
+    print(frontier_text(found))
+
+
+def compare(
+    target: TargetName,
+    *,
+    offload: Offload = False,
+    json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Compare with known rules on your model: the same peak, how much time?"""
+    del debug
+
+    from recoup.cli.targets import load_target
+    from recoup.cli.work import compare_target
+    from recoup.report.texts import table
+
+    graph, contests = compare_target(load_target(target), offload=offload)
+    plain = graph.step_seconds or 1.0
+    if json:
+        rows = [
+            {
+                "rule": contest.rule.name,
+                "rule_peak_bytes": contest.rule.peak_bytes,
+                "rule_seconds": contest.rule.seconds,
+                "recoup_peak_bytes": contest.peak_bytes,
+                "recoup_seconds": contest.seconds,
+            }
+            for contest in contests
+        ]
+        print(as_json({"target": target, "plain_seconds": plain, "rules": rows}))
+        return
+    print(
+        table(
+            ["rule", "peak", "slower", "recoup's peak", "slower"],
+            [
+                [
+                    contest.rule.name,
+                    print_bytes(contest.rule.peak_bytes),
+                    f"{contest.rule.seconds / plain - 1:+.1%}",
+                    print_bytes(contest.peak_bytes),
+                    f"{contest.seconds / plain - 1:+.1%}",
+                ]
+                for contest in contests
+            ],
+        )
+    )
+    print("\nBy prediction, from one measured step; slower than plain.")
+
+
+def explain(
+    path: Annotated[Path, typer.Argument(metavar="PLAN.json", help="A plan.")],
+    *,
+    json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Say in words what a plan does; needs neither torch nor the model."""
+    del debug
+
+    from recoup.core.plan import Plan
+    from recoup.report.plans import plan_numbers, plan_text
+
+    plan = Plan.from_json(read_text(path))
+    print(as_json(plan_numbers(plan)) if json else plan_text(plan))
+
+
+def report(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE",
+            help="Findings that `recoup fit --findings` wrote, or MODULE:FUNCTION.",
+        ),
+    ],
+    *,
+    out: Annotated[Path, typer.Option(help="The page.")] = Path("recoup.html"),
+    budget: BudgetText = None,
+    json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Write one self-contained HTML page."""
+    del debug
+    asked = read_budget(budget)
+    check_writable(out)
+
+    from recoup.report.files import from_json
+    from recoup.report.pages import lead, page
+
+    if source.endswith(".json"):
+        found = from_json(read_text(Path(source)))
+    else:
+        from recoup.cli.targets import load_target
+        from recoup.cli.work import fit_target
+
+        _, found = fit_target(load_target(source), asked, offload=False, points=9)
+    write_whole(out, page(found))
+    print(as_json({"page": str(out)}) if json else f"{lead(found)}\nwrote {out}")
+
+
+def doctor(*, json: AsJson = False, debug: Debug = False) -> int:
+    """Say what is here: versions, devices, links, and whether recoup works on them."""
+    del debug
+
+    from recoup.cli.examination import examination_text, examine
+
+    found = examine()
+    print(as_json(found) if json else examination_text(found))
+    return 0 if found["works"] else 1
+
+
+def read_budget(text: str | None) -> str | float | None:
+    """Return a budget as `fit` takes it; a share may be written in percent.
+
+    Raises:
+        UsageError: It is neither bytes nor a share.
+
+    Examples:
+        >>> read_budget("60%"), read_budget("8GiB"), read_budget(None)
+        (0.6, '8GiB', None)
+    """
+    if text is None:
+        return None
+    if text.endswith("%"):
+        try:
+            share = float(text[:-1]) / 100
+        except ValueError:
+            share = 0.0
+        if not 0 < share <= 1:
+            raise UsageError(
+                f"a share of the plain peak is above 0% and up to 100%: got {text!r}."
+            )
+        return share
+    if parse_bytes(text) <= 0:
+        raise UsageError(f"a budget is more than no bytes: got {text!r}.")
+    return text
+
+
+COMMANDS = (demo, fit, measure, frontier, compare, explain, report, doctor)

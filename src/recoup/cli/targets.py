@@ -1,0 +1,143 @@
+"""Targets: the user's own function that returns a model and what it trains on."""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+from recoup.cli.statuses import TARGET, USAGE, CommandError
+
+_FORM = (
+    "Name it as module:function or path/to/file.py:function; it returns (model, "
+    "batch), (model, batch, loss), (model, batch, loss, optimizer), or a dictionary "
+    "with these names, or with model and step."
+)
+_NAMES = ("model", "batch", "loss", "optimizer")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a user's function returned.
+
+    Attributes:
+        name: How the user named it.
+        model: The model.
+        batch: What it is called with.
+        loss: Computes the loss from its output.
+        optimizer: Trains it.
+        step: Runs forward and backward, instead of batch and loss.
+    """
+
+    name: str
+    model: Any
+    batch: Any = None
+    loss: Any = None
+    optimizer: Any = None
+    step: Any = None
+
+
+def load_target(name: str) -> Target:
+    """Import the user's function, call it, and return what it describes.
+
+    Raises:
+        CommandError: There is no such function, it raised, or it returned something
+            else.
+    """
+    place, colon, function_name = name.rpartition(":")
+    if not colon or not place or not function_name:
+        raise CommandError(f"there is no function in {name!r}. {_FORM}", status=USAGE)
+    module = _module(place)
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        found = [n for n, v in vars(module).items() if _is_own(v, module)]
+        listed = f" It has {', '.join(found[:8])}." if found else ""
+        raise CommandError(
+            f"{place!r} has no function {function_name!r}.{listed} {_FORM}",
+            status=USAGE,
+        )
+    try:
+        returned = function()
+    except Exception as error:
+        raise CommandError(
+            f"{name} raised {type(error).__name__}: {_first_line(error)}. Call it by "
+            "itself to see where, or give --debug.",
+            status=TARGET,
+        ) from error
+    return _described(name, returned)
+
+
+def _module(place: str) -> ModuleType:
+    try:
+        if place.endswith(".py"):
+            return _module_of_file(Path(place))
+        here = str(Path.cwd())
+        if here not in sys.path:
+            sys.path.insert(0, here)
+        return importlib.import_module(place)
+    except CommandError:
+        raise
+    except ModuleNotFoundError as error:
+        if error.name and (place == error.name or place.startswith(error.name + ".")):
+            raise CommandError(
+                f"there is no module {place!r} here or among the installed ones. "
+                f"{_FORM}",
+                status=USAGE,
+            ) from error
+        raise _import_failed(place, error) from error
+    except Exception as error:
+        raise _import_failed(place, error) from error
+
+
+def _module_of_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise CommandError(f"there is no file {str(path)!r}. {_FORM}", status=USAGE)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None, "a name that ends in .py has a loader"
+    assert spec.loader is not None, "and it is one that executes"
+    module = importlib.util.module_from_spec(spec)
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    sys.modules.setdefault(path.stem, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _import_failed(place: str, error: Exception) -> CommandError:
+    return CommandError(
+        f"{place} cannot be imported, it raised {type(error).__name__}: "
+        f"{_first_line(error)}. Import it by itself to see where, or give --debug.",
+        status=TARGET,
+    )
+
+
+def _described(name: str, returned: object) -> Target:
+    if isinstance(returned, Mapping):
+        given = cast("Mapping[str, Any]", returned)
+        unknown = [key for key in given if key not in (*_NAMES, "step")]
+        if unknown or "model" not in given:
+            raise _wrong(name, f"a dictionary with {', '.join(map(str, given))}")
+        return Target(name, **given)
+    if isinstance(returned, tuple):
+        parts = cast("tuple[Any, ...]", returned)
+        if 2 <= len(parts) <= len(_NAMES):
+            return Target(name, *parts)
+        raise _wrong(name, f"a tuple of {len(parts)}")
+    raise _wrong(name, type(returned).__name__)
+
+
+def _wrong(name: str, found: str) -> CommandError:
+    return CommandError(f"{name} returned {found}. {_FORM}", status=TARGET)
+
+
+def _is_own(value: object, module: ModuleType) -> bool:
+    own = getattr(value, "__module__", None) == module.__name__
+    return isinstance(value, Callable) and own
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or ["no message"])[0].rstrip(".")

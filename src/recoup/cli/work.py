@@ -1,0 +1,135 @@
+"""The work behind the commands: everything that needs torch."""
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from recoup.api.findings import graph_findings
+from recoup.api.fit import Fit, fit
+from recoup.api.frontier import floor_bytes, frontier
+from recoup.api.measuring import measure
+from recoup.cli.targets import Target
+from recoup.core.graph import Graph
+from recoup.core.segments import Action
+from recoup.core.simulation import simulate
+from recoup.planners.plan import plan
+from recoup.planners.solution import Solution
+from recoup.report.composition import baselines
+from recoup.report.findings import Baseline, Findings
+
+
+@dataclass(frozen=True, slots=True)
+class Contest:
+    """A known rule, and recoup's plan within the same peak.
+
+    Attributes:
+        rule: What the rule costs.
+        peak_bytes: The peak of recoup's plan: that of the rule, or less.
+        seconds: The time of a step with it.
+    """
+
+    rule: Baseline
+    peak_bytes: int
+    seconds: float
+
+
+def fit_target(
+    target: Target, budget: str | float | None, *, offload: bool, points: int
+) -> tuple[Fit, Findings]:
+    """Fit the user's model, and return what was found."""
+    allow = {Action.KEEP, Action.OFFLOAD} if offload else {Action.KEEP}
+    _, fitted = fit(
+        target.model,
+        target.batch,
+        budget,
+        loss=target.loss,
+        step=target.step,
+        optimizer=target.optimizer,
+        allow=allow,
+    )
+    return fitted, fitted.findings(title=target.name, points=points)
+
+
+def measure_target(target: Target) -> Graph:
+    """Measure a step of the user's model."""
+    with _status("measuring a step at the least memory"):
+        return measure(target.model, target.batch, loss=target.loss, step=target.step)
+
+
+def measure_findings(target: Target) -> tuple[Graph, Findings]:
+    """Measure a step, and return what is known of it without any plan."""
+    graph = measure_target(target)
+    found = graph_findings(graph, target.model, title=target.name)
+    return graph, found
+
+
+def frontier_findings(target: Target, points: int, *, offload: bool) -> Findings:
+    """Measure a step, and work out the fastest plans for many budgets."""
+    graph = measure_target(target)
+    allow = _allowed(offload=offload)
+    with _bar("planning", points) as tell:
+        others = frontier(graph, points, allow=allow, progress=tell)
+    return graph_findings(graph, target.model, others=others, title=target.name)
+
+
+def compare_target(target: Target, *, offload: bool) -> tuple[Graph, list[Contest]]:
+    """Measure a step, and plan within the peak of each known rule."""
+    graph = measure_target(target)
+    allow = _allowed(offload=offload)
+    rules = baselines(graph)
+    found: list[Contest] = []
+    with _bar("planning", len(rules)) as tell:
+        for number, rule in enumerate(rules, 1):
+            costs = plan(graph, rule.peak_bytes, allow=allow).simulation
+            found.append(Contest(rule, costs.peak_bytes, costs.seconds))
+            tell(number)
+    return graph, found
+
+
+def graph_numbers(graph: Graph) -> dict[str, Any]:
+    """Return the main numbers of a measured step."""
+    plain = simulate(graph, ())
+    return {
+        "operators": len(graph.operations),
+        "moments": graph.moments,
+        "saved_tensors": len(graph.saves),
+        "saved_bytes": graph.saved_bytes,
+        "plain_peak_bytes": plain.peak_bytes,
+        "floor_bytes": floor_bytes(graph, allow=frozenset({Action.KEEP})),
+        "step_seconds": graph.step_seconds,
+        "link_bytes_per_second": graph.link_bytes_per_second,
+    }
+
+
+def solution_numbers(solution: Solution) -> dict[str, Any]:
+    """Return the main numbers of a plan."""
+    costs = solution.simulation
+    return {"peak_bytes": costs.peak_bytes, "seconds": costs.seconds}
+
+
+def _allowed(*, offload: bool) -> frozenset[Action]:
+    return frozenset({Action.KEEP, Action.OFFLOAD} if offload else {Action.KEEP})
+
+
+@contextmanager
+def _status(doing: str) -> Generator[None]:
+    with Console(stderr=True).status(f"recoup: {doing}"):
+        yield
+
+
+@contextmanager
+def _bar(doing: str, total: int) -> Generator[Callable[[int], None]]:
+    """Show a bar with the time that is left, in a terminal."""
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    ) as progress:
+        task = progress.add_task(doing, total=total)
+        yield lambda done: progress.update(task, completed=done)

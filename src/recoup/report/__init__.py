@@ -1,0 +1,1 @@
+"""Show: text, charts and pages, made of plain data and without torch."""

@@ -1,0 +1,82 @@
+"""Findings in a file: JSON out, and in again on any machine."""
+
+import dataclasses
+import json
+from typing import Any, cast, get_args, get_origin, get_type_hints
+
+from recoup.core.errors import UsageError
+from recoup.report.findings import Findings
+
+FORMAT = "recoup findings"
+FORMAT_VERSION = 1
+_ADVICE = "Make it anew with `recoup fit ... --findings FILE`."
+
+
+def to_json(findings: Findings) -> str:
+    """Return findings as JSON text."""
+    head = {"format": FORMAT, "version": FORMAT_VERSION}
+    return json.dumps({**head, **dataclasses.asdict(findings)})
+
+
+def from_json(text: str) -> Findings:
+    """Return the findings that a JSON text describes; nothing in it is executed.
+
+    Raises:
+        UsageError: The text is not what `to_json` writes, or of another version.
+
+    Examples:
+        >>> from_json("[]")
+        Traceback (most recent call last):
+        recoup.core.errors.UsageError: this is no file of findings: it is a list. ...
+    """
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"this is no file of findings: {error}. {_ADVICE}") from error
+    if not isinstance(data, dict):
+        kind = type(data).__name__
+        raise UsageError(f"this is no file of findings: it is a {kind}. {_ADVICE}")
+    fields = cast("dict[str, Any]", data)
+    head = fields.pop("format", None), fields.pop("version", None)
+    if head != (FORMAT, FORMAT_VERSION):
+        raise UsageError(
+            f"this is no file of findings of version {FORMAT_VERSION}: it says "
+            f"{head[0]!r} {head[1]!r}. {_ADVICE}"
+        )
+    found = cast("Findings", _read(fields, Findings, "findings"))
+    if not 0 <= found.chosen < len(found.plans):
+        raise _damaged("chosen", found.chosen)
+    return found
+
+
+def _read(data: Any, kind: Any, where: str) -> Any:
+    """Return data as the type that a field says it has."""
+    if dataclasses.is_dataclass(kind):
+        hints = get_type_hints(kind)
+        if not isinstance(data, dict):
+            raise _damaged(where, data)
+        given = cast("dict[str, Any]", data)
+        if set(given) != set(hints):
+            raise _damaged(where, given)
+        read = {key: _read(given[key], hint, key) for key, hint in hints.items()}
+        return cast("Any", kind)(**read)
+    if get_origin(kind) is tuple:
+        if not isinstance(data, list):
+            raise _damaged(where, data)
+        items = cast("list[Any]", data)
+        inner = get_args(kind)
+        if inner[-1] is Ellipsis:
+            return tuple(_read(item, inner[0], where) for item in items)
+        if len(items) != len(inner):
+            raise _damaged(where, items)
+        return tuple(_read(a, b, where) for a, b in zip(items, inner, strict=True))
+    wanted = (int, float) if kind is float else kind
+    if isinstance(data, bool) or not isinstance(data, wanted):
+        raise _damaged(where, data)
+    return kind(data)
+
+
+def _damaged(where: str, found: object) -> UsageError:
+    return UsageError(
+        f"this file of findings is damaged: {where} is {found!r:.60}. {_ADVICE}"
+    )

@@ -1,0 +1,328 @@
+"""Every command through its real entry point: what it prints, writes, and returns."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from recoup.cli.commands import COMMANDS
+from recoup.cli.main import run
+from recoup.cli.statuses import FAILED, FILE, INFEASIBLE, INTERRUPTED, TARGET, USAGE
+from recoup.core.plan import Plan
+from recoup.core.version import VERSION
+from recoup.report.files import from_json
+
+ROOT = Path(__file__).parents[2]
+ENTRY = "import sys; from recoup.cli.main import main; sys.argv[0] = 'recoup'; main()"
+
+STEPS = """
+import torch
+from torch import nn
+
+def layer():
+    return nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16))
+
+def make():
+    torch.manual_seed(0)
+    return nn.Sequential(*(layer() for _ in range(4))), torch.ones(256, 16), torch.sum
+
+def named():
+    model, batch, loss = make()
+    optimizer = torch.optim.Adam(model.parameters())
+    return {"model": model, "batch": batch, "loss": loss, "optimizer": optimizer}
+
+def own_step():
+    model, batch, loss = make()
+    return {"model": model, "step": lambda: loss(model(batch)).backward()}
+
+def raises():
+    raise ValueError("the data is not there")
+
+def wrong():
+    return 3
+
+def short():
+    return (make()[0],)
+
+def strange():
+    return {"net": 1}
+
+def no_loss():
+    return make()[:2]
+
+number = 3
+"""
+
+
+@pytest.fixture
+def steps(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "steps.py").write_text(STEPS)
+    (tmp_path / "broken.py").write_text("import no_such_thing\n")
+    (tmp_path / "worse.py").write_text("1 / 0\n")
+    return "steps.py"
+
+
+def recoup(
+    *arguments: str, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run the program as its entry point does, in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-c", ENTRY, *arguments],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_entry_point_and_the_version_are_those_of_the_project():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"recoup": "recoup.cli.main:main"}
+    assert project["version"] == VERSION
+    assert recoup("--version").stdout == f"recoup {VERSION}\n"
+
+
+def test_help_names_every_command_and_every_exit_status():
+    text = recoup("--help").stdout
+    for command in COMMANDS:
+        assert f" {command.__name__} " in text
+    for status in (0, 1, 2, 3, 4, 5, 130):
+        assert str(status) in text
+
+
+def test_help_is_quick_and_imports_no_torch():
+    code = (
+        "import sys; from recoup.cli.main import run; run(['fit', '--help']);"
+        "print('torch' in sys.modules, 'scipy' in sys.modules)"
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.stdout.endswith("False False\n")
+    # Work of the processor, not time on the clock: other programs do not count.
+    spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert spent < 1.0
+
+
+def test_fit_prints_writes_and_agrees_with_its_files(steps, tmp_path, capsys):
+    status = run(
+        [
+            *("fit", f"{steps}:named", "--budget", "80%", "--json", "--points", "3"),
+            *("--page", "page.html", "--plan", "plan.json"),
+            *("--findings", "findings.json"),
+        ]
+    )
+    assert status == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["measured_peak_bytes"] <= said["budget_bytes"]
+    assert said["measured_peak_bytes"] < said["plain_peak_bytes"]
+    found = from_json((tmp_path / "findings.json").read_text())
+    assert found.budget_bytes == said["budget_bytes"]
+    assert found.plan.peak_bytes == said["predicted_peak_bytes"]
+    plan = Plan.from_json((tmp_path / "plan.json").read_text())
+    assert len(plan.spans) == said["regions"]
+    assert "steps.py:named" in (tmp_path / "page.html").read_text()
+    assert not list(tmp_path.glob(".recoup-*"))
+
+    assert run(["explain", "plan.json"]) == 0
+    assert "A plan for a budget of" in capsys.readouterr().out
+    assert run(["explain", "plan.json", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["regions"] == said["regions"]
+
+    assert run(["report", "findings.json", "--out", "again.html"]) == 0
+    assert "wrote again.html" in capsys.readouterr().out
+    assert (tmp_path / "again.html").read_text() == (tmp_path / "page.html").read_text()
+
+
+def test_fit_as_text_shows_the_step_the_blocks_and_the_rules(steps, capsys):
+    assert run(["fit", f"{steps}:make", "--budget", "80%", "--points", "2"]) == 0
+    text = capsys.readouterr().out
+    for words in ("plan, measured", "in use at the peak", "block 0", "square root"):
+        assert words in text
+
+
+def test_explain_and_report_need_no_torch(tmp_path):
+    (tmp_path / "plan.json").write_text(Plan().to_json())
+    code = (
+        "import sys; from recoup.cli.main import run; run(['explain', 'plan.json']);"
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "everything is kept" in done.stdout
+    assert done.stdout.endswith("False\n")
+
+
+def test_measure_frontier_and_compare_as_json(steps, tmp_path, capsys):
+    assert run(["measure", f"{steps}:own_step", "--json"]) == 0
+    measured = json.loads(capsys.readouterr().out)
+    assert 0 < measured["floor_bytes"] < measured["plain_peak_bytes"]
+
+    chart = ["--chart", "chart.svg"]
+    assert run(["frontier", f"{steps}:make", "--json", "--points", "3", *chart]) == 0
+    plans = json.loads(capsys.readouterr().out)["plans"]
+    peaks = [plan["peak_bytes"] for plan in plans]
+    assert peaks == sorted(peaks)
+    assert (tmp_path / "chart.svg").read_text().startswith("<svg")
+
+    assert run(["compare", f"{steps}:make", "--json"]) == 0
+    rules = json.loads(capsys.readouterr().out)["rules"]
+    assert rules[0]["rule"] == "keep everything"
+    for rule in rules:
+        assert rule["recoup_peak_bytes"] <= rule["rule_peak_bytes"]
+        assert rule["recoup_seconds"] <= rule["rule_seconds"]
+
+
+def test_measure_frontier_and_compare_as_text(steps, capsys):
+    assert run(["measure", f"{steps}:make"]) == 0
+    assert "smallest peak" in capsys.readouterr().out
+    assert run(["frontier", f"{steps}:make", "--points", "2"]) == 0
+    assert "of plain" in capsys.readouterr().out
+    assert run(["compare", f"{steps}:make"]) == 0
+    assert "every block" in capsys.readouterr().out
+
+
+def test_doctor_says_what_is_here(capsys):
+    assert run(["doctor", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["works"] is True
+    assert said["devices"][0]["name"] == "cpu"
+    assert run(["doctor"]) == 0
+    assert "recoup works" in capsys.readouterr().out
+
+
+def test_doctor_finds_a_device_that_does_not_work(monkeypatch, capsys):
+    monkeypatch.setattr("recoup.cli.examination.gradients_equal", lambda _: False)
+    assert run(["doctor"]) == FAILED
+    assert capsys.readouterr().out.rstrip().endswith("no")
+
+
+def test_demo_is_the_demonstration(capsys):
+    with pytest.raises(SystemExit):
+        run(["demo", "--help"])
+    assert "GPT" in capsys.readouterr().out
+
+
+WRONG = [
+    (["fit", "steps.py:make", "--budget", "8 bananas"], USAGE, "bananas"),
+    (["fit", "steps.py:make", "--budget", "0"], USAGE, "more than no bytes"),
+    (["fit", "steps.py:make", "--budget", "120%"], USAGE, "up to 100%"),
+    (["fit", "steps.py:make", "--budget", "x%"], USAGE, "up to 100%"),
+    (["fit", "steps.py:make", "--budget", "1KiB"], INFEASIBLE, "cannot be met"),
+    (["fit", "steps.py:make", "--points", "1"], USAGE, "points"),
+    (["fit", "steps.py:make", "--page", "no/such/page.html"], FILE, "no folder"),
+    (["fit", "steps.py:make", "--page", "."], FILE, "it is a folder"),
+    (["fit", "steps.py:raises"], TARGET, "ValueError: the data is not there"),
+    (["fit", "steps.py:wrong"], TARGET, "returned int"),
+    (["fit", "steps.py:short"], TARGET, "a tuple of 1"),
+    (["fit", "steps.py:strange"], TARGET, "a dictionary with net"),
+    (["fit", "steps.py:number"], USAGE, "has no function 'number'"),
+    (["fit", "steps.py:missing"], USAGE, "make"),
+    (["fit", "steps.py"], USAGE, "there is no function in"),
+    (["fit", "nowhere.py:make"], USAGE, "there is no file 'nowhere.py'"),
+    (["fit", "nowhere_at_all:make"], USAGE, "there is no module"),
+    (["fit", "broken:make"], TARGET, "No module named 'no_such_thing'"),
+    (["fit", "worse.py:make"], TARGET, "ZeroDivisionError"),
+    (["fit", "steps.py:no_loss"], USAGE, "a loss of one number"),
+    (["measure", "steps.py:make", "--dry"], USAGE, "--dry"),
+    (["explain", "missing.json"], FILE, "cannot be read"),
+    (["explain", "steps.py"], USAGE, "no plan of recoup"),
+    (["report", "missing.json"], FILE, "cannot be read"),
+    (["frontier"], USAGE, "MODULE:FUNCTION"),
+    (["nonsense"], USAGE, "nonsense"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "status", "said"), WRONG)
+def test_bad_input_ends_in_one_sentence(steps, capsys, arguments, status, said):
+    assert run(arguments) == status
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert said in err
+    assert err.startswith("recoup: ")
+    assert err.count("\n") == 1
+    assert "Traceback" not in err
+
+
+def test_an_error_is_json_too_if_asked_for(steps, capsys):
+    assert run(["fit", f"{steps}:raises", "--json"]) == TARGET
+    said = json.loads(capsys.readouterr().out)
+    assert said["status"] == TARGET
+    assert "the data is not there" in said["error"]
+
+
+def test_a_traceback_comes_with_debug_only(steps, capsys):
+    assert run(["fit", f"{steps}:raises", "--debug"]) == TARGET
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_fault_of_ours_says_so(steps, capsys, monkeypatch):
+    def fault(_: str) -> None:
+        raise KeyError("inside")
+
+    monkeypatch.setattr("recoup.cli.targets.load_target", fault)
+    assert run(["fit", f"{steps}:make"]) == FAILED
+    assert "may be the fault of recoup" in capsys.readouterr().err
+
+
+def test_a_bad_command_in_a_process_of_its_own(steps, tmp_path):
+    done = recoup("fit", "steps.py:raises", "--page", "page.html", cwd=tmp_path)
+    assert done.returncode == TARGET
+    assert "the data is not there" in done.stderr
+    assert not (tmp_path / "page.html").exists()
+
+
+@pytest.mark.slow
+def test_an_interrupt_leaves_nothing_behind(tmp_path):
+    slow = STEPS + (
+        "\ndef slow():\n"
+        "    model, batch, loss = make()\n"
+        "    def step():\n"
+        "        print('running', flush=True)\n"
+        "        import time; time.sleep(0.2)\n"
+        "        loss(model(batch)).backward()\n"
+        "    return {'model': model, 'step': step}\n"
+    )
+    (tmp_path / "steps.py").write_text(slow)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    process = subprocess.Popen(
+        [sys.executable, "-c", ENTRY, "fit", "steps.py:slow", "--page", "page.html"],
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT / "src"),
+            "PYTHONDONTWRITEBYTECODE": "1",
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "running\n"
+    time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == INTERRUPTED
+    assert err.strip().splitlines()[-1] == "recoup: interrupted."
+    assert sorted(path.name for path in tmp_path.iterdir()) == before

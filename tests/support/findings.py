@@ -1,0 +1,55 @@
+"""Measured steps and findings to test reports on."""
+
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+
+from recoup.api.findings import graph_findings
+from recoup.api.frontier import frontier
+from recoup.api.measuring import measure
+from recoup.core.graph import Boundary, Graph, Operation, Save, Storage, Value
+from recoup.report.findings import Findings
+
+
+def small_model(layers: int = 5) -> nn.Module:
+    """Make a chain of blocks of three layers."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(
+            nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16))
+            for _ in range(layers)
+        )
+    )
+
+
+@cache
+def small_graph() -> Graph:
+    """Measure a step of the small model, once."""
+    return measure(small_model(), torch.ones(128, 16), loss=Tensor.sum)
+
+
+@cache
+def small_findings() -> Findings:
+    """Make findings of the small model, with a frontier, once."""
+    graph = small_graph()
+    others = frontier(graph, 4)
+    chosen = others[0].segments
+    return graph_findings(
+        graph, small_model(), others=others, chosen=chosen, budget_bytes=700_000
+    )
+
+
+def named_graph(name: str) -> Graph:
+    """Make a chain of two operators whose block and operators have a certain name."""
+    return Graph(
+        operations=tuple(Operation(name, 1.0, (i,), (i + 1,)) for i in range(2)),
+        backward=2,
+        storages=(Storage(0, -1, 3), Storage(100, 0, 1), Storage(100, 1, 1)),
+        values=tuple(Value(i, i - 1) for i in range(3)),
+        saves=tuple(Save(i + 1, 3 - i, 3 - i) for i in range(2)),
+        boundaries=(Boundary(0, 0, name), Boundary(2, 2, name, 0, entering=False)),
+        other_bytes=(10, 10, 20, 20),
+        step_seconds=3.0,
+        blocks=(0, 1),
+    )
