@@ -1,12 +1,13 @@
-"""Train a small GPT plainly and with recoup, and show how the two compare."""
+"""Train a small GPT plainly and in half the memory, and show how the two compare."""
 
 import argparse
 import os
 import sys
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,9 +16,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from torch import Tensor
 
-from recoup import CheckpointScope, RecoupError
+from recoup.api.fit import Fit, fit
 from recoup.cli.corpus import encode, read_text
-from recoup.cli.gpt import GPT, Block, RunBlock, Shape, run_plain
+from recoup.cli.gpt import GPT, Shape
+from recoup.core.errors import RecoupError
 from recoup.core.units import print_bytes, print_seconds
 from recoup.measure.step import Step, StepCost, measure_step
 
@@ -45,6 +47,11 @@ class Outcome:
     losses: tuple[float, ...]
     gradients: tuple[Tensor, ...]
     cost: StepCost
+    report: Fit | None = None
+
+
+FitModel = Callable[[GPT, torch.optim.Optimizer, Tensor], Fit | None]
+"""Makes a model fit, given its optimizer and the text it will be trained on."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,33 +72,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1
 
 
-def scope_per_block(block: Block, hidden: Tensor) -> Tensor:
-    """Call the block inside a checkpoint scope: its activations are not kept."""
-    with CheckpointScope("block"):
-        return block(hidden)
+def fit_to_budget(
+    settings: Settings,
+    budget_bytes: int,
+    model: GPT,
+    optimizer: torch.optim.Optimizer,
+    text: Tensor,
+) -> Fit | None:
+    """Make the model train within a budget, all of a step's memory counted."""
+    state = torch.random.get_rng_state()
+    batch = draw_batch(text, settings)
+    torch.random.set_rng_state(state)
+    if settings.device.type == "cpu":
+        # No allocator counts here, and the text is in memory all the time.
+        budget_bytes -= text.nbytes
+    return fit(model, batch, budget_bytes, optimizer=optimizer, progress=False)[1]
+
+
+def keep_plain(model: GPT, optimizer: torch.optim.Optimizer, text: Tensor) -> None:
+    """Leave the model as it is."""
 
 
 def compare(settings: Settings, progress: Progress) -> tuple[Outcome, Outcome]:
-    """Train twice from the same seed, plainly and with a scope around each block."""
-    return (
-        train(settings, run_plain, progress, label="plain"),
-        train(settings, scope_per_block, progress, label="recoup"),
-    )
+    """Train twice from the same seed: plainly, and in half the memory of that."""
+    plain = train(settings, keep_plain, progress, label="plain")
+    fit_model = partial(fit_to_budget, settings, plain.cost.peak_bytes // 2)
+    return plain, train(settings, fit_model, progress, label="fitted")
 
 
 def train(
-    settings: Settings, run_block: RunBlock, progress: Progress, *, label: str
+    settings: Settings, fit_model: FitModel, progress: Progress, *, label: str
 ) -> Outcome:
     """Train from a fixed seed, then measure one more step."""
     torch.manual_seed(0)  # pyright: ignore[reportUnknownMemberType]
     text = encode(read_text()).to(settings.device)
     model = GPT(settings.shape).to(settings.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    report = fit_model(model, optimizer, text)
     task = progress.add_task(label, total=settings.steps)
     losses: list[Tensor] = []
     for _ in range(settings.steps):
         optimizer.zero_grad()
-        loss = model(*draw_batch(text, settings), run_block)
+        loss = model(*draw_batch(text, settings))
         loss.backward()
         optimizer.step()  # pyright: ignore[reportUnknownMemberType]
         losses.append(loss.detach())
@@ -99,7 +121,8 @@ def train(
     return Outcome(
         losses=tuple(float(loss) for loss in losses),
         gradients=_gradients(model),
-        cost=_cost(settings, model, optimizer, run_block, text),
+        cost=_cost(settings, model, optimizer, text),
+        report=report,
     )
 
 
@@ -111,18 +134,18 @@ def draw_batch(text: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def losses_equal(plain: Outcome, scoped: Outcome) -> bool:
+def losses_equal(plain: Outcome, fitted: Outcome) -> bool:
     """Return whether every loss of one run is the other's to the last bit."""
-    return plain.losses == scoped.losses
+    return plain.losses == fitted.losses
 
 
-def gradients_equal(plain: Outcome, scoped: Outcome) -> bool:
+def gradients_equal(plain: Outcome, fitted: Outcome) -> bool:
     """Return whether every gradient of the last step is the other's bit by bit."""
-    pairs = zip(plain.gradients, scoped.gradients, strict=True)
+    pairs = zip(plain.gradients, fitted.gradients, strict=True)
     return all(torch.equal(_bits(one), _bits(other)) for one, other in pairs)
 
 
-def comparison_table(settings: Settings, plain: Outcome, scoped: Outcome) -> Table:
+def comparison_table(settings: Settings, plain: Outcome, fitted: Outcome) -> Table:
     """Lay both outcomes side by side."""
     shape = settings.shape
     table = Table(
@@ -133,9 +156,10 @@ def comparison_table(settings: Settings, plain: Outcome, scoped: Outcome) -> Tab
         )
     )
     table.add_column("")
-    for heading in ("plain", "a scope per block", "ratio"):
+    for heading in ("plain", "fitted", "ratio"):
         table.add_column(heading, justify="right")
-    before, after = plain.cost, scoped.cost
+    before, after = plain.cost, fitted.cost
+    table.add_row("budget", "", print_bytes(before.peak_bytes // 2), "0.50")
     for name, field, show in (
         ("peak memory", "peak_bytes", print_bytes),
         ("saved for backward", "saved_bytes", print_bytes),
@@ -144,10 +168,10 @@ def comparison_table(settings: Settings, plain: Outcome, scoped: Outcome) -> Tab
     ):
         one, other = getattr(before, field), getattr(after, field)
         table.add_row(name, show(one), show(other), f"{other / one:.2f}")
-    table.add_row("last loss", f"{plain.losses[-1]:.4f}", f"{scoped.losses[-1]:.4f}")
-    table.add_row("loss curves equal", "", _yes_or_no(losses_equal(plain, scoped)))
+    table.add_row("last loss", f"{plain.losses[-1]:.4f}", f"{fitted.losses[-1]:.4f}")
+    table.add_row("loss curves equal", "", _yes_or_no(losses_equal(plain, fitted)))
     table.add_row(
-        "gradients bitwise equal", "", _yes_or_no(gradients_equal(plain, scoped))
+        "gradients bitwise equal", "", _yes_or_no(gradients_equal(plain, fitted))
     )
     return table
 
@@ -192,11 +216,13 @@ def _demonstrate(settings: Settings) -> int:
         console=console,
         transient=True,
     ) as progress:
-        plain, scoped, note = _compare_repeatably(settings, progress)
-    console.print(comparison_table(settings, plain, scoped))
+        plain, fitted, note = _compare_repeatably(settings, progress)
+    console.print(comparison_table(settings, plain, fitted))
+    if fitted.report is not None:
+        console.print(f"The plan: {fitted.report}", highlight=False, markup=False)
     if note:
         console.print(f"Some bits may differ by chance: {note}", markup=False)
-    same = losses_equal(plain, scoped) and gradients_equal(plain, scoped)
+    same = losses_equal(plain, fitted) and gradients_equal(plain, fitted)
     return 0 if same else 1
 
 
@@ -218,8 +244,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m recoup.cli.demo",
         description=(
-            "Train a small GPT plainly and with one checkpoint scope per block, on a "
-            "GPU if there is one, and compare memory, time and every bit of the result."
+            "Train a small GPT plainly and within half the memory of that, on a GPU if "
+            "there is one, and compare memory, time and every bit of the result."
         ),
     )
     parser.add_argument(
@@ -243,7 +269,8 @@ def _settings(options: argparse.Namespace) -> Settings:
     shape = Shape(6, 128, 4, vocabulary, context=128, dropout=0.1)
     settings = Settings(shape, 16, options.steps, device or torch.device("cpu"))
     if options.small:
-        return replace(settings, batch=8, shape=replace(shape, layers=3, context=64))
+        small = replace(shape, layers=3, width=64, context=64)
+        return replace(settings, batch=32, shape=small)
     if device is not None:
         large = replace(shape, layers=12, width=1024, heads=16, context=512)
         return replace(settings, batch=32, shape=large)
@@ -259,7 +286,6 @@ def _cost(
     settings: Settings,
     model: GPT,
     optimizer: torch.optim.Optimizer,
-    run_block: RunBlock,
     text: Tensor,
 ) -> StepCost:
     tokens, targets = draw_batch(text, settings)
@@ -270,7 +296,7 @@ def _cost(
         if isinstance(value, Tensor)
     ]
     step = Step(
-        lambda: model(tokens, targets, run_block),
+        lambda: model(tokens, targets),
         prepare=model.zero_grad,
         resident=(model, text, tokens, *moments),
     )
