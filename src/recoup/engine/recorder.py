@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from recoup.backend.bindings import binding_of
 from recoup.backend.dispatch import OperatorMode, all_plain, run_complex
 from recoup.backend.operators import (
     Facts,
@@ -30,6 +31,7 @@ class _Known:
         self.passes = self.facts.passes
         self.simple = self.facts.simple
         self.reshapes = self.facts.passes and bool(self.facts.writes)
+        self.run = binding_of(operator)
         self.moves = self.facts.name.startswith("aten._to_copy")
 
 
@@ -61,7 +63,7 @@ class Recorder(OperatorMode):
         if known is None:
             known = _KNOWN[id(func)] = _Known(func)
         if known.passes or self.paused:
-            out = func(*args, **kwargs) if kwargs else func(*args)
+            out = known.run(*args, **kwargs) if kwargs else known.run(*args)
             if known.reshapes:
                 self.tape.reshape(out)
             return out
@@ -75,7 +77,7 @@ class Recorder(OperatorMode):
             operation = tape.call(func, args, kwargs)
         except NotImplementedError:
             return self._unrecorded(known.facts, func, args, kwargs)
-        out = self._run(func, args, kwargs)
+        out = self._run(known.run, args, kwargs)
         tape.append(operation, out)
         return out
 
