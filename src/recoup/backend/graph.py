@@ -1,8 +1,7 @@
 """The autograd border: saved-tensor hooks, the running backward, no graph at all."""
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -72,15 +71,27 @@ def follow_backward(follower: Follower) -> None:
     at_end_of_backward(_Ending(follower, current_backward()))
 
 
-@contextmanager
-def below_autograd() -> Iterator[None]:
-    """Run operators as autograd's kernels do: no graph, no views, no autocast."""
-    with (
-        torch.no_grad(),
-        torch._C._AutoDispatchBelowADInplaceOrView(),
-        torch._C._ExcludeDispatchKeyGuard(_AUTOCAST),
-    ):
-        yield
+class below_autograd:  # noqa: N801 (used as a verb: `with below_autograd():`)
+    """Run operators as autograd's kernels do: no graph, no views, no autocast.
+
+    Written out: `contextmanager` and `torch.no_grad` cost more than an operator.
+    """
+
+    __slots__ = ("_gradients", "_guards")
+
+    def __enter__(self) -> None:
+        self._gradients = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        self._guards: list[Any] = [torch._C._AutoDispatchBelowADInplaceOrView()]
+        if torch._C._is_any_autocast_enabled():
+            self._guards.append(torch._C._ExcludeDispatchKeyGuard(_AUTOCAST))
+        for guard in self._guards:
+            guard.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        for guard in reversed(self._guards):
+            guard.__exit__(None, None, None)
+        torch._C._set_grad_enabled(self._gradients)
 
 
 def pull_gradients(

@@ -64,12 +64,20 @@ class Facts:
     @property
     def simple(self) -> bool:
         """Whether it is a plain function of its arguments."""
+        return not self.random and self._is_plain
+
+    @property
+    def simple_without_dropout(self) -> bool:
+        """Whether only a dropout rate above zero makes it more than that."""
+        return self.random and self.dropout_at >= 0 and self._is_plain
+
+    @property
+    def _is_plain(self) -> bool:
         return not (
             self.passes
             or self.opaque
             or self.opaque_on_accelerator
             or self.writes
-            or self.random
             or self.uninitialised
             or self.statistics
             or self.ragged

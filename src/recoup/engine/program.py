@@ -8,9 +8,12 @@ from torch import Tensor
 
 from recoup.backend.graph import below_autograd
 from recoup.backend.rng import random_state
-from recoup.backend.storages import copy_storage, fitted
+from recoup.backend.storages import copy_storage
 from recoup.engine.recomputing import recomputing
-from recoup.engine.values import Operation, Value
+from recoup.engine.values import Layout, Operation, Value
+
+Live = dict[Value | Layout, Tensor]
+"""Tensors of a replay: those of values, and views of them by layout."""
 
 Observe = Callable[[Value, Tensor, str], None]
 """Called with a replayed value, its tensor and the operator that made it."""
@@ -54,7 +57,7 @@ class Program:
         self._elsewhere = [v for v in roots if v.hold is not None and v.hold.unpack]
         self._schedule()
 
-    def run(self, observe: Observe | None = None) -> dict[Value, Tensor]:
+    def run(self, observe: Observe | None = None) -> Live:
         """Run the operations again and return the wanted values.
 
         Every other value is freed at its last use. Builds no graph, moves no
@@ -62,8 +65,11 @@ class Program:
 
         Args:
             observe: Called with every value as it is made.
+
+        Returns:
+            The wanted values, and the views of them that operations took.
         """
-        live: dict[Value, Tensor] = {}
+        live: Live = {}
         for value in self._elsewhere:
             live[value] = _held(value, "a replay")
         with below_autograd(), recomputing():
@@ -72,7 +78,7 @@ class Program:
                 if observe is not None:
                     _show(step.operation, live, observe)
                 for value in step.frees:
-                    live.pop(value, None)
+                    free(value, live)
             for value in self.wanted:
                 if value not in live:
                     live[value] = _held(value, "a backward operator")
@@ -138,72 +144,77 @@ def _is_lossy(value: Value) -> bool:
     return stored is not None and not stored.is_exact
 
 
-def _run_step(step: Step, live: dict[Value, Tensor]) -> None:
+def free(value: Value, live: Live) -> None:
+    """Let go of a value and of all views of it."""
+    live.pop(value, None)
+    for layout in value.layouts:
+        live.pop(layout, None)
+
+
+def _run_step(step: Step, live: Live) -> None:
     operation = step.operation
-    scratch: dict[Value, Tensor] = {}
-    for value in step.copies:
-        scratch[value] = copy_storage(_fetch(value, live, operation))
-    args, kwargs = _arguments(operation, live, scratch)
+    sources = _with_copies(step, live) if step.copies else live
+    args = operation.args.copy()
+    for place in operation.places:
+        args[place] = _fill(args[place], sources, operation)
+    kwargs = operation.kwargs
+    if operation.names:
+        kwargs = kwargs.copy()
+        for name in operation.names:
+            kwargs[name] = _fill(kwargs[name], sources, operation)
+    run = operation.kernel.run
     if operation.random is not None:
         with random_state(*operation.random):
-            out = operation.operator(*args, **kwargs)
+            out = run(*args, **kwargs)
     elif operation.in_gradient_mode:
         with torch.enable_grad():
-            out = operation.operator(*args, **kwargs)
+            out = run(*args, **kwargs)
     else:
-        out = operation.operator(*args, **kwargs)
-    del args, kwargs
+        out = run(*args, **kwargs)
     for place, value in operation.outputs:
         if value.hold is None:
             live[value] = out if place is None else out[place]
     for before, after in operation.writes:
-        live[after] = scratch[before] if before in scratch else live[before]
+        live[after] = sources[before]
 
 
-def _show(operation: Operation, live: dict[Value, Tensor], observe: Observe) -> None:
+def _with_copies(step: Step, live: Live) -> Live:
+    """Return the live tensors with copies of those that are needed unchanged."""
+    sources = live.copy()
+    for value in step.copies:
+        free(value, sources)
+        sources[value] = copy_storage(_fetch(value, live, step.operation))
+    return sources
+
+
+def _show(operation: Operation, live: Live, observe: Observe) -> None:
     made = [value for _, value in operation.outputs if value.hold is None]
     made.extend(after for _, after in operation.writes)
     for value in made:
-        observe(value, live[value], str(operation.operator))
+        observe(value, live[value], operation.kernel.facts.name)
 
 
-def _arguments(
-    operation: Operation, live: dict[Value, Tensor], scratch: dict[Value, Tensor]
-) -> tuple[list[Any], dict[str, Any]]:
-    args = operation.args.copy()
-    kwargs = operation.kwargs
-    for place in operation.places:
-        if type(place) is int:
-            args[place] = _fill(args[place], live, scratch, operation)
-        else:
-            if kwargs is operation.kwargs:
-                kwargs = kwargs.copy()
-            kwargs[place] = _fill(kwargs[place], live, scratch, operation)  # pyright: ignore[reportArgumentType]
-    return args, kwargs
-
-
-def _fill(
-    template: Any,
-    live: dict[Value, Tensor],
-    scratch: dict[Value, Tensor],
-    operation: Operation,
-) -> Any:
-    kind = type(template)
+def _fill(reference: Any, live: Live, operation: Operation) -> Any:
+    """Return the tensor that a reference stands for, or a list of them."""
+    kind = type(reference)
+    if kind is Value:
+        tensor = live.get(reference)
+        return _fetch(reference, live, operation) if tensor is None else tensor
+    if kind is tuple:
+        value, layout = reference
+        tensor = live.get(layout)
+        if tensor is None:
+            tensor = live[layout] = layout.view(_fetch(value, live, operation))
+        return tensor
     if kind is list:
-        return [_fill(element, live, scratch, operation) for element in template]
-    if kind is not tuple and kind is not Value:
-        return template
-    value = template if kind is Value else template[0]
-    tensor = scratch.get(value) if scratch else live.get(value)
-    if tensor is None:
-        tensor = _fetch(value, live, operation)
-    return tensor if kind is Value else fitted(tensor, template[1])
+        return [_fill(element, live, operation) for element in reference]
+    return reference
 
 
-def _fetch(value: Value, live: dict[Value, Tensor], operation: Operation) -> Tensor:
+def _fetch(value: Value, live: Live, operation: Operation) -> Tensor:
     tensor = live.get(value)
     if tensor is None:
-        tensor = live[value] = _held(value, str(operation.operator))
+        tensor = live[value] = _held(value, operation.kernel.facts.name)
     return tensor
 
 

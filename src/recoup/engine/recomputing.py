@@ -1,10 +1,13 @@
 """Whether a replay runs on this thread now."""
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
-_DEPTH = threading.local()
+
+class _Depth(threading.local):
+    depth = 0
+
+
+_DEPTH = _Depth()
 
 
 def is_recomputing() -> bool:
@@ -18,14 +21,16 @@ def is_recomputing() -> bool:
         >>> is_recomputing()
         False
     """
-    return getattr(_DEPTH, "depth", 0) > 0
+    return _DEPTH.depth > 0
 
 
-@contextmanager
-def recomputing() -> Iterator[None]:
+class recomputing:  # noqa: N801 (used as a verb: `with recomputing():`)
     """Say that the block is a replay."""
-    _DEPTH.depth = getattr(_DEPTH, "depth", 0) + 1
-    try:
-        yield
-    finally:
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        _DEPTH.depth += 1
+
+    def __exit__(self, *error: object) -> None:
         _DEPTH.depth -= 1

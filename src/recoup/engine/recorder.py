@@ -5,38 +5,21 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from recoup.backend.bindings import binding_of
 from recoup.backend.dispatch import OperatorMode, all_plain, run_complex
+from recoup.backend.kernels import Kernel, kernel_of
 from recoup.backend.operators import (
     Facts,
     crosses_devices,
     draws,
     draws_outside_generators,
-    facts_of,
     takes_none,
     without_contents,
 )
 from recoup.backend.rng import generator_of, same_state
 from recoup.backend.storages import covers_storage, has_storage
+from recoup.engine.calls import record_call
 from recoup.engine.tape import Tape
 from recoup.engine.values import OUTSIDE, Operation, Value
-
-
-class _Known:
-    """An operator's facts, with those that are asked for every call."""
-
-    def __init__(self, operator: Any) -> None:
-        self.operator = operator  # keeps its identity from being given to another
-        self.facts = facts_of(operator)
-        self.passes = self.facts.passes
-        self.simple = self.facts.simple
-        self.reshapes = self.facts.passes and bool(self.facts.writes)
-        self.run = binding_of(operator)
-        self.moves = self.facts.name.startswith("aten._to_copy")
-
-
-_KNOWN: dict[int, _Known] = {}
-"""By identity: hashing an operator is a call into Python."""
 
 
 class Recorder(OperatorMode):
@@ -59,58 +42,64 @@ class Recorder(OperatorMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run the operator, and record it unless it only makes views."""
-        known = _KNOWN.get(id(func))
-        if known is None:
-            known = _KNOWN[id(func)] = _Known(func)
-        if known.passes or self.paused:
-            out = known.run(*args, **kwargs) if kwargs else known.run(*args)
-            if known.reshapes:
+        kernel = kernel_of(func)
+        if kernel.passes or self.paused:
+            out = kernel.run(*args, **kwargs) if kwargs else kernel.run(*args)
+            if kernel.reshapes:
                 self.tape.reshape(out)
             return out
         kwargs = kwargs or {}
         if types and not all_plain(types):
-            return self._unrecorded(known.facts, func, args, kwargs)
-        if not known.simple or (known.moves and kwargs.get("device") is not None):
-            return self._special(known.facts, func, args, kwargs)
+            return self._unrecorded(kernel, args, kwargs)
+        if not kernel.simple and not (
+            kernel.quiet and not draws(kernel.facts, args, kwargs)
+        ):
+            return self._special(kernel, args, kwargs)
+        if kernel.moves and kwargs.get("device") is not None:
+            return self._special(kernel, args, kwargs)
         tape = self.tape
         try:
-            operation = tape.call(func, args, kwargs)
+            operation = record_call(tape, kernel, args, kwargs)
         except NotImplementedError:
-            return self._unrecorded(known.facts, func, args, kwargs)
-        out = self._run(known.run, args, kwargs)
-        tape.append(operation, out)
+            return self._unrecorded(kernel, args, kwargs)
+        out = self._run(kernel, args, kwargs)
+        tape.append(operation, out, ragged=_seeds(out) if kernel.quiet else ())
         return out
 
-    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(
+        self, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if self.tape.lazy_bits_seen:
-            return run_complex(func, args, kwargs)
-        return func(*args, **kwargs)
+            return run_complex(kernel.run, args, kwargs)
+        return kernel.run(*args, **kwargs)
 
     def _special(
-        self, facts: Facts, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Record an operator that does more than compute its result."""
+        facts = kernel.facts
         targets = _targets(facts, args, kwargs)
         if self._must_keep(facts, args, kwargs, targets):
-            return self._unrecorded(facts, func, args, kwargs)
+            return self._unrecorded(kernel, args, kwargs)
         recorded = args
         if facts.shape_only and args and has_storage(args[0]):
-            return self._shape_only(facts, func, args, kwargs)
+            return self._shape_only(kernel, args, kwargs)
         if facts.statistics and (facts.training_at < 0 or args[facts.training_at]):
             targets = [args[i] for i in facts.statistics if args[i] is not None]
-            recorded = _without_statistics(facts, func, args)
+            recorded = _without_statistics(kernel, args)
         try:
-            operation = self.tape.call(
-                func,
+            operation = record_call(
+                self.tape,
+                kernel,
                 recorded,
                 kwargs,
                 overwritten=targets if facts.overwrites else (),
             )
         except NotImplementedError:
-            return self._unrecorded(facts, func, args, kwargs)
+            return self._unrecorded(kernel, args, kwargs)
         operation.in_gradient_mode = facts.asks_gradient_mode
         earlier = [self._before_write(target) for target in targets]
-        out = self._run_random(operation, facts, func, args, kwargs)
+        out = self._run_random(operation, args, kwargs)
         if facts.is_foreach:
             increment_version(targets)
         if crosses_devices(args, out):
@@ -127,15 +116,15 @@ class Recorder(OperatorMode):
         return out
 
     def _shape_only(
-        self, facts: Facts, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Record the making of a tensor like another, which a replay does without."""
         like = args[0]
         named = dict(kwargs, device=kwargs.get("device") or like.device)
-        operation = self.tape.call(func, (None, *args[1:]), named)
+        operation = record_call(self.tape, kernel, (None, *args[1:]), named)
         operation.args[0] = without_contents(like)
-        out = self._run_random(operation, facts, func, args, kwargs)
-        self.tape.append(operation, out, tainted=facts.uninitialised)
+        out = self._run_random(operation, args, kwargs)
+        self.tape.append(operation, out, tainted=kernel.facts.uninitialised)
         return out
 
     def _must_keep(
@@ -188,33 +177,33 @@ class Recorder(OperatorMode):
     def _run_random(
         self,
         operation: Operation,
-        facts: Facts,
-        func: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        if not draws(facts, args, kwargs):
-            return self._run(func, args, kwargs)
+        kernel = operation.kernel
+        if not draws(kernel.facts, args, kwargs):
+            return self._run(kernel, args, kwargs)
         generator = generator_of(args, kwargs)
         state = generator.get_state()
-        out = self._run(func, args, kwargs)
+        out = self._run(kernel, args, kwargs)
         if not same_state(state, generator.get_state()):
             operation.random = (generator, state)
         return out
 
     def _unrecorded(
-        self, facts: Facts, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run an operator that is not replayed; its results are as from outside."""
+        facts = kernel.facts
         self.tape.unrecorded.append(facts.name)
         targets = [t for t in _targets(facts, args, kwargs) if has_storage(t)]
         for target in targets:
             self.tape.protect(target)
         # It may be the first to meet a complex tensor: nothing has looked at it yet.
         if any(isinstance(a, Tensor) and a.is_complex() for a in args):
-            out = run_complex(func, args, kwargs)
+            out = run_complex(kernel.run, args, kwargs)
         else:
-            out = self._run(func, args, kwargs)
+            out = self._run(kernel, args, kwargs)
         if facts.is_foreach:
             increment_version(targets)
         for target in targets:
@@ -254,15 +243,13 @@ def _targets(
     return found
 
 
-def _without_statistics(
-    facts: Facts, func: Any, args: tuple[Any, ...]
-) -> tuple[Any, ...]:
+def _without_statistics(kernel: Kernel, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the arguments for a replay, which must not move running statistics."""
     recorded = list(args)
-    for position in facts.statistics:
+    for position in kernel.facts.statistics:
         if recorded[position] is None:
             continue
-        if takes_none(func, position):
+        if takes_none(kernel.operator, position):
             recorded[position] = None
         else:
             recorded[position] = recorded[position].clone()

@@ -16,7 +16,7 @@ from recoup.backend.graph import (
     pop_hooks,
     push_hooks,
 )
-from recoup.backend.storages import Geometry, alias, copy_storage, fitted, version_of
+from recoup.backend.storages import alias, copy_storage, version_of
 from recoup.core.errors import ClearedError
 from recoup.engine.holding import (
     hand_over,
@@ -26,35 +26,18 @@ from recoup.engine.holding import (
 from recoup.engine.observers import Listener
 from recoup.engine.options import Options
 from recoup.engine.placement import placement_of
-from recoup.engine.program import Program, derived_from_lossy, needed
+from recoup.engine.program import Live, Program, derived_from_lossy, needed
+from recoup.engine.recall import Recall, Saved
 from recoup.engine.recorder import Recorder
 from recoup.engine.tape import Tape
 from recoup.engine.tiers.protocol import Tier
-from recoup.engine.values import Hold, Value
+from recoup.engine.values import Hold, Layout, Value
 from recoup.engine.verification import LEDGER, check_for, signature
 
 STATE_BYTES = 1 << 20
 """Tensors from outside that a region writes to and then needs as they were after the
 write are copied up to this size: they are counters and running statistics, which the
 next region will write again. Larger ones are held by reference and checked."""
-
-
-class Saved:
-    """Stands for one tensor that autograd saved in a region and that can be remade.
-
-    It dies when autograd lets go of the saved tensor, and the region then knows that
-    one demand for its value is gone.
-    """
-
-    task = -1
-
-    def __init__(self, region: "Region", value: Value, geometry: Geometry) -> None:
-        self.region = region
-        self.value = value
-        self.geometry = geometry
-
-    def __del__(self) -> None:
-        self.region.release(self)
 
 
 class Tracer(Protocol):
@@ -89,8 +72,7 @@ class Region:
     tracer: "Tracer | None" = None
     _roots: list[Value] | None = None
     _saved_count = 0
-    _live: dict[Value, Tensor] | None = None
-    _task = -1
+    _recall: Recall | None = None
     _watched = -1
     _stores = False
     _cleared = False
@@ -105,7 +87,7 @@ class Region:
         self._check = check
         self._recorder = Recorder(self.tape)
         self._kept: list[Hold] = []
-        self._pending: dict[Value, int] = {}
+        self._late: dict[Value, Hold] = {}
         self._lock = threading.RLock()
 
     def open(self) -> None:
@@ -125,7 +107,8 @@ class Region:
         if self._check is not None:
             self._check.look_again(tape.value_of)
         tape.close()
-        self._kept.extend(tape.late.holds.values())
+        self._late = tape.late.holds
+        self._kept.extend(self._late.values())
         wanted = [value for value in tape.saved if value.demand > 0]
         indices, roots = needed(tape.operations, wanted)
         operations = [tape.operations[index] for index in indices]
@@ -165,17 +148,17 @@ class Region:
             found = tape.view(tensor) if handed else tape.save(tensor)
         except NotImplementedError:
             found = Hold(tensor.detach())
-        if type(found) is not tuple:
-            assert isinstance(found, Hold), "either a view or a hold"
+        if type(found) is Hold:
             self._kept.append(found)
             return found
-        value, geometry = found
+        value, layout = found if type(found) is tuple else (found, None)
+        assert isinstance(value, Value), "a reference begins with its value"
         if value.hold is None:
             if not self.options.recompute and value not in tape.forced:
                 value.hold = Hold(alias(tensor), value.geometry)
                 tape.placement.place_saved(value.hold)
             elif self._check is not None and value not in tape.unverified:
-                self._fingerprint(value, tensor, geometry)
+                self._fingerprint(value, tensor, layout)
         if value.demand == 0:
             tape.saved[value] = None
         value.demand += 1
@@ -185,7 +168,7 @@ class Region:
                 hold.stored.claims += 1
             elif hold.tier is not None:
                 self._store(value)
-        return Saved(self, value, geometry)
+        return Saved(self, value, layout)
 
     def keep(self, value: Value, tensor: Tensor, store: Tier | None) -> None:
         """Hold a value that the tensor names, and say where it is to be kept."""
@@ -202,29 +185,32 @@ class Region:
         """Return the tensor that `packed` stands for, recomputing it if need be."""
         if self._cleared:
             self._refuse()
-        if isinstance(packed, Hold):
+        if type(packed) is Hold:
             return packed.fetch("a backward operator")
-        value = packed.value
-        with self._lock:
-            hold = value.hold
-            if hold is not None and hold.tensor is not None:
-                whole = hold.fetch("a backward operator")
-            elif hold is not None and hold.stored is not None:
-                whole = self._brought(packed, hold)
-            else:
-                whole = self._recomputed(packed)
-        geometry = packed.geometry
-        return whole if geometry is value.geometry else fitted(whole, geometry)
+        assert isinstance(packed, Saved), "either one or the other"
+        value, layout = packed.value, packed.layout
+        hold = value.hold
+        if self._late and value in self._late:
+            whole = self._late[value].fetch("a backward operator")
+        elif hold is None or not hold.is_at_hand:
+            return self._recomputed(packed)
+        elif hold.stored is None:
+            whole = hold.fetch("a backward operator")
+        else:
+            whole = self._brought(packed, hold)
+        return whole if layout is None else layout.view(whole)
 
     def release(self, saved: Saved) -> None:
         """Take note that autograd let go of a saved tensor."""
-        with self._lock:
-            value = saved.value
-            value.demand -= 1
-            if value.hold is not None and value.hold.stored is not None:
-                value.hold.stored.release(saved)
-            if self._live is not None and saved.task != self._task:
-                self._count_down(value)
+        value = saved.value
+        value.demand -= 1
+        hold = value.hold
+        if hold is not None and hold.stored is not None:
+            with self._lock:
+                hold.stored.release(saved)
+        recall = self._recall
+        if recall is not None and saved.task != recall.task:
+            recall.count_down(value)
 
     def recompute(self) -> tuple[Tensor, ...]:
         """Return the saved values that are not held, recomputed now."""
@@ -232,13 +218,14 @@ class Region:
             if self._cleared:
                 self._refuse()
             wanted = [value for value in self.tape.saved if _is_wanted(value)]
-            return tuple(self._run(wanted).values())
+            live = self._run(wanted)
+            return tuple(live[value] for value in wanted)
 
     def clear(self) -> None:
         """Drop everything held; a later backward through the region is an error."""
         with self._lock:
             self._cleared = True
-            self._live = None
+            self._recall = None
             for hold in self.holds():
                 hold.drop()
             self._kept = []
@@ -263,10 +250,8 @@ class Region:
     def end(self, task: int) -> None:
         """Drop what a backward left behind."""
         with self._lock:
-            if self._task == task:
-                self._live = None
-                self._pending = {}
-                self._task = -1
+            if self._recall is not None and self._recall.task == task:
+                self._recall = None
             if self._watched == task:
                 self._watched = -1
                 for hold in self.holds():
@@ -279,8 +264,10 @@ class Region:
             "were cleared. Run backward before clearing them, or run the forward again."
         )
 
-    def _fingerprint(self, value: Value, tensor: Tensor, geometry: Geometry) -> None:
+    def _fingerprint(self, value: Value, tensor: Tensor, layout: Layout | None) -> None:
         assert self._check is not None, "only called when there is a check"
+        geometry = value.geometry if layout is None else layout.geometry
+        assert geometry is not None, "an operation made the value"
         self._recorder.paused = True
         try:
             self._check.remember(value, tensor, geometry)
@@ -304,38 +291,49 @@ class Region:
             value.hold = Hold(copy_storage(hold.tensor))
 
     def _brought(self, saved: Saved, hold: Hold) -> Tensor:
-        hold = self.tape.late.holds.get(saved.value, hold)
-        self._watch_backward()
-        return hold.fetch("a backward operator", saved)
+        with self._lock:
+            self._watch_backward()
+            return hold.fetch("a backward operator", saved)
 
     def _recomputed(self, saved: Saved) -> Tensor:
-        value = saved.value
-        late = self.tape.late.holds.get(value)
-        if late is not None:
-            return late.fetch("a backward operator")
+        value, layout = saved.value, saved.layout
         task = current_backward()
         if task == -1 and not self.options.cache:
-            return self._run([value])[value]
-        if self._live is None or (task != self._task and not self.options.cache):
-            self._start(task)
-        assert self._live is not None, "just started"
-        tensor = self._live.get(value)
+            return self._alone(saved)
+        recall = self._recall
+        if recall is None or not recall.serves(task):
+            recall = self._start(task)
+        tensor = recall.live.get(value if layout is None else layout)
         if tensor is None:
-            # Asked again after its last use, as by a function that reads its saved
-            # tensors twice.
-            return self._run([value])[value]
+            whole = recall.live.get(value)
+            # Without it: asked again after its last use, as by a function that reads
+            # its saved tensors twice.
+            if whole is None or layout is None:
+                return self._alone(saved)
+            tensor = layout.view(whole)
         if saved.task != task:
             saved.task = task
-            self._count_down(value)
+            recall.count_down(value)
         return tensor
 
-    def _start(self, task: int) -> None:
-        wanted = [value for value in self.tape.saved if _is_wanted(value)]
-        self._live = self._run(wanted)
-        self._pending = {value: value.demand for value in wanted}
-        self._task = task
-        if task != -1 and not self.options.cache:
-            follow_backward(self)
+    def _alone(self, saved: Saved) -> Tensor:
+        """Return one saved tensor, recomputed for itself."""
+        whole = self._run([saved.value])[saved.value]
+        return whole if saved.layout is None else saved.layout.view(whole)
+
+    def _start(self, task: int) -> Recall:
+        """Recompute everything for a backward, unless another thread of it just did."""
+        with self._lock:
+            recall, lasting = self._recall, self.options.cache
+            if recall is not None and recall.serves(task):
+                return recall
+            wanted = [value for value in self.tape.saved if _is_wanted(value)]
+            live = self._run(wanted)
+            recall = Recall(live, wanted, -1 if lasting else task, lasting=lasting)
+            self._recall = recall
+            if not lasting:
+                follow_backward(self)
+            return recall
 
     def _watch_backward(self) -> None:
         """Be told of the end of this backward, to let go of what was brought back."""
@@ -353,7 +351,7 @@ class Region:
             hold.stored.claims += value.demand
             self._stores = True
 
-    def _run(self, wanted: list[Value]) -> dict[Value, Tensor]:
+    def _run(self, wanted: list[Value]) -> Live:
         operations, roots = self.tape.operations, self._roots
         if roots is None or len(wanted) < self._saved_count:
             indices, roots = needed(operations, wanted)
@@ -366,17 +364,11 @@ class Region:
             live = program.run()
         else:
             live = program.run(partial(check.observe, self.name))
-            check.compare(self.name, self.tape.operations, live)
+            replayed = {value: live[value] for value in wanted}
+            check.compare(self.name, self.tape.operations, replayed)
         self.replays += 1
         self.replayed_operators += len(program.steps)
         return live
-
-    def _count_down(self, value: Value) -> None:
-        if self.options.cache or value not in self._pending:
-            return
-        self._pending[value] -= 1
-        if self._pending[value] == 0 and self._live is not None:
-            self._live.pop(value, None)
 
 
 def _is_wanted(value: Value) -> bool:

@@ -22,15 +22,11 @@ from recoup.backend.storages import (
 )
 from recoup.engine.late import LateWrites
 from recoup.engine.placement import Placement
-from recoup.engine.values import OUTSIDE, Hold, Operation, Value, View
+from recoup.engine.values import OUTSIDE, Hold, Layout, Operation, Value, View
 
 _SPECIAL = QUANTIZED | {torch.complex32, torch.complex64, torch.complex128}
 
 Watch = Callable[[Value, Tensor], None]
-
-_TENSORS = frozenset({Tensor, torch.nn.Parameter})
-_TORCH_KINDS = {torch.device, torch.dtype, torch.layout, torch.memory_format}
-_NO_TENSORS = frozenset({bool, float, int, str, type(None)} | _TORCH_KINDS)
 
 
 class Tape:
@@ -85,14 +81,14 @@ class Tape:
         """Return the value that the tensor names now, if the tape knows it."""
         return self._current.get(address_of(tensor.untyped_storage()))
 
-    def save(self, tensor: Tensor) -> View | Hold:
+    def save(self, tensor: Tensor) -> Value | View | Hold:
         """Return what stands for a tensor that autograd saves.
 
         Args:
             tensor: A tensor with a storage.
 
         Returns:
-            The value it names with its geometry, or a hold of the tensor itself if the
+            A reference to the value it names, or a hold of the tensor itself if the
             tape cannot tell how it was made. Such a tensor is kept as plain autograd
             keeps it: by reference, checked by its version.
 
@@ -103,10 +99,7 @@ class Tape:
         value = self._current.get(address_of(storage))
         if value is not None and value.producer != OUTSIDE:
             if not self.tainted or value not in self.tainted:
-                geometry = value.geometry
-                if geometry is not None and _is_unmoved(tensor, value):
-                    return value, geometry
-                return value, self.geometry(tensor)
+                return self._viewed(value, tensor)
             self._give_up(value)
         elif self.placement.moves_inputs and is_activation(tensor):
             found = self.view(tensor)
@@ -136,65 +129,20 @@ class Tape:
             value = self._admit(tensor, storage)
         elif self.tainted and read and value in self.tainted:
             self._give_up(value)
-        elif _is_unmoved(tensor, value):
-            return value
+        elif value.hold is not None or value.producer != OUTSIDE:
+            return self._viewed(value, tensor)
         if value.hold is None and value.producer == OUTSIDE:
             value.hold = Hold(alias(tensor))
             value.born = weakref.ref(tensor)
             return value
-        return value, self.geometry(tensor)
+        return self._viewed(value, tensor)
 
     def view(self, tensor: Tensor) -> View:
-        """Return a reference with a geometry; hold the value if it is from outside."""
+        """Return a reference with a layout; hold the value if it is from outside."""
         found = self.reference(tensor)
-        value = found[0] if isinstance(found, tuple) else found
-        return value, self.geometry(tensor)
-
-    def call(
-        self,
-        operator: Operator,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        *,
-        overwritten: Sequence[Tensor] = (),
-    ) -> Operation:
-        """Return the call as an operation, its tensors replaced by references.
-
-        Args:
-            operator: What is called.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
-            overwritten: Those among the tensors that it writes without reading them.
-
-        Raises:
-            NotImplementedError: One of the tensors has no storage.
-        """
-        template: list[Any] = list(args)
-        places: list[int | str] = []
-        reads: list[Value] = []
-        for position, argument in enumerate(args):
-            # Asking `isinstance(…, Tensor)` of a number is dear: torch overloads it.
-            kind = type(argument)
-            if kind in _NO_TENSORS:
-                continue
-            if kind in _TENSORS and not overwritten:
-                found = self.reference(argument)
-                reads.append(found[0] if type(found) is tuple else found)  # pyright: ignore[reportArgumentType]
-            else:
-                found = self._refer(argument, reads, overwritten)
-                if found is argument:
-                    continue
-            template[position] = found
-            places.append(position)
-        named = kwargs
-        for name, argument in kwargs.items():
-            if type(argument) not in _NO_TENSORS:
-                found = self._refer(argument, reads, overwritten)
-                if found is not argument:
-                    named = dict(named) if named is kwargs else named
-                    named[name] = found
-                    places.append(name)
-        return Operation(operator, template, named, places, reads)
+        value = found[0] if type(found) is tuple else found
+        assert isinstance(value, Value), "a view begins with its value"
+        return value, self._layout(value, self.geometry(tensor))
 
     def append(
         self,
@@ -298,24 +246,34 @@ class Tape:
                 value.hold = value.hold.twin()
                 value.hold.version = None
 
-    def _refer(
-        self, argument: Any, reads: list[Value], overwritten: Sequence[Tensor]
-    ) -> Any:
-        if isinstance(argument, Tensor):
-            read = not (overwritten and any(argument is t for t in overwritten))
-            found = self.reference(argument, read=read)
-            reads.append(found[0] if isinstance(found, tuple) else found)
-            return found
-        if isinstance(argument, (list, tuple)) and any(
-            type(element) not in _NO_TENSORS for element in argument
+    def _viewed(self, value: Value, tensor: Tensor) -> Value | View:
+        """Return a reference to a value by a tensor that names it."""
+        whole = value.geometry
+        born = value.born
+        # The very tensor; but assigning to `.data` moves one without any operator.
+        if (
+            born is not None
+            and born() is tensor
+            and (
+                whole is None
+                or (
+                    tensor.stride() == whole[1]
+                    and tensor.storage_offset() == whole[2]
+                    and tensor.shape == whole[0]
+                )
+            )
         ):
-            return [
-                self._refer(element, reads, overwritten)
-                if isinstance(element, Tensor)
-                else element
-                for element in argument
-            ]
-        return argument
+            return value
+        geometry = self.geometry(tensor)
+        return value if geometry == whole else (value, self._layout(value, geometry))
+
+    def _layout(self, value: Value, geometry: Geometry) -> Layout:
+        for layout in value.layouts:
+            if layout.geometry == geometry:
+                return layout
+        layout = Layout(geometry, value.geometry)
+        value.layouts = (*value.layouts, layout)
+        return layout
 
     def _watch_outputs(self, operation: Operation, out: Any) -> None:
         assert self._watch is not None, "only called when somebody watches"
@@ -349,7 +307,7 @@ class Tape:
     ) -> None:
         try:
             geometry = self.geometry(tensor)
-            address = take_weak_reference(tensor)
+            address = weak_reference_to(tensor.untyped_storage())
         except NotImplementedError:
             return
         if address in self._current:
@@ -380,19 +338,3 @@ class Tape:
             raise NotImplementedError("the layout has no strides") from error
         bits = lazy_bits(tensor) if self.lazy_bits_seen else 0
         return tensor.shape, stride, tensor.storage_offset(), dtype, bits  # pyright: ignore[reportReturnType]
-
-
-def _is_unmoved(tensor: Tensor, value: Value) -> bool:
-    """Return whether it is the tensor that first named the value, lying as it did.
-
-    Assigning to `.data` moves a tensor without any operator.
-    """
-    born = value.born
-    if born is None or born() is not tensor:
-        return False
-    geometry = value.geometry
-    return geometry is None or (
-        tensor.stride() == geometry[1]
-        and tensor.storage_offset() == geometry[2]
-        and tensor.shape == geometry[0]
-    )

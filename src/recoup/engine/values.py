@@ -8,9 +8,11 @@ from typing import Any
 from torch import Generator, Tensor
 
 from recoup.backend.graph import Pack, Unpack
+from recoup.backend.kernels import Kernel
 from recoup.backend.operators import Operator
 from recoup.backend.storages import (
     Geometry,
+    fitted,
     flat,
     geometry_of,
     has_storage,
@@ -41,30 +43,57 @@ class Value:
         demand: How many tensors saved by autograd refer to it now.
         born: A weak reference to the tensor that first named it. An argument that is
             this very tensor needs no look at its geometry.
+        layouts: The other ways in which tensors were seen to lie in the storage.
     """
 
     hold: "Hold | None" = None
     demand = 0
     born: weakref.ref[Tensor] | None = None
+    layouts: "tuple[Layout, ...]" = ()
 
     def __init__(self, producer: int, geometry: Geometry | None) -> None:
         self.producer = producer
         self.geometry = geometry
 
 
-View = tuple[Value, Geometry]
-"""A reference to a value by a geometry, which need not be its own."""
+class Layout:
+    """A way to lie in a value's storage that is not the value's own.
+
+    Every tensor that lies so is given by one view, made once in a replay.
+
+    Args:
+        geometry: How such a tensor lies.
+        whole: How the value itself does, if that is known.
+    """
+
+    __slots__ = ("_strided", "geometry")
+
+    def __init__(self, geometry: Geometry, whole: Geometry | None) -> None:
+        self.geometry = geometry
+        same_kind = whole is not None and whole[3:] == geometry[3:]
+        self._strided = geometry[:3] if same_kind and geometry[4] == 0 else None
+
+    def view(self, whole: Tensor) -> Tensor:
+        """Return a view of a tensor that lies as the value does."""
+        if self._strided is None:
+            return fitted(whole, self.geometry)
+        return whole.as_strided(*self._strided)
+
+
+View = tuple[Value, Layout]
+"""A reference to a value by a layout."""
 
 
 class Operation:
     """One operator call on the tape, its tensors replaced by values.
 
     Attributes:
-        operator: What was called.
-        args: Positional arguments; each tensor is a `Value`, if it is the very tensor
+        kernel: What was called.
+        args: Positional arguments; each tensor is a `Value`, if it lies as the tensor
             that first named it, or a `View`.
         kwargs: Keyword arguments, likewise.
-        places: Positions and names of the arguments that hold references.
+        places: Positions of the arguments that hold references.
+        names: Names of the keyword arguments that do.
         reads: The values it takes.
         outputs: Its new values, each with its place in the result (None: all of it).
         writes: Pairs of the value before and the value after a write.
@@ -72,24 +101,30 @@ class Operation:
         in_gradient_mode: It is to be run with the gradient mode on.
     """
 
+    names: Sequence[str] = ()
     writes: Sequence[tuple[Value, Value]] = ()
     random: tuple[Generator, Tensor] | None = None
     in_gradient_mode = False
 
     def __init__(
         self,
-        operator: Operator,
+        kernel: Kernel,
         args: list[Any],
         kwargs: dict[str, Any],
-        places: list[int | str],
+        places: list[int],
         reads: list[Value],
     ) -> None:
-        self.operator = operator
+        self.kernel = kernel
         self.args = args
         self.kwargs = kwargs
         self.places = places
         self.reads = reads
         self.outputs: list[tuple[int | None, Value]] = []
+
+    @property
+    def operator(self) -> Operator:
+        """The operator that was called."""
+        return self.kernel.operator
 
 
 class Hold:

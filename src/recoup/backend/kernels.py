@@ -1,0 +1,103 @@
+"""Kernels: an operator with what is known of it, and the fastest way to call it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from recoup.backend.operators import facts_of
+
+_GENERATED = {
+    getattr(torch._C, "_VariableFunctions"): (  # noqa: B009 (no stub names it)
+        "_log_softmax",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_softmax",
+        "add.Tensor",
+        "addmm",
+        "bmm",
+        "detach",
+        "div.Tensor",
+        "embedding",
+        "mm",
+        "mul.Tensor",
+        "native_layer_norm",
+        "relu",
+        "rsqrt",
+        "sigmoid",
+        "sub.Tensor",
+        "t",
+        "tanh",
+        "transpose.int",
+        "unbind.int",
+        "unsqueeze",
+    ),
+    getattr(torch._C, "_nn"): ("gelu", "silu"),  # noqa: B009 (no stub names it)
+    torch._C.TensorBase: ("expand", "permute", "view"),
+}
+
+_BOUND: dict[str, Callable[..., Any]] = {
+    f"aten::{name}": getattr(module, name.split(".")[0])
+    for module, names in _GENERATED.items()
+    for name in names
+    if hasattr(module, name.split(".")[0])
+}
+"""Common operators, with the functions that PyTorch generates for Python.
+
+Such a function takes half the time to read its arguments, but chooses among overloads
+by what it is given. These are used because nothing that the operator can be given leads
+to another one; a test shows it.
+"""
+
+
+class Kernel:
+    """An operator with its facts; those that every call asks for are at hand.
+
+    Attributes:
+        operator: The operator.
+        facts: What is known about it.
+        run: Calls exactly this operator, in the fastest way.
+        passes: It only makes views or changes metadata.
+        simple: It is a plain function of its arguments.
+        quiet: It would be, but for a dropout rate that may be zero.
+        reshapes: It changes the metadata of its argument.
+        moves: It may copy to another device.
+    """
+
+    def __init__(self, operator: Any) -> None:
+        facts = facts_of(operator)
+        self.operator = operator
+        self.facts = facts
+        self.run = _fastest(operator)
+        self.passes = facts.passes
+        self.simple = facts.simple
+        self.quiet = facts.simple_without_dropout
+        self.reshapes = facts.passes and bool(facts.writes)
+        self.moves = facts.name.startswith("aten._to_copy")
+
+
+_KERNELS: dict[int, Kernel] = {}
+"""By identity: hashing an operator is a call into Python. A kernel keeps its operator,
+so that its identity is not given to another."""
+
+
+def kernel_of(operator: Any) -> Kernel:
+    """Return the operator's kernel.
+
+    Examples:
+        >>> kernel_of(torch.ops.aten.view.default).passes
+        True
+        >>> kernel_of(torch.ops.aten.t.default).run is torch.t
+        True
+    """
+    kernel = _KERNELS.get(id(operator))
+    if kernel is None:
+        kernel = _KERNELS[id(operator)] = Kernel(operator)
+    return kernel
+
+
+def _fastest(operator: Any) -> Callable[..., Any]:
+    if not isinstance(operator, OpOverload):
+        return operator
+    return _BOUND.get(operator.name(), operator._op)

@@ -1,0 +1,82 @@
+"""Calls: what an operator was given, with its tensors replaced by references."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recoup.backend.kernels import Kernel
+from recoup.engine.tape import Tape
+from recoup.engine.values import Operation, Value
+
+_TENSORS = frozenset({Tensor, torch.nn.Parameter})
+_TORCH_KINDS = {torch.device, torch.dtype, torch.layout, torch.memory_format}
+_NO_TENSORS = frozenset({bool, float, int, str, type(None)} | _TORCH_KINDS)
+
+
+def record_call(
+    tape: Tape,
+    kernel: Kernel,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    *,
+    overwritten: Sequence[Tensor] = (),
+) -> Operation:
+    """Return a call as an operation, its tensors replaced by references.
+
+    Args:
+        tape: Knows what the tensors name.
+        kernel: What is called.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        overwritten: Those among the tensors that it writes without reading them.
+
+    Raises:
+        NotImplementedError: One of the tensors has no storage.
+    """
+    template: list[Any] = list(args)
+    places: list[int] = []
+    reads: list[Value] = []
+    for position, argument in enumerate(args):
+        # Asking `isinstance(…, Tensor)` of a number is dear: torch overloads it.
+        kind = type(argument)
+        if kind in _NO_TENSORS:
+            continue
+        if kind in _TENSORS and not overwritten:
+            found = tape.reference(argument)
+            reads.append(found[0] if type(found) is tuple else found)  # pyright: ignore[reportArgumentType]
+        else:
+            found = _refer(tape, argument, reads, overwritten)
+            if found is argument:
+                continue
+        template[position] = found
+        places.append(position)
+    operation = Operation(kernel, template, kwargs, places, reads)
+    for name, argument in kwargs.items():
+        if type(argument) not in _NO_TENSORS:
+            found = _refer(tape, argument, reads, overwritten)
+            if found is not argument:
+                operation.names = (*operation.names, name)
+                operation.kwargs = {**operation.kwargs, name: found}
+    return operation
+
+
+def _refer(
+    tape: Tape, argument: Any, reads: list[Value], overwritten: Sequence[Tensor]
+) -> Any:
+    if isinstance(argument, Tensor):
+        read = not (overwritten and any(argument is t for t in overwritten))
+        found = tape.reference(argument, read=read)
+        reads.append(found[0] if isinstance(found, tuple) else found)
+        return found
+    if isinstance(argument, (list, tuple)) and not _NO_TENSORS.issuperset(
+        map(type, argument)
+    ):
+        return [
+            _refer(tape, element, reads, overwritten)
+            if isinstance(element, Tensor)
+            else element
+            for element in argument
+        ]
+    return argument

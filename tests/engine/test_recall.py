@@ -1,0 +1,64 @@
+"""Recomputed values are kept until their last use, with the views of them."""
+
+import torch
+
+from recoup import CheckpointScope
+from recoup.backend.storages import geometry_of
+from recoup.engine.recall import Recall
+from recoup.engine.values import Layout, Value
+from tests.support.counting import Operators
+
+x = torch.arange(6.0)
+
+
+def recalled(*, demand: int, lasting: bool = False) -> tuple[Recall, Value, Layout]:
+    value = Value(0, geometry_of(x))
+    value.demand = demand
+    layout = Layout(geometry_of(x.view(2, 3)), value.geometry)
+    value.layouts = (layout,)
+    live = {value: x, layout: layout.view(x)}
+    return Recall(live, [value], 7, lasting=lasting), value, layout
+
+
+def test_a_value_and_its_views_are_freed_at_the_last_use():
+    recall, value, layout = recalled(demand=2)
+    recall.count_down(value)
+    assert set(recall.live) == {value, layout}
+    recall.count_down(value)
+    assert recall.live == {}
+    recall.count_down(value)
+    assert recall.live == {}
+
+
+def test_a_recall_serves_its_own_backward():
+    recall, _, _ = recalled(demand=1)
+    assert recall.serves(7)
+    assert not recall.serves(8)
+
+
+def test_a_lasting_recall_serves_all_and_frees_nothing():
+    recall, value, layout = recalled(demand=1, lasting=True)
+    recall.count_down(value)
+    assert recall.serves(8)
+    assert set(recall.live) == {value, layout}
+
+
+def test_a_layout_gives_a_view_that_lies_as_the_tensor_did():
+    whole = torch.arange(6).reshape(2, 3).to(torch.complex64)
+    for tensor in (whole.t(), whole[1:], whole.conj(), whole.imag, whole.conj().imag):
+        layout = Layout(geometry_of(tensor), geometry_of(whole))
+        view = layout.view(whole)
+        assert geometry_of(view) == geometry_of(tensor)
+        assert torch.equal(view, tensor)
+
+
+def test_a_view_that_an_operator_takes_and_autograd_saves_is_made_once():
+    weight = torch.randn(4, 4, requires_grad=True)
+    given = torch.randn(2, 3, 4, requires_grad=True)
+    with CheckpointScope("views", verify="off"):
+        hidden = given.exp().view(6, 4)  # saved as a matrix, made as a batch of them
+        out = (hidden @ weight).tanh()
+    with Operators() as operators:
+        out.sum().backward()
+    assert operators.counts["mm"] == 3  # one is replayed
+    assert operators.counts["as_strided"] == 1
