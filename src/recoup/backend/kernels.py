@@ -77,9 +77,9 @@ class Kernel:
         self.moves = facts.name.startswith("aten._to_copy")
 
 
-_KERNELS: dict[int, Kernel] = {}
-"""By identity: hashing an operator is a call into Python. A kernel keeps its operator,
-so that its identity is not given to another."""
+KERNELS: dict[int, Kernel] = {}
+"""The kernels so far, by the operator's identity: hashing one is a call into Python. A
+kernel keeps its operator, so that its identity is not given to another."""
 
 
 def kernel_of(operator: Any) -> Kernel:
@@ -91,9 +91,9 @@ def kernel_of(operator: Any) -> Kernel:
         >>> kernel_of(torch.ops.aten.t.default).run is torch.t
         True
     """
-    kernel = _KERNELS.get(id(operator))
+    kernel = KERNELS.get(id(operator))
     if kernel is None:
-        kernel = _KERNELS[id(operator)] = Kernel(operator)
+        kernel = KERNELS[id(operator)] = Kernel(operator)
     return kernel
 
 

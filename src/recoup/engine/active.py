@@ -121,9 +121,9 @@ def end(owner: object) -> Region | None:
         UsageError: Something else was begun since then and has not been ended.
     """
     stack = _OPEN.stack
-    if not any(other is owner for other, _ in stack):
-        return None
-    if stack[-1][0] is not owner:
+    if not stack or stack[-1][0] is not owner:
+        if not any(other is owner for other, _ in stack):
+            return None
         raise UsageError(
             "a checkpoint region is closed before one that was opened inside it. Close "
             "the inner one first, or use `with` blocks, which nest by themselves."

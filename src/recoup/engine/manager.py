@@ -1,5 +1,6 @@
 """The manager: knows scopes by registration, and what their regions hold."""
 
+import threading
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
@@ -51,6 +52,8 @@ class CheckpointManager:
         self.memory_threshold = memory_threshold
         self._scopes: list[CheckpointScope] = []
         self._regions: list[weakref.ref[Watched]] = []
+        self._prune_at = 16
+        self._lock = threading.Lock()
 
     @property
     def max_memory_mb(self) -> int:
@@ -175,8 +178,11 @@ class CheckpointManager:
 
     def began(self, region: Watched) -> None:
         """Account for a region that runs inside `with manager:`."""
-        self._regions = [known for known in self._regions if known() is not None]
-        self._regions.append(weakref.ref(region))
+        with self._lock:
+            if len(self._regions) >= self._prune_at:
+                self._regions = [seen for seen in self._regions if seen() is not None]
+                self._prune_at = 2 * len(self._regions) + 16
+            self._regions.append(weakref.ref(region))
 
     def ended(self, region: Watched) -> None:
         """Nothing more to note: the region is asked when somebody wants to know."""

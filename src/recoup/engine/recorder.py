@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from recoup.backend.dispatch import OperatorMode, all_plain, run_complex
-from recoup.backend.kernels import Kernel, kernel_of
+from recoup.backend.kernels import KERNELS, Kernel, kernel_of
 from recoup.backend.operators import (
     Facts,
     crosses_devices,
@@ -42,7 +42,7 @@ class Recorder(OperatorMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run the operator, and record it unless it only makes views."""
-        kernel = kernel_of(func)
+        kernel = KERNELS.get(id(func)) or kernel_of(func)
         if kernel.passes or self.paused:
             out = kernel.run(*args, **kwargs) if kwargs else kernel.run(*args)
             if kernel.reshapes:

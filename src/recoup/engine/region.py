@@ -125,9 +125,11 @@ class Region:
         for value in roots:
             if tape.written:
                 self._settle_state(value)
-            assert value.hold is not None, "roots are held"
-            value.hold.settle()
-            if value.hold.tier is not None:
+            hold = value.hold
+            assert hold is not None, "roots are held"
+            if hold.version is None:
+                hold.settle()
+            if hold.tier is not None:
                 self._store(value)
         self._roots = roots
         if self._check is not None:
@@ -135,17 +137,18 @@ class Region:
         if is_watched_from_around():
             self._part_holds(roots)
             hand_over(self.holds())
-        self._saved_count = sum(_is_wanted(value) for value in wanted)
+        self._saved_count = len(
+            [v for v in wanted if v.hold is None or not v.hold.is_at_hand]
+        )
 
     def pack(self, tensor: Tensor) -> Saved | Hold:
         """Take a tensor that autograd saves; return what stands for it."""
-        handed = is_handing_over()
-        if self.listeners and not handed:
+        if self.listeners and not is_handing_over():
             for listener in self.listeners:
                 listener(tensor)
         tape = self.tape
         try:
-            found = tape.view(tensor) if handed else tape.save(tensor)
+            found = tape.save(tensor)
         except NotImplementedError:
             found = Hold(tensor.detach())
         if type(found) is Hold:
@@ -288,7 +291,7 @@ class Region:
             return
         small = hold.tensor.untyped_storage().nbytes() <= STATE_BYTES
         if small and version_of(hold.tensor) == hold.version:
-            value.hold = Hold(copy_storage(hold.tensor))
+            value.hold = Hold(copy_storage(hold.tensor), hold.geometry)
 
     def _brought(self, saved: Saved, hold: Hold) -> Tensor:
         with self._lock:

@@ -152,7 +152,7 @@ class CheckpointScope:
             UsageError: A region that was opened inside it is still open.
         """
         region = end(self)
-        if region is not None:
+        if region is not None and region.tape.unrecorded:
             self._kept_operators.update(region.tape.unrecorded)
 
     def _options(self) -> Options:

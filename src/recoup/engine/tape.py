@@ -20,6 +20,7 @@ from recoup.backend.storages import (
     take_weak_reference,
     weak_reference_to,
 )
+from recoup.engine.holding import is_handing_over
 from recoup.engine.late import LateWrites
 from recoup.engine.placement import Placement
 from recoup.engine.values import OUTSIDE, Hold, Layout, Operation, Value, View
@@ -82,7 +83,7 @@ class Tape:
         return self._current.get(address_of(tensor.untyped_storage()))
 
     def save(self, tensor: Tensor) -> Value | View | Hold:
-        """Return what stands for a tensor that autograd saves.
+        """Return what stands for a tensor that autograd saves, or a region inside.
 
         Args:
             tensor: A tensor with a storage.
@@ -97,19 +98,25 @@ class Tape:
         """
         storage = tensor.untyped_storage()
         value = self._current.get(address_of(storage))
-        if value is not None and value.producer != OUTSIDE:
-            if not self.tainted or value not in self.tainted:
-                return self._viewed(value, tensor)
+        tainted = bool(self.tainted) and value in self.tainted
+        if value is not None and value.producer != OUTSIDE and not tainted:
+            return self._viewed(value, tensor)
+        if is_handing_over():
+            return self.view(tensor)
+        if value is not None and tainted:
             self._give_up(value)
         elif self.placement.moves_inputs and is_activation(tensor):
             found = self.view(tensor)
             self.placement.place_input(found[0], storage.nbytes())
             return found
-        hold = Hold(alias(tensor))
+        detached = alias(tensor)
+        hold = Hold(detached)
         if value is None:
             value = self._admit(tensor, storage)
         if value.hold is None:
-            value.hold = hold
+            # One that was given up lies as it was made wherever it was used before.
+            lies = value.geometry
+            value.hold = hold if lies is None else Hold(detached, lies)
             value.born = weakref.ref(tensor)
         return hold
 
@@ -132,9 +139,8 @@ class Tape:
         elif value.hold is not None or value.producer != OUTSIDE:
             return self._viewed(value, tensor)
         if value.hold is None and value.producer == OUTSIDE:
-            value.hold = Hold(alias(tensor))
+            value.hold = Hold(alias(tensor), value.geometry)
             value.born = weakref.ref(tensor)
-            return value
         return self._viewed(value, tensor)
 
     def view(self, tensor: Tensor) -> View:
@@ -161,12 +167,14 @@ class Tape:
             ragged: Places of results with parts that the kernel does not write.
         """
         index = len(self.operations)
-        if isinstance(out, Tensor):
+        if type(out) is Tensor:
             self._born(operation, index, None, out)
         elif isinstance(out, (tuple, list)):
             for place, element in enumerate(out):
                 if isinstance(element, Tensor):
                     self._born(operation, index, place, element)
+        elif isinstance(out, Tensor):
+            self._born(operation, index, None, out)
         if operation.outputs or operation.writes:
             self.operations.append(operation)
             if ragged:
@@ -196,7 +204,7 @@ class Tape:
             return
         value.born = None
         if hold.tensor is not None:
-            value.hold = Hold(copy_storage(hold.tensor))
+            value.hold = Hold(copy_storage(hold.tensor), hold.geometry)
 
     def overwrite(
         self, tensor: Tensor, operator: Operator, before: Value, *, tainted: bool

@@ -225,4 +225,4 @@ def check_for(verify: Verify, key: Hashable) -> Check | None:
 
 def signature(operations: Sequence[Operation]) -> int:
     """Return a number that stands for the operators of a region."""
-    return hash(tuple(id(operation.operator) for operation in operations))
+    return hash(tuple([id(operation.kernel) for operation in operations]))
