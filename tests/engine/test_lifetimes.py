@@ -396,7 +396,7 @@ def test_a_model_trained_under_scopes_leaves_only_its_gradients(name):
 
 
 def forget(error: BaseException | None) -> None:
-    """Let go of the frames that an exception, or one that it came from, was raised in."""
+    """Let go of the frames that an exception was raised in, and those before it."""
     while error is not None:
         error.__traceback__ = None
         error = error.__context__

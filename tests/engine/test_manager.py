@@ -3,6 +3,7 @@
 # Torch types what a module holds as Tensor | Module, and a gradient as maybe None.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 
+import sys
 import threading
 from typing import Any
 
@@ -135,6 +136,15 @@ class TestRegistration:
         del before, after
 
 
+@pytest.fixture
+def hasty_threads():
+    """Let threads take turns so often that they meet in the middle of everything."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
 class TestAccounting:
     def test_everything_inside_the_block_is_accounted_for(self):
         manager = CheckpointManager()
@@ -234,7 +244,7 @@ class TestAccounting:
         assert manager.nodes == []
         del y
 
-    def test_regions_of_all_threads_are_accounted_for(self):
+    def test_regions_of_all_threads_are_accounted_for(self, hasty_threads):
         manager, outputs, start = CheckpointManager(), [], threading.Barrier(4)
 
         def work():
