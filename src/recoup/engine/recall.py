@@ -25,7 +25,7 @@ class Saved:
         task: The last backward in which it was asked for.
     """
 
-    __slots__ = ("layout", "region", "task", "value")
+    __slots__ = ("__weakref__", "layout", "region", "task", "value")
 
     def __init__(self, region: Releasing, value: Value, layout: Layout | None) -> None:
         self.region = region
@@ -68,5 +68,5 @@ class Recall:
         if left > 0:
             self._pending[value] = left
         elif left == 0:
-            del self._pending[value]
+            self._pending.pop(value, None)
             free(value, self.live)
