@@ -1,5 +1,8 @@
 """Recomputed values are kept until their last use, with the views of them."""
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 
 from recoup import CheckpointScope
@@ -34,6 +37,26 @@ def test_a_recall_serves_its_own_backward():
     recall, _, _ = recalled(demand=1)
     assert recall.serves(7)
     assert not recall.serves(8)
+
+
+def test_threads_that_count_down_together_do_not_trip_over_each_other():
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    recalls = [recalled(demand=4)[:2] for _ in range(2000)]
+
+    def count() -> None:
+        for recall, value in recalls:
+            recall.count_down(value)
+            recall.count_down(value)
+
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            for task in [pool.submit(count) for _ in range(2)]:
+                task.result()
+    finally:
+        sys.setswitchinterval(before)
+    # A count may get lost, and then a value stays until the end of the backward.
+    assert sum(recall.live == {} for recall, _ in recalls) > 1000
 
 
 def test_a_lasting_recall_serves_all_and_frees_nothing():

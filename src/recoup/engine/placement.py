@@ -36,7 +36,9 @@ class Placement:
         assert self.policy is not None, "only called when there is a policy"
         kept = self.policy.keeps(name_of(operator), tensor.untyped_storage().nbytes())
         if kept:
-            value.hold = Hold(alias(tensor), value.geometry)
+            # The very tensor lies as the value does: no view is needed to give it back.
+            whole = value.born is not None and value.born() is tensor
+            value.hold = Hold(alias(tensor), None if whole else value.geometry)
             value.hold.assign(self._store if kept is True else kept)
 
     def place_saved(self, hold: Hold) -> None:
