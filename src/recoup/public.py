@@ -10,9 +10,12 @@ from recoup.api.measuring import (
 from recoup.core.errors import (
     CaptureError,
     ChangedTensorError,
+    CheckpointIndexError,
+    CheckpointLimitError,
     ClearedError,
     InfeasibleError,
     MismatchError,
+    MissingCheckpointError,
     PeerError,
     PlanError,
     RecoupError,
@@ -38,6 +41,8 @@ from recoup.engine.function import (
     checkpoint_segment_flex,
 )
 from recoup.engine.group import CheckpointGroup
+from recoup.engine.layer_plan import CheckpointConfig
+from recoup.engine.layers import ActivationCheckpointer
 from recoup.engine.manager import CheckpointManager
 from recoup.engine.marks import (
     adaptive_checkpoint,
@@ -94,10 +99,14 @@ from recoup.train.trainer import Trainer
 
 __all__ = [
     "Action",
+    "ActivationCheckpointer",
     "Advice",
     "CaptureError",
     "ChangedTensorError",
+    "CheckpointConfig",
     "CheckpointGroup",
+    "CheckpointIndexError",
+    "CheckpointLimitError",
     "CheckpointManager",
     "CheckpointNode",
     "CheckpointProfiler",
@@ -119,6 +128,7 @@ __all__ = [
     "KeepSmall",
     "LossyTier",
     "MismatchError",
+    "MissingCheckpointError",
     "MixedPrecisionScope",
     "Packed",
     "ParameterAverage",

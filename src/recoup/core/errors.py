@@ -116,3 +116,35 @@ class PeerError(RecoupError, RuntimeError):
     It is raised so that this process does not wait for it; what happened is written
     where that process ran.
     """
+
+
+class CheckpointLimitError(RecoupError, ValueError):
+    """More checkpoints are to be kept than are allowed."""
+
+
+class CheckpointIndexError(RecoupError, IndexError):
+    """A layer is asked for whose index is beyond all that were saved.
+
+    Attributes:
+        index: The index.
+        limit: The first index that is too high.
+        context: Who was asked.
+
+    Examples:
+        >>> str(CheckpointIndexError(5, 3, context="get"))
+        'Index 5 out of bounds (limit 3) in get'
+    """
+
+    def __init__(self, index: int, limit: int, *, context: str) -> None:
+        super().__init__(f"Index {index} out of bounds (limit {limit}) in {context}")
+        self.index = index
+        self.limit = limit
+        self.context = context
+
+
+class MissingCheckpointError(RecoupError, KeyError):
+    """A layer is asked for of which no checkpoint is kept."""
+
+    def __str__(self) -> str:
+        """Return the message; a KeyError would show it in quotes."""
+        return Exception.__str__(self)

@@ -159,6 +159,13 @@ class Hold:
         """Whether it can be fetched by itself: no foreign hooks keep it."""
         return self.tensor is not None or self.stored is not None
 
+    @property
+    def stored_bytes(self) -> int:
+        """The bytes it takes where it is kept."""
+        if self.stored is not None:
+            return self.stored.stored_bytes
+        return 0 if self.tensor is None else self.tensor.nbytes
+
     def hand_over(self, pack: Pack, unpack: Unpack) -> None:
         """Let the saved-tensor hooks around the region keep the value instead.
 

@@ -72,6 +72,7 @@ def train(driver: Driver, seed: int, *, steps: int = 4) -> None:
         for _ in range(choose.randrange(1, 16)):
             driver.send(choose.choice([512, 1024, 2048]))
             driver.run([choose.randrange(3) for _ in range(choose.randrange(6))])
+        driver.traffic._task = 1  # as in a backward
         while driver.parcels:
             last = len(driver.parcels) - 1
             index = max(0, last - choose.choice([0, 0, 0, 1, 2]))
@@ -80,7 +81,7 @@ def train(driver: Driver, seed: int, *, steps: int = 4) -> None:
             if choose.random() < 0.8:
                 driver.drop(index)
             driver.run([choose.randrange(3) for _ in range(choose.randrange(6))])
-        driver.traffic.end(driver.traffic._task)
+        driver.traffic.end(1)
     driver.streams.drain()
 
 
@@ -106,15 +107,9 @@ def test_no_more_than_the_window_is_under_way(seed):
 def test_nothing_is_left_when_all_was_dropped(seed):
     driver = Driver(SlowStreams())
     train(driver, seed)
-    driver.send(512)
-    driver.streams.drain()
-    driver.drop(0)
-    driver.streams.drain()
-    driver.send(512)  # looks for copies that are done
-    driver.streams.drain()
-    driver.drop(0)
-    assert driver.traffic.under_way_bytes <= 512
+    assert driver.traffic.under_way_bytes == 0
     assert driver.traffic._last is None
+    assert driver.pool._in_use_bytes == 0
 
 
 class Careless(SlowStreams):
@@ -214,6 +209,22 @@ def test_a_change_that_was_announced_waits_for_the_copy():
     brought = traffic.bring(parcel)
     streams.drain()
     assert bool((brought == 0).all())
+
+
+def test_what_nobody_wants_any_more_is_let_go_of_when_backward_ends():
+    streams = SlowStreams()
+    traffic = Traffic(streams, BufferPool(pinned=False))
+    first, second = (
+        traffic.send(source, source, window_bytes=WINDOW_BYTES) for source in sources(2)
+    )
+    traffic._task = 1  # as in a backward
+    traffic.drop(second)
+    assert second.source is not None
+    traffic.end(1)
+    assert second.source is None
+    traffic.drop(first)  # outside of one, at once
+    assert first.source is None
+    assert traffic.under_way_bytes == 0
 
 
 def test_buffers_are_used_again_in_the_next_step():

@@ -30,6 +30,11 @@ class Coded(Stored):
             self.drop()
             raise
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the parts."""
+        return sum(part.nbytes for part in self._parts)
+
     def get(self) -> Tensor:
         """Bring the parts back and decode them."""
         with out_of_sight():
@@ -69,3 +74,8 @@ def in_blocks(storage: Tensor, length: int) -> Tensor:
         filled[: storage.numel()] = storage
         storage = filled
     return storage.view(-1, length)
+
+
+def trimmed(tensor: Tensor, length: int) -> Tensor:
+    """Return the first elements, on a storage that has no others."""
+    return tensor if tensor.numel() == length else tensor[:length].clone()

@@ -62,6 +62,11 @@ class Deposit:
         # Pinned for as long as this lives, so that no other storage gets the address.
         self._address = take_weak_reference(tensor)
 
+    @property
+    def stored_bytes(self) -> int:
+        """The bytes it takes where it is kept."""
+        return self._stored.nbytes
+
     def matches(self, tensor: Tensor) -> bool:
         """Return whether the tensor's storage is still what was put in."""
         return self.is_current and self.version == version_of(tensor)

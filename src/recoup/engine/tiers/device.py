@@ -36,6 +36,10 @@ class _OnDevice(Stored):
         self._guard: Tensor | None = guard
         self._version = version_of(guard)
 
+    @property
+    def nbytes(self) -> int:
+        return 0 if self._storage is None else self._storage.nbytes
+
     def get(self) -> Tensor:
         storage, guard = self._storage, self._guard
         assert storage is not None, "not dropped"

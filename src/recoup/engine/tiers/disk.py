@@ -99,6 +99,11 @@ class OnDisk(Stored):
         host = OnHost(storage, storage if guard is None else guard, window_bytes)
         self._slot = shelf.put(host)
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the storage."""
+        return 0 if self._slot is None else self._slot.nbytes
+
     def get(self) -> Tensor:
         """Return it; this thread waits for the file, if it is not read yet."""
         slot = self._slot

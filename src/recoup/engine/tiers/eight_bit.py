@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from recoup.engine.tiers.coded import Coded, check_place, in_blocks
+from recoup.engine.tiers.coded import Coded, check_place, in_blocks, trimmed
 from recoup.engine.tiers.device import Device
 from recoup.engine.tiers.protocol import SMALLEST_BYTES, LossyTier, Stored, Tier
 
@@ -33,7 +33,7 @@ class EightBit(LossyTier):
     Infinities and NaN stay what they are. Integers, booleans and 8-bit types stay bit
     by bit. Complex numbers are pairs.
 
-    Costs: one pass over the storage to put it and one to get it; no synchronisation.
+    Costs: some passes over the storage to put it and to get it; no synchronisation.
 
     Args:
         on: Where the bytes are kept; by default on the device.
@@ -66,7 +66,7 @@ class EightBit(LossyTier):
         elif dtype not in _FLOATING:
             return self.on.put(storage, guard)
         parts = encode(storage)
-        return Coded(self.on, parts, partial(decode, dtype, storage.numel()))
+        return Coded(self.on, parts, partial(decode, dtype))
 
 
 def encode(storage: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,15 +80,15 @@ def encode(storage: Tensor) -> tuple[Tensor, Tensor]:
     codes = torch.where(rows.isposinf(), 127, codes)
     codes = torch.where(rows.isneginf(), -127, codes)
     codes = torch.where(rows.isnan(), -128, codes)
-    return codes.to(torch.int8).view(-1), scale.view(-1)
+    return codes.view(-1)[: storage.numel()].to(torch.int8), scale.view(-1)
 
 
-def decode(dtype: torch.dtype, length: int, codes: Tensor, scale: Tensor) -> Tensor:
+def decode(dtype: torch.dtype, codes: Tensor, scale: Tensor) -> Tensor:
     """Return the storage in its own type again."""
-    rows = codes.view(-1, BLOCK)
+    rows = in_blocks(codes, BLOCK)
     wide = rows.to(scale.dtype) * scale.unsqueeze(1)
     wide = torch.where(rows == 127, torch.inf, wide)
     wide = torch.where(rows == -127, -torch.inf, wide)
     wide = torch.where(rows == -128, torch.nan, wide)
-    real = wide.view(-1)[:length].to(_COMPLEX.get(dtype, dtype), copy=True)
+    real = trimmed(wide.view(-1), codes.numel()).to(_COMPLEX.get(dtype, dtype))
     return real.view(dtype)

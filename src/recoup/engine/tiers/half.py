@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from recoup.core.errors import UsageError
-from recoup.engine.tiers.coded import Coded, check_place, in_blocks
+from recoup.engine.tiers.coded import Coded, check_place, in_blocks, trimmed
 from recoup.engine.tiers.device import Device
 from recoup.engine.tiers.protocol import SMALLEST_BYTES, LossyTier, Stored, Tier
 
@@ -36,7 +36,8 @@ class Half(LossyTier):
     above the range). Infinities and NaN stay what they are. Integers, booleans and
     numbers of 16 bits or fewer stay bit by bit. Complex numbers are pairs.
 
-    Costs: one pass over the storage to put it and one to get it; no synchronisation.
+    Costs: some passes over the storage to put it and to get it; no synchronisation.
+    On the processor the exponents are left out where all are zero.
 
     Args:
         on: Where the 16 bits are kept; by default on the device.
@@ -75,8 +76,11 @@ class Half(LossyTier):
             storage = storage.view(_COMPLEX[dtype])
         elif dtype not in _WIDE:
             return self.on.put(storage, guard)
-        parts = encode(storage, self.dtype)
-        return Coded(self.on, parts, partial(decode, dtype, storage.numel()))
+        halves, exponents = encode(storage, self.dtype)
+        # On a device it would have to be waited for to know.
+        needless = exponents.device.type == "cpu" and not exponents.any()
+        parts = [halves] if needless else [halves, exponents]
+        return Coded(self.on, parts, partial(decode, dtype))
 
 
 def encode(storage: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -89,19 +93,21 @@ def encode(storage: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     top = 15 if dtype is torch.float16 else 127
     exponent = torch.where(largest > limit, largest.frexp().exponent - top, 0)
     scaled = rows * torch.exp2(-exponent.to(rows.dtype))
-    return scaled.to(dtype).view(-1), exponent.view(-1).to(torch.int16)
+    halves = scaled.view(-1)[: storage.numel()].to(dtype)
+    return halves, exponent.view(-1).to(torch.int16)
 
 
 def decode(
-    dtype: torch.dtype, length: int, halves: Tensor, exponents: Tensor
+    dtype: torch.dtype, halves: Tensor, exponents: Tensor | None = None
 ) -> Tensor:
     """Return the storage in its own type again."""
     real = _COMPLEX.get(dtype, dtype)
+    if exponents is None:
+        return halves.to(real).view(dtype)
+    rows = in_blocks(halves, BLOCK)
     scale = torch.exp2(exponents.to(real)).unsqueeze(1)
-    rows = halves.view(-1, BLOCK)
     # The largest numbers of the type may have been rounded up, beyond it.
     largest = torch.finfo(real).max
     wide = (rows.to(real) * scale).clamp_(-largest, largest)
     wide = torch.where(rows.isinf(), rows.to(real), wide).view(-1)
-    # Its own storage: what is given back is as long as what was put.
-    return (wide if wide.numel() == length else wide[:length].clone()).view(dtype)
+    return trimmed(wide, halves.numel()).view(dtype)

@@ -12,6 +12,11 @@ long as copying half a MiB, and there is little to win."""
 class Stored(ABC):
     """One storage in a tier. Whoever put it there owns it, and drops it once."""
 
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """The bytes it takes where it is kept."""
+
     @abstractmethod
     def get(self) -> Tensor:
         """Return the storage as it was put, one-dimensional, on its device.

@@ -146,8 +146,8 @@ class Traffic:
     def drop(self, parcel: Parcel) -> None:
         """Let go of a parcel; its buffer is free when what uses it has run.
 
-        One that is still leaving is let go of when it has left: waiting for it here
-        would hold up a backward that has just begun.
+        One that is still leaving in a backward is let go of when it has left, or when
+        the backward ends: waiting for it here would hold up what has just begun.
         """
         with self._lock:
             self._unlink(parcel)
@@ -155,14 +155,18 @@ class Traffic:
             self._forget_arriving(parcel)
             if parcel.source is None:
                 self._give_back(parcel)
+            elif self._task == -1:
+                self.settle(parcel)
 
     def end(self, task: int) -> None:
-        """Let go of what a backward had brought back for nobody."""
+        """Let go of what a backward had brought back for nobody, or let go of."""
         with self._lock:
             if task == self._task:
                 self._task = -1
                 for parcel in list(self._arriving):
                     self._forget_arriving(parcel)
+                for parcel in [other for other in self._leaving if other.is_dropped]:
+                    self.settle(parcel)
 
     def _release_copied(self) -> None:
         leaving = self._leaving
