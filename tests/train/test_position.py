@@ -46,14 +46,22 @@ def test_distributed_samplers_are_told_the_epoch():
     assert orders[0] != orders[1] != orders[2]
 
 
-def test_another_number_of_processes_stands_at_the_same_sample(caplog):
-    # Two processes of three batches have seen what one has after six.
-    state = {**Position(CPU).state_dict(), "batches": 3, "beginning": {}}
-    position = Position(CPU)
-    position.load_state_dict(state, share=2.0)
-    assert position.batches == 6
-    assert caplog.messages == []
+@pytest.mark.parametrize(
+    ("share", "size", "batches", "lost"),
+    [(2.0, 3, 4, 0), (1.0, 3, 2, 0), (0.5, 3, 1, 0), (0.5, 2, 2, 1)],
+)
+def test_another_number_of_processes_stands_at_the_same_sample(
+    caplog, share, size, batches, lost
+):
+    # Two batches of three samples in each of `share` processes for one now.
+    loader = list(torch.arange(24).split(3))
+    first = Position(CPU)
+    iterator = first.open(loader)
+    first.advance([next(iterator), next(iterator)])
+    second = Position(CPU)
+    second.load_state_dict(first.state_dict(), share=share)
     with caplog.at_level(logging.WARNING):
-        position.load_state_dict(state, share=0.5)
-    assert position.batches == 1
-    assert "seen twice" in caplog.text
+        rest = second.open(list(torch.arange(24).split(size)))
+    assert second.batches == batches
+    assert next(rest)[0] == 6 * share + lost
+    assert ("will not be seen" in caplog.text) is bool(lost)

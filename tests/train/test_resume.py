@@ -1,7 +1,6 @@
 """Resuming: killed at any moment, a run ends with the bits of one that was not."""
 
 import contextlib
-import multiprocessing
 import random
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ from recoup import SnapshotError
 from recoup.train.snapshot import read_snapshot, write_snapshot
 from tests.support import killed
 from tests.support.bits import tree_differences
+from tests.support.processes import forker
 from tests.support.training import batches, make_trainer, remains, samples, seeded
 
 
@@ -25,13 +25,6 @@ def read_losses(folder: Path) -> dict[int, str]:
         if loss and loss[0].startswith(("0x", "nan", "inf")):
             assert losses.setdefault(int(number), loss[0]) == loss[0], "made twice"
     return losses
-
-
-def forker():
-    context = multiprocessing.get_context("forkserver")
-    # torch's optimizers import its compiler when they are first used: seconds.
-    context.set_forkserver_preload(["tests.support.killed", "torch._dynamo"])
-    return context
 
 
 def test_killed_at_many_random_moments_the_loss_curve_is_the_same(tmp_path, seed):

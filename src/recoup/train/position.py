@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from recoup.core.errors import SnapshotError, UsageError
+from recoup.train.batches import sample_count
 from recoup.train.randomness import (
     RandomStates,
     random_states,
@@ -27,15 +28,18 @@ class Position:
     Attributes:
         epoch: Epochs that are finished.
         batches: Batches of this epoch that are finished.
+        samples: Samples in them.
         first_epoch: The epoch that the current run of `fit` began with.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.epoch = 0
         self.batches = 0
+        self.samples = 0
         self.first_epoch = 0
         self._device = device
         self._beginning: dict[str, Any] | None = None
+        self._seen_elsewhere = 0
 
     def open(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Begin the epoch, or go on with it where it was left.
@@ -58,19 +62,22 @@ class Position:
         for generator, state in zip(_generators(loader), states, strict=False):
             generator.set_state(state)
         iterator = iter(loader)
-        for seen in range(self.batches):
-            if next(iterator, _NOTHING) is _NOTHING:
-                raise SnapshotError(
-                    f"the run has seen {self.batches} batches of this epoch, the "
-                    f"loader has {seen}. Resume with the same data and batch size."
-                )
+        if self._seen_elsewhere:
+            self._read_over_samples(iterator)
+        else:
+            self._read_over_batches(iterator)
         restore_random_states(now, self._device)
         return iterator
+
+    def advance(self, batches: Sequence[Any]) -> None:
+        """Count batches that are finished."""
+        self.batches += len(batches)
+        self.samples += sum(sample_count(batch) or 1 for batch in batches)
 
     def close(self) -> None:
         """End the epoch."""
         self.epoch += 1
-        self.batches = 0
+        self.batches = self.samples = 0
         self._beginning = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -78,6 +85,7 @@ class Position:
         return {
             "epoch": self.epoch,
             "batches": self.batches,
+            "samples": self.samples,
             "first_epoch": self.first_epoch,
             "beginning": self._beginning,
         }
@@ -88,16 +96,36 @@ class Position:
         Args:
             state: Its position.
             share: How many processes there were for each one now: with fewer now,
-                each has gone through more batches.
+                each has gone through more samples.
         """
         self.epoch = state["epoch"]
         self.first_epoch = state["first_epoch"]
         self._beginning = state["beginning"]
-        self.batches = int(state["batches"] * share)
-        if self.batches != state["batches"] * share:
+        self.batches, self.samples = state["batches"], state["samples"]
+        self._seen_elsewhere = 0 if share == 1.0 else int(self.samples * share)
+
+    def _read_over_batches(self, iterator: Iterator[Any]) -> None:
+        for seen in range(self.batches):
+            if next(iterator, _NOTHING) is _NOTHING:
+                raise SnapshotError(
+                    f"the run has seen {self.batches} batches of this epoch, the "
+                    f"loader has {seen}. Resume with the same data and batch size."
+                )
+
+    def _read_over_samples(self, iterator: Iterator[Any]) -> None:
+        """Read over what other processes than these have seen, whole batches of it."""
+        wanted, self._seen_elsewhere = self._seen_elsewhere, 0
+        self.batches = self.samples = 0
+        while self.samples < wanted:
+            batch = next(iterator, _NOTHING)
+            if batch is _NOTHING:
+                break
+            self.advance([batch])
+        if self.samples != wanted:
             _log.warning(
                 "the number of processes changed within an epoch, and its batches do "
-                "not divide evenly: a few samples will be seen twice"
+                "not divide evenly: %d samples will not be seen in this epoch",
+                self.samples - wanted,
             )
 
 

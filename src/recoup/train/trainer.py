@@ -295,7 +295,7 @@ class Trainer:
             if len({each.batches for each in reports}) > 1 or not report.batches:
                 break
             run.take(self._step(group, reports))
-            position.batches += len(group)
+            position.advance(group)
             every = self.settings.snapshot_every_steps
             run.written(self._write(due=bool(every) and self._steps % every == 0))
             if any(each.stop for each in reports) or (

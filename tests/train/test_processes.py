@@ -1,0 +1,134 @@
+"""Two processes: DDP and FSDP2 give what one process gives, and nobody hangs."""
+
+import pytest
+import torch
+
+from tests.support import together as cases
+from tests.support.processes import ENDED, together
+
+WAYS = {
+    "plain": {},
+    "regions": {"use_gradient_checkpointing": True},
+    "offload": {"offload": True},
+}
+
+
+def close(one, other, tolerance=1e-6):
+    return all(
+        torch.allclose(torch.tensor(a), torch.tensor(b), rtol=0, atol=tolerance)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+@pytest.mark.parametrize("kind", ["replicated", "static", "unused", "sharded"])
+@pytest.mark.parametrize("norm", [False, True], ids=["layer norm", "batch norm"])
+def test_the_trainer_is_the_loop_by_hand_in_every_way(tmp_path, kind, norm):
+    options = {"norm": norm, "dropout": 0.2}
+    expected = together(cases.train_by_hand, tmp_path, kind, options)
+    for name, settings in WAYS.items():
+        found = together(cases.train, tmp_path, kind, settings, options)
+        for one, other in zip(expected, found, strict=True):
+            assert not isinstance(other, str), other
+            for what, value in one.items():
+                assert other[what] == value, (name, what)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"use_gradient_checkpointing": True, "max_gradient_norm": 0.3},
+        {"accumulation_steps": 3},
+        {"precision": "fp16", "initial_loss_scale": 1024.0},
+    ],
+    ids=["plain", "regions and clipping", "accumulation", "fp16"],
+)
+@pytest.mark.parametrize("kind", ["replicated", "static", "sharded"])
+def test_two_processes_end_where_one_does(tmp_path, kind, settings):
+    options = {"dropout": 0.0}
+    single = {k: v for k, v in settings.items() if k != "accumulation_steps"}
+    (expected,) = together(cases.train, tmp_path, "plain", single, options, count=1)
+    found = together(cases.train, tmp_path, kind, settings, options)
+    assert found[0]["parameters"] == found[1]["parameters"]
+    # Sums in another order; rounding to 16 bits happens to other sums, too.
+    tolerance = 2e-2 if "precision" in settings else 1e-5
+    assert close(expected["parameters"], found[0]["parameters"], tolerance)
+    if "max_gradient_norm" in settings:
+        assert found[0]["norms"] == pytest.approx(expected["norms"], rel=1e-5)
+    if "accumulation_steps" in settings:
+        assert found[0]["parts"] == [3, 3, 3]
+
+
+def test_a_sharded_model_in_bf16_trains(tmp_path):
+    settings = {"use_gradient_checkpointing": True}
+    plain, regions = (
+        together(cases.train, tmp_path, "sharded bf16", way, {"dropout": 0.1})
+        for way in ({}, settings)
+    )
+    assert plain == regions
+    assert all(all(result["stepped"]) for result in plain)
+
+
+def test_batches_of_different_sizes_count_by_their_samples(tmp_path):
+    found = together(cases.train_uneven, tmp_path)
+    (expected,) = together(cases.train_uneven, tmp_path, count=1)
+    assert found[0] == found[1]
+    assert close(expected, found[0])
+
+
+@pytest.mark.parametrize("kind", ["replicated", "sharded"])
+def test_an_overflow_in_one_process_skips_the_step_in_all(tmp_path, kind):
+    first, second = together(cases.overflow, tmp_path, kind)
+    assert first["stepped"] == second["stepped"] == [True, False, True]
+    assert first["states"] == second["states"]
+    assert first["states"][0] == first["states"][1]
+    assert first["states"][1] != first["states"][2]
+    assert first["scale"] == second["scale"] == 512.0
+
+
+def test_when_one_process_runs_out_of_memory_all_split_their_batches(tmp_path):
+    free = together(cases.run_out_of_memory, tmp_path, 1 << 40)
+    tight = together(cases.run_out_of_memory, tmp_path, 22_000)
+    assert free[0]["parts"] == [1, 1, 1]
+    assert tight[0]["parts"] == tight[1]["parts"]
+    assert tight[0]["parts"][0] > 1
+    assert tight[0]["parameters"] == tight[1]["parameters"]
+    assert close(free[0]["parameters"], tight[0]["parameters"], 1e-5)
+
+
+@pytest.mark.parametrize("kind", ["replicated", "sharded"])
+@pytest.mark.parametrize("at", [0, 2])
+def test_when_one_process_fails_the_other_does_not_wait(tmp_path, kind, at):
+    first, second = together(cases.fail, tmp_path, kind, at)
+    assert second == ENDED
+    assert first["error"] == "PeerError"
+    assert first["seconds"] < 20
+
+
+def test_an_interrupt_of_one_process_stops_all_after_the_same_step(tmp_path):
+    first, second = together(cases.interrupt, tmp_path)
+    assert first == second
+    assert first["interrupted"]
+    assert first["steps"] == 4
+
+
+def test_data_that_ends_earlier_in_one_process_ends_in_all(tmp_path):
+    assert together(cases.uneven_data, tmp_path) == [6, 6]
+
+
+@pytest.mark.parametrize("kind", ["replicated", "sharded"])
+def test_a_run_resumes_in_as_many_processes_as_there_are(tmp_path, kind):
+    whole = together(cases.fit, tmp_path, kind, tmp_path / "whole")
+    assert whole[0]["steps"] == 16
+    path = tmp_path / "run"
+    together(cases.stopped_fit, tmp_path, kind, path, 7)
+    content = path.read_bytes()
+    # As many processes: the same bits. Another number: sums in another order.
+    same = together(cases.fit, tmp_path, kind, path)
+    assert same == whole
+    for other, count in (("replicated", 1), ("sharded", 2), ("replicated", 3)):
+        path.write_bytes(content)
+        found = together(cases.fit, tmp_path, other, path, count=count)
+        assert found[0]["steps"] == 16
+        for what in ("parameters", "averages"):
+            assert close(whole[0][what], found[0][what], 1e-5), (other, count)
