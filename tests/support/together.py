@@ -16,7 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from recoup import Host, Trainer, TrainerSettings, checkpoint_module
+from recoup import (
+    Host,
+    Trainer,
+    TrainerSettings,
+    UnsupportedError,
+    checkpoint_module,
+)
 from recoup.train.sharding import whole
 from tests.support.training import Ceiling, Classifier, samples
 
@@ -52,7 +58,7 @@ def make_model(rank: int, kind: str, **options: Any) -> nn.Module:
             )
         assert isinstance(model, Classifier)
         mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
-        for block in model.blocks:
+        for block in model.blocks if kind != "sharded whole" else ():
             fully_shard(block, mp_policy=policy, mesh=mesh)
         fully_shard(model, mp_policy=policy, mesh=mesh)
         return model
@@ -125,6 +131,24 @@ def train_by_hand(rank: int, kind: str, options: dict[str, Any]) -> dict[str, An
         "buffers": [b.double().flatten().tolist() for b in model.buffers()],
         "losses": losses,
         "random": torch.get_rng_state().tolist(),
+    }
+
+
+def train_in_budget(rank: int, kind: str, budgets: list[str | None]) -> dict[str, Any]:
+    """Make steps with a budget of which the processes may have different ideas."""
+    model = make_model(rank, kind, width=32, dropout=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = TrainerSettings(budget=budgets[rank], measure_memory=True)
+    trainer = Trainer(model, optimizer, settings, functional.cross_entropy)
+    torch.manual_seed(100 + rank)
+    results = [trainer.step(share(rank, 2, step, size=1200)) for step in range(2)]
+    fitted = trainer.fitted
+    return {
+        "parameters": parameters_of(model),
+        "losses": [result.loss for result in results],
+        "peaks": [result.peak_bytes for result in results],
+        "plan": None if fitted is None else fitted.plan.to_json(),
+        "budget": None if fitted is None else fitted.budget_bytes,
     }
 
 
@@ -236,6 +260,21 @@ def fit(rank: int, kind: str, path: Path, *, stop_at: int = 0) -> dict[str, Any]
         "averages": [whole(a).double().flatten().tolist() for a in averages],
         "steps": trainer.steps,
     }
+
+
+def fail_while_accumulating(rank: int) -> str:
+    """Fail in every process on the second of two batches, and try to go on."""
+    model = make_model(rank, "sharded")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = Trainer(model, optimizer, loss_fn=functional.cross_entropy)
+    inputs, targets = share(rank, 2, 0)
+    with contextlib.suppress(IndexError):
+        trainer.step((inputs, targets), (inputs, targets + 99))
+    try:
+        trainer.step((inputs, targets))
+    except UnsupportedError as error:
+        return str(error)
+    return "went on"
 
 
 def interrupt(rank: int) -> dict[str, Any]:

@@ -69,6 +69,31 @@ def test_a_sharded_model_in_bf16_trains(tmp_path):
     assert all(all(result["stepped"]) for result in plain)
 
 
+@pytest.mark.parametrize("kind", ["replicated", "sharded whole"])
+def test_processes_agree_on_one_plan_for_the_smallest_budget(tmp_path, kind):
+    free = together(cases.train_in_budget, tmp_path, kind, [None, None])
+    smallest = int(0.75 * max(free[0]["peaks"]))
+    budgets = [f"{2 * smallest}B", f"{smallest}B"]
+    found = together(cases.train_in_budget, tmp_path, kind, budgets)
+    assert not isinstance(found[0], str), found
+    assert [each["budget"] for each in found] == [smallest, smallest]
+    assert found[0]["plan"] == found[1]["plan"]
+    for one, other in zip(free, found, strict=True):
+        assert max(other["peaks"]) < max(one["peaks"])
+        assert other["losses"] == one["losses"]
+        assert other["parameters"] == one["parameters"]
+
+
+def test_a_plan_over_several_sharded_units_is_refused(tmp_path):
+    found = together(cases.train_in_budget, tmp_path, "sharded", ["1GiB", "1GiB"])
+    assert all("UnsupportedError" in each for each in found)
+
+
+def test_a_budget_that_is_too_small_in_one_process_is_refused_in_all(tmp_path):
+    found = together(cases.train_in_budget, tmp_path, "replicated", ["1GiB", "20KiB"])
+    assert all("InfeasibleError" in each for each in found)
+
+
 def test_batches_of_different_sizes_count_by_their_samples(tmp_path):
     found = together(cases.train_uneven, tmp_path)
     (expected,) = together(cases.train_uneven, tmp_path, count=1)
@@ -103,6 +128,11 @@ def test_when_one_process_fails_the_other_does_not_wait(tmp_path, kind, at):
     assert second == ENDED
     assert first["error"] == "PeerError"
     assert first["seconds"] < 20
+
+
+def test_half_accumulated_gradients_of_a_sharded_model_are_never_used(tmp_path):
+    found = together(cases.fail_while_accumulating, tmp_path)
+    assert all("cannot be taken off" in each for each in found)
 
 
 def test_an_interrupt_of_one_process_stops_all_after_the_same_step(tmp_path):

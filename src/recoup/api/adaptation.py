@@ -69,9 +69,13 @@ class Adapted:
         except InfeasibleError:
             return False
         self._budget_bytes = budget_bytes
+        self.adopt(made)
+        return True
+
+    def adopt(self, made: Plan) -> None:
+        """Put another plan for the measured step in force."""
         self.plan = made
         self._plans = {_STEPS: made}
-        return True
 
     def _choose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         """Return the plan for a call; the first call is one of the measured size."""

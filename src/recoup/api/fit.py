@@ -14,7 +14,7 @@ from recoup.api.adaptation import Adapted
 from recoup.api.budgets import Budget, budget_bytes
 from recoup.api.findings import fit_findings
 from recoup.api.progress import Progress, progress_for
-from recoup.core.errors import InfeasibleError
+from recoup.core.errors import InfeasibleError, UsageError
 from recoup.core.graph import Graph
 from recoup.core.plan import Plan, plan_for
 from recoup.core.segments import Action
@@ -91,6 +91,24 @@ class Fit:
             self._adapted = None
         return self.model
 
+    def tighten(self) -> bool:
+        """Plan anew for a tenth less memory; say whether that was possible."""
+        if self._adapted is None or not self._adapted.tighten():
+            return False
+        self.plan = self._adapted.plan
+        return True
+
+    def adopt(self, plan: Plan) -> None:
+        """Put another plan for the same step in force, such as another process's.
+
+        Raises:
+            UsageError: The plan has been removed from the model.
+        """
+        if self._adapted is None:
+            raise UsageError("the plan was removed from the model: call fit again.")
+        self._adapted.adopt(plan)
+        self.plan = plan
+
     def run(self, step: Callable[[], Any]) -> Any:
         """Run a step; if it runs out of memory, plan tighter and run it once more.
 
@@ -101,7 +119,7 @@ class Fit:
         try:
             return step()
         except torch.OutOfMemoryError:
-            if self._adapted is None or not self._adapted.tighten():
+            if not self.tighten():
                 raise
         self.retries += 1
         self.model.zero_grad(set_to_none=True)

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from recoup.backend.memory import MemoryMeter, device_meter
 from recoup.backend.trees import tensors
-from recoup.core.errors import PeerError
+from recoup.core.errors import PeerError, UnsupportedError
 from recoup.precision.scaler import GradientScaler
 from recoup.precision.scope import MixedPrecisionScope
 from recoup.train.batches import LossFunction, compute_loss, sample_count, to_device
@@ -78,6 +78,7 @@ class Stepper:
             self._may_recover or self.scaler is not None or settings.skip_nonfinite
         )
         self._known_shapes: set[Any] = set()
+        self._is_broken = False
 
     def report(self, batches: Sequence[Any], *, stop: bool = False) -> Report:
         """Return what the other processes must know of the next step."""
@@ -103,6 +104,11 @@ class Stepper:
             PeerError: Another process has failed.
         """
         start = time.perf_counter()
+        if self._is_broken:
+            raise UnsupportedError(
+                "an earlier step failed while a sharded model was accumulating "
+                "gradients, which cannot be taken off it. Resume in a new process."
+            )
         careful = (
             self.processes.count > 1
             and self._may_recover
@@ -133,6 +139,17 @@ class Stepper:
             scale_tensor=scale,
         )
 
+    def rehearse(self, batches: Sequence[Any]) -> None:
+        """Compute gradients as a step would, of two parts at most, and leave them.
+
+        With the gradients of a part alive the next one needs as much memory as all
+        that follow. Processes with a model each exchange nothing; those with shards of
+        one must call it together.
+        """
+        parts = self.recovery.cut(batches)[:2]
+        # Gradients that a sharded model keeps to itself could not be taken off it.
+        self._attempt(parts, total=0.0, synchronise=self.processes.is_sharded)
+
     def _gradients(
         self, batches: Sequence[Any], reports: Sequence[Report], *, careful: bool
     ) -> tuple[Tensor, int]:
@@ -156,6 +173,7 @@ class Stepper:
                 loss = self._attempt(parts, total, synchronise=not careful)
         except BaseException as error:
             self._undo()
+            self._is_broken = self.processes.is_sharded and len(parts) > 1
             memory = is_out_of_memory(error)
             if careful and not memory:
                 self.processes.tell(Report(failed=FAILED))

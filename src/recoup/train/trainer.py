@@ -1,9 +1,8 @@
 """The trainer: a loop that steps right, survives, resumes, and says what it did."""
 
-import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +11,20 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from recoup.api.fit import Fit
 from recoup.core.errors import SnapshotError, UsageError
 from recoup.precision.scaler import GradientScaler
 from recoup.train.averaging import ParameterAverage
 from recoup.train.batches import LossFunction
 from recoup.train.blocks import checkpoint_blocks, uncheckpoint_blocks
+from recoup.train.budget import fit_together
 from recoup.train.compatibility import check_parts, check_types
 from recoup.train.interruption import Interruption
 from recoup.train.position import Position, make_loader
 from recoup.train.processes import Report, unwrapped
 from recoup.train.progress import ProgressBar
 from recoup.train.results import RunResult, StepResult
+from recoup.train.runs import Run, groups, step_count
 from recoup.train.settings import TrainerSettings
 from recoup.train.snapshot import read_snapshot, write_snapshot
 from recoup.train.state import apply_state, check_part, collect_state
@@ -82,7 +84,7 @@ class Trainer:
         self.model = model
         self.optimizer = optimizer
         self.scheduler = scheduler
-        self._is_prepared = False
+        self._fitted: Fit | None = None
         self._stepper = Stepper(
             model,
             optimizer,
@@ -110,6 +112,11 @@ class Trainer:
     def scaler(self) -> GradientScaler | None:
         """The gradient scaler; only float16 has one."""
         return self._stepper.scaler
+
+    @property
+    def fitted(self) -> Fit | None:
+        """What `fit` did for the budget; None without one, or before the first step."""
+        return self._fitted
 
     @property
     def device(self) -> torch.device:
@@ -186,7 +193,7 @@ class Trainer:
         if resume:
             self._resume()
         steps, skipped = self._steps, self._skipped
-        run = _Run(on_step)
+        run = Run(on_step)
         position = self._position
         end = position.first_epoch + epochs
         is_first = self._stepper.processes.is_first
@@ -267,6 +274,9 @@ class Trainer:
         """Take off the model what was put on it: regions around blocks, or a plan."""
         uncheckpoint_blocks(self._checkpointed)
         self._checkpointed = []
+        if self._fitted is not None:
+            self._fitted.remove()
+            self._fitted = None
 
     def _step(self, batches: Sequence[Any], reports: Sequence[Report]) -> StepResult:
         self._prepare(batches)
@@ -280,16 +290,16 @@ class Trainer:
                 self.scheduler.step()
         return result
 
-    def _run_epoch(self, loader: Iterable[Any], run: "_Run") -> bool:
+    def _run_epoch(self, loader: Iterable[Any], run: Run) -> bool:
         """Go through the data once; return False if asked to stop before its end."""
         position, processes = self._position, self._stepper.processes
         size = self.settings.accumulation_steps
         run.bar.begin_epoch(
             position.epoch + 1,
-            steps=_step_count(loader, size),
+            steps=step_count(loader, size),
             done=position.batches // size,
         )
-        for group in _groups(position.open(loader), size):
+        for group in groups(position.open(loader), size):
             report = self._stepper.report(group, stop=run.interruption.is_requested)
             reports = processes.tell(report)
             if len({each.batches for each in reports}) > 1 or not report.batches:
@@ -310,12 +320,20 @@ class Trainer:
 
     def _prepare(self, batches: Sequence[Any]) -> None:
         """Plan for the budget, once there is a batch to plan with."""
-        if self._is_prepared:
+        if self.settings.budget is None or self._fitted is not None:
             return
-        self._is_prepared = True
-        del batches
+        self._fitted = fit_together(
+            unwrapped(self.model),
+            lambda: self._stepper.rehearse(batches),
+            self.settings.budget,
+            optimizer=self.optimizer,
+            processes=self._stepper.processes,
+        )
+        _log.info("%s", self._fitted)
 
     def _tighten(self) -> str | None:
+        if self._fitted is not None and self._fitted.tighten():
+            return "a tenth less memory is planned for"
         if not self._checkpointed and self.settings.budget is None:
             self._checkpointed = checkpoint_blocks(unwrapped(self.model))
             if self._checkpointed:
@@ -344,39 +362,6 @@ class Trainer:
             return False
         self.save(path)
         return True
-
-
-class _Run:
-    """What one call of `fit` carries along."""
-
-    def __init__(self, on_step: Callable[[StepResult], object] | None) -> None:
-        self.interruption = Interruption()
-        self.bar = ProgressBar(enabled=False)
-        self.last: StepResult | None = None
-        self.is_unwritten = False
-        self._on_step = on_step
-
-    def take(self, result: StepResult) -> None:
-        self.last = result
-        self.is_unwritten = True
-        self.bar.advance(result)
-        if self._on_step is not None:
-            self._on_step(result)
-
-    def written(self, written: bool) -> None:  # noqa: FBT001 (it is what is noted)
-        if written:
-            self.is_unwritten = False
-
-
-def _groups(batches: Iterator[Any], size: int) -> Iterator[list[Any]]:
-    """Yield lists of batches, the last one shorter, and then an empty one."""
-    while group := list(itertools.islice(batches, size)):
-        yield group
-    yield []
-
-
-def _step_count(loader: Iterable[Any], size: int) -> int | None:
-    return -(-len(loader) // size) if isinstance(loader, Sized) else None
 
 
 def _state_of(part: Any) -> dict[str, Any] | None:

@@ -1,0 +1,86 @@
+"""A plan for a budget that all processes of a run agree on."""
+
+from collections.abc import Callable
+
+from torch import nn
+from torch.optim import Optimizer
+
+from recoup.api.fit import Fit, fit
+from recoup.core.errors import InfeasibleError
+from recoup.core.plan import Plan
+from recoup.core.units import parse_bytes, print_bytes
+from recoup.train.processes import Processes, Report, refuse_units
+
+
+def fit_together(
+    model: nn.Module,
+    run: Callable[[], object],
+    budget: int | str,
+    *,
+    optimizer: Optimizer,
+    processes: Processes,
+) -> Fit:
+    """Fit a model into a budget, the same in all processes.
+
+    The budget is the smallest that any process has, the floor the largest, and the
+    plan is the first process's. All must call it together. Costs what `fit` costs.
+
+    Args:
+        model: The model itself, without its wrapper.
+        run: Runs forward and backward once, through the wrapper.
+        budget: The most bytes on the device at any moment of a step.
+        optimizer: Room is left for its state.
+        processes: Those that train the model.
+
+    Raises:
+        InfeasibleError: No plan fits in one of the processes.
+        UnsupportedError: The model is sharded in several units.
+    """
+    refuse_units(model)
+    agreed_bytes = min(processes.gather(parse_bytes(budget)))
+    fitted, floor_bytes = None, 0
+
+    def run_in_step() -> None:
+        processes.tell(Report(batches=1))
+        run()
+
+    try:
+        _, fitted = fit(
+            model,
+            budget=agreed_bytes,
+            step=run_in_step,
+            optimizer=optimizer,
+            progress=False,
+        )
+    except InfeasibleError as error:
+        floor_bytes = error.floor_bytes
+        if processes.count == 1:
+            raise
+    finally:
+        _follow(run, processes)
+    floor_bytes = max(processes.gather(floor_bytes))
+    if fitted is None or floor_bytes:
+        if fitted is not None:
+            fitted.remove()
+        raise InfeasibleError(
+            f"a budget of {print_bytes(agreed_bytes)} cannot be met in every process: "
+            f"the smallest that can is {print_bytes(floor_bytes)}.",
+            budget_bytes=agreed_bytes,
+            floor_bytes=floor_bytes,
+        )
+    plan = processes.gather(fitted.plan.to_json())[0]
+    if not processes.is_first:
+        fitted.adopt(Plan.from_json(plan))
+    return fitted
+
+
+def _follow(run: Callable[[], object], processes: Processes) -> None:
+    """Run along until every process has measured enough.
+
+    A sharded model exchanges parameters in forward: who is done earlier has to take
+    part in the steps of the others.
+    """
+    if processes.count == 1:
+        return
+    while any(report.batches for report in processes.tell(Report())):
+        run()
