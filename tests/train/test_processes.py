@@ -51,7 +51,7 @@ def test_two_processes_end_where_one_does(tmp_path, kind, settings):
     found = together(cases.train, tmp_path, kind, settings, options)
     assert found[0]["parameters"] == found[1]["parameters"]
     # Sums in another order; rounding to 16 bits happens to other sums, too.
-    tolerance = 2e-2 if "precision" in settings else 1e-5
+    tolerance = 1e-4 if "precision" in settings else 1e-6
     assert close(expected["parameters"], found[0]["parameters"], tolerance)
     if "max_gradient_norm" in settings:
         assert found[0]["norms"] == pytest.approx(expected["norms"], rel=1e-5)
@@ -118,7 +118,7 @@ def test_when_one_process_runs_out_of_memory_all_split_their_batches(tmp_path):
     assert tight[0]["parts"] == tight[1]["parts"]
     assert tight[0]["parts"][0] > 1
     assert tight[0]["parameters"] == tight[1]["parameters"]
-    assert close(free[0]["parameters"], tight[0]["parameters"], 1e-5)
+    assert close(free[0]["parameters"], tight[0]["parameters"])
 
 
 @pytest.mark.parametrize("kind", ["replicated", "sharded"])
@@ -161,4 +161,4 @@ def test_a_run_resumes_in_as_many_processes_as_there_are(tmp_path, kind):
         found = together(cases.fit, tmp_path, other, path, count=count)
         assert found[0]["steps"] == 16
         for what in ("parameters", "averages"):
-            assert close(whole[0][what], found[0][what], 1e-5), (other, count)
+            assert close(whole[0][what], found[0][what]), (other, count)
