@@ -76,6 +76,7 @@ from recoup.engine.tiers.half import Half
 from recoup.engine.tiers.host import Host
 from recoup.engine.tiers.packed import Packed
 from recoup.engine.tiers.protocol import ExactTier, LossyTier, Stored, Tier
+from recoup.loops.gradients import grad, grad_with_checkpointing
 from recoup.loops.loop import checkpointed_loop
 from recoup.loops.savings import (
     estimate_checkpoint_savings,
@@ -168,6 +169,8 @@ __all__ = [
     "estimate_checkpoint_savings",
     "fit",
     "get_memory_savings",
+    "grad",
+    "grad_with_checkpointing",
     "is_checkpoint",
     "is_checkpointed",
     "is_recomputing",

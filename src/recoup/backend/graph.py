@@ -94,6 +94,19 @@ class below_autograd:  # noqa: N801 (used as a verb: `with below_autograd():`)
         torch._C._set_grad_enabled(self._gradients)
 
 
+def nodes_made() -> int:
+    """Return a number that every node of a graph made on this thread raises by one.
+
+    Examples:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> before = nodes_made()
+        >>> y = (x * 2).sin()
+        >>> nodes_made() - before
+        2
+    """
+    return torch.autograd._get_sequence_nr()
+
+
 def pull_gradients(
     results: Sequence[Tensor], inputs: Sequence[Tensor], gradients: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:

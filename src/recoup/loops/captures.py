@@ -1,8 +1,9 @@
 """Captures: the tensors a step uses without being given them, found and verified.
 
 They are searched where Python keeps them (closures, defaults, bound objects, modules,
-named globals, containers), and every tape is walked: an edge that leads to a tensor
-that was not found is an error, because its gradient would be lost.
+named globals, containers), and tapes are walked: an edge that leads to a tensor that
+was not found is an error, because its gradient would be lost. A tape that has as many
+nodes a step as one that was walked is taken to be like it.
 """
 
 from collections.abc import Iterable
@@ -52,6 +53,7 @@ class Captures:
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self.tensors = list({id(tensor): tensor for tensor in tensors}.values())
         self._replaced: dict[int, Tensor] = {}
+        self._known: list[tuple[int, int]] = []
         self.sources = self.tensors
         if _depend_on_each_other(self.tensors):
             self.sources = [tensor.detach().requires_grad_() for tensor in self.tensors]
@@ -60,6 +62,14 @@ class Captures:
                 for tensor, twin in zip(self.tensors, self.sources, strict=True)
             }
         self._edges = {_edge_of(source) for source in self.sources}
+
+    def knows(self, nodes: int, steps: int) -> bool:
+        """Return whether a tape with as many nodes a step was found to be right."""
+        return any(nodes * known[1] == known[0] * steps for known in self._known)
+
+    def remember(self, nodes: int, steps: int) -> None:
+        """Take it that a tape with so many nodes for so many steps is right."""
+        self._known.append((nodes, steps))
 
     def replaced(self) -> AbstractContextManager[Any]:
         """Return a context in which operators see the sources."""

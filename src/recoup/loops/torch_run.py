@@ -21,6 +21,10 @@ from recoup.loops.trees import flatten, unflatten
 from recoup.schedules.actions import Action, Reverse
 
 
+class KindError(UsageError):
+    """A part of the state was a tensor at one end of the loop and not at the other."""
+
+
 class TorchRun:
     """One loop between its forward and its backward.
 
@@ -79,7 +83,7 @@ class TorchRun:
                 "the initial one. Return the same structure, as in a scan."
             )
         if [p for p, leaf in enumerate(final) if is_tensor(leaf)] != self._places:
-            raise UsageError(
+            raise KindError(
                 f"{machine.step.name!r} turned a tensor of the state into something "
                 "else, or the other way round. Begin with tensors where it returns "
                 "tensors."

@@ -1,0 +1,308 @@
+"""Gradients of ordinary functions, their loops checkpointed by source rewriting."""
+
+import functools
+import sys
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recoup.core.errors import UnsupportedError, UsageError
+from recoup.loops.rewriting.loops import FoundLoop
+from recoup.loops.rewriting.runtime import LoopOptions, Runtime, warn_about
+from recoup.loops.rewriting.source import Rewritten, rewrite
+from recoup.loops.trees import flatten, unflatten
+
+Checkpoint = bool | int | Mapping[str, Any]
+
+_OPTIONS = (
+    "enabled",
+    "strategy",
+    "num_checkpoints",
+    "memory_budget",
+    "min_loop_size",
+    "on_unsupported",
+)
+_STRATEGIES = ("auto", "revolve", "dynamic", "none")
+
+
+def grad(
+    fn: Callable[..., Any],
+    wrt: int | Sequence[int] = 0,
+    *,
+    checkpoint: Checkpoint = False,
+) -> Callable[..., Any]:
+    """Return a function that computes the gradient of `fn`.
+
+    It works on torch tensors, NumPy arrays (with `recoup[numpy]`; `numpy` in the
+    function stands for `autograd.numpy`) and JAX arrays. A result that is no scalar is
+    summed up. Unlike `torch.func.grad` it goes with checkpointed loops and regions.
+
+    With `checkpoint`, the source of `fn` is rewritten so that its `for` and `while`
+    loops become checkpointed loops: with several variables, nested, with `if`, `break`,
+    `continue`, `return`, over anything finite, and with lists that are appended to. The
+    result has the attribute `source`, the rewritten source. Loops in functions that
+    `fn` calls are not touched.
+
+    Args:
+        fn: The function. It must not depend on side effects of its loops.
+        wrt: Which positional arguments to differentiate by: a number, or several.
+        checkpoint: False: loops run plain. True: the square root of the number of steps
+            is held. A number: so many states are held. A mapping of options:
+            `num_checkpoints`; `strategy`, one of "auto", "revolve", "dynamic" and
+            "none"; `memory_budget` in bytes, for torch; `min_loop_size`, 100 by
+            default: shorter `for` loops run plain; `on_unsupported`, "warn" or "raise";
+            `enabled`.
+
+    Returns:
+        A function of the same arguments; it returns a gradient, or a tuple of them.
+
+    Raises:
+        UsageError: An unknown option.
+        UnsupportedError: The source cannot be read, or, with `on_unsupported="raise"`,
+            a loop cannot be rewritten. By default such a loop runs plain, and a warning
+            names its line.
+
+    Examples:
+        >>> def model(x, w):
+        ...     for _ in range(3):
+        ...         x = torch.sin(x * w)
+        ...     return x
+        >>> derivative = grad(model, wrt=(0, 1))
+        >>> x, w = torch.tensor(0.5), torch.tensor(2.0)
+        >>> [round(float(g), 4) for g in derivative(x, w)]
+        [0.1958, -0.277]
+    """
+    options, on_unsupported, enabled = _read(fn, checkpoint)
+    places = (wrt,) if isinstance(wrt, int) else tuple(wrt)
+    if not places:
+        raise UsageError("wrt= names at least one argument: got none.")
+    function, source = fn, None
+    if enabled:
+        rewritten = rewrite(fn, Runtime(options))
+        _report(fn, rewritten, on_unsupported)
+        function, source = rewritten.function, rewritten.source
+
+    @functools.wraps(fn)
+    def gradient(*args: Any, **kwargs: Any) -> Any:
+        _check_places(places, args, fn)
+        found = _differentiated(function, places, args, kwargs)
+        return found[0] if isinstance(wrt, int) else tuple(found)
+
+    setattr(gradient, "source", source)  # noqa: B010 (a function has no such field)
+    return gradient
+
+
+def grad_with_checkpointing(
+    fn: Callable[..., Any],
+    *,
+    num_checkpoints: int | None = None,
+    wrt: int | Sequence[int] = 0,
+    **options: Any,
+) -> Callable[..., Any]:
+    """Return the gradient of a function whose loops are checkpointed.
+
+    The same as `grad(fn, wrt, checkpoint={"num_checkpoints": ..., ...})`.
+
+    Args:
+        fn: The function.
+        num_checkpoints: States to hold; None for the square root of the steps.
+        wrt: Which positional arguments to differentiate by.
+        **options: Further options of `grad`'s `checkpoint`.
+
+    Examples:
+        >>> from recoup.loops.gradients import example
+        >>> derivative = grad_with_checkpointing(example, num_checkpoints=31)
+        >>> round(float(derivative(torch.tensor(0.5), torch.tensor(0.999))), 4)
+        0.0015
+        >>> "run_for" in derivative.source  # to be printed and read
+        True
+    """
+    return grad(fn, wrt, checkpoint={"num_checkpoints": num_checkpoints, **options})
+
+
+def example(x: Any, w: Any) -> Any:
+    """Return the sine, iterated a thousand times: a loop to try things on."""
+    for _ in range(1000):
+        x = torch.sin(x * w)
+    return x
+
+
+def _read(
+    fn: Callable[..., Any], checkpoint: Checkpoint
+) -> tuple[LoopOptions, str, bool]:
+    name = getattr(fn, "__qualname__", type(fn).__name__)
+    if isinstance(checkpoint, bool):
+        return LoopOptions(name=name), "warn", checkpoint
+    if isinstance(checkpoint, int):
+        checkpoint = {"num_checkpoints": checkpoint}
+    if not isinstance(checkpoint, Mapping):
+        raise UsageError(
+            f"checkpoint= is True, False, a number or a mapping: got {checkpoint!r}."
+        )
+    unknown = sorted(set(checkpoint) - set(_OPTIONS))
+    if unknown:
+        raise UsageError(
+            f"checkpoint= has no option {unknown[0]!r}. There are "
+            f"{', '.join(_OPTIONS)}."
+        )
+    given = dict(checkpoint)
+    enabled = bool(given.pop("enabled", True))
+    on_unsupported = given.pop("on_unsupported", "warn")
+    if on_unsupported not in ("warn", "raise"):
+        raise UsageError(
+            f'on_unsupported is "warn" or "raise": got {on_unsupported!r}.'
+        )
+    if given.get("strategy", "auto") not in _STRATEGIES:
+        raise UsageError(
+            f"strategy is one of {', '.join(_STRATEGIES)}: got {given['strategy']!r}."
+        )
+    if given.get("memory_budget") is not None and given.get("num_checkpoints"):
+        raise UsageError(
+            "memory_budget chooses the checkpoints: got num_checkpoints besides. Leave "
+            "one out."
+        )
+    raises = on_unsupported == "raise"
+    return LoopOptions(name=name, raises=raises, **given), on_unsupported, enabled
+
+
+def _report(fn: Callable[..., Any], rewritten: Rewritten, on_unsupported: str) -> None:
+    name = getattr(fn, "__qualname__", "function")
+    if not rewritten.loops and not rewritten.left:
+        _complain(f"{name!r} has no loop to checkpoint.", on_unsupported)
+    for loop in rewritten.left:
+        _complain(_reason(name, loop), on_unsupported)
+
+
+def _reason(name: str, loop: FoundLoop) -> str:
+    return (
+        f"the loop at line {loop.line} of {name!r} is not checkpointed and runs plain: "
+        f"{loop.fault}. Change it, or call checkpointed_loop."
+    )
+
+
+def _complain(message: str, on_unsupported: str) -> None:
+    if on_unsupported == "raise":
+        raise UnsupportedError(message)
+    warn_about(message)
+
+
+def _check_places(
+    places: Sequence[int], args: Sequence[Any], fn: Callable[..., Any]
+) -> None:
+    for place in places:
+        if not 0 <= place < len(args):
+            name = getattr(fn, "__qualname__", "function")
+            raise UsageError(
+                f"wrt= names positional argument {place} of {name!r}, but {len(args)} "
+                "were given. Pass it by position."
+            )
+
+
+def _differentiated(
+    fn: Callable[..., Any],
+    places: Sequence[int],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> list[Any]:
+    leaves, _ = flatten([args[place] for place in places])
+    if any(isinstance(leaf, Tensor) for leaf in leaves):
+        return _by_torch(fn, places, args, kwargs)
+    jax = sys.modules.get("jax")
+    if jax is not None and any(isinstance(leaf, jax.Array) for leaf in leaves):
+        return _by_jax(fn, places, args, kwargs)
+    return _by_autograd(fn, places, args, kwargs)
+
+
+def _by_torch(
+    fn: Callable[..., Any],
+    places: Sequence[int],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> list[Any]:
+    leaves, structure = flatten([args[place] for place in places])
+    with torch.enable_grad():
+        watched = [
+            leaf.detach().requires_grad_() if isinstance(leaf, Tensor) else leaf
+            for leaf in leaves
+        ]
+        changed = list(args)
+        for place, tree in zip(places, unflatten(structure, watched), strict=True):
+            changed[place] = tree
+        result = fn(*changed, **kwargs)
+        found_leaves, _ = flatten(result)
+        results = [leaf for leaf in found_leaves if isinstance(leaf, Tensor)]
+        if not results:
+            raise UsageError(
+                f"a function to differentiate returns tensors: got "
+                f"{type(result).__name__}."
+            )
+    inputs = [leaf for leaf in watched if isinstance(leaf, Tensor)]
+    asked = [leaf for leaf in results if leaf.requires_grad]
+    ones = [torch.ones_like(leaf) for leaf in asked]
+    found = iter(
+        torch.autograd.grad(asked, inputs, ones, materialize_grads=True)
+        if asked
+        else [torch.zeros_like(leaf) for leaf in inputs]
+    )
+    gradients = [next(found) if isinstance(x, Tensor) else None for x in watched]
+    return unflatten(structure, gradients)
+
+
+def _by_autograd(
+    fn: Callable[..., Any],
+    places: Sequence[int],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> list[Any]:
+    try:
+        import autograd
+        import autograd.numpy
+    except ImportError as error:
+        raise UnsupportedError(
+            "the gradient of a NumPy function needs HIPS autograd. Install it with: "
+            "pip install 'recoup[numpy]'."
+        ) from error
+    make: Any = autograd.make_vjp
+    traced_numpy: Any = autograd.numpy
+    pull, result = make(_with_module(fn, traced_numpy), tuple(places))(*args, **kwargs)
+    return list(pull(traced_numpy.ones_like(result)))
+
+
+def _by_jax(
+    fn: Callable[..., Any],
+    places: Sequence[int],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> list[Any]:
+    import jax
+
+    def partial_function(*given: Any) -> Any:
+        changed = list(args)
+        for place, value in zip(places, given, strict=True):
+            changed[place] = value
+        return fn(*changed, **kwargs)
+
+    result, pull = jax.vjp(partial_function, *(args[place] for place in places))
+    return list(pull(jax.tree.map(jax.numpy.ones_like, result)))
+
+
+def _with_module(fn: Any, traced_numpy: Any) -> Any:
+    """Return the function with autograd's NumPy in place of NumPy among its globals."""
+    numpy = sys.modules.get("numpy")
+    if not isinstance(fn, types.FunctionType):
+        return fn
+    named = {n: traced_numpy for n, v in fn.__globals__.items() if v is numpy}
+    if not named:
+        return fn
+    made = types.FunctionType(
+        fn.__code__,
+        {**fn.__globals__, **named},
+        fn.__name__,
+        fn.__defaults__,
+        fn.__closure__,
+    )
+    made.__kwdefaults__ = fn.__kwdefaults__
+    return made

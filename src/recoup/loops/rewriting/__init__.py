@@ -1,0 +1,1 @@
+"""Source rewriting: the loops of an ordinary function become checkpointed loops."""

@@ -1,0 +1,220 @@
+"""Loops found in a function's source: what each carries, and what cannot be done."""
+
+import ast
+from dataclasses import dataclass
+from typing import Any
+
+from recoup.loops.rewriting.names import (
+    read_before_written,
+    read_names,
+    written_names,
+)
+
+LoopNode = ast.For | ast.While
+
+
+@dataclass(frozen=True, slots=True)
+class FoundLoop:
+    """One loop of a function.
+
+    Attributes:
+        line: Its line in the file.
+        carried: The variables that pass from one iteration to the next, or out.
+        appended: The lists that it appends to, one element each iteration.
+        breaks: It holds a `break`.
+        returns: It holds a `return`.
+        fault: Why it cannot be rewritten, or None.
+    """
+
+    line: int
+    carried: tuple[str, ...]
+    appended: tuple[str, ...]
+    breaks: bool
+    returns: bool
+    fault: str | None
+
+
+def find_loops(function: ast.FunctionDef, first_line: int) -> dict[int, FoundLoop]:
+    """Return every loop of the function that is not in an inner function, by `id`.
+
+    Args:
+        function: The parsed function.
+        first_line: The line of the file where its source begins.
+
+    Examples:
+        >>> lines = ["def f(x):", " for i in range(9):", "  y = x * i", "  x = y"]
+        >>> source = chr(10).join([*lines, " return x"])
+        >>> (loop,) = find_loops(ast.parse(source).body[0], 1).values()
+        >>> loop.carried, loop.line, loop.fault
+        (('x',), 2, None)
+    """
+    found: dict[int, FoundLoop] = {}
+    _visit(function.body, function, [], found, first_line)
+    return found
+
+
+def own_statements(body: list[ast.stmt]) -> list[ast.AST]:
+    """Return all nodes of a loop's body that belong to it and not to an inner scope."""
+    waiting: list[ast.AST] = list(body)
+    nodes: list[ast.AST] = []
+    while waiting:
+        node = waiting.pop()
+        nodes.append(node)
+        if not isinstance(node, (ast.FunctionDef, ast.Lambda, ast.ClassDef)):
+            waiting.extend(ast.iter_child_nodes(node))
+    return nodes
+
+
+def append_target(statement: ast.AST) -> str | None:
+    """Return the name of the list in `name.append(value)`."""
+    match statement:
+        case ast.Expr(
+            value=ast.Call(
+                func=ast.Attribute(value=ast.Name(id=name), attr="append"),
+                args=[_],
+                keywords=[],
+            )
+        ):
+            return name
+        case _:
+            return None
+
+
+def _visit(
+    body: list[ast.stmt],
+    function: ast.FunctionDef,
+    around: list[LoopNode],
+    found: dict[int, FoundLoop],
+    first_line: int,
+) -> None:
+    for statement in body:
+        if isinstance(statement, (ast.For, ast.While)):
+            found[id(statement)] = _describe(statement, function, around, first_line)
+            inner = [*around, statement]
+            _visit(statement.body, function, inner, found, first_line)
+            continue
+        if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+            continue
+        for field in ("body", "orelse", "finalbody"):
+            inside = getattr(statement, field, [])
+            _visit(inside, function, around, found, first_line)
+        for handler in getattr(statement, "handlers", []):
+            _visit(handler.body, function, around, found, first_line)
+
+
+def _describe(
+    loop: LoopNode, function: ast.FunctionDef, around: list[LoopNode], first_line: int
+) -> FoundLoop:
+    appended = _appended(loop)
+    body = [s for s in loop.body if append_target(s) not in appended]
+    targets = [loop.target] if isinstance(loop, ast.For) else []
+    written = written_names([*targets, *loop.body]) - set(appended)
+    tests: list[ast.AST] = [loop.test] if isinstance(loop, ast.While) else []
+    early = read_before_written(loop.body, written) | (read_names(tests) & written)
+    if isinstance(loop, ast.For):
+        early -= written_names(targets)
+    late = written & _read_elsewhere(loop, function, around)
+    nodes = own_statements(loop.body)
+    carried = tuple(sorted(early | late))
+    return FoundLoop(
+        line=first_line + loop.lineno - 1,
+        carried=carried,
+        appended=appended,
+        breaks=_belongs(loop, ast.Break),
+        returns=any(isinstance(node, ast.Return) for node in nodes),
+        fault=_fault(loop, function, written, body, first_line),
+    )
+
+
+def _read_elsewhere(
+    loop: LoopNode, function: ast.FunctionDef, around: list[LoopNode]
+) -> set[str]:
+    """Return the names read after the loop, or anywhere in a loop around it."""
+    inside = {id(node) for node in ast.walk(loop)}
+    end = loop.end_lineno or loop.lineno
+    outer = {id(node) for other in around for node in ast.walk(other)}
+    found: set[str] = set()
+    for node in ast.walk(function):
+        if id(node) in inside or not isinstance(node, ast.Name):
+            continue
+        later = node.lineno > end or id(node) in outer
+        if later and isinstance(node.ctx, ast.Load):
+            found.add(node.id)
+    return found
+
+
+def _appended(loop: LoopNode) -> tuple[str, ...]:
+    """Return the lists that the loop appends to once and uses in no other way."""
+    names = [append_target(statement) for statement in loop.body]
+    found: list[str] = []
+    for name in dict.fromkeys(n for n in names if n is not None):
+        uses = sum(
+            isinstance(node, ast.Name) and node.id == name for node in ast.walk(loop)
+        )
+        if uses == 1:
+            found.append(name)
+    return tuple(found)
+
+
+def _belongs(loop: LoopNode, kind: type[ast.stmt]) -> bool:
+    """Return whether a `break` or `continue` belongs to this loop."""
+    waiting: list[Any] = list(loop.body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, kind):
+            return True
+        if not isinstance(node, (ast.For, ast.While, ast.FunctionDef, ast.Lambda)):
+            waiting.extend(ast.iter_child_nodes(node))
+    return False
+
+
+def _fault(
+    loop: LoopNode,
+    function: ast.FunctionDef,
+    written: set[str],
+    body: list[ast.stmt],
+    first_line: int,
+) -> str | None:
+    appended = _appended(loop)
+    if loop.orelse:
+        return "it has an `else`"
+    shared = {
+        name
+        for node in ast.walk(function)
+        if isinstance(node, (ast.Global, ast.Nonlocal))
+        for name in node.names
+    }
+    if shared & written:
+        return f"it writes to {sorted(shared & written)[0]!r}, a global or nonlocal"
+    for node in own_statements(loop.body):
+        reason = _node_fault(node)
+        if reason is not None:
+            line = first_line + getattr(node, "lineno", 1) - 1
+            return f"line {line} {reason}"
+    for node in own_statements(body):
+        if append_target(node) is not None:
+            name = append_target(node)
+            return f"it appends to {name!r} conditionally, repeatedly, or reads it"
+    if appended and (_belongs(loop, ast.Break) or _belongs(loop, ast.Continue)):
+        return f"it appends to {appended[0]!r} and holds a `break` or `continue`"
+    if appended and any(isinstance(n, ast.Return) for n in own_statements(loop.body)):
+        return f"it appends to {appended[0]!r} and holds a `return`"
+    return None
+
+
+def _node_fault(node: ast.AST) -> str | None:
+    match node:
+        case ast.Yield() | ast.YieldFrom():
+            return "yields"
+        case ast.Await() | ast.AsyncFor() | ast.AsyncWith():
+            return "awaits"
+        case ast.Delete():
+            return "deletes a variable"
+        case ast.Attribute(ctx=ast.Store()):
+            return "writes to an attribute"
+        case ast.Import() | ast.ImportFrom():
+            return "imports"
+        case ast.ClassDef():
+            return "defines a class"
+        case _:
+            return None

@@ -1,0 +1,117 @@
+"""Names: which variables a piece of code reads and writes, and in which order."""
+
+import ast
+from collections.abc import Iterable, Sequence
+
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+
+
+def written_names(body: Iterable[ast.AST]) -> set[str]:
+    """Return the variables that code assigns in its own scope.
+
+    Examples:
+        >>> tree = ast.parse("a, b = c; d[0] += 1; [e for e in f]; g: int = 2")
+        >>> sorted(written_names(tree.body))
+        ['a', 'b', 'd', 'g']
+    """
+    found: set[str] = set()
+    for node in _own_nodes(body):
+        match node:
+            case ast.Name(id=name, ctx=ast.Store() | ast.Del()):
+                found.add(name)
+            case ast.Subscript(ctx=ast.Store()):
+                found.update(_root_names(node))
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                found.add(name)
+            case ast.ExceptHandler(name=str(name)):
+                found.add(name)
+            case ast.alias(name=name, asname=asname):
+                found.add((asname or name).split(".")[0])
+            case _:
+                pass
+    return found
+
+
+def read_names(body: Iterable[ast.AST]) -> set[str]:
+    """Return the variables that code reads, inner functions included.
+
+    Examples:
+        >>> sorted(read_names(ast.parse("a = b; f = lambda c: c + d; e[0] = 1").body))
+        ['b', 'c', 'd', 'e']
+    """
+    found: set[str] = set()
+    for top in body:
+        for node in ast.walk(top):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+                found.add(node.id)
+            if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+                found.add(node.target.id)
+    return found
+
+
+def read_before_written(body: Sequence[ast.stmt], names: set[str]) -> set[str]:
+    """Return those of the names whose value from before the code it may read.
+
+    Examples:
+        >>> code = "y = x + 1; x = y; z = 2; z = z + 1"
+        >>> read_before_written(ast.parse(code).body, {"x", "y", "z"})
+        {'x'}
+    """
+    found: set[str] = set()
+    _scan(body, names, set(), found)
+    return found
+
+
+def _scan(
+    body: Sequence[ast.stmt], names: set[str], sure: set[str], found: set[str]
+) -> set[str]:
+    """Gather early reads into `found`; return what is surely written afterwards."""
+    for statement in body:
+        match statement:
+            case ast.If(test=test, body=then, orelse=other):
+                found |= (read_names([test]) & names) - sure
+                one = _scan(then, names, set(sure), found)
+                two = _scan(other, names, set(sure), found)
+                sure = sure | (one & two) | (written_names([test]) & names)
+            case ast.For(target=target, iter=source, body=inside, orelse=other):
+                found |= (read_names([source]) & names) - sure
+                _scan(inside, names, sure | written_names([target]), found)
+                _scan(other, names, set(sure), found)
+            case ast.While(test=test, body=inside, orelse=other):
+                found |= (read_names([test]) & names) - sure
+                _scan(inside, names, set(sure), found)
+                _scan(other, names, set(sure), found)
+            case ast.With(items=items, body=inside):
+                found |= (read_names(items) & names) - sure
+                sure = _scan(inside, names, sure | written_names(items), found)
+            case ast.Try():
+                parts = [*statement.body, *statement.orelse, *statement.finalbody]
+                _scan(parts, names, set(sure), found)
+                for handler in statement.handlers:
+                    _scan(handler.body, names, set(sure), found)
+            case _:
+                found |= (read_names([statement]) & names) - sure
+                sure = sure | (written_names([statement]) & names)
+    return sure
+
+
+def _own_nodes(body: Iterable[ast.AST]) -> Iterable[ast.AST]:
+    waiting = list(body)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if isinstance(node, _SCOPES):
+            continue
+        if isinstance(node, _COMPREHENSIONS):
+            # Its targets are its own; an assignment expression inside is not.
+            walrus = [n for n in ast.walk(node) if isinstance(n, ast.NamedExpr)]
+            waiting.extend(expression.target for expression in walrus)
+            continue
+        waiting.extend(ast.iter_child_nodes(node))
+
+
+def _root_names(node: ast.AST) -> set[str]:
+    while isinstance(node, (ast.Subscript, ast.Attribute)):
+        node = node.value
+    return {node.id} if isinstance(node, ast.Name) else set()

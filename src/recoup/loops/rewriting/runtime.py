@@ -1,0 +1,381 @@
+"""Runtime: what the loops of a rewritten function call."""
+
+import itertools
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from recoup.core.errors import RecoupError, UnsupportedError
+from recoup.loops.feeds import Listed
+from recoup.loops.loop import checkpointed_loop
+from recoup.loops.torch_run import KindError
+from recoup.loops.trees import flatten
+from recoup.schedules.online import Online
+from recoup.schedules.revolve import Revolve
+
+Carry = tuple[Any, ...]
+Body = Callable[[Carry, Any], tuple[str | None, Any, tuple[Any, ...]]]
+Ended = tuple[str | None, Any, tuple[Carry]]
+
+
+class Undefined:
+    """Stands for a variable that has no value yet."""
+
+
+UNDEFINED = Undefined()
+
+
+@dataclass(frozen=True, slots=True)
+class LoopOptions:
+    """How the loops of a rewritten function are carried out.
+
+    Attributes:
+        num_checkpoints: States to hold; None for the square root of the steps.
+        strategy: "auto" (at equal distances), "revolve", "dynamic" (as if the length
+            were not known) or "none" (not checkpointed).
+        memory_budget: Bytes that may be held instead, for torch.
+        min_loop_size: Shorter loops run plain.
+        name: The function, for messages.
+        raises: A loop that turns out not to be possible raises; else it runs plain,
+            with a warning.
+    """
+
+    num_checkpoints: int | None = None
+    strategy: str = "auto"
+    memory_budget: int | str | None = None
+    min_loop_size: int = 100
+    name: str = "function"
+    raises: bool = False
+
+
+class Runtime:
+    """Carries out the loops of one rewritten function."""
+
+    def __init__(self, options: LoopOptions) -> None:
+        self._options = options
+
+    def value(self, read: Callable[[], Any]) -> Any:
+        """Return a variable's value, or a mark that it has none yet."""
+        try:
+            return read()
+        except NameError:
+            return UNDEFINED
+
+    def run_for(
+        self,
+        body: Body,
+        carry: Carry,
+        items: Any,
+        *,
+        lists: Sequence[list[Any]],
+        line: int,
+        stops: bool,
+    ) -> Ended:
+        """Run a `for` loop; return how it ended, with which value, and the carry."""
+        body = _bound(body)
+        items = _sequence(items, line)
+        total, first = len(items), 0
+        if self._is_plain(total) or (stops and _is_jax((carry, items))):
+            return _run_plainly(body, carry, iter(items), lists)
+        if not _is_settled(carry):
+            signal, carry, row = _checked(body(carry, items[0]), carry)
+            if signal is not None:
+                return _ended(signal, carry)
+            _append(lists, row)
+            first = 1
+        if not _has_arrays((carry, items)) and not lists:
+            return _run_plainly(
+                body, carry, itertools.islice(items, first, None), lists
+            )
+        try:
+            with _naming(self._options.name, line):
+                if stops:
+                    return self._run_stopping(body, carry, items, first)
+                return self._run_known(body, carry, items, first, lists)
+        except KindError as error:
+            self._complain(error, line)
+            rest = itertools.islice(items, first, None)
+            return _run_plainly(body, carry, rest, lists)
+
+    def run_while(
+        self,
+        body: Body,
+        carry: Carry,
+        test: Callable[[Carry], Any],
+        *,
+        lists: Sequence[list[Any]],
+        line: int,
+        stops: bool,
+    ) -> Ended:
+        """Run a `while` loop; return how it ended, with which value, and the carry."""
+        body, test = _bound(body), _bound(test)
+        if self._options.strategy == "none" or (stops and _is_jax(carry)):
+            return _run_while_plainly(body, carry, test, lists)
+        if not _is_settled(carry):
+            if not test(carry):
+                return None, None, (carry,)
+            signal, carry, row = _checked(body(carry, None), carry)
+            if signal is not None:
+                return _ended(signal, carry)
+            _append(lists, row)
+        if not _has_arrays(carry) and not lists:
+            return _run_while_plainly(body, carry, test, lists)
+        try:
+            with _naming(self._options.name, line):
+                return self._run_to_condition(body, carry, test, lists, stops)
+        except KindError as error:
+            self._complain(error, line)
+            return _run_while_plainly(body, carry, test, lists)
+
+    def _complain(self, error: KindError, line: int) -> None:
+        if self._options.raises:
+            raise error
+        warn_about(
+            f"the loop at line {line} of {self._options.name!r} runs plain: one of its "
+            "variables is an array at one time and something else at another. Begin "
+            "with an array."
+        )
+
+    def _run_to_condition(
+        self,
+        body: Body,
+        carry: Carry,
+        test: Callable[[Carry], Any],
+        lists: Sequence[list[Any]],
+        stops: bool,  # noqa: FBT001 (passed on)
+    ) -> Ended:
+        if stops:
+            return self._stopped(body, carry, test, lambda _: None, None)
+        final, _ = checkpointed_loop(
+            _step(body, lists),
+            carry,
+            condition=test,
+            with_outputs=bool(lists),
+            schedule=self._online(),
+        )
+        return None, None, (_with_rows(final, lists),)
+
+    def _run_known(
+        self,
+        body: Body,
+        carry: Carry,
+        items: Any,
+        first: int,
+        lists: Sequence[list[Any]],
+    ) -> Ended:
+        steps = len(items) - first
+        step = _step(body, lists)
+        options: dict[str, Any] = {**self._plan(steps), "with_outputs": bool(lists)}
+        if isinstance(items, range):
+            begin, stride = items.start + first * items.step, items.step
+
+            def indexed(carry: Carry, index: Any) -> Any:
+                return step(carry, begin + index * stride)
+
+            final, _ = checkpointed_loop(
+                indexed, carry, steps, with_index=True, **options
+            )
+        else:
+            rest = items[first:] if first else items
+            inputs = rest if _is_array(rest) else Listed(rest)
+            final, _ = checkpointed_loop(step, carry, steps, inputs=inputs, **options)
+        return None, None, (_with_rows(final, lists),)
+
+    def _run_stopping(self, body: Body, carry: Carry, items: Any, first: int) -> Ended:
+        total = len(items)
+        return self._stopped(
+            body,
+            carry,
+            lambda _: True,
+            lambda index: items[first + index],
+            total - first,
+        )
+
+    def _stopped(
+        self,
+        body: Body,
+        carry: Carry,
+        test: Callable[[Carry], Any],
+        item: Callable[[int], Any],
+        most: int | None,
+    ) -> Ended:
+        """Run a loop that may break off; its last iteration runs outside of it.
+
+        The iteration that ends the loop gives back the carry it was given, and is run
+        once more afterwards, where its value may be anything.
+        """
+
+        def step(state: tuple[Carry, int, bool]) -> tuple[Carry, int, bool]:
+            carry, index, _ = state
+            signal, after, _ = body(carry, item(index))
+            return (after, index + 1, False) if signal is None else (carry, index, True)
+
+        def goes_on(state: tuple[Carry, int, bool]) -> bool:
+            return not state[2] and state[1] != most and bool(test(state[0]))
+
+        (carry, index, stopped), _ = checkpointed_loop(
+            step, (carry, 0, False), condition=goes_on, schedule=self._online()
+        )
+        if not stopped:
+            return None, None, (carry,)
+        signal, after, _ = body(carry, item(index))
+        if signal == "break":
+            return signal, None, (after,)
+        return signal, after, (carry,)
+
+    def _plan(self, steps: int) -> dict[str, Any]:
+        options = self._options
+        if options.memory_budget is not None:
+            return {"budget": options.memory_budget}
+        if options.strategy == "revolve":
+            held = options.num_checkpoints
+            held = int(steps**0.5) if held is None else held
+            return {"schedule": Revolve(steps, slots=held + 1)}
+        return {"num_checkpoints": options.num_checkpoints}
+
+    def _online(self) -> Online:
+        held = self._options.num_checkpoints
+        return Online(slots=32 if held is None else held + 1)
+
+    def _is_plain(self, steps: int) -> bool:
+        options = self._options
+        return options.strategy == "none" or steps < max(options.min_loop_size, 1)
+
+
+class _naming:  # noqa: N801 (reads as a statement)
+    """Says in our errors which loop of which function they come from."""
+
+    def __init__(self, name: str, line: int) -> None:
+        self._note = f"in the loop at line {line} of {name!r}, which was rewritten"
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if isinstance(error, RecoupError):
+            error.add_note(self._note)
+
+
+def warn_about(message: str) -> None:
+    """Warn the caller of the public function."""
+    warnings.warn(message, UserWarning, stacklevel=4)
+
+
+def _step(body: Body, lists: Sequence[list[Any]]) -> Callable[..., Any]:
+    def step(carry: Carry, item: Any = None) -> Any:
+        _, after, row = body(carry, item)
+        return (after, row) if lists else after
+
+    return step
+
+
+def _with_rows(final: Any, lists: Sequence[list[Any]]) -> Carry:
+    if not lists:
+        return final
+    carry, rows = final
+    for listed, stacked in zip(lists, rows or (), strict=False):
+        listed.extend(stacked)
+    return carry
+
+
+def _append(lists: Sequence[list[Any]], row: Sequence[Any]) -> None:
+    for listed, value in zip(lists, row, strict=False):
+        listed.append(value)
+
+
+def _bound(function: Any) -> Any:
+    """Return the function with the variables around it fixed at what they are now.
+
+    In backward the function around the loop has gone on, and may have changed them.
+    """
+    cells = [_copied(cell) for cell in function.__closure__ or ()]
+    return types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, None, tuple(cells)
+    )
+
+
+def _copied(cell: types.CellType) -> types.CellType:
+    try:
+        return types.CellType(cell.cell_contents)
+    except ValueError:  # no value yet
+        return types.CellType()
+
+
+def _run_plainly(
+    body: Body, carry: Carry, items: Iterable[Any], lists: Sequence[list[Any]]
+) -> Ended:
+    for item in items:
+        signal, after, row = body(carry, item)
+        if signal == "return":
+            return signal, after, (carry,)
+        carry = after
+        if signal == "break":
+            return signal, None, (carry,)
+        _append(lists, row)
+    return None, None, (carry,)
+
+
+def _run_while_plainly(
+    body: Body,
+    carry: Carry,
+    test: Callable[[Carry], Any],
+    lists: Sequence[list[Any]],
+) -> Ended:
+    while test(carry):
+        signal, value, (carry,) = _run_plainly(body, carry, (None,), lists)
+        if signal is not None:
+            return signal, value, (carry,)
+    return None, None, (carry,)
+
+
+def _checked(
+    result: tuple[str | None, Any, tuple[Any, ...]], carry: Carry
+) -> tuple[str | None, Any, tuple[Any, ...]]:
+    signal, after, row = result
+    return (signal, (after, carry), row) if signal == "return" else result
+
+
+def _ended(signal: str, result: Any) -> Ended:
+    if signal == "return":
+        value, carry = result
+        return signal, value, (carry,)
+    return signal, None, (result,)
+
+
+def _sequence(items: Any, line: int) -> Any:
+    if isinstance(items, (range, list, tuple)) or _is_array(items):
+        return items
+    if isinstance(items, (itertools.count, itertools.cycle, itertools.repeat)):
+        raise UnsupportedError(
+            f"the loop at line {line} goes over {type(items).__name__}, which has no "
+            "end. Use `while`, or a range."
+        )
+    return list(items)
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "shape") and hasattr(value, "dtype") and value.ndim > 0
+
+
+def _has_arrays(tree: Any) -> bool:
+    leaves, _ = flatten(tree)
+    return any(hasattr(leaf, "dtype") for leaf in leaves)
+
+
+def _is_settled(carry: Carry) -> bool:
+    """Return whether every variable is an array already.
+
+    Others may become arrays in the first iteration, as `total = 0.0` does; that one is
+    then run outside of the loop.
+    """
+    leaves, _ = flatten(carry)
+    return all(hasattr(leaf, "dtype") for leaf in leaves)
+
+
+def _is_jax(tree: Any) -> bool:
+    jax = sys.modules.get("jax")
+    leaves, _ = flatten(tree)
+    return jax is not None and any(isinstance(leaf, jax.Array) for leaf in leaves)

@@ -1,0 +1,288 @@
+"""Source: parse a function, put checkpointed loops in its loops' place, compile it."""
+
+import ast
+import copy
+import inspect
+import textwrap
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from recoup.core.errors import UnsupportedError
+from recoup.loops.rewriting.loops import FoundLoop, append_target, find_loops
+
+RUNTIME = "_recoup"
+"""The name under which the rewritten source sees the runtime."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rewritten:
+    """A function whose loops are checkpointed.
+
+    Attributes:
+        function: The function itself.
+        source: Its source, to be read.
+        loops: The loops that were rewritten.
+        left: The loops that were not, each with its fault.
+    """
+
+    function: Callable[..., Any]
+    source: str
+    loops: tuple[FoundLoop, ...]
+    left: tuple[FoundLoop, ...]
+
+
+def rewrite(function: Callable[..., Any], runtime: Any) -> Rewritten:
+    """Return the function with its `for` and `while` loops checkpointed.
+
+    The new function sees the variables of the old one, closure and globals; errors in
+    it name the lines of the old source.
+
+    Args:
+        function: A function whose source can be read.
+        runtime: What carries the loops out; see `recoup.loops.rewriting.runtime`.
+
+    Raises:
+        UnsupportedError: There is no source, or the function is no plain function.
+    """
+    tree, first_line = _parsed(function)
+    name = tree.name
+    found = find_loops(tree, first_line)
+    changer = _Changer(found)
+    changed = changer.visit(copy.copy(tree))
+    changed.decorator_list = []
+    ast.fix_missing_locations(changed)
+    source = ast.unparse(changed)
+    made = _compiled(function, changed, first_line, runtime)
+    made.__name__ = name
+    return Rewritten(
+        function=made,
+        source=source,
+        loops=tuple(loop for loop in found.values() if loop.fault is None),
+        left=tuple(loop for loop in found.values() if loop.fault is not None),
+    )
+
+
+def _parsed(function: Callable[..., Any]) -> tuple[ast.FunctionDef, int]:
+    if not isinstance(function, types.FunctionType):
+        raise UnsupportedError(
+            f"only a plain function can be rewritten: got {type(function).__name__}. "
+            "Define one with `def`, or call checkpointed_loop in it."
+        )
+    try:
+        lines, first_line = inspect.getsourcelines(function)
+        tree = ast.parse(textwrap.dedent("".join(lines))).body[0]
+    except (OSError, TypeError, SyntaxError) as error:
+        raise UnsupportedError(
+            f"the source of {function.__qualname__!r} cannot be read ({error}). Define "
+            "it in a file, or call checkpointed_loop in it."
+        ) from error
+    if not isinstance(tree, ast.FunctionDef):
+        raise UnsupportedError(
+            "only a function made with `def` can be rewritten: "
+            f"{function.__qualname__!r} is none. Define it with `def`, or call "
+            "checkpointed_loop in it."
+        )
+    return tree, first_line
+
+
+def _compiled(
+    function: Any, tree: ast.FunctionDef, first_line: int, runtime: Any
+) -> types.FunctionType:
+    """Compile inside a factory, so that closure variables stay closure variables."""
+    free = function.__code__.co_freevars
+    names = [RUNTIME, *free]
+    factory = ast.parse(f"def _factory({', '.join(names)}):\n pass").body[0]
+    assert isinstance(factory, ast.FunctionDef), "parsed just now"
+    result = ast.Return(ast.Name(tree.name, ast.Load()))
+    factory.body = [_without_defaults(tree), result]
+    module = ast.Module(body=[factory], type_ignores=[])
+    ast.fix_missing_locations(module)
+    ast.increment_lineno(module, first_line - 1)
+    code = compile(module, function.__code__.co_filename, "exec")
+    space: dict[str, Any] = {}
+    exec(code, space)
+    made = space["_factory"](*[None] * len(names))
+    cells: dict[str, types.CellType] = {RUNTIME: types.CellType(runtime)}
+    cells.update(zip(free, function.__closure__ or (), strict=True))
+    closure = tuple(cells[name] for name in made.__code__.co_freevars)
+    changed = types.FunctionType(
+        made.__code__,
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        closure,
+    )
+    changed.__kwdefaults__ = function.__kwdefaults__
+    return changed
+
+
+def _without_defaults(tree: ast.FunctionDef) -> ast.FunctionDef:
+    """Return the function without default values and annotations, which are taken over.
+
+    They were evaluated once, in another scope.
+    """
+    tree = copy.deepcopy(tree)
+    arguments = tree.args
+    nothing: list[ast.expr] = [ast.Constant(None) for _ in arguments.defaults]
+    arguments.defaults = nothing
+    arguments.kw_defaults = [
+        None if default is None else ast.Constant(None)
+        for default in arguments.kw_defaults
+    ]
+    everything = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    everything += [a for a in (arguments.vararg, arguments.kwarg) if a is not None]
+    for argument in everything:
+        argument.annotation = None
+    tree.returns = None
+    return tree
+
+
+class _Changer(ast.NodeTransformer):
+    """Puts calls in place of loops, the inner ones first."""
+
+    def __init__(self, found: dict[int, FoundLoop]) -> None:
+        self._found = found
+        self._count = 0
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> Any:
+        """Leave inner functions alone."""
+        return self.generic_visit(node) if self._count == 0 else node
+
+    def visit_For(self, node: ast.For) -> Any:
+        """Change a `for` loop."""
+        return self._changed(node)
+
+    def visit_While(self, node: ast.While) -> Any:
+        """Change a `while` loop."""
+        return self._changed(node)
+
+    def _changed(self, node: ast.For | ast.While) -> Any:
+        loop = self._found.get(id(node))
+        self._count += 1
+        number = self._count
+        self.generic_visit(node)
+        if loop is None or loop.fault is not None:
+            return node
+        return [
+            ast.copy_location(statement, node)
+            for statement in _statements(node, loop, number)
+        ]
+
+
+def _statements(
+    node: ast.For | ast.While, loop: FoundLoop, number: int
+) -> list[ast.stmt]:
+    """Return what stands in place of a loop."""
+    body, test = f"{RUNTIME}_body_{number}", f"{RUNTIME}_test_{number}"
+    signal, value = f"{RUNTIME}_signal_{number}", f"{RUNTIME}_value_{number}"
+    names = ", ".join(loop.carried)
+    unpack = f"({names},) = {RUNTIME}_carry" if loop.carried else "pass"
+    made: list[ast.stmt] = []
+    if isinstance(node, ast.While):
+        head = ast.parse(f"def {test}({RUNTIME}_carry):\n {unpack}").body[0]
+        assert isinstance(head, ast.FunctionDef), "parsed just now"
+        head.body.append(ast.Return(node.test))
+        made.append(head)
+        source = test
+    else:
+        source = f"{RUNTIME}_items_{number}"
+        made.append(ast.Assign([ast.Name(source, ast.Store())], node.iter, lineno=0))
+    made.append(_body_function(node, loop, body, unpack))
+    given = "".join(f"{RUNTIME}.value(lambda: {name}), " for name in loop.carried)
+    lists = "".join(f"{name}, " for name in loop.appended)
+    call = (
+        f"({signal}, {value}, ({RUNTIME}_carry,)) = {RUNTIME}."
+        f"{'run_while' if isinstance(node, ast.While) else 'run_for'}"
+        f"({body}, ({given}), {source}, lists=({lists}), line={loop.line}, "
+        f"stops={loop.breaks or loop.returns})"
+    )
+    made += ast.parse(call).body
+    if loop.carried:
+        made += ast.parse(f"({names},) = {RUNTIME}_carry").body
+    if loop.returns:
+        made += ast.parse(f"if {signal} == 'return':\n return {value}").body
+    return made
+
+
+def _body_function(
+    node: ast.For | ast.While, loop: FoundLoop, name: str, unpack: str
+) -> ast.stmt:
+    """Return the body as a function of carry and item: signal, new carry, outputs."""
+    head = ast.parse(f"def {name}({RUNTIME}_carry, {RUNTIME}_item):\n {unpack}").body[0]
+    assert isinstance(head, ast.FunctionDef), "parsed just now"
+    if isinstance(node, ast.For):
+        item = ast.Name(f"{RUNTIME}_item", ast.Load())
+        head.body.append(ast.Assign([node.target], item, lineno=0))
+    outputs: list[str] = []
+    lowered = _Lowering(loop)
+    for statement in node.body:
+        listed = append_target(statement)
+        if listed in loop.appended and isinstance(statement, ast.Expr):
+            output = f"{RUNTIME}_output_{len(outputs)}"
+            outputs.append(output)
+            call = statement.value
+            assert isinstance(call, ast.Call), "append_target says so"
+            target = ast.Name(output, ast.Store())
+            head.body.append(ast.Assign([target], call.args[0], lineno=0))
+            continue
+        changed = lowered.visit(statement)
+        head.body.extend(changed if isinstance(changed, list) else [changed])
+    given = "".join(f"{RUNTIME}.value(lambda: {name}), " for name in loop.carried)
+    row = "".join(f"{output}, " for output in outputs)
+    head.body += ast.parse(f"return (None, ({given}), ({row}))").body
+    return head
+
+
+class _Lowering(ast.NodeTransformer):
+    """Turns `continue`, `break` and `return` of a loop's body into results of it."""
+
+    def __init__(self, loop: FoundLoop) -> None:
+        self._carried = "".join(
+            f"{RUNTIME}.value(lambda: {name}), " for name in loop.carried
+        )
+        self._depth = 0
+
+    def visit_Continue(self, node: ast.Continue) -> Any:
+        """End the iteration."""
+        return node if self._depth else self._result("None", node)
+
+    def visit_Break(self, node: ast.Break) -> Any:
+        """End the loop."""
+        return node if self._depth else self._result("'break'", node)
+
+    def visit_Return(self, node: ast.Return) -> Any:
+        """End the function around the loop, with a value."""
+        value = node.value or ast.Constant(None)
+        made = ast.parse("return ('return', None, ())").body[0]
+        assert isinstance(made, ast.Return), "parsed just now"
+        assert isinstance(made.value, ast.Tuple), "parsed just now"
+        made.value.elts[1] = value
+        return ast.copy_location(made, node)
+
+    def visit_For(self, node: ast.For) -> Any:
+        """Leave the `break` and `continue` of an inner loop alone."""
+        return self._inside(node)
+
+    def visit_While(self, node: ast.While) -> Any:
+        """Leave the `break` and `continue` of an inner loop alone."""
+        return self._inside(node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> Any:
+        """Leave inner functions alone."""
+        return node
+
+    def visit_Lambda(self, node: ast.Lambda) -> Any:
+        """Leave inner functions alone."""
+        return node
+
+    def _inside(self, node: ast.For | ast.While) -> Any:
+        self._depth += 1
+        self.generic_visit(node)
+        self._depth -= 1
+        return node
+
+    def _result(self, signal: str, node: ast.stmt) -> ast.stmt:
+        made = ast.parse(f"return ({signal}, ({self._carried}), ())").body[0]
+        return ast.copy_location(made, node)
