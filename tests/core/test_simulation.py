@@ -1,0 +1,112 @@
+"""The simulator against a machine that runs the plan, and its laws."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.graphs import Kernel, step_graph
+from recoup.core.errors import UsageError
+from recoup.core.footprint import Footprint, footprint
+from recoup.core.segments import Action, Segment
+from recoup.core.simulation import add_up, simulate
+from tests.support.graphs import graphs, plans
+from tests.support.interpreter import Machine
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_bytes_and_seconds_are_those_of_a_machine_that_runs_the_plan(data):
+    graph = data.draw(graphs())
+    segments = data.draw(plans(graph))
+    machine = Machine(graph, segments)
+    found = simulate(graph, segments)
+    assert list(found.bytes_at) == machine.run()
+    assert found.replay_seconds == machine.seconds
+
+
+def chain_graph(count=4, *, link_bytes_per_second=0.0, blocks=()):
+    """Operators in a row that each save their result of 100 bytes."""
+    kernels = [Kernel(f"op{n}", 1.0, (n - 1,), 100, (n,)) for n in range(count)]
+    return step_graph(
+        kernels,
+        range(count + 1),
+        blocks=blocks,
+        link_bytes_per_second=link_bytes_per_second,
+    )
+
+
+def test_the_machine_tells_plans_apart():
+    graph = chain_graph()
+    plain = Machine(graph, ()).run()
+    assert plain != Machine(graph, (Segment(0, 2),)).run()
+    assert plain != list(simulate(graph, [Segment(0, 2)]).bytes_at)
+
+
+def test_a_segment_in_a_segment_is_replayed_from_what_the_outer_one_remakes():
+    graph = chain_graph(8)
+    inner = (Segment(0, 4), Segment(4, 8))
+    flat = simulate(graph, inner)
+    nested = simulate(graph, [Segment(0, 8, inner=inner)])
+    # All eight for the flat plan; the first four once more for where the second starts.
+    assert flat.replay_seconds == 8
+    assert nested.replay_seconds == 12
+    assert nested.held_bytes == flat.held_bytes - 100
+
+
+def test_what_an_inner_segment_keeps_the_outer_one_drops_again():
+    graph = chain_graph(4)
+    inner = Segment(0, 4, {2: Action.KEEP})
+    both = Segment(0, 4, {2: Action.KEEP}, inner=(inner,))
+    dropped = simulate(graph, [Segment(0, 4, inner=(inner,))])
+    kept = simulate(graph, [both])
+    assert dropped.held_bytes == 0
+    assert kept.held_bytes == 100
+    assert kept.replay_seconds < dropped.replay_seconds
+
+
+@given(st.data())
+def test_footprints_add_up_to_the_simulation(data):
+    graph = data.draw(graphs())
+    segments = data.draw(plans(graph))
+    total = Footprint()
+    position = 0
+    for segment in segments:
+        for save in graph.saves[position : graph.boundaries[segment.start].saves]:
+            total.hold(graph, save)
+        position = graph.boundaries[segment.stop].saves
+        part = footprint(graph, segment)
+        for storage, last in part.holds.items():
+            total.holds[storage] = max(total.holds.get(storage, -1), last)
+        total.remade += part.remade
+        total.replays += part.replays
+        total.recorded += part.recorded
+    for save in graph.saves[position:]:
+        total.hold(graph, save)
+    assert add_up(graph, total) == simulate(graph, segments)
+
+
+def test_an_offloaded_value_leaves_the_device_and_comes_back():
+    graph = chain_graph(8, link_bytes_per_second=1e9)
+    keep = simulate(graph, [Segment(0, 4, {4: Action.KEEP, 2: Action.KEEP})])
+    away = simulate(graph, [Segment(0, 4, {4: Action.KEEP, 2: Action.OFFLOAD})])
+    assert away.host_bytes == 100
+    assert away.held_bytes == keep.held_bytes - 100
+    assert away.replay_seconds == keep.replay_seconds
+    assert away.stall_seconds == 0
+    turn = len(graph.operations)
+    assert away.bytes_at[turn] == keep.bytes_at[turn] - 100
+    # It is back when the replay needs it.
+    (replay,) = away.replays
+    assert away.bytes_at[replay.moment] == keep.bytes_at[replay.moment]
+
+
+def test_copies_that_do_not_hide_are_waited_for():
+    graph = chain_graph(4, link_bytes_per_second=20.0)
+    away = simulate(graph, [Segment(0, 4, {2: Action.OFFLOAD})])
+    # 5 seconds out, of which a third of 12 hide; 5 in, of which all do.
+    assert away.stall_seconds == 1.0
+
+
+def test_overlapping_segments_are_refused():
+    with pytest.raises(UsageError, match="in order"):
+        simulate(chain_graph(), [Segment(0, 3), Segment(2, 4)])
