@@ -67,6 +67,7 @@ class Region:
     replayed: bool = False
     blocks: list[Block] = field(default_factory=list)
     open_tickets: int = 0
+    copied: list[int] = field(default_factory=list)
 
     @property
     def inside(self) -> range:
@@ -81,6 +82,16 @@ class Region:
         graph = self.machine.graph
         operation = graph.operations[graph.values[value].producer]
         return value in self.segment.actions or not operation.replayable
+
+    def is_spoilt(self, value: int) -> bool:
+        """Return whether it comes from outside and is written over: it is copied."""
+        return not self.makes(value) and not self.machine.graph.values[value].holdable
+
+    def copy_spoilt(self) -> None:
+        graph = self.machine.graph
+        for value in self.copied:
+            block = self.machine.memory.allocate(graph.bytes_of(value))
+            self.blocks.append(block.take())
 
     def close(self) -> None:
         """Decide what to hold; what a region around takes over, it gets as tickets."""
@@ -106,7 +117,10 @@ class Region:
         self.program = sorted(needed)
         self.open_tickets = len(self.tickets)
         if self.parent is None:
-            self.held = {*roots, *(ticket.value for ticket in others)}
+            spoilt = {v for v in roots if self.is_spoilt(v)}
+            self.held = {*roots, *(ticket.value for ticket in others)} - spoilt
+            self.held |= {ticket.value for ticket in others}
+            self.copied = sorted(spoilt)
             return
         self.parent.tickets += others
         self.tickets = mine
@@ -214,6 +228,9 @@ class Machine:
             for storage, block in enumerate(graph.storages):
                 if max(block.born, 0) == self.moment:
                     self._allocate(storage, dying)
+            for region in self.regions:
+                if region.inside.start == self.moment:
+                    region.copy_spoilt()
             if self.moment >= half:
                 self._backward()
             found.append(self.memory.peak + graph.other_bytes[self.moment])

@@ -62,7 +62,8 @@ class Footprint:
     Attributes:
         holds: The last moment at which a storage is held, for those that are.
         offloads: What goes to the host and comes back.
-        remade: Bytes that a replay leaves in use, with the first and last moment.
+        remade: Bytes that a replay leaves in use, or that are copied because they are
+            written over, with the first and last moment.
         replays: What is run again.
         recorded: How many operators of forward are recorded, once for each region.
     """
@@ -171,11 +172,18 @@ def _run_segment(
         if offloaded and graph.values[value].producer in inside:
             storage = graph.values[value].storage
             total.offloads.append(Offload(storage, inside.stop, moment, end))
+        elif graph.values[value].producer not in inside and _is_spoilt(graph, value):
+            total.remade.append((graph.bytes_of(value), inside.start, end))
         else:
             asked.append(Save(value, moment, end))
     if wanted:
         _add_replay(graph, segment, total, operations, wanted, depth)
     return asked
+
+
+def _is_spoilt(graph: Graph, value: int) -> bool:
+    """Return whether a value is written over, so that only a copy can be held."""
+    return not graph.values[value].holdable
 
 
 def _own_saves(graph: Graph, segment: Segment) -> list[Save]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from recoup.core.graph import Graph
 from recoup.core.simulation import simulate
-from recoup.planners.cut import Choice, Demand, choose, evaluate
+from recoup.planners.cut import Choice, Demand, choose, evaluate, free_values
 
 _CANDIDATES = 16
 _CUTS = 10
@@ -64,19 +64,19 @@ def demand_at(graph: Graph, moment: int) -> tuple[Demand, int]:
             there.add(graph.values[save.value].storage)
         elif save.used > moment and graph.values[save.value].producer in inside:
             later[save.value] = None
-    shares: dict[int, int] = {}
-    for value in graph.values:
-        shares[value.storage] = shares.get(value.storage, 0) + value.holdable
-    price_bytes = {
-        number: 0
-        if value.storage in there
-        else graph.storages[value.storage].bytes // max(shares[value.storage], 1)
-        for number, value in enumerate(graph.values)
-    }
+    # The content of a storage is its last version; an earlier one would be a copy.
+    current: dict[int, int] = {}
+    for number, value in enumerate(graph.values):
+        if value.producer <= moment:
+            before = current.setdefault(value.storage, number)
+            if value.producer > graph.values[before].producer:
+                current[value.storage] = number
+    price_bytes = {number: 0 for s, number in current.items() if s in there}
     base_bytes = graph.other_bytes[moment]
     base_bytes += sum(graph.storages[storage].bytes for storage in there)
     recording = graph.recording_seconds
-    return Demand(graph, inside, tuple(later), price_bytes, recording), base_bytes
+    demand = Demand(graph, inside, tuple(later), price_bytes, recording, strict=False)
+    return demand, base_bytes
 
 
 def _bound(demand: Demand, room_bytes: int) -> float:
@@ -112,16 +112,9 @@ def _bound_with_link(demand: Demand, room_bytes: int) -> float:
 
 def _priced(demand: Demand, room_bytes: int) -> Iterator[tuple[float, Choice]]:
     """Yield prices of a byte and the best choice for each, closing in on some room."""
-    graph = demand.graph
-    left = evaluate(demand, [v for v in demand.values if graph.values[v].holdable])
+    left = evaluate(demand, demand.values)
     yield 0.0, left
-    free = [
-        value
-        for number in demand.inside
-        for value in graph.operations[number].makes
-        if graph.values[value].holdable and not demand.bytes_of(value)
-    ]
-    right = evaluate(demand, free)
+    right = evaluate(demand, free_values(demand))
     for _ in range(_CUTS if left.held_bytes > room_bytes else 0):
         if right.held_bytes >= left.held_bytes or right.seconds <= left.seconds:
             break

@@ -31,6 +31,8 @@ class Demand:
         price_bytes: What holding a value costs, where it is not the bytes of its
             storage: 0 for one that is in memory in any case.
         operation_seconds: What each operation that is replayed costs beside its time.
+        strict: Whether values that are written over later cannot be held. A bound that
+            holds for everyone must let them.
     """
 
     graph: Graph
@@ -38,11 +40,16 @@ class Demand:
     values: tuple[int, ...]
     price_bytes: Mapping[int, int]
     operation_seconds: float = 0.0
+    strict: bool = True
 
     def bytes_of(self, value: int) -> int:
         """Return what holding a value costs."""
         found = self.price_bytes.get(value)
         return self.graph.bytes_of(value) if found is None else found
+
+    def may_hold(self, value: int) -> bool:
+        """Return whether a value can be held."""
+        return not self.strict or self.graph.values[value].holdable
 
     def is_forced(self, value: int) -> bool:
         """Return whether a demanded value is held in any case."""
@@ -100,7 +107,7 @@ def choose(
         network.add(
             ("value", value),
             ("operation", producer),
-            price(value) if graph.values[value].holdable else None,
+            price(value) if demand.may_hold(value) else None,
         )
         operation = graph.operations[producer]
         extra = penalty.get(producer, 0.0) if penalty else demand.operation_seconds
@@ -156,9 +163,8 @@ def frontier_of(demand: Demand, *, limit: int = 24) -> tuple[Choice, ...]:
         demand: What is needed.
         limit: The most minimum cuts to compute; the widest gaps come first.
     """
-    graph = demand.graph
-    most = evaluate(demand, [v for v in demand.values if graph.values[v].holdable])
-    least = evaluate(demand, _free_values(demand))
+    most = evaluate(demand, [v for v in demand.values if demand.may_hold(v)])
+    least = evaluate(demand, free_values(demand))
     found = {(c.held_bytes, c.seconds): c for c in (most, least)}
     gaps = [(most, least)]
     while gaps and limit:
@@ -179,10 +185,10 @@ def frontier_of(demand: Demand, *, limit: int = 24) -> tuple[Choice, ...]:
     return _hull(found.values())
 
 
-def _free_values(demand: Demand) -> list[int]:
-    graph = demand.graph
-    made = [v for n in demand.inside for v in graph.operations[n].makes]
-    return [v for v in made if graph.values[v].holdable and not demand.bytes_of(v)]
+def free_values(demand: Demand) -> list[int]:
+    """Return the values that are held for nothing."""
+    made = [v for n in demand.inside for v in demand.graph.operations[n].makes]
+    return [v for v in made if demand.may_hold(v) and not demand.bytes_of(v)]
 
 
 def _width(left: Choice, right: Choice) -> float:

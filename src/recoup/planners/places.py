@@ -1,5 +1,6 @@
 """Places where a segment may well begin: where little of forward crosses."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
 import numpy as np
@@ -39,7 +40,8 @@ def narrow_places(
     """
     crossing = crossing_bytes(graph)
     first, last = _ends(graph)
-    distinct = _distinct(graph, first, last)
+    torn = _torn(graph)
+    distinct = [p for p in _distinct(graph, first, last) if p not in torn]
     chosen = {first, last, *(place for place in always if first <= place <= last)}
     found: list[int] = []
     for number, place in enumerate(distinct):
@@ -49,6 +51,22 @@ def narrow_places(
     if len(found) > most:
         found = _spread(graph, found, crossing, most)
     return tuple(sorted(chosen | set(found)))
+
+
+def _torn(graph: Graph) -> set[int]:
+    """Return the boundaries between the making of a value and the write over it."""
+    spoilt = [v for v in graph.values if not v.holdable and v.producer >= 0]
+    writes: dict[int, list[int]] = {}
+    for value in graph.values:
+        writes.setdefault(value.storage, []).append(value.producer)
+    places = [boundary.operation for boundary in graph.boundaries]
+    found: set[int] = set()
+    for value in spoilt:
+        later = [p for p in writes[value.storage] if p > value.producer]
+        low = bisect_right(places, value.producer)
+        high = bisect_right(places, min(later, default=-1))
+        found.update(range(low, high))
+    return found
 
 
 def _ends(graph: Graph) -> tuple[int, int]:
@@ -73,10 +91,12 @@ class Finer:
         self._graph = graph
         self._crossing = crossing_bytes(graph)
         self._weights = _weights(graph)
+        self._torn = _torn(graph)
 
     def split(self, first: int, last: int, parts: int) -> list[int]:
         """Return boundaries from a first to a last with about `parts` stretches."""
         places = _distinct(self._graph, first, last)
+        places = [p for p in places if p in (first, last) or p not in self._torn]
         weights = self._weights[places]
         found = [first]
         for part in range(1, parts):
