@@ -13,7 +13,7 @@ from tests.support.graphs import graphs, plans
 from tests.support.interpreter import Machine
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(st.data())
 def test_bytes_and_seconds_are_those_of_a_machine_that_runs_the_plan(data):
     graph = data.draw(graphs())

@@ -22,7 +22,7 @@ def every_choice(demand):
     return [evaluate(demand, held) for held in hold_sets(demand.graph, 0, last)]
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(graphs())
 def test_at_any_price_no_set_of_values_is_cheaper(graph):
     demand = whole_demand(graph)
@@ -34,7 +34,7 @@ def test_at_any_price_no_set_of_values_is_cheaper(graph):
         assert found.seconds + price * found.held_bytes == pytest.approx(best)
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(graphs())
 def test_the_corners_are_the_lower_hull_of_all_choices(graph):
     demand = whole_demand(graph)

@@ -9,6 +9,7 @@ from recoup.core.segments import Action, Segment
 from recoup.core.simulation import Simulation, simulate
 from recoup.planners.blocks import blocks_of
 from recoup.planners.bounds import bound_seconds
+from recoup.planners.exhaustive import exhaustive
 from recoup.planners.one_level import OneLevel
 from recoup.planners.options import Option
 from recoup.planners.partition import Partition, Path
@@ -53,6 +54,11 @@ class Search:
             return self.known[0]
         if not blocks_of(self.graph):
             return None
+        if Action.KEEP in self.allow:
+            blocks = blocks_of(self.graph)
+            found = exhaustive(self.graph, blocks, budget_bytes)
+            if found is not None:
+                self.add(found, None, "exhaustive")
         self._solve_blocks(budget_bytes)
         if not self._is_close(budget_bytes, bound):
             self._solve_partition(self._partition, budget_bytes)

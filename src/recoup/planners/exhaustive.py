@@ -1,0 +1,63 @@
+"""Try everything, where there is little to try."""
+
+from itertools import chain, combinations, product
+from math import prod
+
+from recoup.core.graph import Graph
+from recoup.core.segments import Segment
+from recoup.planners.options import Option, Stretch, holding, keep_all, kept_around
+from recoup.planners.profile import Profile
+
+
+def exhaustive(
+    graph: Graph, stretches: tuple[Stretch, ...], budget_bytes: int, *, most: int = 2000
+) -> tuple[Segment, ...] | None:
+    """Return the fastest plan of a class within a budget; None: none, or too many.
+
+    The class: every stretch is kept whole, or is one segment that holds any set of the
+    values made in it.
+
+    Args:
+        graph: The step.
+        stretches: Where segments begin and end.
+        budget_bytes: The most bytes in use.
+        most: How many plans are tried at most; with more there is no answer.
+
+    Examples:
+        >>> exhaustive(Graph((), 0, (), (), (), (), ()), (), 0)
+        ()
+    """
+    counts = [2 ** len(_holdable(graph, stretch)) + 1 for stretch in stretches]
+    if prod(counts) > most:
+        return None
+    profile = Profile(graph, [kept_around(graph, stretches)])
+    best: tuple[float, tuple[Option, ...]] | None = None
+    for options in product(*(_options(graph, stretch) for stretch in stretches)):
+        seconds = sum(option.seconds for option in options)
+        if best is not None and seconds >= best[0]:
+            continue
+        if int(profile.bytes_at(options).max(initial=0)) <= budget_bytes:
+            best = seconds, options
+    if best is None:
+        return None
+    return tuple(segment for option in best[1] for segment in option.segments)
+
+
+def _holdable(graph: Graph, stretch: Stretch) -> list[int]:
+    return [
+        value
+        for number in graph.operations_between(*stretch)
+        for value in graph.operations[number].makes
+        if graph.values[value].holdable
+    ]
+
+
+def _options(graph: Graph, stretch: Stretch) -> list[Option]:
+    values = _holdable(graph, stretch)
+    sets = chain.from_iterable(
+        combinations(values, size) for size in range(len(values) + 1)
+    )
+    return [
+        keep_all(graph, *stretch),
+        *(holding(graph, *stretch, held) for held in sets),
+    ]

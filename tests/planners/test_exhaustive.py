@@ -1,0 +1,82 @@
+"""Against trying everything: what small graphs get is the best there is."""
+
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recoup.core.errors import InfeasibleError
+from recoup.core.segments import Action, Segment
+from recoup.core.simulation import simulate
+from recoup.planners.blocks import blocks_of
+from recoup.planners.exhaustive import exhaustive
+from recoup.planners.one_level import OneLevel
+from recoup.planners.plan import plan
+from tests.support.graphs import graphs, hold_sets
+
+KEEP = frozenset({Action.KEEP})
+
+
+def every_plan(graph):
+    """Simulate every choice of no segment or any hold set, block by block."""
+    ways = [
+        [
+            (),
+            *(
+                (Segment(start, stop, dict.fromkeys(held, Action.KEEP)),)
+                for held in hold_sets(graph, start, stop)
+            ),
+        ]
+        for start, stop in blocks_of(graph)
+    ]
+    return [
+        simulate(graph, [segment for way in choice for segment in way])
+        for choice in product(*ways)
+    ]
+
+
+@settings(max_examples=20)
+@given(graphs(most=6), st.integers(0, 4))
+def test_a_small_graph_gets_a_plan_as_fast_as_any_over_its_blocks(graph, quarters):
+    every = every_plan(graph)
+    lowest = min(found.peak_bytes for found in every)
+    highest = simulate(graph, ()).peak_bytes
+    budget_bytes = lowest + (highest - lowest) * quarters // 4
+    best = min(f.replay_seconds for f in every if f.peak_bytes <= budget_bytes)
+    segments = exhaustive(graph, blocks_of(graph), budget_bytes)
+    assert segments is not None
+    assert simulate(graph, segments).replay_seconds == best
+    # Other cuts and nested segments may be faster still; never slower.
+    solution = plan(graph, budget_bytes, allow=KEEP)
+    assert solution.simulation.peak_bytes <= budget_bytes
+    assert solution.extra_seconds <= best
+    assert solution.extra_seconds >= solution.bound_seconds - 1e-6
+
+
+@settings(max_examples=20)
+@given(graphs(most=6), st.integers(0, 4))
+def test_the_programme_never_beats_what_is_possible(graph, quarters):
+    every = every_plan(graph)
+    lowest = min(found.peak_bytes for found in every)
+    highest = simulate(graph, ()).peak_bytes
+    budget_bytes = lowest + (highest - lowest) * quarters // 4
+    found = OneLevel(graph, blocks_of(graph), KEEP).solve(budget_bytes)
+    if found is not None:
+        assert found.peak_bytes <= budget_bytes
+        best = min(f.replay_seconds for f in every if f.peak_bytes <= budget_bytes)
+        assert found.seconds >= best
+
+
+@settings(max_examples=10)
+@given(graphs(most=6))
+def test_below_the_floor_there_is_nothing_over_the_blocks(graph):
+    lowest = min(found.peak_bytes for found in every_plan(graph))
+    with pytest.raises(InfeasibleError) as caught:
+        plan(graph, 0, allow=KEEP)
+    assert 0 < caught.value.floor_bytes <= lowest
+
+
+@given(graphs(most=6))
+def test_too_many_plans_are_not_tried(graph):
+    assert exhaustive(graph, blocks_of(graph), 10**9, most=1) is None
