@@ -13,7 +13,7 @@ class Baseline:
 
 @dataclass(frozen=True)
 class Cell:
-    """Recomputation in percent of the step's compute; `cut` None: infeasible or unknown."""
+    """Recomputation in percent of the compute; `cut` None: infeasible or unknown."""
 
     dtr: float
     cut: float | None

@@ -56,7 +56,7 @@ def _stacks() -> list[str]:
 
 def _traces() -> list[str]:
     lines = [
-        "| trace | budget / baseline | DTR | global cut | recoup | bound | planning s |",
+        "| trace | budget | DTR | global cut | recoup | bound | planning s |",
         "|---|---|---|---|---|---|---|",
     ]
     for (name, share), cell in CELLS.items():
