@@ -1,12 +1,19 @@
 """The front door: what comes back fits, is checked, and is as fast as can be shown."""
 
+from itertools import pairwise
+from time import process_time
+
 import pytest
 
 from benchmarks.graphs import transformer_graph
 from recoup.core.errors import InfeasibleError
 from recoup.core.segments import Action
 from recoup.core.simulation import simulate
-from recoup.planners.plan import plan
+from recoup.planners.every_kth import every_kth
+from recoup.planners.greedy import greedy
+from recoup.planners.plan import floor, frontier, plan
+from recoup.planners.recompute_all import recompute_all
+from recoup.planners.square_root import square_root
 
 KEEP = frozenset({Action.KEEP})
 
@@ -37,3 +44,71 @@ def test_an_impossible_budget_names_the_smallest_that_is_possible(graph):
     assert plan(graph, floor_bytes).simulation.peak_bytes <= floor_bytes
     with pytest.raises(InfeasibleError):
         plan(graph, floor_bytes - 1)
+
+
+def test_the_error_says_where_the_peak_is_and_what_holds_it(graph):
+    with pytest.raises(InfeasibleError) as caught:
+        plan(graph, 1000)
+    error = caught.value
+    assert error.budget_bytes == 1000
+    lowest = floor(graph).simulation
+    assert error.floor_bytes == lowest.peak_bytes
+    assert error.moment == lowest.peak_moment
+    assert sum(size for _, size in error.holders) >= error.floor_bytes
+    sizes = [size for _, size in error.holders]
+    assert sizes == sorted(sizes, reverse=True)
+    assert str(error.floor_bytes) in str(error)
+
+
+def test_nested_segments_go_below_what_one_level_of_blocks_can(graph):
+    blocks_only = simulate(graph, recompute_all(graph)).peak_bytes
+    lowest = floor(graph).simulation.peak_bytes
+    assert lowest < blocks_only
+    solution = plan(graph, (lowest + blocks_only) // 2, allow=KEEP)
+    assert solution.simulation.peak_bytes <= (lowest + blocks_only) // 2
+
+
+def test_on_the_frontier_more_memory_is_always_less_time(graph):
+    solutions = frontier(graph, points=6, allow=KEEP)
+    assert len(solutions) >= 4
+    for less, more in pairwise(solutions):
+        assert less.simulation.peak_bytes < more.simulation.peak_bytes
+        assert less.simulation.seconds > more.simulation.seconds
+    assert solutions[-1].extra_seconds == 0
+    assert solutions[0].simulation.peak_bytes == floor(graph).simulation.peak_bytes
+
+
+@pytest.mark.parametrize("share", [0.75, 0.5, 0.3])
+def test_no_baseline_is_faster_at_the_same_peak(graph, share):
+    budget_bytes = int(share * simulate(graph, ()).peak_bytes)
+    solution = plan(graph, budget_bytes, allow=KEEP)
+    baselines = [recompute_all(graph), square_root(graph), every_kth(graph, 2)]
+    baselines.append(greedy(graph, budget_bytes))
+    for segments in baselines:
+        found = simulate(graph, segments)
+        if found.peak_bytes <= budget_bytes:
+            assert solution.simulation.seconds <= found.seconds
+
+
+def test_a_fast_link_takes_the_place_of_replays():
+    slow = transformer_graph(4)
+    fast = transformer_graph(4, link_bytes_per_second=1e12)
+    budget_bytes = int(0.5 * simulate(slow, ()).peak_bytes)
+    without = plan(slow, budget_bytes)
+    offloading = plan(fast, budget_bytes)
+    assert without.simulation.host_bytes == 0
+    assert offloading.simulation.host_bytes > 0
+    assert offloading.extra_seconds < without.extra_seconds
+    assert offloading.extra_seconds >= offloading.bound_seconds - 1e-6
+    assert plan(fast, budget_bytes, allow=KEEP).simulation.host_bytes == 0
+
+
+@pytest.mark.slow
+def test_a_hundred_blocks_are_planned_in_seconds():
+    graph = transformer_graph(100)
+    budget_bytes = simulate(graph, ()).peak_bytes // 2
+    started = process_time()
+    solution = plan(graph, budget_bytes, allow=KEEP)
+    # About one on a quiet core.
+    assert process_time() - started < 6
+    assert solution.gap < 0.01

@@ -32,6 +32,7 @@ Path = tuple[tuple[Stretch, Option], ...]
 
 _LABELS = 128
 _SETS = 16
+_LONG = 1500
 
 
 @dataclass(frozen=True)
@@ -264,5 +265,6 @@ def _held_sets(graph: Graph, first: int, last: int) -> list[frozenset[int]]:
             storage = graph.storages[graph.values[value].storage]
             if graph.values[value].producer not in inside or storage.dies >= half:
                 free[value] = 0
-    choices = frontier_of(Demand(graph, inside, tuple(saved), free), limit=_SETS)
+    limit = _SETS if len(inside) < _LONG else _SETS // 2
+    choices = frontier_of(Demand(graph, inside, tuple(saved), free), limit=limit)
     return [choice.held for choice in choices]

@@ -20,7 +20,7 @@ from recoup.planners.square_root import square_root
 
 Plan = tuple[tuple[Segment, ...], Simulation, str]
 
-_CLOSE = 0.003
+_CLOSE = 0.005
 """A plan this close to the bound, as a share of the step, is not searched further."""
 
 _EFFORT = 20_000
