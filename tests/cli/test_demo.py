@@ -1,5 +1,6 @@
 """The demonstration tells equal runs from unequal ones, and ends well in any case."""
 
+import functools
 import os
 import re
 import signal
@@ -164,6 +165,8 @@ def test_an_interrupt_leaves_a_clean_terminal_and_status_130():
         stdout=terminal,
         stderr=terminal,
         env={**os.environ, "TERM": "xterm", "PYTHONPATH": os.pathsep.join(sys.path)},
+        # A shell lets what it runs in the background ignore the interrupt.
+        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     os.close(terminal)
     shown = b""
