@@ -82,14 +82,14 @@ class AllocatorMeter:
     @property
     def live_bytes(self) -> int:
         """Bytes of all tensors on the device now."""
-        return torch.accelerator.memory_allocated(self._device)
+        return _allocated(self._device, "current")
 
     @property
     def peak_bytes(self) -> int:
         """The allocator's peak, frozen when the meter is left."""
         if self._final_peak_bytes is not None:
             return self._final_peak_bytes
-        return torch.accelerator.max_memory_allocated(self._device)
+        return _allocated(self._device, "peak")
 
     def reset_peak(self) -> None:
         """Start a new peak at what is alive now."""
@@ -97,6 +97,19 @@ class AllocatorMeter:
 
     def track(self, *things: Tensor | nn.Module) -> None:
         """Do nothing: the allocator counts what existed before as well."""
+
+
+def _allocated(device: torch.device, which: str) -> int:
+    """Return the current or the peak bytes of an accelerator's allocator."""
+    if device.type == "cuda":
+        # A meter is read at every operator of a traced step, and torch's own function
+        # sorts some hundred statistics for each of its figures.
+        index = torch.cuda.current_device() if device.index is None else device.index
+        statistics: Any = torch._C._cuda_memoryStats(index)
+        return statistics["allocated_bytes"]["all"][which]
+    if which == "peak":
+        return torch.accelerator.max_memory_allocated(device)
+    return torch.accelerator.memory_allocated(device)
 
 
 class StorageMeter(OperatorMode):
