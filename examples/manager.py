@@ -1,7 +1,6 @@
 """The manager: accounts for every region of a model, by name and in total.
 
-Choosing by itself (`auto_checkpoint=True`) needs the planner, which this version does
-not have; the manager then says so instead of doing nothing.
+With `auto_checkpoint=True` it chooses by itself what is recomputed, within its budget.
 
 Run it with `python examples/manager.py`.
 """
@@ -9,7 +8,7 @@ Run it with `python examples/manager.py`.
 import torch
 from torch import Tensor, nn
 
-from recoup import CheckpointManager, CheckpointScope, UnsupportedError
+from recoup import CheckpointManager, CheckpointScope
 
 BLOCKS, WIDTH = 4, 32
 
@@ -66,14 +65,15 @@ def main() -> None:
     assert all(map(torch.equal, found, expected)), "gradients must be equal"
     print("All gradients are bitwise those of the plain run.")
 
-    automatic = CheckpointManager(auto_checkpoint=True)
-    try:
-        with automatic:
-            model(x)
-    except UnsupportedError as error:
-        print(f"auto_checkpoint=True is refused: {error}")
-    else:
-        raise AssertionError("a manager that cannot choose must say so")
+    plain = Model(checkpointed=False)
+    automatic = CheckpointManager(
+        max_memory_mb=1, memory_threshold=0.4, auto_checkpoint=True
+    )
+    with automatic:
+        found = gradients(plain, x)
+    automatic.remove()
+    assert all(map(torch.equal, found, expected)), "gradients must be equal"
+    print(f"Chosen by itself, a step adds {automatic.planned_bytes} bytes at most.")
 
 
 if __name__ == "__main__":

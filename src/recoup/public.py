@@ -4,6 +4,7 @@ from recoup.api.fit import (
     Fit,
     fit,
 )
+from recoup.api.manager import CheckpointManager
 from recoup.api.measuring import (
     measure,
 )
@@ -43,7 +44,6 @@ from recoup.engine.function import (
 from recoup.engine.group import CheckpointGroup
 from recoup.engine.layer_plan import CheckpointConfig
 from recoup.engine.layers import ActivationCheckpointer
-from recoup.engine.manager import CheckpointManager
 from recoup.engine.marks import (
     adaptive_checkpoint,
     checkpoint_count,

@@ -16,13 +16,11 @@ from recoup import (
     CheckpointNode,
     CheckpointScope,
     ClearedError,
-    UnsupportedError,
     UsageError,
     checkpoint,
     checkpoint_module,
 )
 from tests.support.steps import Block, Mlp
-from tests.support.twin import leftovers
 from tests.support.watching import Memory, saved_bytes
 
 MEBIBYTE = 1 << 20
@@ -66,15 +64,7 @@ class TestOptions:
             CheckpointManager(auto_checkpoint="yes")
 
 
-class TestAutomatic:
-    """The planner is not there yet: asking for it is an error, not a silence."""
-
-    def test_entering_a_manager_that_should_choose_is_refused(self):
-        manager = CheckpointManager(auto_checkpoint=True)
-        with pytest.raises(UnsupportedError, match=r"auto_checkpoint.*CheckpointScope"):
-            manager.__enter__()
-        assert list(leftovers()) == []
-
+class TestWithoutChoosing:
     def test_without_the_switch_it_chooses_nothing(self):
         manager = CheckpointManager()
         nodes = [CheckpointNode(operation=name) for name in "ab"]
@@ -82,13 +72,6 @@ class TestAutomatic:
         assert not manager.should_checkpoint(nodes[0])
         manager.selective_checkpointing(nodes)
         assert [node.is_checkpoint for node in nodes] == [False, False]
-
-    def test_with_the_switch_each_question_is_refused(self):
-        manager = CheckpointManager(auto_checkpoint=True)
-        with pytest.raises(UnsupportedError, match="no planner yet"):
-            manager.should_checkpoint(CheckpointNode())
-        with pytest.raises(UnsupportedError, match="no planner yet"):
-            manager.selective_checkpointing([CheckpointNode()])
 
     def test_a_question_about_something_else_is_a_type_error(self):
         wrong: Any = torch.ones(1)

@@ -193,6 +193,25 @@ def test_a_scope_that_crosses_a_boundary_wins():
     assert open_regions() == []
 
 
+def test_a_scope_ends_the_regions_that_a_plan_began_in_it():
+    class Inside(Model):
+        def forward(self, x):
+            for layer in self.layers:
+                with CheckpointScope("mine"):
+                    x = layer(x)
+            return self.head(x).sum()
+
+    model = Inside()
+    x = torch.randn(8, 4)
+    plain = gradients(model, x)
+    across = Span(enter("layers.0.narrow"), enter("layers.1.narrow"))
+    for plan in (Plan((across,)), Cuts(("layers.0.narrow", "layers.2"))):
+        applied = Applied(model, plan)
+        assert all(map(torch.equal, gradients(model, x), plain))
+        applied.remove()
+        assert open_regions() == []
+
+
 def test_cuts_run_everything_in_regions():
     model = Model()
     x = torch.randn(8, 4)

@@ -13,8 +13,7 @@ from recoup.core.plan import Plan, plan_for
 from recoup.core.segments import Action
 from recoup.engine.plans import Applied
 from recoup.engine.verification import Verify
-from recoup.planners.plan import plan
-from recoup.planners.recompute_all import recompute_all
+from recoup.planners.plan import floor, plan
 
 _STEPS = 8
 """Sizes of batches are told apart in so many steps up to the measured one."""
@@ -57,6 +56,10 @@ class Adapted:
             model, self._choose, modules=sorted(modules), verify=verify
         )
 
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Put the plan in force for a call of the model that is under way already."""
+        self._applied.begin(args, kwargs)
+
     def remove(self) -> None:
         """Take the plan off the model."""
         self._applied.remove()
@@ -97,7 +100,7 @@ class Adapted:
         try:
             return _planned(scaled, self._budget_bytes, self._allow)
         except InfeasibleError:
-            smallest = recompute_all(scaled)
+            smallest = floor(scaled, allow=self._allow).segments
             return plan_for(scaled, smallest, budget_bytes=self._budget_bytes)
 
 

@@ -25,7 +25,7 @@ from recoup.engine.verification import Verify
 from recoup.measure.floor import Cost, measure_floor, run_step, time_step
 from recoup.measure.optimizers import missing_state_bytes
 from recoup.measure.training import TrainingStep, training_step, untouched
-from recoup.planners.plan import plan
+from recoup.planners.plan import floor, plan
 from recoup.planners.solution import Solution
 from recoup.report.findings import Findings
 from recoup.report.pages import fragment, page
@@ -363,8 +363,4 @@ class _Fitting:
         )
 
     def _floor_bytes(self) -> int:
-        try:
-            plan(self._graph, 1, allow=self._allow)
-        except InfeasibleError as error:
-            return error.floor_bytes
-        return 0
+        return floor(self._graph, allow=self._allow).simulation.peak_bytes

@@ -22,6 +22,10 @@ class _Open(threading.local):
         self.stack: list[tuple[object, Region | None]] = []
 
 
+class Yielding:
+    """An owner whose region may be ended early, with the one that it was begun in."""
+
+
 _OPEN = _Open()
 
 
@@ -124,6 +128,9 @@ def end(owner: object) -> Region | None:
     if not stack or stack[-1][0] is not owner:
         if not any(other is owner for other, _ in stack):
             return None
+        while isinstance(stack[-1][0], Yielding) and stack[-1][0] is not owner:
+            end(stack[-1][0])
+    if stack[-1][0] is not owner:
         raise UsageError(
             "a checkpoint region is closed before one that was opened inside it. Close "
             "the inner one first, or use `with` blocks, which nest by themselves."
@@ -139,3 +146,8 @@ def end(owner: object) -> Region | None:
 def is_innermost(owner: object) -> bool:
     """Return whether what was begun last on this thread was begun by the owner."""
     return bool(_OPEN.stack) and _OPEN.stack[-1][0] is owner
+
+
+def is_open(owner: object) -> bool:
+    """Return whether what the owner began on this thread has not been ended."""
+    return any(other is owner for other, _ in _OPEN.stack)

@@ -2,11 +2,10 @@
 
 import threading
 import weakref
-from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
-from recoup.core.errors import UnsupportedError, UsageError
+from recoup.core.errors import UsageError
 from recoup.engine.node import CheckpointNode, held_bytes
 from recoup.engine.observers import Watched, subscribe, unsubscribe
 from recoup.engine.scope import CheckpointScope
@@ -14,13 +13,13 @@ from recoup.engine.scope import CheckpointScope
 _MEBIBYTE = 1 << 20
 
 
-class CheckpointManager:
+class ScopeManager:
     """Accounts for scopes: which there are, and how many bytes they hold.
 
     Scopes are registered one by one, or all that run inside `with manager:`.
 
-    Choosing what to checkpoint by itself (`auto_checkpoint=True`) needs the planner,
-    which this version does not have; asking for it is an error, not a silence.
+    What it should choose by itself is validated here, and chosen by
+    `recoup.CheckpointManager`, which has the planner.
 
     Args:
         max_memory_mb: The budget for saved activations, in MiB.
@@ -32,7 +31,7 @@ class CheckpointManager:
 
     Examples:
         >>> import torch
-        >>> manager = CheckpointManager(max_memory_mb=64)
+        >>> manager = ScopeManager(max_memory_mb=64)
         >>> x = torch.ones(256, requires_grad=True)
         >>> with manager, CheckpointScope("block"):
         ...     y = x.exp().sin()
@@ -132,28 +131,6 @@ class CheckpointManager:
             raise UsageError(f"scope {scope.name!r} is not registered here.")
         self._scopes.remove(scope)
 
-    def should_checkpoint(self, node: CheckpointNode) -> bool:
-        """Return whether the manager chooses to checkpoint a node.
-
-        Without `auto_checkpoint` it chooses nothing.
-
-        Raises:
-            UnsupportedError: `auto_checkpoint` is on.
-        """
-        if not isinstance(node, CheckpointNode):
-            raise TypeError(f"this takes a CheckpointNode: got {type(node).__name__}.")
-        self._refuse_automatic()
-        return False
-
-    def selective_checkpointing(self, nodes: Sequence[CheckpointNode]) -> None:
-        """Choose which of the nodes to checkpoint, within the budget.
-
-        Raises:
-            UnsupportedError: `auto_checkpoint` is on.
-        """
-        for node in nodes:
-            node.is_checkpoint = self.should_checkpoint(node)
-
     def clear_all_checkpoints(self) -> None:
         """Let go of everything that the living regions hold, at once.
 
@@ -188,7 +165,6 @@ class CheckpointManager:
         """Nothing more to note: the region is asked when somebody wants to know."""
 
     def __enter__(self) -> Self:
-        self._refuse_automatic()
         subscribe(self)
         return self
 
@@ -199,14 +175,6 @@ class CheckpointManager:
         traceback: TracebackType | None,
     ) -> None:
         unsubscribe(self)
-
-    def _refuse_automatic(self) -> None:
-        if self._auto_checkpoint:
-            raise UnsupportedError(
-                "auto_checkpoint=True asks the manager to choose what to checkpoint; "
-                "this version of recoup has no planner yet. Place CheckpointScope by "
-                "hand and leave auto_checkpoint off."
-            )
 
     def _require_scope(self, scope: object) -> None:
         if not isinstance(scope, CheckpointScope):

@@ -15,7 +15,7 @@ from recoup.backend.graph import records_gradients
 from recoup.core.errors import PlanError, UnsupportedError
 from recoup.core.plan import Held, Place, Plan, Span
 from recoup.core.segments import Action
-from recoup.engine.active import begin, end, is_innermost
+from recoup.engine.active import Yielding, begin, end, is_innermost, is_open
 from recoup.engine.policies import Policy
 from recoup.engine.region import Options
 from recoup.engine.tiers.host import Host
@@ -139,11 +139,11 @@ class _CuttingRun:
     def reach(self, module: str, *, entering: bool) -> None:
         """End one region and begin the next."""
         del module, entering
-        if self._open is not None:
+        if self._open is not None and is_open(self._open):
             if not is_innermost(self._open):
                 return
             end(self._open)
-        self._open = object()
+        self._open = Yielding()
         begin(self._open, "a measured block", self._options, "cut")
 
     def close(self) -> None:
@@ -166,6 +166,7 @@ class _Run:
         call = self._calls.get((module, entering), 0)
         self._calls[module, entering] = call + 1
         place = Place(module, call, entering)
+        self._forget_ended()
         if any(stretch.span.stop == place for stretch, _ in self._open):
             self._end_down_to(place)
         for stretch in self._script.starts.get(place, ()):
@@ -185,12 +186,16 @@ class _Run:
         while len(self._open) > last and is_innermost(self._open[-1][1]):
             end(self._open.pop()[1])
 
+    def _forget_ended(self) -> None:
+        """Let go of stretches that were ended with the scope they were begun in."""
+        self._open = [item for item in self._open if is_open(item[1])]
+
     def _start(self, stretch: _Stretch) -> None:
         around = self._open[-1][0] if self._open else None
         if around is not stretch.parent:
             return  # the one before it or around it did not end or begin as planned
         policy = HeldBySpan(stretch.table, stretch.made) if stretch.table else None
-        owner = object()
+        owner = Yielding()
         options = Options(policy=policy, verify=self._verify)
         begin(owner, stretch.name, options, stretch.key)
         self._open.append((stretch, owner))
@@ -288,6 +293,10 @@ class Applied:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         del model
+        self.begin(args, kwargs)
+
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Take note that the model is called with these arguments."""
         run = self._run(args, kwargs)
         _RUNS.stack.append((self, run))
         if run is not None:

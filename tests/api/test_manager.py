@@ -1,0 +1,234 @@
+"""The manager that chooses: within its budget, evenly, monotonically, and exactly."""
+
+# A gradient is maybe None to pyright.
+# pyright: reportOptionalMemberAccess=false, reportArgumentType=false
+
+import itertools
+import warnings
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from recoup import CheckpointManager, CheckpointNode, CheckpointScope, UsageError, keep
+from recoup.api.manager import chosen
+from recoup.backend.memory import StorageMeter
+from tests.support.twin import leftovers
+
+MEBIBYTE = 1 << 20
+
+
+def layer(width=32):
+    return nn.Sequential(
+        nn.Linear(width, 8 * width), nn.Tanh(), nn.Linear(8 * width, width)
+    )
+
+
+def network(layers=6):
+    torch.manual_seed(0)
+    return nn.Sequential(*(layer() for _ in range(layers)))
+
+
+X = torch.linspace(-1, 1, 128 * 32).reshape(128, 32)
+
+
+def step(model):
+    model.zero_grad()
+    model(X).square().sum().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def added_bytes(model):
+    """What a step adds to memory at its peak."""
+    model.zero_grad()
+    with StorageMeter() as meter:
+        meter.track(model, X)
+        before = meter.live_bytes
+        model(X).square().sum().backward()
+        return meter.peak_bytes - before
+
+
+def limited(mebibytes, share=1.0):
+    return CheckpointManager(
+        max_memory_mb=mebibytes, memory_threshold=share, auto_checkpoint=True
+    )
+
+
+class TestAModel:
+    def test_a_step_in_the_context_stays_within_the_budget(self):
+        model = network()
+        plain_bytes, plain = added_bytes(model), step(model)
+        manager = limited(1, 0.9)
+        assert plain_bytes > manager.budget_bytes
+        with manager:
+            first = step(model)
+            second_bytes = added_bytes(model)
+        assert second_bytes <= manager.budget_bytes
+        assert all(map(torch.equal, plain, first))
+        manager.remove()
+        assert added_bytes(model) == plain_bytes
+        assert list(leftovers()) == []
+
+    def test_the_first_call_in_the_context_is_planned_already(self):
+        model = network()
+        manager = limited(1, 0.9)
+        with manager:
+            loss = model(X).square().sum()
+            assert manager.nodes
+            loss.backward()
+        manager.remove()
+
+    def test_applied_to_a_model_with_keyword_arguments(self):
+        class Keywords(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layers = nn.ModuleList(layer() for _ in range(6))
+
+            def forward(self, *, features):
+                for each in self.layers:
+                    features = each(features)
+                return {"features": features}
+
+        model = Keywords()
+        manager = limited(1, 0.9)
+        assert manager.apply(model) is model
+        model(features=X)["features"].square().sum().backward()
+        found = [p.grad.clone() for p in model.parameters()]
+        manager.remove()
+        assert manager.planned_bytes <= manager.budget_bytes
+        model.zero_grad()
+        model(features=X)["features"].square().sum().backward()
+        assert all(
+            torch.equal(one, p.grad)
+            for one, p in zip(found, model.parameters(), strict=True)
+        )
+
+    def test_less_memory_never_means_less_recomputation(self):
+        sizes = []
+        for share in (1.0, 0.8, 0.6):
+            manager = limited(2, share)
+            model = network(8)
+            with manager:
+                step(model)
+                sizes.append(added_bytes(model))
+            manager.remove()
+        assert sizes == sorted(sizes, reverse=True)
+
+    def test_what_cannot_fit_gets_the_smallest_plan_and_a_warning(self):
+        model = network()
+        manager = CheckpointManager(
+            max_memory_mb=1, memory_threshold=0.01, auto_checkpoint=True
+        )
+        with manager, pytest.warns(UserWarning, match="max_memory_mb=1.*smallest plan"):
+            found = step(model)
+        manager.remove()
+        assert all(map(torch.equal, found, step(model)))
+
+    def test_marks_and_scopes_of_the_user_win(self):
+        kept = []
+
+        class Marked(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layers = nn.ModuleList(layer() for _ in range(6))
+
+            def forward(self, x):
+                for each in self.layers:
+                    with CheckpointScope("mine"):
+                        x = keep(each(x))
+                        kept.append(x)
+                return x
+
+        model = Marked()
+        plain = step(model)
+        manager = limited(1)
+        with manager, warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            assert all(map(torch.equal, step(model), plain))
+        manager.remove()
+
+    def test_without_gradients_nothing_is_measured(self):
+        model = network(2)
+        manager = limited(1)
+        with manager, torch.no_grad():
+            model(X)
+        assert manager.planned_bytes == 0
+        assert not model._forward_pre_hooks
+
+    def test_a_model_is_left_as_it_was(self):
+        model = nn.Sequential(layer(), nn.BatchNorm1d(32), nn.Dropout(0.5), layer())
+        before = {name: t.clone() for name, t in model.state_dict().items()}
+        state = torch.random.get_rng_state()
+        manager = limited(8)
+        manager.apply(model)
+        handle = model[3].register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(X)
+        handle.remove()
+        manager.remove()
+        assert torch.equal(state, torch.random.get_rng_state())
+        assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+        assert list(leftovers()) == []
+
+    def test_apply_needs_the_switch_and_a_model(self):
+        with pytest.raises(UsageError, match="auto_checkpoint is off"):
+            CheckpointManager().apply(network(1))
+        with pytest.raises(TypeError, match="takes a model: got str"):
+            limited(1).apply("model")
+
+
+def node(nbytes):
+    made = CheckpointNode()
+    made.save_activations(torch.empty(nbytes, dtype=torch.uint8))
+    made.is_checkpoint = False
+    return made
+
+
+class TestNodes:
+    def test_nothing_is_chosen_within_the_budget(self):
+        manager = limited(1)
+        nodes = [node(MEBIBYTE // 4) for _ in range(4)]
+        manager.selective_checkpointing(nodes)
+        assert [n.is_checkpoint for n in nodes] == [False] * 4
+        assert not manager.should_checkpoint(nodes[0])
+
+    def test_equal_nodes_are_chosen_evenly(self):
+        manager = limited(1)
+        nodes = [node(MEBIBYTE // 4) for _ in range(8)]
+        manager.selective_checkpointing(nodes)
+        assert [n.is_checkpoint for n in nodes] == [True, False] * 4 or [
+            n.is_checkpoint for n in nodes
+        ] == [False, True] * 4
+
+    def test_a_node_over_the_budget_should_be_checkpointed(self):
+        assert limited(1).should_checkpoint(node(2 * MEBIBYTE))
+
+
+sizes = st.lists(st.integers(1, 20), min_size=1, max_size=10)
+
+
+@given(sizes, st.integers(0, 100))
+def test_the_fewest_are_chosen_and_the_rest_fits(sizes, budget_bytes):
+    found = chosen(sizes, budget_bytes)
+    left = sum(sizes) - sum(sizes[n] for n in found)
+    assert left <= budget_bytes
+    assert len(set(found)) == len(found)
+    fewest = next(
+        count
+        for count in range(len(sizes) + 1)
+        if sum(sorted(sizes)[: len(sizes) - count]) <= budget_bytes
+    )
+    assert len(found) == fewest
+
+
+@given(st.integers(2, 40), st.integers(1, 40))
+def test_equal_sizes_leave_even_gaps(count, budget_bytes):
+    found = chosen([1] * count, budget_bytes)
+    edges = [-1, *found, count]
+    gaps = [b - a for a, b in itertools.pairwise(edges)]
+    inner = gaps[1:-1]
+    if inner:
+        assert max(inner) - min(inner) <= 1
+        assert max(gaps) <= 2 * (sum(gaps) / len(gaps))
