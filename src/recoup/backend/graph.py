@@ -107,6 +107,18 @@ def nodes_made() -> int:
     return torch.autograd._get_sequence_nr()
 
 
+class out_of_sight(below_autograd):  # noqa: N801 (used as a verb)
+    """Run operators of our own, unseen by dispatch modes and by autograd."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        guard = torch._C._DisableTorchDispatch()
+        guard.__enter__()
+        self._guards.append(guard)
+
+
 def pull_gradients(
     results: Sequence[Tensor], inputs: Sequence[Tensor], gradients: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:

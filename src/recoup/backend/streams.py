@@ -1,14 +1,11 @@
 """Copies between a device and the host that run beside the computation, in order."""
 
 import functools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
-
-from recoup.backend.graph import below_autograd
 
 
 class Mark(Protocol):
@@ -145,13 +142,6 @@ def streams_of(device: torch.device) -> Streams:
     if device.type == "cpu":
         return NoStreams()
     return DeviceStreams(device)
-
-
-@contextmanager
-def out_of_sight() -> Iterator[None]:
-    """Run operators of our own, unseen by dispatch modes and by autograd."""
-    with below_autograd(), torch._C._DisableTorchDispatch():
-        yield
 
 
 def _queue(

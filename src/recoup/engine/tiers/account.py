@@ -1,7 +1,7 @@
 """Accounts: how many bytes live in each tier, and how many went there and back."""
 
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,38 +34,37 @@ class Account:
     """
 
     def __init__(self) -> None:
-        self._usage = Usage()
+        self._live_bytes = 0
+        self._peak_bytes = 0
+        self._out_bytes = 0
+        self._back_bytes = 0
         # Reentrant: a value may be dropped by a finaliser that runs at any point.
         self._lock = threading.RLock()
 
     @property
     def usage(self) -> Usage:
         """The counts now."""
-        return self._usage
+        with self._lock:
+            return Usage(
+                self._live_bytes, self._peak_bytes, self._out_bytes, self._back_bytes
+            )
 
     def put(self, nbytes: int) -> None:
         """Count a storage that was put in."""
         with self._lock:
-            usage = self._usage
-            live_bytes = usage.live_bytes + nbytes
-            self._usage = replace(
-                usage,
-                live_bytes=live_bytes,
-                peak_bytes=max(usage.peak_bytes, live_bytes),
-                out_bytes=usage.out_bytes + nbytes,
-            )
+            self._live_bytes += nbytes
+            self._peak_bytes = max(self._peak_bytes, self._live_bytes)
+            self._out_bytes += nbytes
 
     def got(self, nbytes: int) -> None:
         """Count a storage that was brought back."""
         with self._lock:
-            usage = self._usage
-            self._usage = replace(usage, back_bytes=usage.back_bytes + nbytes)
+            self._back_bytes += nbytes
 
     def dropped(self, nbytes: int) -> None:
         """Count a storage that was let go of."""
         with self._lock:
-            usage = self._usage
-            self._usage = replace(usage, live_bytes=usage.live_bytes - nbytes)
+            self._live_bytes -= nbytes
 
 
 @dataclass(frozen=True, slots=True)

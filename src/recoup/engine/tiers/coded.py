@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from recoup.backend.streams import out_of_sight
 from recoup.core.errors import UsageError
 from recoup.engine.tiers.protocol import Stored, Tier
 
@@ -37,8 +36,7 @@ class Coded(Stored):
 
     def get(self) -> Tensor:
         """Bring the parts back and decode them."""
-        with out_of_sight():
-            return self._decode(*[part.get() for part in self._parts])
+        return self._decode(*[part.get() for part in self._parts])
 
     def prefetch(self) -> None:
         """Begin to bring the parts back."""

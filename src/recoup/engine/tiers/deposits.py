@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from recoup.backend.graph import current_backward
+from recoup.backend.graph import current_backward, out_of_sight
 from recoup.backend.storages import (
     flat,
     free_weak_reference,
@@ -14,7 +14,6 @@ from recoup.backend.storages import (
     take_weak_reference,
     version_of,
 )
-from recoup.backend.streams import out_of_sight
 from recoup.engine.tiers.protocol import Tier
 
 
@@ -81,7 +80,10 @@ class Deposit:
         if task != self._task:
             self.end()
             self._task = task
-        brought = self._stored.get() if self._brought is None else self._brought
+        brought = self._brought
+        if brought is None:
+            with out_of_sight():
+                brought = self._stored.get()
         if claim is not None and claim.task != task:
             claim.task = task
             self._served += 1

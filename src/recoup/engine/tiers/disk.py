@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import Tensor
 
 from recoup.backend.pinned import Buffer
-from recoup.backend.streams import out_of_sight, streams_of
+from recoup.backend.streams import streams_of
 from recoup.core.errors import UsageError
 from recoup.engine.tiers.account import ACCOUNTS
 from recoup.engine.tiers.host import WINDOW_BYTES, OnHost
@@ -113,13 +113,12 @@ class OnDisk(Stored):
                 return slot.host.get()
         buffer = self._shelf.contents(slot)
         ACCOUNTS.disk.got(slot.nbytes)
-        with out_of_sight():
-            streams = self._streams
-            storage = streams.allocate(slot.nbytes)
-            complete = streams.copy_in(
-                storage, buffer.memory[: slot.nbytes], after=(streams.now(),)
-            )
-            streams.hold_back(complete)
+        streams = self._streams
+        storage = streams.allocate(slot.nbytes)
+        complete = streams.copy_in(
+            storage, buffer.memory[: slot.nbytes], after=(streams.now(),)
+        )
+        streams.hold_back(complete)
         self._shelf.give_back(Buffer(buffer.memory, complete))
         return storage.view(self._dtype)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from recoup.backend.graph import current_backward, follow_backward
 from recoup.backend.pinned import Buffer, BufferPool
 from recoup.backend.storages import version_of
-from recoup.backend.streams import Mark, Streams, out_of_sight
+from recoup.backend.streams import Mark, Streams
 from recoup.core.errors import ChangedTensorError
 from recoup.engine.tiers.device import changed
 
@@ -60,6 +60,8 @@ class Parcel:
 class Traffic:
     """Moves parcels between one device and the host without stopping either.
 
+    See docs/design/tiers.md.
+
     Out: the copy runs on a stream of its own. The source is let go of when its copy has
     run, or when more than the window is under way: then what the device computes from
     here on waits for the oldest copy, and its memory can be used again at once. The
@@ -99,7 +101,7 @@ class Traffic:
             window_bytes: How much may be under way.
         """
         parcel = Parcel(source, guard, window_bytes)
-        with self._lock, out_of_sight():
+        with self._lock:
             self._release_copied()
             buffer = self._pool.take(parcel.nbytes)
             parcel.buffer = buffer
@@ -120,7 +122,7 @@ class Traffic:
 
     def bring(self, parcel: Parcel) -> Tensor:
         """Return a parcel's storage on the device, and start those sent before it."""
-        with self._lock, out_of_sight():
+        with self._lock:
             self._release_copied()
             if parcel.error is not None:
                 raise ChangedTensorError(parcel.error)
@@ -132,7 +134,7 @@ class Traffic:
 
     def start(self, parcel: Parcel) -> None:
         """Begin to bring a parcel back, if it is on the host and there is room."""
-        with self._lock, out_of_sight():
+        with self._lock:
             if self._can_start(parcel):
                 self._start(parcel)
 
