@@ -254,6 +254,33 @@ def compare(
     print("\nBy prediction, from one measured step; slower than plain.")
 
 
+def precision(
+    target: TargetName,
+    *,
+    precision: Annotated[
+        str, typer.Option(help="What mixed precision computes in: bf16, fp16, auto.")
+    ] = "auto",
+    json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Measure full and mixed precision, checkpointing, and both: memory and time."""
+    del debug
+
+    from recoup.cli.targets import load_target
+    from recoup.cli.work import precision_target
+
+    found = precision_target(load_target(target), precision)
+    if json:
+        rows = [
+            {"name": row.name, "peak_bytes": row.peak_bytes, "seconds": row.seconds}
+            for row in found.rows
+        ]
+        print(as_json({"target": target, "precision": found.precision, "rows": rows}))
+        return
+    print(found)
+    print(f"\nMixed precision computes in {found.precision}; measured on this machine.")
+
+
 def explain(
     path: Annotated[Path, typer.Argument(metavar="PLAN.json", help="A plan.")],
     *,
@@ -341,4 +368,4 @@ def read_budget(text: str | None) -> str | float | None:
     return text
 
 
-COMMANDS = (demo, fit, measure, frontier, compare, explain, report, doctor)
+COMMANDS = (demo, fit, measure, frontier, compare, precision, explain, report, doctor)

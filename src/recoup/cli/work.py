@@ -13,13 +13,16 @@ from recoup.api.fit import Fit, fit
 from recoup.api.frontier import floor_bytes, frontier
 from recoup.api.measuring import measure
 from recoup.cli.targets import Target
+from recoup.core.errors import UsageError
 from recoup.core.graph import Graph
 from recoup.core.segments import Action
 from recoup.core.simulation import simulate
+from recoup.measure.training import takes_target
 from recoup.planners.plan import plan
 from recoup.planners.solution import Solution
 from recoup.report.composition import baselines
 from recoup.report.findings import Baseline, Findings
+from recoup.train.comparison import Comparison, compare_configurations
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,30 @@ def compare_target(target: Target, *, offload: bool) -> tuple[Graph, list[Contes
             found.append(Contest(rule, costs.peak_bytes, costs.seconds))
             tell(number)
     return graph, found
+
+
+def precision_target(target: Target, precision: str) -> Comparison:
+    """Measure the four rows for the user's model."""
+    loss, batch = target.loss, target.batch
+
+    def loss_of_output(output: Any, _: Any) -> Any:
+        return target.loss(output)
+
+    if target.step is not None or batch is None:
+        raise UsageError(
+            "the table runs steps of its own: it needs a model, a batch and a loss, "
+            "not a step. Return these from the function."
+        )
+    if loss is not None and not takes_target(loss):
+        batch, loss = (batch, None), loss_of_output
+    with _status("measuring four configurations"):
+        return compare_configurations(
+            target.model,
+            batch,
+            optimizer=target.optimizer,
+            loss_fn=loss,
+            precision=precision,
+        )
 
 
 def graph_numbers(graph: Graph) -> dict[str, Any]:

@@ -68,8 +68,8 @@ def training_step(
             "with a function that runs forward and backward."
         )
     inputs, target = batch, None
-    takes_target = loss is not None and _takes_two(loss)
-    if takes_target:
+    with_target = loss is not None and takes_target(loss)
+    if with_target:
         if not isinstance(batch, tuple | list) or len(batch) != 2:
             raise UsageError(
                 "a loss of two arguments gets the output and the target: give the "
@@ -82,7 +82,7 @@ def training_step(
         if loss is None:
             found = _loss_in(output)
         else:
-            found = loss(output, target) if takes_target else loss(output)
+            found = loss(output, target) if with_target else loss(output)
         _check_loss(found).backward()
 
     return TrainingStep(model, run, batch, where)
@@ -125,7 +125,8 @@ def _call(model: nn.Module, inputs: Any) -> Any:
     return model(inputs)
 
 
-def _takes_two(loss: Callable[..., Any]) -> bool:
+def takes_target(loss: Callable[..., Any]) -> bool:
+    """Return whether a loss is called with the output and a target."""
     target = loss.forward if isinstance(loss, nn.Module) else loss
     try:
         parameters = inspect.signature(target).parameters.values()

@@ -24,15 +24,16 @@ def checkpoint_blocks(model: nn.Module) -> list[nn.Module]:
         3
         >>> uncheckpoint_blocks(blocks)
     """
-    named = [model.get_submodule(name) for name in block_names(model)]
-    blocks = [
-        block
-        for block in dict.fromkeys(named)
-        if any(True for _ in block.children()) and not is_checkpointed(block)
-    ]
-    for block in blocks:
-        checkpoint_module(block)
-    return blocks
+    blocks: dict[nn.Module, str] = {}
+    for name in block_names(model):
+        block = model.get_submodule(name)
+        if any(True for _ in block.children()) and not is_checkpointed(block):
+            blocks.setdefault(block, name)
+    for block, name in blocks.items():
+        # A name each: regions of one name with different operators, such as the first
+        # block's cast of its input, would be verified anew at every step.
+        checkpoint_module(block, name=name or type(block).__name__)
+    return list(blocks)
 
 
 def uncheckpoint_blocks(blocks: list[nn.Module]) -> None:
