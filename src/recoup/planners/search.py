@@ -54,12 +54,9 @@ class Search:
             return self.known[0]
         if not blocks_of(self.graph):
             return None
-        if Action.KEEP in self.allow:
-            blocks = blocks_of(self.graph)
-            found = exhaustive(self.graph, blocks, budget_bytes)
-            if found is not None:
-                self.add(found, None, "exhaustive")
-        self._solve_blocks(budget_bytes)
+        self._try_everything(budget_bytes)
+        if not self._is_close(budget_bytes, bound):
+            self._solve_blocks(budget_bytes)
         if not self._is_close(budget_bytes, bound):
             self._solve_partition(self._partition, budget_bytes)
         if self.best(budget_bytes) is None:
@@ -137,6 +134,13 @@ class Search:
         segments, costs, planner = best
         if costs.seconds > self.graph.step_seconds:
             self.add(refine(self.graph, segments, budget_bytes), None, planner)
+
+    def _try_everything(self, budget_bytes: int) -> None:
+        """Look at all plans over the blocks, if there are few."""
+        if Action.KEEP in self.allow:
+            found = exhaustive(self.graph, blocks_of(self.graph), budget_bytes)
+            if found is not None:
+                self.add(found, None, "exhaustive")
 
     def _solve_blocks(self, budget_bytes: int) -> None:
         found = self._block_level.solve(budget_bytes)
