@@ -4,7 +4,7 @@ import argparse
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,7 @@ def contenders(host: Host) -> dict[str, RunBlock]:
     for share in SHARES:
         found[f"host, {share:.3g} of it"] = partial(run_moved, Share(share, host))
     for window_bytes in WINDOWS_BYTES:
-        tier = Share(0.25, Host(window_bytes=window_bytes))
+        tier = Share(0.25, replace(host, window_bytes=window_bytes))
         found[f"host, 0.25 of it, window {window_bytes >> 20} MiB"] = partial(
             run_moved, tier
         )
@@ -176,7 +176,8 @@ def bound_of(problem: Problem, device: torch.device, *, rounds: int) -> Bound:
 def rows_of(
     label: str, problem: Problem, *, device: torch.device, rounds: int
 ) -> list[Row]:
-    host = Host(smallest_bytes=1 << 16)
+    # Small values are few bytes and many copies.
+    host = Host(smallest_bytes=1 << 20 if device.type == "cuda" else 1 << 16)
     bound = bound_of(problem, device, rounds=rounds)
     steps: dict[str, Callable[[], Measured]] = {
         name: partial(measured_step, problem, run)

@@ -32,7 +32,7 @@ from recoup.engine.recorder import Recorder
 from recoup.engine.tape import Tape
 from recoup.engine.tiers.protocol import Tier
 from recoup.engine.values import Hold, Layout, Value
-from recoup.engine.verification import LEDGER, check_for, signature
+from recoup.engine.verification import check_for, take_note
 
 STATE_BYTES = 1 << 20
 """Tensors from outside that a region writes to and then needs as they were after the
@@ -119,8 +119,7 @@ class Region:
                 value.producer = index
         tape.operations = operations
         tape.saved = dict.fromkeys(wanted)
-        if self._check is None:
-            LEDGER.ran(self._key, signature(operations))
+        take_note(self._check, self._key, operations)
         tape.placement.place_roots(roots)
         for value in roots:
             if tape.written:

@@ -223,6 +223,16 @@ def check_for(verify: Verify, key: Hashable) -> Check | None:
     return None
 
 
+def take_note(
+    check: Check | None, key: Hashable, operations: Sequence[Operation]
+) -> None:
+    """Take note that a region ran, with the operations that it would replay."""
+    if check is None:
+        LEDGER.ran(key, signature(operations))
+    elif check.key is not None and not operations:
+        LEDGER.done(key, signature(operations))  # there is nothing to compare
+
+
 def signature(operations: Sequence[Operation]) -> int:
     """Return a number that stands for the operators of a region."""
     return hash(tuple([id(operation.kernel) for operation in operations]))
