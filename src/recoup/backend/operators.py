@@ -230,6 +230,8 @@ def _is_opaque(base: str, tags: list[torch.Tag]) -> bool:
 # differently on some devices, and the outputs are small.
 _KEPT = frozenset(
     {
+        # cuDNN's recurrent kernels write to it without saying so.
+        "aten::_cudnn_init_dropout_state",
         "aten::_unique2",
         "aten::bincount",
         "aten::histc",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from recoup.backend.rng import default_states
+from recoup.backend.stash import Stash
 from recoup.core.errors import UsageError
 
 _DEFAULTS = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -92,9 +93,11 @@ def training_step(
 def untouched(model: nn.Module) -> Iterator[None]:
     """Put back what steps inside the block change: gradients, buffers, generators.
 
-    Gradients are taken off, so that each step starts as one after `zero_grad` does.
+    Gradients are taken off, so that each step starts as one after `zero_grad` does. On
+    an accelerator they wait on the host: a step makes new ones in their place.
     """
     gradients = [(p, p.grad) for p in model.parameters()]
+    stash = Stash(gradient for _, gradient in gradients if gradient is not None)
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
     states = default_states([_device_of(model)])
     for parameter, _ in gradients:
@@ -102,6 +105,9 @@ def untouched(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
+        for parameter, _ in gradients:
+            parameter.grad = None
+        stash.restore()
         for parameter, gradient in gradients:
             parameter.grad = gradient
         with torch.no_grad():
