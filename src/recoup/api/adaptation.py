@@ -131,6 +131,7 @@ def scale(graph: Graph, ratio: float) -> Graph:
         other_bytes=tuple(
             fixed + int((other - fixed) * max(ratio, 1)) for other in graph.other_bytes
         ),
+        own_bytes=tuple(int(own * min(ratio, 1)) for own in graph.own_bytes),
         step_seconds=graph.step_seconds * ratio,
     )
 

@@ -26,6 +26,7 @@ class Replay:
         peak_bytes: The most that its own values and workspaces take.
         seconds: How long it takes.
         left_bytes: What is still in use when it has run.
+        awaited_bytes: What the operator of that moment takes, after the replay.
         depth: How many segments are around it.
     """
 
@@ -35,6 +36,7 @@ class Replay:
     peak_bytes: int
     seconds: float
     left_bytes: int = 0
+    awaited_bytes: int = 0
     depth: int = 0
 
 
@@ -226,7 +228,14 @@ def _add_replay(
         total.remade.append((nbytes, moment, until))
     total.replays.append(
         Replay(
-            segment, moment, tuple(operations), peak_bytes, seconds, left_bytes, depth
+            segment,
+            moment,
+            tuple(operations),
+            peak_bytes,
+            seconds,
+            left_bytes,
+            awaited_bytes=graph.own_bytes[moment] if graph.own_bytes else 0,
+            depth=depth,
         )
     )
 
@@ -270,11 +279,12 @@ def _mentioned(operation: Operation) -> tuple[int, ...]:
 
 
 def spikes_of(replays: Sequence[Replay]) -> dict[int, int]:
-    """Return what replays take at a moment beyond all that they leave there.
+    """Return what replays take at a moment beyond all that is in use there.
 
     A segment is replayed after the one around it, whose values it starts from: what
     the inner one leaves is not there yet when the outer one runs. Nothing is assumed
-    about the order of segments that lie side by side.
+    about the order of segments that lie side by side. All of them run before the
+    moment's operator, and meet nothing of what that takes.
     """
     at: dict[int, list[Replay]] = {}
     for replay in replays:
@@ -289,5 +299,6 @@ def spikes_of(replays: Sequence[Replay]) -> dict[int, int]:
             spike = max(replay.peak_bytes - replay.left_bytes for replay in level)
             peak = max(peak, after + spike)
             before = after
-        spikes[moment] = max(0, peak - after)
+        awaited = min(replay.awaited_bytes for replay in together)
+        spikes[moment] = max(0, peak - after - awaited)
     return spikes

@@ -120,6 +120,8 @@ class Graph:
             start of the model and the last at its end.
         other_bytes: For each moment, what is in use then beside the storages: all that
             no plan can change.
+        own_bytes: For each moment, how much of that its operator takes itself: a replay
+            that runs before the operator does not meet it yet. Empty: nothing.
         step_seconds: Forward and backward without any region.
         recording_seconds: What a region adds to each operator of forward in it.
         link_bytes_per_second: The speed of a copy to the host and back; 0: unknown.
@@ -139,12 +141,18 @@ class Graph:
     recording_seconds: float = 0.0
     link_bytes_per_second: float = 0.0
     blocks: tuple[int, ...] = field(default=())
+    own_bytes: tuple[int, ...] = field(default=())
 
     def __post_init__(self) -> None:
         if len(self.other_bytes) != self.moments:
             raise UsageError(
                 f"a graph of {self.moments} moments needs as many figures of other "
                 f"memory: got {len(self.other_bytes)}."
+            )
+        if self.own_bytes and len(self.own_bytes) != self.moments:
+            raise UsageError(
+                f"a graph of {self.moments} moments needs as many figures of what "
+                f"operators take, or none: got {len(self.own_bytes)}."
             )
 
     @property

@@ -35,6 +35,8 @@ def graph_of(
     boundaries = boundaries_of(trace, blocks)
     measured = [operation.peak_bytes for operation in trace.operations]
     measured.extend(trace.backward_bytes)
+    own = [operation.own_bytes for operation in trace.operations]
+    own.extend(trace.backward_own_bytes)
     graph = Graph(
         operations=tuple(_operation(op, seconds_of) for op in trace.operations),
         backward=len(trace.backward_bytes),
@@ -47,6 +49,7 @@ def graph_of(
         boundaries=boundaries,
         other_bytes=tuple(measured),
         blocks=block_boundaries(boundaries, blocks),
+        own_bytes=tuple(own),
     )
     traced = recompute_all(graph.blocks)
     graph = replace(graph, storages=_natural(graph, trace, traced))

@@ -36,6 +36,7 @@ class TracedOperation:
     makes: list[int]
     timing: int
     peak_bytes: int
+    own_bytes: int
     workspace_bytes: int
     asked: int = 0
 
@@ -90,6 +91,7 @@ class Trace:
 
     operations: list[TracedOperation] = field(default_factory=list)
     backward_bytes: list[int] = field(default_factory=list)
+    backward_own_bytes: list[int] = field(default_factory=list)
     backward_timings: list[int] = field(default_factory=list)
     storages: list[TracedStorage] = field(default_factory=list)
     values: list[TracedValue] = field(default_factory=list)
@@ -154,8 +156,11 @@ class Tracer(OperatorMode):
         if self._in_backward:
             box: list[Any] = []
             self._meter.reset_peak()
+            before_bytes = self._meter.live_bytes
             timing = self._timer.time(lambda: box.append(func(*args, **kwargs)))
-            self.trace.backward_bytes.append(self._meter.peak_bytes)
+            peak_bytes = self._meter.peak_bytes
+            self.trace.backward_bytes.append(peak_bytes)
+            self.trace.backward_own_bytes.append(peak_bytes - before_bytes)
             self.trace.backward_timings.append(
                 self._time_again(facts, func, args, kwargs, timing)
             )
@@ -242,6 +247,7 @@ class Tracer(OperatorMode):
         reads = [trace.storages[self._number(s, born=-1)].value for s in given]
         box: list[Any] = []
         self._meter.reset_peak()
+        before_bytes = self._meter.live_bytes
         timing = self._timer.time(lambda: box.append(func(*args, **kwargs)))
         out = box.pop()
         peak_bytes = self._meter.peak_bytes
@@ -259,6 +265,7 @@ class Tracer(OperatorMode):
                 makes=makes,
                 timing=self._time_again(facts, func, args, kwargs, timing),
                 peak_bytes=peak_bytes,
+                own_bytes=peak_bytes - before_bytes,
                 workspace_bytes=max(0, workspace_bytes),
             )
         )
