@@ -27,15 +27,23 @@ class Problem:
     Args:
         case: The model.
         scale: How large it is.
-        device: Where it is; on an accelerator it is in bfloat16.
+        device: Where it is.
+        dtype: The type of its numbers; by default bfloat16 on an accelerator.
     """
 
-    def __init__(self, case: Case, scale: Scale, device: torch.device) -> None:
+    def __init__(
+        self,
+        case: Case,
+        scale: Scale,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if dtype is None:
+            dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
         self.case = case
         self.device = device
-        self.dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-        self.model: nn.Module = case.build(scale, device=device, dtype=self.dtype)
-        self.batch: Pair = case.batch(scale, device=device, dtype=self.dtype)
+        self.model: nn.Module = case.build(scale, device=device, dtype=dtype)
+        self.batch: Pair = case.batch(scale, device=device, dtype=dtype)
 
     def step(self) -> None:
         """Run forward and backward, holding the output meanwhile as loops do."""

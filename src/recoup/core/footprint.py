@@ -219,7 +219,8 @@ def _add_replay(
     released: dict[int, int] = {}
     for save in wanted:
         storage = graph.values[save.value].storage
-        released[storage] = max(released.get(storage, moment), save.released)
+        until = max(released.get(storage, moment), save.replayed_until)
+        released[storage] = until
     peak_bytes, seconds = run_again(graph, operations, set(released))
     left_bytes = 0
     for storage, until in released.items():

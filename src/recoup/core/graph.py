@@ -74,11 +74,19 @@ class Save:
         value: What it refers to.
         used: The first moment of backward that needs it.
         released: The last moment at which autograd holds it.
+        finished: The last moment at which a replayed copy of it is in use, which
+            autograd does not hold; `BEFORE`: when it is released.
     """
 
     value: int
     used: int
     released: int
+    finished: int = BEFORE
+
+    @property
+    def replayed_until(self) -> int:
+        """The last moment at which a replayed copy of it is in use."""
+        return self.released if self.finished == BEFORE else self.finished
 
 
 @dataclass(frozen=True, slots=True)

@@ -211,7 +211,14 @@ def _boundaries_noted(model: nn.Module, tracer: Tracer) -> Iterator[None]:
     """Tell the tracer whenever a module is entered or left."""
     calls: Counter[tuple[str, bool]] = Counter()
 
-    def note(name: str, entering: bool, *_: object) -> None:  # noqa: FBT001
+    def note(
+        name: str,
+        entering: bool,  # noqa: FBT001
+        _: nn.Module,
+        args: object,
+        kwargs: object,
+        output: object = None,
+    ) -> None:
         call = calls[name, entering]
         calls[name, entering] += 1
         if not name and call:
@@ -219,14 +226,18 @@ def _boundaries_noted(model: nn.Module, tracer: Tracer) -> Iterator[None]:
                 "the step calls the model more than once, and a plan is for one call. "
                 "Put the calls into one module, and give that as the model."
             )
-        tracer.reach(name, call, entering=entering)
+        tracer.reach(
+            name, call, entering=entering, passed=tensors([args, kwargs, output])
+        )
 
     handles: list[RemovableHandle] = []
     for name, module in model.named_modules():
-        handles.append(
-            module.register_forward_pre_hook(partial(note, name, True), prepend=True)
-        )
-        handles.append(module.register_forward_hook(partial(note, name, False)))
+        handles += [
+            module.register_forward_pre_hook(
+                partial(note, name, True), with_kwargs=True, prepend=True
+            ),
+            module.register_forward_hook(partial(note, name, False), with_kwargs=True),
+        ]
     try:
         yield
     finally:

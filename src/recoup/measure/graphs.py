@@ -122,7 +122,9 @@ def _saves(trace: Trace, forward: int, moments: int) -> list[Save]:
             if later < len(asked):
                 released = min(released, asked[later] - 1)
         used = min(max(used, forward), moments - 1)
-        found.append(Save(save.value, used, min(max(released, used), moments - 1)))
+        released = min(max(released, used), moments - 1)
+        finished = released if save.finished is None else max(save.finished, used)
+        found.append(Save(save.value, used, released, min(finished, moments - 1)))
     return found
 
 
@@ -132,7 +134,8 @@ def _natural(
     """Return the storages with the lives they have if no region holds them.
 
     In the traced step regions held some of them into backward. Those are taken to die
-    after they were last read in forward.
+    when forward last read them, or when the last tensor died that modules had passed
+    on, if that was later.
     """
     last_read: dict[int, int] = {}
     held_until: dict[int, int] = {}
@@ -157,8 +160,10 @@ def _natural(
         by_regions = trace.storages[number].dies is not None and (
             forward <= storage.dies <= held + _SLACK
         )
-        if by_regions and number in last_read:
-            found.append(replace(storage, dies=last_read[number]))
+        traced = trace.storages[number]
+        if by_regions and number in last_read and not traced.names:
+            dies = max(last_read[number], traced.unnamed or 0)
+            found.append(replace(storage, dies=min(dies, storage.dies)))
         else:
             found.append(storage)
     return tuple(found)

@@ -43,12 +43,23 @@ class TracedOperation:
 
 @dataclass
 class TracedStorage:
-    """A storage that was seen in forward."""
+    """A storage that was seen in forward.
+
+    Attributes:
+        bytes: Its size.
+        born: The moment that made it; -1 if it existed before.
+        dies: The last moment at which it exists; None: it outlives the step.
+        value: What is in it now.
+        names: How many tensors that modules took or returned refer to it now.
+        unnamed: The last moment at which there was such a tensor.
+    """
 
     bytes: int
     born: int
     dies: int | None = None
     value: int = -1
+    names: int = 0
+    unnamed: int | None = None
 
 
 @dataclass
@@ -65,13 +76,18 @@ class TracedSave:
     """A tensor that autograd saved, with its life in backward.
 
     Attributes:
+        value: What was saved.
         by_region: A region holds it longer than autograd does.
+        used: The moment that first asked for it.
+        released: The last moment at which autograd held it.
+        finished: The last moment at which a replayed copy of it existed.
     """
 
     value: int
     by_region: bool = False
     used: int | None = None
     released: int | None = None
+    finished: int | None = None
 
 
 @dataclass
@@ -129,6 +145,9 @@ class Tracer(OperatorMode):
         self._facts: dict[Any, Facts] = {}
         self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._deaths: list[int] = []
+        self._named: dict[int, weakref.ref[Tensor]] = {}
+        self._unnamed: list[int] = []
+        self._copies: list[weakref.ref[Any]] = []
         self._in_backward = False
         # What is saved without a storage is nothing that a plan could act on.
         self.trace.storages.append(TracedStorage(0, -1, value=0))
@@ -192,10 +211,21 @@ class Tracer(OperatorMode):
         pack.is_transparent = True  # pyright: ignore[reportFunctionMemberAccess]
         return pack, unpack
 
-    def reach(self, module: str, call: int, *, entering: bool) -> None:
-        """Take note that a module is entered or left."""
+    def reach(
+        self, module: str, call: int, *, entering: bool, passed: Iterable[Tensor] = ()
+    ) -> None:
+        """Take note that a module is entered or left.
+
+        Args:
+            module: Its path.
+            call: Which call of it.
+            entering: It is entered; False: left.
+            passed: What it is called with, or returns.
+        """
         if not self._in_backward:
             trace = self.trace
+            for tensor in passed:
+                self._follow(tensor)
             trace.boundaries.append(
                 TracedBoundary(
                     len(trace.operations), len(trace.saves), module, call, entering
@@ -228,9 +258,34 @@ class Tracer(OperatorMode):
             found = unpack(packed)
             if save.used is None:
                 save.used = trace.moment
+                self._follow_copy(save, found)
             return found
 
         return note, fetch
+
+    def _follow(self, tensor: Tensor) -> None:
+        """See how long a tensor lives whose storage a region may hold for longer.
+
+        A region holds an alias, so the tensor itself dies when the model's code lets go
+        of it.
+        """
+        known = self._named.get(id(tensor))
+        storages = storages_in(tensor)
+        if not storages or (known is not None and known() is tensor):
+            return
+        number = self._number(storages[0], born=-1)
+        self.trace.storages[number].names += 1
+        unnamed = self._unnamed
+        reference = weakref.ref(tensor, lambda _: unnamed.append(number))
+        self._named[id(tensor)] = reference
+
+    def _follow_copy(self, save: TracedSave, tensor: Tensor) -> None:
+        """See how long a replayed copy of a saved tensor exists."""
+        trace = self.trace
+        for storage in storages_in(tensor):
+            if self._lookup(storage) is None:
+                reference = weakref.ref(storage, lambda _: _finish(trace, save))
+                self._copies.append(reference)
 
     def _value_of(self, tensor: Tensor) -> int:
         storages = storages_in(tensor)
@@ -328,6 +383,10 @@ class Tracer(OperatorMode):
         for number in self._deaths:
             self.trace.storages[number].dies = last
         self._deaths.clear()
+        for number in self._unnamed:
+            self.trace.storages[number].names -= 1
+            self.trace.storages[number].unnamed = last
+        self._unnamed.clear()
 
 
 class _Kept:
@@ -339,6 +398,10 @@ class _Kept:
 
 def _release(trace: Trace, number: int) -> None:
     trace.saves[number].released = trace.moment - 1
+
+
+def _finish(trace: Trace, save: TracedSave) -> None:
+    save.finished = trace.moment - 1
 
 
 def _written(
