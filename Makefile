@@ -30,7 +30,7 @@ check: $(TOOLS) ## Check format, lint, types, layers and spelling
 	.venv/bin/codespell
 	.venv/bin/pyright
 
-sweep: $(PACKAGES) ## Run the whole of PyTorch's operator database (long)
+sweep: $(PACKAGES) ## Run the long tests: the operator database, every model at every budget
 	$(RUN) -m pytest -m sweep tests/sweep $(ARGS)
 
 bench: $(PACKAGES) ## Measure recoup beside torch.utils.checkpoint

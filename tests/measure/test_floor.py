@@ -10,7 +10,7 @@ from recoup.measure.floor import measure_floor, run_step
 from recoup.measure.graphs import recompute_all
 from recoup.measure.training import training_step
 
-NAMES = list(CASES)
+NAMES = ["bert", "convnext", "densenet-121", "llama", "resnet-50", "u-net"]
 
 
 def described(name):

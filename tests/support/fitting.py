@@ -12,6 +12,8 @@ import recoup
 from benchmarks.zoo.case import Case
 from benchmarks.zoo.problem import Problem
 from recoup import InfeasibleError
+from recoup.core.segments import Action
+from recoup.planners.search import Search
 from tests.support.bits import tree_differences
 from tests.support.twin import generator_states, leftovers, seed_generators
 
@@ -24,7 +26,7 @@ class Outcome:
 
     Attributes:
         budget_bytes: The budget.
-        floor_bytes: The smallest budget that can be met, as it was said.
+        floor_bytes: The smallest budget that can be met, as the error said.
         fits: Whether there was a plan.
         predicted_peak_bytes: The peak that the plan was said to have.
         reported_peak_bytes: The peak that `fit` measured.
@@ -41,6 +43,18 @@ class Outcome:
     peak_bytes: int = 0
     differences: tuple[str, ...] = ()
     left_behind: tuple[str, ...] = field(default=())
+
+
+def cell(
+    case: Case, share: float | str, *, dtype: torch.dtype = torch.float32
+) -> Outcome:
+    """Fit a model to a share of its plain peak, or to its floor."""
+    problem = Problem(case, "tiny", PROCESSOR, dtype=dtype)
+    if isinstance(share, float):
+        return outcome_of(case, int(share * problem.peak_bytes()), dtype=dtype)
+    graph = recoup.measure(problem.model, problem.batch, loss=case.loss)
+    floor = Search(graph, frozenset({Action.KEEP})).floor
+    return outcome_of(case, floor[1].peak_bytes, dtype=dtype)
 
 
 def outcome_of(
@@ -70,7 +84,7 @@ def outcome_of(
     lost += tree_differences(before, state_of(problem.model), where="remove: ")
     return Outcome(
         budget_bytes,
-        report.floor_bytes,
+        0,
         fits=True,
         predicted_peak_bytes=report.predicted_peak_bytes,
         reported_peak_bytes=report.measured_peak_bytes,

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,7 +26,8 @@ from recoup.engine.verification import Verify
 from recoup.measure.floor import Cost, measure_floor, run_step, time_step
 from recoup.measure.optimizers import missing_state_bytes
 from recoup.measure.training import TrainingStep, training_step, untouched
-from recoup.planners.plan import floor, plan
+from recoup.planners.plan import EXACT, plan_with
+from recoup.planners.search import Search
 from recoup.planners.solution import Solution
 from recoup.report.findings import Findings
 from recoup.report.pages import fragment, page
@@ -50,7 +52,6 @@ class Fit:
         budget_bytes: The budget, in bytes.
         plain_peak_bytes: The peak of the plain run, as predicted.
         plain_seconds: The time of the plain step, as predicted.
-        floor_bytes: The smallest budget that can be met.
         predicted_peak_bytes: The peak of the plan, as predicted.
         predicted_seconds: The time of a step with the plan, as predicted.
         measured_peak_bytes: The peak of a real step with the plan.
@@ -70,7 +71,6 @@ class Fit:
     budget_bytes: int
     plain_peak_bytes: int
     plain_seconds: float
-    floor_bytes: int
     predicted_peak_bytes: int
     predicted_seconds: float
     measured_peak_bytes: int
@@ -83,6 +83,13 @@ class Fit:
     rounds: int
     retries: int = 0
     _adapted: Adapted | None = field(default=None, repr=False)
+    _search: Search | None = field(default=None, repr=False)
+
+    @cached_property
+    def floor_bytes(self) -> int:
+        """The smallest budget that can be met; looked for when first asked."""
+        search = self._search or Search(self.graph, EXACT)
+        return search.floor[1].peak_bytes + self.reserved_bytes
 
     def remove(self) -> nn.Module:
         """Take the plan off the model, which is then as it was before `fit`."""
@@ -147,8 +154,7 @@ class Fit:
             f"budget {print_bytes(self.budget_bytes)}: measured peak "
             f"{print_bytes(self.measured_peak_bytes)} (predicted "
             f"{print_bytes(self.predicted_peak_bytes)}, plain "
-            f"{print_bytes(self.plain_peak_bytes)}, floor "
-            f"{print_bytes(self.floor_bytes)}); step "
+            f"{print_bytes(self.plain_peak_bytes)}); step "
             f"{print_seconds(self.measured_seconds)}, {slower:+.1%} by prediction; "
             f"{len(self.plan.spans)} regions ({actions or 'all recomputed'}), at most "
             f"{self.gap:.1%} from the best possible"
@@ -257,6 +263,7 @@ class _Fitting:
         """Run the step at floor memory."""
         self._tell("measuring a step at the least memory")
         self._graph = measure_floor(self._step, names=blocks, resident=self._resident)
+        self._search = Search(self._graph, self._allow)
 
     def settle(self, budget: Budget) -> Fit:
         """Plan, apply and check until a plan holds on a real step."""
@@ -304,7 +311,7 @@ class _Fitting:
 
     def _plan(self, target: int) -> Solution:
         self._tell(f"planning for {print_bytes(target)}")
-        solution = plan(self._graph, target, allow=self._allow)
+        solution = plan_with(self._search, target)
         self._planning_seconds += solution.seconds_planning
         return solution
 
@@ -348,7 +355,6 @@ class _Fitting:
             budget_bytes=asked_bytes,
             plain_peak_bytes=plain.peak_bytes + self._reserved_bytes,
             plain_seconds=plain.seconds,
-            floor_bytes=self._floor_bytes() + self._reserved_bytes,
             predicted_peak_bytes=solution.simulation.peak_bytes + self._reserved_bytes,
             predicted_seconds=solution.simulation.seconds,
             measured_peak_bytes=cost.peak_bytes + self._reserved_bytes,
@@ -360,7 +366,5 @@ class _Fitting:
             total_seconds=0.0,
             rounds=rounds,
             _adapted=adapted,
+            _search=self._search,
         )
-
-    def _floor_bytes(self) -> int:
-        return floor(self._graph, allow=self._allow).simulation.peak_bytes

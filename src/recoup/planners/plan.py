@@ -17,6 +17,8 @@ def plan(
 ) -> Solution:
     """Return the fastest plan known whose peak is within a budget.
 
+    For several budgets of one graph, `plan_with` a search that remembers is faster.
+
     Args:
         graph: One step, as measured.
         budget_bytes: The most bytes that may be in use at any moment.
@@ -32,11 +34,24 @@ def plan(
         >>> plan(Graph((), 0, (), (), (), (), ()), 0).segments
         ()
     """
+    return plan_with(Search(graph, allow), budget_bytes)
+
+
+def plan_with(search: Search, budget_bytes: int) -> Solution:
+    """Return the fastest plan that a search knows or finds within a budget.
+
+    Raises:
+        InfeasibleError: No plan known fits; it names the smallest budget that does.
+
+    Examples:
+        >>> search = Search(Graph((), 0, (), (), (), (), ()), EXACT)
+        >>> plan_with(search, 0).segments
+        ()
+    """
     started = perf_counter()
-    search = Search(graph, allow)
     found, bound = _solve(search, budget_bytes)
     if found is None:
-        raise infeasible(graph, budget_bytes, search.floor[0])
+        raise infeasible(search.graph, budget_bytes, search.floor[0])
     return _solution(found, bound, started)
 
 

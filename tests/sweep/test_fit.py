@@ -1,0 +1,28 @@
+"""Every model of the zoo at every budget."""
+
+import pytest
+import torch
+
+from benchmarks.zoo.cases import CASES
+from tests.support.fitting import cell
+
+pytestmark = pytest.mark.sweep
+
+SHARES = (0.9, 0.75, 0.6, 0.5, 0.4, 0.3, "floor")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("name", CASES)
+def test_what_fits_is_within_the_budget_predicted_and_equal(name, share, dtype):
+    found = cell(CASES[name], share, dtype=dtype)
+    assert found.left_behind == ()
+    if not found.fits:
+        assert share != "floor", "the floor is the smallest budget that can be met"
+        assert found.floor_bytes > found.budget_bytes
+        return
+    assert found.peak_bytes <= found.budget_bytes
+    assert found.reported_peak_bytes == found.peak_bytes
+    # Promised are 3 %; they are equal.
+    assert found.predicted_peak_bytes == found.peak_bytes
+    assert found.differences == ()
