@@ -4,8 +4,8 @@ import os
 
 import torch
 
-from recoup.core.errors import UsageError
-from recoup.core.units import parse_bytes
+from recoup.core.errors import InfeasibleError, UsageError
+from recoup.core.units import parse_bytes, print_bytes
 
 Budget = str | int | float | None
 """Bytes as a number or as text ("8GiB"), a share of the plain peak (a float up to 1),
@@ -51,6 +51,39 @@ def budget_bytes(budget: Budget, plain_peak_bytes: int, device: torch.device) ->
             'whole number or as text, as in "8GiB".'
         )
     return budget
+
+
+def infeasible_with(
+    error: InfeasibleError, aside_bytes: int, budget_bytes: int
+) -> InfeasibleError:
+    """Return an error for a budget of which a part had been set aside.
+
+    Args:
+        error: It says that the rest is not enough.
+        aside_bytes: What was set aside; less than nothing if plans took less than was
+            predicted.
+        budget_bytes: The budget with it.
+
+    Examples:
+        >>> error = InfeasibleError("no.", budget_bytes=4, floor_bytes=7)
+        >>> infeasible_with(error, 0, 4) is error
+        True
+        >>> infeasible_with(error, 2, 6).floor_bytes
+        9
+    """
+    if not aside_bytes:
+        return error
+    floor_bytes = error.floor_bytes + aside_bytes
+    return InfeasibleError(
+        f"a budget of {print_bytes(budget_bytes)} cannot be met: "
+        f"{print_bytes(aside_bytes)} of it are set aside for an optimizer's state and "
+        f"for what a real step took beyond its plan. Give it {floor_bytes} bytes. "
+        f"Of the rest: {error}",
+        budget_bytes=budget_bytes,
+        floor_bytes=floor_bytes,
+        moment=error.moment,
+        holders=error.holders,
+    )
 
 
 def free_bytes(device: torch.device) -> int:

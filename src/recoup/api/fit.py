@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from recoup.api.adaptation import Adapted
-from recoup.api.budgets import Budget, budget_bytes
+from recoup.api.budgets import Budget, budget_bytes, infeasible_with
 from recoup.api.findings import fit_findings
 from recoup.api.progress import Progress, progress_for
 from recoup.core.errors import InfeasibleError, UsageError
@@ -272,8 +272,7 @@ class _Fitting:
         budget_left = asked_bytes - self._reserved_bytes
         target = budget_left
         best: tuple[Solution, Adapted, Cost] | None = None
-        rounds = 0
-        least_bytes = 0
+        rounds = error_bytes = least_bytes = 0
         try:
             while rounds < _ROUNDS:
                 rounds += 1
@@ -295,6 +294,10 @@ class _Fitting:
                     if error_bytes >= 0 or room_bytes < _ROOM * budget_left:
                         break
                 target = budget_left - error_bytes
+        except InfeasibleError as error:
+            # What the plan for less would take, as far as plans were wrong until now.
+            more_bytes = self._reserved_bytes + error_bytes
+            raise infeasible_with(error, more_bytes, asked_bytes) from None
         except BaseException:
             if best is not None:
                 best[1].remove()

@@ -11,13 +11,13 @@ from typing import Any
 from torch import nn
 
 from recoup.backend.compiled import is_compiled
-from recoup.backend.graph import records_gradients
+from recoup.backend.graph import Pack, Unpack, ambient_hooks, records_gradients
 from recoup.core.errors import PlanError, UnsupportedError
 from recoup.core.plan import Held, Place, Plan, Span
 from recoup.core.segments import Action
 from recoup.engine.active import Yielding, begin, end, is_innermost, is_open
 from recoup.engine.policies import Policy
-from recoup.engine.region import Options
+from recoup.engine.region import Options, Region
 from recoup.engine.tiers.host import Host
 from recoup.engine.tiers.protocol import Tier
 from recoup.engine.verification import Verify
@@ -135,10 +135,13 @@ class _CuttingRun:
     def __init__(self, cuts: Cuts) -> None:
         self._options = Options(policy=cuts.policy, verify="off")
         self._open: object = None
+        self._hooks = ambient_hooks()
 
     def reach(self, module: str, *, entering: bool) -> None:
         """End one region and begin the next."""
         del module, entering
+        if _are_foreign(self._hooks):
+            return
         if self._open is not None and is_open(self._open):
             if not is_innermost(self._open):
                 return
@@ -160,11 +163,18 @@ class _Run:
         self._verify: Verify = verify
         self._open: list[tuple[_Stretch, object]] = []
         self._calls: dict[tuple[str, bool], int] = {}
+        self._hooks = ambient_hooks()
 
     def reach(self, module: str, *, entering: bool) -> None:
-        """End and begin what ends and begins here."""
+        """End and begin what ends and begins here.
+
+        Not where the model's own code has put hooks since, as torch's checkpointing
+        does: what is inside these is theirs.
+        """
         call = self._calls.get((module, entering), 0)
         self._calls[module, entering] = call + 1
+        if _are_foreign(self._hooks):
+            return
         place = Place(module, call, entering)
         self._forget_ended()
         if any(stretch.span.stop == place for stretch, _ in self._open):
@@ -199,6 +209,16 @@ class _Run:
         options = Options(policy=policy, verify=self._verify)
         begin(owner, stretch.name, options, stretch.key)
         self._open.append((stretch, owner))
+
+
+def _are_foreign(before: tuple[Pack, Unpack] | None) -> bool:
+    """Return whether the hooks in force are neither a region's nor those of before."""
+    hooks = ambient_hooks()
+    if hooks is None or (before is not None and hooks[0] is before[0]):
+        return False
+    pack = hooks[0]
+    ours = isinstance(getattr(pack, "__self__", None), Region)
+    return not ours and not getattr(pack, "is_noting", False)
 
 
 class _Runs(threading.local):

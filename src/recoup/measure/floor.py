@@ -26,7 +26,8 @@ from recoup.engine.plans import Applied, Cuts
 from recoup.measure.blocks import block_names
 from recoup.measure.graphs import graph_of, recompute_all
 from recoup.measure.recording import recording_seconds
-from recoup.measure.tracing import Trace, Tracer
+from recoup.measure.trace import Trace
+from recoup.measure.tracing import Tracer
 from recoup.measure.training import TrainingStep
 
 

@@ -9,7 +9,7 @@ from recoup.core.graph import Boundary, Graph, Operation, Save, Storage, Value
 from recoup.core.segments import Segment
 from recoup.core.simulation import simulate
 from recoup.measure.blocks import block_boundaries
-from recoup.measure.tracing import Trace, TracedOperation, TracedStorage
+from recoup.measure.trace import Trace, TracedOperation, TracedStorage
 
 _SLACK = 64
 """A storage that a region held in the traced step, and that died so many moments after

@@ -3,14 +3,13 @@
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from recoup.backend.dispatch import OperatorMode
-from recoup.backend.graph import Pack, Unpack, current_backward
+from recoup.backend.graph import Pack, Unpack, ambient_hooks, current_backward
 from recoup.backend.ledger import storages_in
 from recoup.backend.memory import MemoryMeter
 from recoup.backend.operators import Facts, facts_of
@@ -19,105 +18,20 @@ from recoup.engine.observers import Watched
 from recoup.engine.recomputing import is_recomputing
 from recoup.engine.region import Region
 from recoup.engine.values import Hold
+from recoup.measure.trace import (
+    Trace,
+    TracedBoundary,
+    TracedOperation,
+    TracedSave,
+    TracedStorage,
+    TracedValue,
+)
 
 REPEATS = 3
 """How often an operator that is met for the first time is run again for its time."""
 
 MOST_TIMED_AGAIN_BYTES = 1 << 32
 """Operators whose results are larger are timed by their one run."""
-
-
-@dataclass
-class TracedOperation:
-    """One operator of forward, as it ran."""
-
-    name: str
-    reads: list[int]
-    makes: list[int]
-    timing: int
-    peak_bytes: int
-    own_bytes: int
-    workspace_bytes: int
-    asked: int = 0
-
-
-@dataclass
-class TracedStorage:
-    """A storage that was seen in forward.
-
-    Attributes:
-        bytes: Its size.
-        born: The moment that made it; -1 if it existed before.
-        dies: The last moment at which it exists; None: it outlives the step.
-        value: What is in it now.
-        names: How many tensors that modules took or returned refer to it now.
-        unnamed: The last moment at which there was such a tensor.
-    """
-
-    bytes: int
-    born: int
-    dies: int | None = None
-    value: int = -1
-    names: int = 0
-    unnamed: int | None = None
-
-
-@dataclass
-class TracedValue:
-    """A storage at one version."""
-
-    storage: int
-    producer: int
-    overwritten: bool = False
-
-
-@dataclass
-class TracedSave:
-    """A tensor that autograd saved, with its life in backward.
-
-    Attributes:
-        value: What was saved.
-        by_region: A region holds it longer than autograd does.
-        used: The moment that first asked for it.
-        released: The last moment at which autograd held it.
-        finished: The last moment at which a replayed copy of it existed.
-    """
-
-    value: int
-    by_region: bool = False
-    used: int | None = None
-    released: int | None = None
-    finished: int | None = None
-
-
-@dataclass
-class TracedBoundary:
-    """A module is entered or left."""
-
-    operation: int
-    saves: int
-    module: str
-    call: int
-    entering: bool
-
-
-@dataclass
-class Trace:
-    """What happened in one step, in the order in which it happened."""
-
-    operations: list[TracedOperation] = field(default_factory=list)
-    backward_bytes: list[int] = field(default_factory=list)
-    backward_own_bytes: list[int] = field(default_factory=list)
-    backward_timings: list[int] = field(default_factory=list)
-    storages: list[TracedStorage] = field(default_factory=list)
-    values: list[TracedValue] = field(default_factory=list)
-    saves: list[TracedSave] = field(default_factory=list)
-    boundaries: list[TracedBoundary] = field(default_factory=list)
-
-    @property
-    def moment(self) -> int:
-        """The number of the next moment."""
-        return len(self.operations) + len(self.backward_bytes)
 
 
 class Tracer(OperatorMode):
@@ -216,13 +130,16 @@ class Tracer(OperatorMode):
     ) -> None:
         """Take note that a module is entered or left.
 
+        Not inside hooks of the model's own, where no region may begin or end.
+
         Args:
             module: Its path.
             call: Which call of it.
             entering: It is entered; False: left.
             passed: What it is called with, or returns.
         """
-        if not self._in_backward:
+        hooks = ambient_hooks()
+        if not self._in_backward and hooks and getattr(hooks[0], "is_noting", False):
             trace = self.trace
             for tensor in passed:
                 self._follow(tensor)
@@ -261,6 +178,7 @@ class Tracer(OperatorMode):
                 self._follow_copy(save, found)
             return found
 
+        note.is_noting = True  # pyright: ignore[reportFunctionMemberAccess]
         return note, fetch
 
     def _follow(self, tensor: Tensor) -> None:
