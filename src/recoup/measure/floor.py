@@ -24,7 +24,7 @@ from recoup.core.simulation import simulate
 from recoup.engine.observers import subscribe, unsubscribe
 from recoup.engine.plans import Applied, Cuts
 from recoup.measure.blocks import block_names
-from recoup.measure.graphs import graph_of, recompute_all
+from recoup.measure.graphs import graph_of, recompute_all, torn_blocks
 from recoup.measure.recording import recording_seconds
 from recoup.measure.trace import Trace
 from recoup.measure.tracing import Tracer
@@ -98,6 +98,10 @@ def measure_floor(
         step.model.zero_grad(set_to_none=True)
         step.run()
     trace, timer = _trace(step, cuts, resident)
+    torn = torn_blocks(trace, cuts)
+    if torn:
+        cuts = tuple(name for name in cuts if name not in torn)
+        trace, timer = _trace(step, cuts, resident)
     with _cut(step, Cuts(cuts)):
         floor_seconds, host_seconds = _time_forward_too(step)
     graph = graph_of(trace, timer.seconds, blocks=cuts)

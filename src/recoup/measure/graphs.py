@@ -16,6 +16,11 @@ _SLACK = 64
 the region could let go of it, or earlier, was held by nobody else."""
 
 
+_NEAR = 16
+"""An operator that writes over what one so many operators before it has made is taken
+for an activation in place."""
+
+
 def graph_of(
     trace: Trace,
     seconds_of: Callable[[int], float],
@@ -70,13 +75,19 @@ def boundaries_of(trace: Trace, blocks: Collection[str]) -> tuple[Boundary, ...]
     """Return the places where modules are entered or left, each place once.
 
     Of those between the same operators a block's is taken, or else the outermost.
+    Places where a region would have to copy a value that is about to be written over
+    are left out, but for the first and the last.
     """
+    torn = torn_places(trace)
+    ends = (trace.boundaries[:1], trace.boundaries[-1:])
 
     def rank(boundary: Boundary) -> tuple[bool, int]:
         return boundary.module not in blocks, boundary.module.count(".")
 
     found: dict[tuple[int, int], Boundary] = {}
     for traced in trace.boundaries:
+        if traced.operation in torn and [traced] not in ends:
+            continue
         place = (traced.operation, traced.saves)
         boundary = Boundary(
             traced.operation, traced.saves, traced.module, traced.call, traced.entering
@@ -85,6 +96,36 @@ def boundaries_of(trace: Trace, blocks: Collection[str]) -> tuple[Boundary, ...]
         if known is None or rank(boundary) < rank(known):
             found[place] = boundary
     return tuple(found.values())
+
+
+def torn_places(trace: Trace) -> set[int]:
+    """Return between which operations a value is made and soon written over.
+
+    The numbers are those of the operations after the places. A region that begins
+    there needs the value as it was before, and copies it. An activation in place comes
+    a few operators after what made its input; what is written over much later is a
+    buffer that the model fills, and no reason not to cut.
+    """
+    torn: set[int] = set()
+    last: dict[int, int] = {}
+    for number, operation in enumerate(trace.operations):
+        for value in operation.makes:
+            storage = trace.values[value].storage
+            before = last.get(storage, number)
+            if number - before <= _NEAR:
+                torn.update(range(before + 1, number + 1))
+            last[storage] = number
+    return torn
+
+
+def torn_blocks(trace: Trace, blocks: Collection[str]) -> set[str]:
+    """Return the blocks that begin or end where a value is about to be written over."""
+    torn = torn_places(trace)
+    return {
+        boundary.module
+        for boundary in trace.boundaries
+        if boundary.module in blocks and boundary.operation in torn
+    }
 
 
 def _operation(

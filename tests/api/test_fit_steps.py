@@ -1,0 +1,199 @@
+"""fit on models and steps of unusual kinds, and when something goes wrong."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import recoup
+from benchmarks.zoo.cases import CASES
+from recoup import InfeasibleError
+from recoup.backend.memory import StorageMeter
+from tests.support.bits import tree_differences
+from tests.support.fitting import gradients_after, restore, state_of
+from tests.support.odd_models import ODD, Perceptron, mean_square, odd_batch
+from tests.support.twin import leftovers, seed_generators
+
+
+def blocks(count: int = 5) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Perceptron() for _ in range(count)))
+
+
+def peak_bytes_of(model: nn.Module, step, *resident: Tensor) -> int:
+    model.zero_grad(set_to_none=True)
+    with StorageMeter() as meter:
+        meter.track(model, *resident)
+        step()
+        peak_bytes = meter.peak_bytes
+    model.zero_grad(set_to_none=True)
+    return peak_bytes
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_models_of_unusual_kinds_fit_and_give_the_gradients_of_their_twin(name):
+    odd = ODD[name]
+    model, batch = odd.make(), odd_batch()
+    before = state_of(model)
+
+    def step() -> None:
+        output = model(batch)
+        odd.loss(output).backward()
+
+    expected = gradients_after(model, step)
+    restore(model, before["state"])
+    seed_generators(7)
+    budget_bytes = int(odd.share * peak_bytes_of(model, step, batch))
+    restore(model, before["state"])
+    seed_generators(7)
+    _, report = recoup.fit(model, batch, budget_bytes, loss=odd.loss)
+    found = gradients_after(model, step)
+    restore(model, before["state"])
+    seed_generators(7)
+    measured_bytes = peak_bytes_of(model, step, batch)
+    restore(model, before["state"])
+    report.remove()
+    assert list(tree_differences(expected, found, where="")) == []
+    assert list(tree_differences(before, state_of(model), where="")) == []
+    assert list(leftovers()) == []
+    if name != "blocks left out at random":
+        assert measured_bytes <= budget_bytes
+        # What regions copy of small buffers is not predicted.
+        assert abs(report.predicted_peak_bytes - measured_bytes) <= 1024
+
+
+def test_other_shapes_than_the_measured_give_the_gradients_of_the_twin():
+    case = CASES["gpt"]
+    model, batch = case.build("tiny"), case.batch("tiny")
+    batches = [
+        batch,
+        (batch[0][:3], batch[1][:3]),
+        (batch[0][:, :16].contiguous(), batch[1][:, :16].contiguous()),
+        (batch[0].repeat(2, 1), batch[1].repeat(2, 1)),
+    ]
+
+    def stepping(inputs: Tensor, target: Tensor):
+        return lambda: case.loss(model(inputs), target).backward()
+
+    expected = [gradients_after(model, stepping(*one)) for one in batches]
+    _, report = recoup.fit(model, batch, 0.6, loss=case.loss)
+    for one, gradients in zip(batches, expected, strict=True):
+        assert (
+            list(
+                tree_differences(
+                    gradients, gradients_after(model, stepping(*one)), where=""
+                )
+            )
+            == []
+        )
+    smaller = peak_bytes_of(model, stepping(*batches[1]), *batches[1])
+    assert smaller <= report.budget_bytes
+    with torch.no_grad():
+        expected_scores = model.eval()(batch[0])
+        report.remove()
+        assert torch.equal(model(batch[0]), expected_scores)
+
+
+class Failing(nn.Module):
+    """Blocks of which one raises when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = blocks()
+        self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            if self.fails and number == 3:
+                raise ArithmeticError("as told")
+            x = block(x)
+        return x
+
+
+def test_an_exception_inside_a_step_leaves_nothing_behind():
+    model, batch = Failing(), odd_batch()
+    step = lambda: mean_square(model(batch)).backward()  # noqa: E731
+    expected = gradients_after(model, step)
+    _, report = recoup.fit(model, batch, 0.6, loss=mean_square)
+    model.fails = True
+    with pytest.raises(ArithmeticError, match="as told"):
+        model(batch)
+    assert list(leftovers()) == []
+    model.fails = False
+    found = gradients_after(model, step)
+    report.remove()
+    assert list(tree_differences(expected, found, where="")) == []
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ArithmeticError])
+@pytest.mark.parametrize("when", [1, 2, 3, 5, 6])
+def test_a_fit_that_is_interrupted_leaves_the_model_as_it_was(error, when):
+    model, batch = blocks(3), odd_batch()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before = state_of(model)
+    generator = torch.get_rng_state()
+    calls = 0
+
+    def step() -> None:
+        nonlocal calls
+        calls += 1
+        loss = mean_square(model(batch))
+        torch.rand(3)
+        if calls == when:
+            raise error
+        loss.backward()
+
+    with pytest.raises(error):
+        recoup.fit(model, step=step, budget=0.7)
+    assert list(tree_differences(before, state_of(model), where="")) == []
+    assert torch.equal(generator, torch.get_rng_state())
+    assert list(leftovers()) == []
+
+
+class Keyword(nn.Module):
+    """Takes keywords and returns an object with the loss in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = blocks()
+
+    def forward(self, *, x: Tensor, scale: float = 1.0) -> SimpleNamespace:
+        return SimpleNamespace(loss=mean_square(self.blocks(x)) * scale)
+
+
+@pytest.mark.parametrize("kind", ["mapping", "step", "tuple", "target"])
+def test_a_step_can_be_described_in_several_ways(kind):
+    batch = odd_batch()
+    model: nn.Module = Keyword() if kind == "mapping" else blocks()
+    given = {
+        "mapping": {"batch": {"x": batch, "scale": 2.0}},
+        "step": {"step": lambda: mean_square(model(batch)).backward()},
+        "tuple": {"batch": (batch,), "loss": mean_square},
+        "target": {"batch": (batch, batch), "loss": nn.functional.mse_loss},
+    }[kind]
+    _, report = recoup.fit(model, budget=0.7, **given)
+    report.remove()
+    assert report.measured_peak_bytes <= report.budget_bytes
+    assert report.measured_peak_bytes < report.plain_peak_bytes
+
+
+def test_room_is_left_for_what_an_optimizer_will_need():
+    model, batch = blocks(), odd_batch()
+    optimizer = torch.optim.Adam(model.parameters())
+    with pytest.raises(InfeasibleError) as caught:
+        recoup.fit(model, batch, 1000, loss=mean_square, optimizer=optimizer)
+    budget_bytes = caught.value.floor_bytes
+    assert not optimizer.state
+    _, report = recoup.fit(
+        model, batch, budget_bytes, loss=mean_square, optimizer=optimizer
+    )
+    step = lambda: mean_square(model(batch)).backward()  # noqa: E731
+    step()
+    optimizer.step()
+    state = [v for s in optimizer.state.values() for v in s.values()]
+    measured_bytes = peak_bytes_of(model, step, batch, *state)
+    report.remove()
+    assert sum(tensor.nbytes for tensor in state) == report.reserved_bytes
+    assert measured_bytes <= budget_bytes
