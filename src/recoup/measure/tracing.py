@@ -81,7 +81,7 @@ class Tracer(OperatorMode):
         facts = self._facts.get(func)
         if facts is None:
             facts = self._facts[func] = facts_of(func)
-        if facts.passes or is_recomputing():
+        if facts.passes or is_recomputing() or _has_no_memory(kwargs):
             return func(*args, **kwargs)
         if not self._in_backward and current_backward() != -1:
             self._in_backward = True
@@ -320,6 +320,12 @@ def _release(trace: Trace, number: int) -> None:
 
 def _finish(trace: Trace, save: TracedSave) -> None:
     save.finished = trace.moment - 1
+
+
+def _has_no_memory(kwargs: dict[str, Any]) -> bool:
+    """Return whether an operator makes a tensor without memory, as regions do."""
+    device = kwargs.get("device")
+    return device is not None and torch.device(device).type == "meta"
 
 
 def _written(
