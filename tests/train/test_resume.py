@@ -45,13 +45,13 @@ def test_killed_at_many_random_moments_the_loss_curve_is_the_same(tmp_path, seed
         # A start of the interpreter is not a moment of training: wait for progress.
         while process.is_alive() and _modified(broken) == before:
             time.sleep(0.001)
-        time.sleep(moments.uniform(0, 0.03))
+        time.sleep(moments.uniform(0, 0.01))
         process.kill()
         process.join()
         kills += 1
         if (broken / "snapshot").exists():
             read_snapshot(broken / "snapshot")
-    assert kills >= 5, "a run that is never killed shows nothing"
+    assert kills >= 3, "a run that is never killed shows nothing"
     expected = read_losses(whole)
     assert len(expected) == killed.STEPS
     assert read_losses(broken) == expected
