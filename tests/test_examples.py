@@ -25,6 +25,11 @@ EXPECTED = {
     "manual_scopes.py",
     "manager.py",
     "checkpointed_layer.py",
+    # Seed 002.
+    "loop_rnn.py",
+    "loop_lstm.py",
+    "loop_heat.py",
+    "loop_unknown_length.py",
 }
 
 

@@ -1,5 +1,6 @@
 """Drive: carry out a schedule's actions with a backend's four operations."""
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol, assert_never
 
@@ -50,10 +51,27 @@ def forward(
 
 
 def backward(actions: Iterable[Action], machine: Machine, slots: Slots) -> None:
-    """Carry out the rest."""
+    """Carry out the rest.
+
+    The next state to be restored is known while steps are being reversed, so a tier
+    can begin to bring it back.
+    """
     state = None
-    for action in actions:
+    rest = iter(actions)
+    waiting: deque[Action] = deque()
+    while action := (waiting.popleft() if waiting else next(rest, None)):
+        if isinstance(action, Reverse):
+            _look_ahead(rest, waiting, slots)
         state = _do(action, machine, slots, state)
+
+
+def _look_ahead(rest: Iterator[Action], waiting: deque[Action], slots: Slots) -> None:
+    for action in rest:
+        waiting.append(action)
+        if isinstance(action, Restore):
+            slots.prefetch(action.slot)
+        if not isinstance(action, Free):
+            return
 
 
 def _do(action: Action, machine: Machine, slots: Slots, state: Any) -> Any:

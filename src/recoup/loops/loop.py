@@ -2,12 +2,14 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from recoup.core.errors import UsageError
 from recoup.core.units import parse_bytes
+from recoup.engine.tiers.protocol import Tier
 from recoup.loops.feeds import Feed, Listed, Stacked
 from recoup.loops.plans import Plan, checked_verification, known_length
 from recoup.loops.slots import Checkpoints
@@ -31,6 +33,7 @@ def checkpointed_loop(  # noqa: PLR0913 (each is a separate wish of the caller)
     with_outputs: bool = False,
     schedule: Schedule | Online | None = None,
     budget: int | str | None = None,
+    store: Tier | Sequence[Tier] | None = None,
     condition: Callable[[Any], Any] | None = None,
     captures: Sequence[Any] = (),
     vjp: Callable[..., Any] | None = None,
@@ -64,6 +67,9 @@ def checkpointed_loop(  # noqa: PLR0913 (each is a separate wish of the caller)
         schedule: Which states to hold instead, such as `Revolve(seq_length, slots=11)`.
         budget: Bytes that may be held for backward, such as `"64MiB"`: slots and tape
             are chosen together. One step is run once more, to be measured.
+        store: Where states are held, for torch: a tier such as `Host()`, or one for
+            each tier of a `Multistage` schedule. The beginning stays where it is. A
+            lossy tier gives gradients near the plain ones, and nothing is verified.
         condition: The loop runs while `condition(state)` holds; its length need not
             be known.
         captures: Tensors that `func` uses and that cannot be found by looking at it.
@@ -109,9 +115,21 @@ def checkpointed_loop(  # noqa: PLR0913 (each is a separate wish of the caller)
         )
         num_checkpoints = None
     plan = _plan(steps, num_checkpoints, schedule, condition, verify, tolerance)
+    plan = replace(plan, stores=_stores(store, kind))
     run = _RUNNERS[kind]
     final, outputs, checkpoints = run(step, initial_state, plan, captures, vjp)
     return ((final, outputs) if with_outputs else final), checkpoints
+
+
+def _stores(store: Tier | Sequence[Tier] | None, kind: str) -> tuple[Tier, ...]:
+    if store is None:
+        return ()
+    if kind != "torch":
+        raise UsageError(
+            f"store= is for loops over torch tensors: this one is over {kind} arrays. "
+            "Leave it out."
+        )
+    return (store,) if isinstance(store, Tier) else tuple(store)
 
 
 def _plan(

@@ -25,6 +25,7 @@ class Plan:
         shows_beginning: The state at the beginning is among the checkpoints.
         verify: Which states are recognised in backward: "first", "always", "off".
         tolerance: The difference allowed there; None for equal bits.
+        stores: The tiers where states are held, for torch.
     """
 
     schedule: Schedule | None = None
@@ -34,6 +35,7 @@ class Plan:
     shows_beginning: bool = False
     verify: str = "first"
     tolerance: float | None = None
+    stores: tuple[Any, ...] = ()
 
     def actions(self, steps: int) -> Iterator[Action]:
         """Return the actions of the whole loop, once its length is known."""

@@ -1,7 +1,7 @@
 """Slots: where the states of a running schedule are, and the view a user gets."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -11,6 +11,12 @@ class Kept:
 
     step: int
     held: Any
+    owned: bool = True
+
+    def drop(self) -> None:
+        """Let a tier forget it, if it is in one and these slots put it there."""
+        if self.owned and hasattr(self.held, "drop"):
+            self.held.drop()
 
 
 class Slots:
@@ -27,17 +33,24 @@ class Slots:
         """Return what is held in a slot."""
         return self._kept[slot].held
 
+    def prefetch(self, slot: int) -> None:
+        """Begin to bring a state back, if it is in a tier where that takes time."""
+        kept = self._kept.get(slot)
+        if kept is not None and hasattr(kept.held, "prefetch"):
+            kept.held.prefetch()
+
     def free(self, slot: int) -> None:
         """Forget a state."""
-        del self._kept[slot]
+        self._kept.pop(slot).drop()
 
     def clear(self) -> None:
         """Forget all."""
-        self._kept.clear()
+        for slot in list(self._kept):
+            self.free(slot)
 
     def copy(self) -> "Slots":
-        """Return other slots that hold the same states."""
-        return Slots(self._kept)
+        """Return other slots that hold the same states, and leave them to these."""
+        return Slots({slot: replace(k, owned=False) for slot, k in self._kept.items()})
 
     def by_step(self) -> dict[int, Any]:
         """Return what is held, by the step it comes before, in order."""

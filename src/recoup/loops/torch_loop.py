@@ -70,6 +70,7 @@ def run_torch(
         Environment(leaves),
         verify=plan.verify,
         tolerance=plan.tolerance,
+        stores=plan.stores,
     )
     run = TorchRun(machine, plan, initial_state)
     inputs = run.inputs(leaves)

@@ -1,13 +1,15 @@
 """Torch machine: holds, runs and reverses the steps of one loop on tensors."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from recoup.backend.storages import version_of
+from recoup.backend.storages import has_storage, version_of
 from recoup.core.errors import ChangedTensorError, MismatchError
+from recoup.engine.tiers.protocol import Stored, Tier
 from recoup.loops.captures import Captures
 from recoup.loops.environment import Environment, RandomStates
 from recoup.loops.outputs import OutputStack
@@ -18,6 +20,14 @@ from recoup.loops.witness import Witness
 
 
 @dataclass(frozen=True, slots=True)
+class Placed:
+    """A tensor of a state that is in a tier."""
+
+    stored: Stored
+    shape: torch.Size
+
+
+@dataclass(frozen=True, slots=True)
 class Held:
     """A state in a slot: its leaves without a graph, with versions and random state."""
 
@@ -25,6 +35,18 @@ class Held:
     leaves: list[Any]
     versions: list[int]
     random: RandomStates | None
+
+    def prefetch(self) -> None:
+        """Begin to bring back what is in a tier."""
+        for leaf in self.leaves:
+            if isinstance(leaf, Placed):
+                leaf.stored.prefetch()
+
+    def drop(self) -> None:
+        """Let go of what is in a tier."""
+        for leaf in self.leaves:
+            if isinstance(leaf, Placed):
+                leaf.stored.drop()
 
 
 class TorchMachine:
@@ -37,6 +59,8 @@ class TorchMachine:
         verify: Which states to recognise: "first" (those of the first sweep), "always"
             (every one that is ever held) or "off".
         tolerance: The difference allowed; None for equal bits.
+        stores: Where states are held, by the tier of the schedule; none for where they
+            are.
     """
 
     def __init__(
@@ -47,6 +71,7 @@ class TorchMachine:
         *,
         verify: str = "first",
         tolerance: float | None = None,
+        stores: Sequence[Tier] = (),
     ) -> None:
         self.step = step
         self.captures = captures
@@ -55,14 +80,15 @@ class TorchMachine:
         self.sweeping = True
         self.stack: OutputStack | None = None
         self.cotangents = Cotangents([], [], [])
-        self._verify = verify
+        # What a lossy tier returns is not what was put in.
+        self._verify = verify if all(tier.is_exact for tier in stores) else "off"
         self._tolerance = tolerance
+        self._stores = stores
         self.witnesses: dict[int, Witness] = {}
         self._claims: list[tuple[int, int, Any]] = []
 
     def hold(self, state: Any, step: int, tier: int) -> Held:
         """Return what keeps a state: the tensors themselves, or copies of them."""
-        del tier
         leaves, structure = flatten(state)
         kept = [self._kept(leaf) for leaf in leaves]
         watched = self._verify == "always" or (
@@ -71,6 +97,9 @@ class TorchMachine:
         if watched and step > 0:
             self.witnesses[step] = Witness(kept, self._tolerance)
         versions = [version_of(leaf) if is_tensor(leaf) else 0 for leaf in kept]
+        if self._stores and step > 0:
+            store = self._stores[min(tier, len(self._stores) - 1)]
+            kept = [_placed(leaf, store) for leaf in kept]
         return Held(structure, kept, versions, self.environment.random_states())
 
     def take(self, held: Held) -> Any:
@@ -87,9 +116,10 @@ class TorchMachine:
                     f"{self.step.name!r} holds was changed in place. Return new "
                     "tensors from the step, or write to a clone."
                 )
+        leaves = [_fetched(leaf) for leaf in held.leaves]
         if self.in_place:
-            return [leaf.clone() if is_tensor(leaf) else leaf for leaf in held.leaves]
-        return held.leaves
+            return [leaf.clone() if is_tensor(leaf) else leaf for leaf in leaves]
+        return leaves
 
     def advance(self, state: Any, start: int, stop: int) -> Any:
         """Run steps without a graph."""
@@ -180,6 +210,17 @@ class TorchMachine:
             state, output = self.step.run(state, index, given)
             self.stack.put(index, output)
         return state
+
+
+def _placed(leaf: Any, store: Tier) -> Any:
+    """Put a tensor into a tier, if it is worth it there."""
+    if not is_tensor(leaf) or not has_storage(leaf) or not store.takes(leaf.nbytes):
+        return leaf
+    return Placed(store.put(leaf.contiguous().reshape(-1)), leaf.shape)
+
+
+def _fetched(leaf: Any) -> Any:
+    return leaf.stored.get().view(leaf.shape) if isinstance(leaf, Placed) else leaf
 
 
 def is_tensor(leaf: Any) -> bool:

@@ -1,0 +1,85 @@
+"""Stores: states held in another tier come back, and are dropped there."""
+
+import pytest
+import torch
+
+from recoup import Disk, Half, Host, UsageError, checkpointed_loop
+from recoup.backend.memory import StorageMeter
+from recoup.schedules import Chunked, Multistage, Revolve
+
+WIDTH = 20_000  # 160 kB: worth moving
+
+
+def on_disk(directory):
+    return Disk(directory, smallest_bytes=1000)
+
+
+def gradients(steps, **options):
+    weight = torch.tensor(0.99, dtype=torch.float64, requires_grad=True)
+    generator = torch.Generator().manual_seed(0)
+    state = torch.randn(2, WIDTH // 2, generator=generator, dtype=torch.float64)
+    state = state.T.requires_grad_()  # not contiguous
+    final, checkpoints = checkpointed_loop(
+        lambda h: torch.sin(h * weight), state, steps, **options
+    )
+    held = {position: checkpoints[position] for position in checkpoints}
+    found = torch.autograd.grad(final.square().sum(), [state, weight])
+    return found, held
+
+
+@pytest.mark.parametrize("make", [lambda _: Host(), on_disk], ids=["host", "disk"])
+def test_gradients_are_bitwise_the_same_from_a_tier(make, tmp_path):
+    expected, states = gradients(20)
+    schedules = [None, Revolve(20, slots=4), Chunked(20, slots=3, chunk=3)]
+    for schedule in schedules:
+        found, held = gradients(20, schedule=schedule, store=make(tmp_path))
+        assert all(map(torch.equal, found, expected))
+        for position in set(held) & set(states):
+            assert torch.equal(held[position], states[position])
+    files = {file.name for file in tmp_path.rglob("*") if file.is_file()}
+    assert files <= {"owner.lock"}, "every state was dropped"
+
+
+def test_each_tier_of_a_multistage_schedule_has_its_store(tmp_path):
+    expected, _ = gradients(30)
+    schedule = Multistage(30, (2, 3))
+    found, _ = gradients(30, schedule=schedule, store=[Host(), on_disk(tmp_path)])
+    assert all(map(torch.equal, found, expected))
+
+
+def test_a_tier_takes_the_states_off_the_device_they_were_on(tmp_path):
+    def held_bytes(store):
+        state = torch.ones(WIDTH, dtype=torch.float64, requires_grad=True)
+        with StorageMeter() as meter:
+            final, checkpoints = checkpointed_loop(torch.sin, state, 64, store=store)
+            live = meter.live_bytes
+            final.sum().backward()
+        assert len(checkpoints) == 0
+        return live
+
+    assert held_bytes(on_disk(tmp_path)) < held_bytes(None) - 6 * WIDTH * 8
+
+
+def test_pulling_leaves_what_is_in_the_tier(tmp_path):
+    state = torch.ones(WIDTH, dtype=torch.float64, requires_grad=True)
+    final, checkpoints = checkpointed_loop(
+        torch.sin, state, 20, store=on_disk(tmp_path)
+    )
+    ones = torch.ones_like(final)
+    first, second = checkpoints.pull(ones), checkpoints.pull(ones)
+    (third,) = torch.autograd.grad(final, state, ones)
+    assert torch.equal(first, second)
+    assert torch.equal(first, third)
+
+
+def test_a_lossy_tier_gives_gradients_near_the_plain_ones():
+    expected, _ = gradients(20)
+    found, _ = gradients(20, store=Half())
+    assert not torch.equal(found[0], expected[0])
+    torch.testing.assert_close(found[0], expected[0], rtol=0.05, atol=0.01)
+
+
+def test_a_store_is_for_torch():
+    np = pytest.importorskip("numpy")
+    with pytest.raises(UsageError, match="for loops over torch tensors"):
+        checkpointed_loop(lambda x: x, np.ones(3), 4, store=Host())
