@@ -154,9 +154,9 @@ def small_state_rows(device: torch.device, *, rounds: int) -> list[Row]:
             scheduled, schedule=Revolve(steps, slots=10)
         ),
     }
-    for chunk in (10, 20, 50, 100):
-        contenders[f"recoup chunked, 10 slots, tape {chunk}"] = partial(
-            scheduled, schedule=Chunked(steps, slots=10, chunk=chunk)
+    for slots, chunk in ((4, 8), (10, 10), (10, 20), (10, 50), (10, 90), (10, 100)):
+        contenders[f"recoup chunked, {slots} slots, tape {chunk}"] = partial(
+            scheduled, schedule=Chunked(steps, slots=slots, chunk=chunk)
         )
     return torch_rows(Recurrence(64, 8, device), steps, contenders, rounds=rounds)
 
@@ -164,7 +164,7 @@ def small_state_rows(device: torch.device, *, rounds: int) -> list[Row]:
 def large_state_rows(device: torch.device, *, rounds: int) -> list[Row]:
     """A state large enough that the device decides."""
     on_gpu = device.type != "cpu"
-    width, batch, steps = (4096, 4096, 500) if on_gpu else (256, 256, 200)
+    width, batch, steps = (4096, 2048, 200) if on_gpu else (256, 256, 200)
     contenders: dict[str, Loop] = {
         "plain": plain_loop,
         "torch checkpoint, root segments": partial(segments, count=int(steps**0.5)),
@@ -188,7 +188,8 @@ def jax_rows(*, rounds: int) -> list[Row]:
     """A scan in JAX beside equinox's checkpointed while loop, at equal slots."""
     if importlib.util.find_spec("jax") is None:
         return []
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    # Programs as small as these measure the processor; an accelerator only waits.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from benchmarks.jax_loops import measure_jax
 
     rows: list[Row] = []
@@ -221,14 +222,14 @@ def main() -> None:
     rounds = arguments.rounds
     tables = {
         "loops-small": small_state_rows(processor, rounds=rounds),
-        "loops-large": large_state_rows(device, rounds=min(rounds, 3)),
+        "loops-large": large_state_rows(device, rounds=min(rounds, 2)),
         "loops-jax": jax_rows(rounds=rounds),
         "loops-wave": wave_rows(processor, rounds=rounds),
     }
     for theme, rows in tables.items():
         if not rows:
             continue
-        where = device if theme in ("loops-large", "loops-jax") else processor
+        where = device if theme == "loops-large" else processor
         page = write_results(
             theme,
             rows,
