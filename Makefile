@@ -9,7 +9,7 @@ RUN := .venv/bin/python
 INSTALL := $(RUN) -m pip install --quiet -c .venv/constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu check sweep bench clean
+.PHONY: help demo test test-gpu check docs sweep bench clean
 
 help: ## Say what each target does
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
@@ -23,12 +23,16 @@ test: $(PACKAGES) ## Run the tests (on a GPU too, if there is one)
 test-gpu: ## Run the tests that need a GPU with this machine's own Python and packages
 	PYTHONPATH=src $(PYTHON) -m pytest -m cuda $(ARGS)
 
-check: $(TOOLS) ## Check format, lint, types, layers and spelling
+check: $(TOOLS) ## Check format, lint, types, layers, spelling and documentation
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
 	.venv/bin/lint-imports
 	.venv/bin/codespell
 	.venv/bin/pyright
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
+
+docs: $(TOOLS) ## Build the documentation site in build/site
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict $(ARGS)
 
 sweep: $(PACKAGES) ## Run the long tests: the operator database, every model at every budget
 	$(RUN) -m pytest -m sweep tests/sweep $(ARGS)
@@ -73,5 +77,5 @@ $(PACKAGES): pyproject.toml constraints.txt | .venv/.created
 	@touch $@
 
 $(TOOLS): $(PACKAGES)
-	$(INSTALL) -e '.[lint]'
+	$(INSTALL) -e '.[lint,docs]'
 	@touch $@

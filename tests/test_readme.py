@@ -18,8 +18,14 @@ def test_the_readme_shows_code():
 def test_the_code_in_the_readme_gives_every_layer_a_gradient(code):
     variables = {}
     exec(compile(code, "README.md", "exec"), variables)
+    assert variables["layers"]
     for layer in variables["layers"]:
         assert all(p.grad is not None for p in layer.parameters())
+
+
+@pytest.mark.parametrize("path", re.findall(r"\]\(([^)#:]+)[)#]", README))
+def test_what_the_readme_points_to_exists(path):
+    assert (ROOT / path).exists()
 
 
 @pytest.mark.parametrize("target", re.findall(r"`make ([a-z-]+)`", README))

@@ -11,6 +11,7 @@ import typing
 
 if typing.TYPE_CHECKING:
     from recoup.public import *  # noqa: F403 (all of them, by design)
+    from recoup.public import __all__ as __all__
 
 
 class _Package(types.ModuleType):

@@ -8,6 +8,7 @@ from recoup.api.manager import CheckpointManager
 from recoup.api.measuring import (
     measure,
 )
+from recoup.api.meter import Meter, Reading
 from recoup.core.errors import (
     CaptureError,
     ChangedTensorError,
@@ -84,6 +85,7 @@ from recoup.loops.savings import (
     should_checkpoint,
 )
 from recoup.measure.advice import Advice, Suggestion, suggest
+from recoup.planners.plan import frontier
 from recoup.precision.ranges import RangeMonitor, RangeReport, RangeRow
 from recoup.precision.scaler import GradientScaler
 from recoup.precision.scope import MixedPrecisionScope
@@ -128,6 +130,7 @@ __all__ = [
     "KeepCostly",
     "KeepSmall",
     "LossyTier",
+    "Meter",
     "MismatchError",
     "MissingCheckpointError",
     "MixedPrecisionScope",
@@ -140,6 +143,7 @@ __all__ = [
     "RangeMonitor",
     "RangeReport",
     "RangeRow",
+    "Reading",
     "RecoupError",
     "ReplayError",
     "RunResult",
@@ -168,6 +172,7 @@ __all__ = [
     "compute_checkpoint_positions",
     "estimate_checkpoint_savings",
     "fit",
+    "frontier",
     "get_memory_savings",
     "grad",
     "grad_with_checkpointing",

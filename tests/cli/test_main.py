@@ -246,6 +246,7 @@ WRONG = [
     (["fit", "worse.py:make"], TARGET, "ZeroDivisionError"),
     (["fit", "steps.py:no_loss"], USAGE, "a loss of one number"),
     (["measure", "steps.py:make", "--dry"], USAGE, "--dry"),
+    (["table", "steps.py:own_step"], USAGE, "not a step"),
     (["explain", "missing.json"], FILE, "cannot be read"),
     (["explain", "steps.py"], USAGE, "no plan of recoup"),
     (["report", "missing.json"], FILE, "cannot be read"),

@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recoup.api.frontier import frontier
 from recoup.core.errors import PlanError
 from recoup.core.location import locate
 from recoup.core.plan import Place, Plan, Span, plan_for
 from recoup.core.segments import Action, Segment
 from recoup.core.simulation import simulate
+from recoup.planners.plan import frontier
 from tests.support.findings import small_graph
 
 
@@ -42,7 +42,7 @@ def test_nested_plans_are_found_again():
 
 def test_a_planned_frontier_is_found_again():
     graph = small_graph()
-    for solution in frontier(graph, 3):
+    for solution in frontier(graph, points=3):
         found = locate(graph, plan_for(graph, solution.segments))
         assert simulate(graph, found) == solution.simulation
 

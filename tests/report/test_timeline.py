@@ -1,16 +1,18 @@
 """The bands of a timeline add up to the simulation, in every column."""
 
+import dataclasses
+
 import pytest
 
-from recoup.api.frontier import frontier
 from recoup.core.segments import Action, Segment
 from recoup.core.simulation import simulate
 from recoup.planners.every_kth import every_kth
+from recoup.planners.plan import frontier
 from recoup.planners.recompute_all import recompute_all
 from recoup.planners.square_root import square_root
 from recoup.report.blocks import block_rows
 from recoup.report.timeline import BANDS, COLUMNS, timeline
-from tests.support.findings import small_graph
+from tests.support.findings import named_graph, small_graph
 
 
 def plans():
@@ -31,7 +33,7 @@ def plans():
     yield "nested", (Segment(whole.start, whole.stop, inner=recompute_all(graph)),)
     yield "kept", (Segment(start, stop, actions={made: Action.KEEP}),)
     yield "offloaded", (Segment(start, stop, actions={made: Action.OFFLOAD}),)
-    yield "planned", frontier(graph, 3)[0].segments
+    yield "planned", frontier(graph, points=3)[0].segments
 
 
 @pytest.mark.parametrize("name", [name for name, _ in plans()])
@@ -49,6 +51,16 @@ def test_the_bands_add_up_to_the_simulation(name):
     assert drawn.peak_moment in drawn.moments
     assert len(drawn.moments) <= COLUMNS
     assert sum(layer.category == "held" for layer in drawn.layers) <= BANDS
+
+
+def test_no_band_is_below_nothing_even_where_less_was_measured_than_accounted_for():
+    graph = dataclasses.replace(named_graph("mm"), other_bytes=(-50, -60, -40, 5))
+    drawn = timeline(graph, (), resident=[("parameters", 30)])
+    assert all(nbytes >= 0 for layer in drawn.layers for nbytes in layer.bytes_at)
+    assert drawn.layers[0].bytes_at == (30,) * 4
+    columns = zip(*(layer.bytes_at for layer in drawn.layers), strict=True)
+    expected = simulate(graph, ()).bytes_at
+    assert [sum(column) for column in columns] == [expected[m] for m in drawn.moments]
 
 
 def test_reserved_bytes_are_a_band_of_their_own():

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from recoup.api.findings import graph_findings
-from recoup.api.frontier import frontier
 from recoup.api.measuring import measure
 from recoup.core.graph import Boundary, Graph, Operation, Save, Storage, Value
+from recoup.planners.plan import frontier
 from recoup.report.findings import Findings
 
 
@@ -33,7 +33,7 @@ def small_graph() -> Graph:
 def small_findings() -> Findings:
     """Make findings of the small model, with a frontier, once."""
     graph = small_graph()
-    others = frontier(graph, 4)
+    others = frontier(graph, points=4)
     chosen = others[0].segments
     return graph_findings(
         graph, small_model(), others=others, chosen=chosen, budget_bytes=700_000

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from recoup.api.environment import environment, resident_bytes
-from recoup.api.frontier import frontier
 from recoup.core.graph import Graph
 from recoup.core.location import locate
 from recoup.core.segments import Action, Segment
+from recoup.planners.plan import frontier
 from recoup.planners.solution import Solution
 from recoup.report.composition import compose
 from recoup.report.findings import Findings
@@ -34,7 +34,7 @@ def fit_findings(
     """
     model = fitted.model
     allow = frozenset({Action.KEEP, *map(Action, fitted.plan.count())})
-    others = frontier(fitted.graph, points, allow=allow) if points else ()
+    others = frontier(fitted.graph, points=points, allow=allow) if points else ()
     return compose(
         fitted.graph,
         locate(fitted.graph, fitted.plan),

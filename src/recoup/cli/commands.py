@@ -152,7 +152,8 @@ def measure(
 
     from recoup.cli.targets import load_target
     from recoup.cli.work import graph_numbers, measure_findings
-    from recoup.report.texts import alive_text, blocks_text, table, timeline_text
+    from recoup.report.texts import alive_text, blocks_text, timeline_text
+    from recoup.report.texts import table as table_of
 
     graph, found = measure_findings(load_target(target))
     numbers = graph_numbers(graph)
@@ -168,7 +169,7 @@ def measure(
     ]
     view = found.plan
     for text in (
-        table([target, ""], rows),
+        table_of([target, ""], rows),
         timeline_text(view.timeline),
         alive_text(view.timeline),
         blocks_text(view),
@@ -219,7 +220,7 @@ def compare(
 
     from recoup.cli.targets import load_target
     from recoup.cli.work import compare_target
-    from recoup.report.texts import table
+    from recoup.report.texts import table as table_of
 
     graph, contests = compare_target(load_target(target), offload=offload)
     plain = graph.step_seconds or 1.0
@@ -237,7 +238,7 @@ def compare(
         print(as_json({"target": target, "plain_seconds": plain, "rules": rows}))
         return
     print(
-        table(
+        table_of(
             ["rule", "peak", "slower", "recoup's peak", "slower"],
             [
                 [
@@ -254,7 +255,7 @@ def compare(
     print("\nBy prediction, from one measured step; slower than plain.")
 
 
-def precision(
+def table(
     target: TargetName,
     *,
     precision: Annotated[
@@ -267,9 +268,9 @@ def precision(
     del debug
 
     from recoup.cli.targets import load_target
-    from recoup.cli.work import precision_target
+    from recoup.cli.work import table_target
 
-    found = precision_target(load_target(target), precision)
+    found = table_target(load_target(target), precision)
     if json:
         rows = [
             {"name": row.name, "peak_bytes": row.peak_bytes, "seconds": row.seconds}
@@ -368,4 +369,4 @@ def read_budget(text: str | None) -> str | float | None:
     return text
 
 
-COMMANDS = (demo, fit, measure, frontier, compare, precision, explain, report, doctor)
+COMMANDS = (demo, fit, measure, frontier, compare, table, explain, report, doctor)

@@ -10,7 +10,6 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from recoup.api.findings import graph_findings
 from recoup.api.fit import Fit, fit
-from recoup.api.frontier import floor_bytes, frontier
 from recoup.api.measuring import measure
 from recoup.cli.targets import Target
 from recoup.core.errors import UsageError
@@ -18,8 +17,7 @@ from recoup.core.graph import Graph
 from recoup.core.segments import Action
 from recoup.core.simulation import simulate
 from recoup.measure.training import takes_target
-from recoup.planners.plan import plan
-from recoup.planners.solution import Solution
+from recoup.planners.plan import floor, frontier, plan
 from recoup.report.composition import baselines
 from recoup.report.findings import Baseline, Findings
 from recoup.train.comparison import Comparison, compare_configurations
@@ -74,8 +72,8 @@ def frontier_findings(target: Target, points: int, *, offload: bool) -> Findings
     """Measure a step, and work out the fastest plans for many budgets."""
     graph = measure_target(target)
     allow = _allowed(offload=offload)
-    with _bar("planning", points) as tell:
-        others = frontier(graph, points, allow=allow, progress=tell)
+    with _status(f"planning for {points} budgets"):
+        others = frontier(graph, points=points, allow=allow)
     return graph_findings(graph, target.model, others=others, title=target.name)
 
 
@@ -93,7 +91,7 @@ def compare_target(target: Target, *, offload: bool) -> tuple[Graph, list[Contes
     return graph, found
 
 
-def precision_target(target: Target, precision: str) -> Comparison:
+def table_target(target: Target, precision: str) -> Comparison:
     """Measure the four rows for the user's model."""
     loss, batch = target.loss, target.batch
 
@@ -126,16 +124,12 @@ def graph_numbers(graph: Graph) -> dict[str, Any]:
         "saved_tensors": len(graph.saves),
         "saved_bytes": graph.saved_bytes,
         "plain_peak_bytes": plain.peak_bytes,
-        "floor_bytes": floor_bytes(graph, allow=frozenset({Action.KEEP})),
+        "floor_bytes": floor(
+            graph, allow=frozenset({Action.KEEP})
+        ).simulation.peak_bytes,
         "step_seconds": graph.step_seconds,
         "link_bytes_per_second": graph.link_bytes_per_second,
     }
-
-
-def solution_numbers(solution: Solution) -> dict[str, Any]:
-    """Return the main numbers of a plan."""
-    costs = solution.simulation
-    return {"peak_bytes": costs.peak_bytes, "seconds": costs.seconds}
 
 
 def _allowed(*, offload: bool) -> frozenset[Action]:

@@ -135,17 +135,18 @@ class _Bands:
         """Return the bands that hold anything, from the lowest to the highest."""
         bands = (*self._held, self._running, self._remade, self._spikes)
         found = [*self._fixed, *(band.layer() for band in bands)]
-        return [layer for layer in found if any(layer.bytes_at)]
+        return [layer for layer in _settled(found) if any(layer.bytes_at)]
 
     def fixed(self, resident: Sequence[tuple[str, int]], reserved_bytes: int) -> None:
         """Take what no plan can change."""
-        rest = self._graph.other_bytes
+        count = self._graph.moments
+        resident_bytes = sum(nbytes for _, nbytes in resident)
         for name, nbytes in resident:
-            taken = tuple(min(nbytes, other) for other in rest)
-            rest = tuple(o - t for o, t in zip(rest, taken, strict=True))
-            self._fixed.append(Layer(name, "fixed", taken))
+            self._fixed.append(Layer(name, "fixed", (nbytes,) * count))
+        # It may be below nothing: what was freed early is settled at the end.
+        rest = tuple(other - resident_bytes for other in self._graph.other_bytes)
         self._fixed.append(Layer(REST, "fixed", rest))
-        self._fixed.append(Layer(RESERVED, "fixed", (reserved_bytes,) * len(rest)))
+        self._fixed.append(Layer(RESERVED, "fixed", (reserved_bytes,) * count))
 
     def forward(self, total: Footprint) -> None:
         """Take what forward made: on its way, held for backward, or sent away."""
@@ -185,6 +186,30 @@ class _Bands:
 
     def _held_band(self, born: int) -> _Band:
         return self._held[stretch_of(self._parts, born) if born >= 0 else -1]
+
+
+def _settled(layers: Sequence[Layer]) -> list[Layer]:
+    """Return the bands without bytes below nothing; their sums stay.
+
+    Where fewer bytes were measured than the storages account for, some of these were
+    freed before: what is missing is taken from the highest bands.
+    """
+    columns = [list(layer.bytes_at) for layer in layers]
+    for moment, amounts in enumerate(zip(*columns, strict=True)):
+        debt = -sum(amount for amount in amounts if amount < 0)
+        if not debt:
+            continue
+        for column in reversed(columns):
+            if column[moment] < 0:
+                column[moment] = 0
+            else:
+                paid = min(debt, column[moment])
+                column[moment] -= paid
+                debt -= paid
+    return [
+        replace(layer, bytes_at=tuple(column))
+        for layer, column in zip(layers, columns, strict=True)
+    ]
 
 
 def _columns(sums: Sequence[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""The command `recoup precision`: the four rows, as text and as JSON."""
+"""The command `recoup table`: the four rows, as text and as JSON."""
 
 import json
 
@@ -36,7 +36,7 @@ def steps(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("function", ["make", "pair"])
 def test_the_four_rows_as_json(steps, capsys, function):
-    assert run(["precision", f"{steps}:{function}", "--json"]) == 0
+    assert run(["table", f"{steps}:{function}", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     full, mixed, checkpointed, both = (row["peak_bytes"] for row in said["rows"])
     assert said["precision"] == "bf16"
@@ -45,7 +45,7 @@ def test_the_four_rows_as_json(steps, capsys, function):
 
 
 def test_the_four_rows_as_text(steps, capsys):
-    assert run(["precision", f"{steps}:make", "--precision", "fp16"]) == 0
+    assert run(["table", f"{steps}:make", "--precision", "fp16"]) == 0
     said = capsys.readouterr().out
     assert "Baseline (FP32)" in said
     assert "computes in fp16" in said
@@ -55,4 +55,4 @@ def test_the_four_rows_as_text(steps, capsys):
     "arguments", [["steps.py:own_step"], ["steps.py:make", "--precision", "fp8"]]
 )
 def test_what_cannot_be_compared_is_refused(steps, arguments):
-    assert run(["precision", *arguments]) == USAGE
+    assert run(["table", *arguments]) == USAGE

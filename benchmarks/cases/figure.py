@@ -1,0 +1,89 @@
+"""The figure of the README: a step of the demonstration's GPT, plain and in a budget.
+
+    python -m benchmarks.cases.figure --out docs/images
+
+Writes `memory.svg` with both on one scale, and `memory.json` with all findings, from
+which `recoup report memory.json` makes the page.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import recoup
+from recoup.cli.corpus import encode, read_text
+from recoup.cli.gpt import GPT, Shape
+from recoup.core.units import print_bytes
+from recoup.report.charts import timeline_chart
+from recoup.report.drawing import element, picture, text
+from recoup.report.files import to_json
+from recoup.report.findings import Findings, PlanView
+
+WIDTH, HEIGHT, HEAD = 960, 340, 28
+
+
+def measure() -> Findings:
+    torch.manual_seed(0)
+    words = encode(read_text())
+    shape = Shape(6, 128, 4, len(set(read_text())), context=128, dropout=0.1)
+    model: nn.Module = GPT(shape)
+    tokens = words[: 16 * 129].reshape(16, 129)
+    batch = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    _, report = recoup.fit(model, batch, budget=0.5)
+    return report.findings(title="GPT, 6 blocks of width 128, 16 x 128 characters")
+
+
+def figure(found: Findings) -> str:
+    plain = max(found.plans, key=lambda view: view.peak_bytes)
+    budget = print_bytes(found.budget_bytes)
+    parts = [
+        *_panel("plain", plain, 0, 0, plain.peak_bytes),
+        *_panel(
+            f"recoup, budget {budget}",
+            found.plan,
+            HEAD + HEIGHT,
+            found.budget_bytes,
+            plain.peak_bytes,
+        ),
+    ]
+    return picture(
+        parts,
+        width=WIDTH,
+        height=2 * (HEAD + HEIGHT),
+        label="Memory over one training step, plain and within half the peak",
+    )
+
+
+def _panel(
+    title: str, view: PlanView, top: int, budget_bytes: int, most_bytes: int
+) -> list[str]:
+    chart = timeline_chart(
+        view.timeline, budget_bytes=budget_bytes, most_bytes=most_bytes
+    )
+    placed = chart.replace(
+        "<svg ", f'<svg y="{top + HEAD}" width="{WIDTH}" height="{HEIGHT}" ', 1
+    )
+    return [
+        element("g", text(title, 84, top + HEAD - 4, font_size=16, font_weight="bold")),
+        placed,
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="a folder")
+    folder: Path = parser.parse_args().out
+    folder.mkdir(parents=True, exist_ok=True)
+    found = measure()
+    (folder / "memory.svg").write_text(figure(found) + "\n", encoding="utf-8")
+    (folder / "memory.json").write_text(to_json(found), encoding="utf-8")
+    print(f"plain {print_bytes(found.plain_peak_bytes)}")
+    print(f"budget {print_bytes(found.budget_bytes)}")
+    print(f"measured {print_bytes(found.measured_peak_bytes)}")
+    print(f"slower by prediction {found.plan.seconds / found.plain_seconds - 1:.1%}")
+
+
+if __name__ == "__main__":
+    main()
