@@ -1,5 +1,8 @@
 """The public names: sorted, there, described, and complete as far as errors go."""
 
+# The package gives its names at first use, which a type checker cannot follow.
+# pyright: reportAttributeAccessIssue=false
+
 import inspect
 import subprocess
 import sys

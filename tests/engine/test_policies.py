@@ -65,6 +65,7 @@ class TestAnyPolicy:
         assert policy.asked == [("aten.mul.Tensor", 40), ("aten.relu_.default", 40)]
         assert region is not None
         assert region.replays == 0
+        assert x.grad is not None
         assert torch.equal(x.grad, torch.full((10,), 2.0))
 
     def test_keeping_nothing_is_keeping_what_comes_from_outside(self):

@@ -104,7 +104,7 @@ def nodes_made() -> int:
         >>> nodes_made() - before
         2
     """
-    return torch.autograd._get_sequence_nr()
+    return _autograd._get_sequence_nr()
 
 
 class out_of_sight(below_autograd):  # noqa: N801 (used as a verb)
