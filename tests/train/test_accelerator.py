@@ -1,6 +1,7 @@
 """On an accelerator: no waiting, real memory, and the bits of the loop by hand."""
 
 import math
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -66,9 +67,13 @@ def test_it_is_the_loop_by_hand(precision, recompute, fused):
 @pytest.fixture
 def no_synchronisation() -> Iterator[None]:
     """Make whatever waits for the device an error."""
-    torch.cuda.set_sync_debug_mode("error")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is a prototype, torch says
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
