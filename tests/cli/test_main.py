@@ -1,5 +1,6 @@
 """Every command through its real entry point: what it prints, writes, and returns."""
 
+import functools
 import json
 import os
 import resource
@@ -318,6 +319,8 @@ def test_an_interrupt_leaves_nothing_behind(tmp_path):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # A shell lets what it runs in the background ignore the interrupt.
+        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "running\n"

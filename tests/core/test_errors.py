@@ -15,6 +15,15 @@ REPLAY_ERRORS = ["ChangedTensorError", "MismatchError", "ClearedError", "Capture
 
 
 @pytest.mark.parametrize("error", ERRORS)
+def test_every_error_has_the_one_base_class(error):
+    assert issubclass(error, errors.RecoupError)
+
+
+# One that makes its message from what it is about cannot be given any other.
+GIVEN = [error for error in ERRORS if error is not errors.CheckpointIndexError]
+
+
+@pytest.mark.parametrize("error", GIVEN)
 def test_one_base_class_catches_every_error(error):
     with pytest.raises(errors.RecoupError, match="the message"):
         raise error("the message")

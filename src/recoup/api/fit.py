@@ -26,7 +26,7 @@ from recoup.engine.verification import Verify
 from recoup.measure.floor import Cost, measure_floor, run_step, time_step
 from recoup.measure.optimizers import missing_state_bytes
 from recoup.measure.training import TrainingStep, training_step, untouched
-from recoup.planners.plan import EXACT, plan_with
+from recoup.planners.plan import EXACT, floor_with, plan_with
 from recoup.planners.search import Search
 from recoup.planners.solution import Solution
 from recoup.report.findings import Findings
@@ -272,7 +272,7 @@ class _Fitting:
         budget_left = asked_bytes - self._reserved_bytes
         target = budget_left
         best: tuple[Solution, Adapted, Cost] | None = None
-        rounds = error_bytes = least_bytes = 0
+        rounds = least_bytes = 0
         try:
             while rounds < _ROUNDS:
                 rounds += 1
@@ -295,9 +295,7 @@ class _Fitting:
                         break
                 target = budget_left - error_bytes
         except InfeasibleError as error:
-            # What the plan for less would take, as far as plans were wrong until now.
-            more_bytes = self._reserved_bytes + error_bytes
-            raise infeasible_with(error, more_bytes, asked_bytes) from None
+            best = self._smallest(budget_left, asked_bytes, error)
         except BaseException:
             if best is not None:
                 best[1].remove()
@@ -311,6 +309,23 @@ class _Fitting:
                 floor_bytes=least_bytes + self._reserved_bytes,
             )
         return self._report(asked_bytes, rounds, *best)
+
+    def _smallest(
+        self, budget_left: int, asked_bytes: int, error: InfeasibleError
+    ) -> tuple[Solution, Adapted, Cost]:
+        """Try the smallest plan where predictions say that nothing fits.
+
+        Raises:
+            InfeasibleError: It does not fit; the error says what it takes, measured.
+        """
+        solution = floor_with(self._search)
+        adapted, cost = self._try(solution, budget_left)
+        if cost.peak_bytes > budget_left:
+            adapted.remove()
+            wrong_bytes = cost.peak_bytes - solution.simulation.peak_bytes
+            more_bytes = self._reserved_bytes + wrong_bytes
+            raise infeasible_with(error, more_bytes, asked_bytes) from None
+        return solution, adapted, cost
 
     def _plan(self, target: int) -> Solution:
         self._tell(f"planning for {print_bytes(target)}")

@@ -1,5 +1,6 @@
 """Functions: a region around one call."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, overload
 
@@ -111,7 +112,7 @@ def call_in_region(
     **kwargs: Any,
 ) -> Any:
     """Call the function in a region with these options."""
-    with region(name, options, ("function", name, getattr(function, "__code__", None))):
+    with region(name, options, ("function", name, code_of(function))):
         return function(*args, **kwargs)
 
 
@@ -119,3 +120,15 @@ def name_of(function: Callable[..., Any]) -> str:
     """Return what a function is called."""
     name = getattr(function, "__qualname__", None)
     return name if isinstance(name, str) else type(function).__name__
+
+
+def code_of(function: Callable[..., Any]) -> object:
+    """Return what tells a function from others of its name: its code.
+
+    Examples:
+        >>> code_of(functools.partial(code_of)) is code_of.__code__
+        True
+    """
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__code__", None)

@@ -62,8 +62,12 @@ def floor(graph: Graph, *, allow: frozenset[Action] = EXACT) -> Solution:
         >>> floor(Graph((), 0, (), (), (), (), ())).simulation.peak_bytes
         0
     """
-    started = perf_counter()
-    return _solution(Search(graph, allow).floor, 0.0, started)
+    return floor_with(Search(graph, allow))
+
+
+def floor_with(search: Search) -> Solution:
+    """Return the plan with the smallest peak that a search finds."""
+    return _solution(search.floor, 0.0, perf_counter())
 
 
 def frontier(

@@ -1,5 +1,6 @@
 """The disk tier: files in the background, and nothing of them left."""
 
+import functools
 import os
 import resource
 import signal
@@ -226,6 +227,8 @@ def start(base: Path, end: str) -> "subprocess.Popen[str]":
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # A shell lets what it runs in the background ignore the interrupt.
+        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
