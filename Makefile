@@ -15,7 +15,8 @@ help: ## Say what each target does
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
 
 demo: $(PACKAGES) ## Train a small GPT plainly and with recoup, and compare them
-	$(RUN) -m recoup.cli.demo $(ARGS)
+	@mkdir -p build
+	$(RUN) -m recoup.cli.demo --page build/demo.html $(ARGS)
 
 test: $(PACKAGES) ## Run the tests (on a GPU too, if there is one)
 	$(RUN) -m pytest $(ARGS)

@@ -31,9 +31,12 @@ def row(output, name):
     return [cell.strip() for cell in line.strip("│").split("│")][1:]
 
 
-def test_one_table_with_equal_runs_and_status_zero(capsys):
-    assert demo.main(["--small", "--steps", "3"]) == 0
+def test_one_table_with_equal_runs_and_status_zero(capsys, tmp_path):
+    page = tmp_path / "demo.html"
+    assert demo.main(["--small", "--steps", "3", "--page", str(page)]) == 0
     output = capsys.readouterr().out
+    assert "demo.html" in output.replace("\n", "")
+    assert page.read_text(encoding="utf-8").lower().startswith("<!doctype html>")
     assert output.count("┏") == 1
     assert row(output, "loss curves equal")[1] == "yes"
     assert row(output, "gradients bitwise equal")[1] == "yes"

@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     try:
-        return _demonstrate(_settings(options))
+        return _demonstrate(_settings(options), options.page)
     except KeyboardInterrupt:
         _complain("Interrupted: nothing was written, there is nothing to clean up.")
         return INTERRUPTED
@@ -207,7 +208,7 @@ def repeatable(*, strictly: bool = True) -> Generator[None, None, None]:
         _deterministic.fill_uninitialized_memory = fills
 
 
-def _demonstrate(settings: Settings) -> int:
+def _demonstrate(settings: Settings, target: Path | None) -> int:
     console = Console()
     with Progress(
         TextColumn("{task.description:>6}"),
@@ -220,10 +221,22 @@ def _demonstrate(settings: Settings) -> int:
     console.print(comparison_table(settings, plain, fitted))
     if fitted.report is not None:
         console.print(f"The plan: {fitted.report}", highlight=False, markup=False)
+        _write_page(fitted.report, target, console)
     if note:
         console.print(f"Some bits may differ by chance: {note}", markup=False)
     same = losses_equal(plain, fitted) and gradients_equal(plain, fitted)
     return 0 if same else 1
+
+
+def _write_page(report: Fit, target: Path | None, console: Console) -> None:
+    if target is None:
+        return
+    try:
+        report.write_page(target, title="GPT of the demonstration")
+    except OSError as error:
+        _complain(f"The page was not written: {error}.")
+    else:
+        console.print(f"The page: {target}", highlight=False, markup=False)
 
 
 def _compare_repeatably(
@@ -253,6 +266,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--small", action="store_true", help="a tiny model: seconds on any machine"
+    )
+    parser.add_argument(
+        "--page", type=Path, help="write a page about the plan to this file (HTML)"
     )
     return parser
 
