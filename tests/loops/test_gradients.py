@@ -538,3 +538,23 @@ def jax_guide(x):
     for _ in range(120):
         x = jnp.sin(x * 1.01)
     return x
+
+
+def jax_breaking(x):
+    for step in range(200):
+        x = x * 0.99
+        if step == 150:
+            break
+    return x
+
+
+def test_a_jax_loop_that_breaks_says_that_it_runs_plain():
+    jax = pytest.importorskip("jax", reason="an optional package")
+    assert jnp is not None
+    x = jnp.float32(0.3)
+    with pytest.warns(UserWarning, match="'jax_breaking'.*over JAX arrays"):
+        found = grad_with_checkpointing(jax_breaking, num_checkpoints=9)(x)
+    assert found == jax.grad(jax_breaking)(x)
+    refusing = grad(jax_breaking, checkpoint={"on_unsupported": "raise"})
+    with pytest.raises(UnsupportedError, match="over JAX arrays"):
+        refusing(x)

@@ -78,7 +78,10 @@ class Runtime:
         body = _bound(body)
         items = _sequence(items, line)
         total, first = len(items), 0
-        if self._is_plain(total) or (stops and _is_jax((carry, items))):
+        if self._is_plain(total):
+            return _run_plainly(body, carry, iter(items), lists)
+        if stops and _is_jax((carry, items)):
+            self._refuse_to_stop(line)
             return _run_plainly(body, carry, iter(items), lists)
         if not _is_settled(carry):
             signal, carry, row = _checked(body(carry, items[0]), carry)
@@ -112,7 +115,10 @@ class Runtime:
     ) -> Ended:
         """Run a `while` loop; return how it ended, with which value, and the carry."""
         body, test = _bound(body), _bound(test)
-        if self._options.strategy == "none" or (stops and _is_jax(carry)):
+        if self._options.strategy == "none":
+            return _run_while_plainly(body, carry, test, lists)
+        if stops and _is_jax(carry):
+            self._refuse_to_stop(line)
             return _run_while_plainly(body, carry, test, lists)
         if not _is_settled(carry):
             if not test(carry):
@@ -129,6 +135,16 @@ class Runtime:
         except KindError as error:
             self._complain(error, line)
             return _run_while_plainly(body, carry, test, lists)
+
+    def _refuse_to_stop(self, line: int) -> None:
+        message = (
+            f"the loop at line {line} of {self._options.name!r} is not checkpointed "
+            "and runs plain: over JAX arrays it may not break or return. Put what ends "
+            "it into the condition of a while loop."
+        )
+        if self._options.raises:
+            raise UnsupportedError(message)
+        warn_about(message)
 
     def _complain(self, error: KindError, line: int) -> None:
         if self._options.raises:
