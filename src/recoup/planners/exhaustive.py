@@ -27,8 +27,7 @@ def exhaustive(
         >>> exhaustive(Graph((), 0, (), (), (), (), ()), (), 0)
         ()
     """
-    counts = [2 ** len(_holdable(graph, stretch)) + 1 for stretch in stretches]
-    if prod(counts) > most:
+    if _count(graph, stretches) > most:
         return None
     profile = Profile(graph, [kept_around(graph, stretches)])
     best: tuple[float, tuple[Option, ...]] | None = None
@@ -41,6 +40,27 @@ def exhaustive(
     if best is None:
         return None
     return tuple(segment for option in best[1] for segment in option.segments)
+
+
+def smallest(
+    graph: Graph, stretches: tuple[Stretch, ...], *, most: int = 2000
+) -> tuple[Segment, ...] | None:
+    """Return the plan of that class with the lowest peak; None: there are too many.
+
+    Examples:
+        >>> smallest(Graph((), 0, (), (), (), (), ()), ())
+        ()
+    """
+    if _count(graph, stretches) > most:
+        return None
+    profile = Profile(graph, [kept_around(graph, stretches)])
+    every = product(*(_options(graph, stretch) for stretch in stretches))
+    best = min(every, key=lambda options: int(profile.bytes_at(options).max(initial=0)))
+    return tuple(segment for option in best for segment in option.segments)
+
+
+def _count(graph: Graph, stretches: tuple[Stretch, ...]) -> int:
+    return prod(2 ** len(_holdable(graph, stretch)) + 1 for stretch in stretches)
 
 
 def _holdable(graph: Graph, stretch: Stretch) -> list[int]:

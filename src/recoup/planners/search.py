@@ -9,7 +9,7 @@ from recoup.core.segments import Action, Segment
 from recoup.core.simulation import Simulation, simulate
 from recoup.planners.blocks import blocks_of
 from recoup.planners.bounds import bound_seconds
-from recoup.planners.exhaustive import exhaustive
+from recoup.planners.exhaustive import exhaustive, smallest
 from recoup.planners.one_level import OneLevel
 from recoup.planners.options import Option
 from recoup.planners.partition import Partition, Path
@@ -91,6 +91,7 @@ class Search:
             path = partition.best(partition.lowest())
             plans.append(_segments(option for _, option in path or ()))
         plans.append(_segments(self._block_level.floor().options))
+        plans.append(smallest(graph, blocks_of(graph)) or ())
         costs = [(plan, simulate(graph, plan), "floor") for plan in plans]
         return min([*costs, *self.known], key=lambda plan: plan[1].peak_bytes)
 
