@@ -12,7 +12,8 @@ from recoup import Action, CheckpointScope, Plan, PlanError, apply_plan
 from recoup.core.plan import Held, Place, Span
 from recoup.engine.active import open_regions
 from recoup.engine.observers import subscribe, unsubscribe
-from recoup.engine.plans import Applied, Cuts, digest_of
+from recoup.engine.plans import Applied, digest_of
+from recoup.engine.runs import Cuts
 
 
 class Layer(nn.Module):

@@ -4,7 +4,8 @@ import pytest
 
 from benchmarks.zoo.cases import CASES
 from recoup.core.simulation import simulate
-from recoup.engine.plans import Applied, Cuts
+from recoup.engine.plans import Applied
+from recoup.engine.runs import Cuts
 from recoup.measure.blocks import block_names
 from recoup.measure.floor import measure_floor, run_step
 from recoup.measure.graphs import recompute_all

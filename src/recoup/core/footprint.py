@@ -127,6 +127,26 @@ def replayed(
     return sorted(required), list(roots)
 
 
+def total_footprint(graph: Graph, segments: Sequence[Segment]) -> Footprint:
+    """Return what all segments, and autograd outside of them, hold and replay.
+
+    Examples:
+        >>> total_footprint(Graph((), 0, (), (), (), (), ()), ()).replays
+        []
+    """
+    total = Footprint()
+    position = 0
+    for segment in segments:
+        first, last = graph.boundaries[segment.start], graph.boundaries[segment.stop]
+        for save in graph.saves[position : first.saves]:
+            total.hold(graph, save)
+        position = last.saves
+        add_segment(graph, segment, total)
+    for save in graph.saves[position:]:
+        total.hold(graph, save)
+    return total
+
+
 def add_segment(graph: Graph, segment: Segment, total: Footprint) -> None:
     """Add what one segment that is in no other does to what others do."""
     for save in _run_segment(graph, segment, total, depth=0):

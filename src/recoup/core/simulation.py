@@ -10,8 +10,8 @@ from recoup.core.footprint import (
     Footprint,
     Offload,
     Replay,
-    add_segment,
     spikes_of,
+    total_footprint,
 )
 from recoup.core.graph import Graph
 from recoup.core.segments import Segment, check_order
@@ -99,17 +99,7 @@ def simulate(graph: Graph, segments: Sequence[Segment]) -> Simulation:
         ((100, 200, 200, 300, 300, 200, 200, 100), 4.0)
     """
     check_order(segments, 0, len(graph.boundaries) - 1)
-    total = Footprint()
-    position = 0
-    for segment in segments:
-        first, last = graph.boundaries[segment.start], graph.boundaries[segment.stop]
-        for save in graph.saves[position : first.saves]:
-            total.hold(graph, save)
-        position = last.saves
-        add_segment(graph, segment, total)
-    for save in graph.saves[position:]:
-        total.hold(graph, save)
-    return add_up(graph, total)
+    return add_up(graph, total_footprint(graph, segments))
 
 
 def add_up(graph: Graph, total: Footprint) -> Simulation:

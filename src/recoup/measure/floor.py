@@ -22,7 +22,8 @@ from recoup.core.errors import UsageError
 from recoup.core.graph import Graph
 from recoup.core.simulation import simulate
 from recoup.engine.observers import subscribe, unsubscribe
-from recoup.engine.plans import Applied, Cuts
+from recoup.engine.plans import Applied
+from recoup.engine.runs import Cuts
 from recoup.measure.blocks import block_names
 from recoup.measure.graphs import graph_of, recompute_all, torn_blocks
 from recoup.measure.recording import recording_seconds

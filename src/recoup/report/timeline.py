@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from recoup.core.footprint import Footprint, add_segment, spikes_of
+from recoup.core.footprint import Footprint, spikes_of, total_footprint
 from recoup.core.graph import Graph
 from recoup.core.segments import Segment
 from recoup.report.findings import Layer, Timeline
@@ -74,26 +74,6 @@ def timeline(
         peak_place=_place(graph, parts, total, moment) if sums else "nowhere",
         alive=tuple(sorted((a for a in alive if a[1]), key=lambda a: -a[1])),
     )
-
-
-def total_footprint(graph: Graph, segments: Sequence[Segment]) -> Footprint:
-    """Return what all segments, and autograd outside of them, hold and replay.
-
-    Examples:
-        >>> total_footprint(Graph((), 0, (), (), (), (), ()), ()).replays
-        []
-    """
-    total = Footprint()
-    position = 0
-    for segment in segments:
-        first, last = graph.boundaries[segment.start], graph.boundaries[segment.stop]
-        for save in graph.saves[position : first.saves]:
-            total.hold(graph, save)
-        position = last.saves
-        add_segment(graph, segment, total)
-    for save in graph.saves[position:]:
-        total.hold(graph, save)
-    return total
 
 
 @dataclass

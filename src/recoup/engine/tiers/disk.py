@@ -11,7 +11,7 @@ from recoup.backend.streams import streams_of
 from recoup.core.errors import UsageError
 from recoup.engine.tiers.account import ACCOUNTS
 from recoup.engine.tiers.host import WINDOW_BYTES, OnHost
-from recoup.engine.tiers.protocol import ExactTier, Stored
+from recoup.engine.tiers.protocol import ExactTier, Stored, check_sizes
 from recoup.engine.tiers.shelf import Shelf, Slot, shelf_in
 
 QUEUE_BYTES = 1 << 30
@@ -67,12 +67,11 @@ class Disk(ExactTier):
                 f"Disk(directory=...) names an existing directory: got "
                 f"{str(self.directory)!r}. Make it first."
             )
-        for name in ("queue_bytes", "window_bytes", "smallest_bytes"):
-            if getattr(self, name) < 0:
-                raise UsageError(
-                    f"{name} is a number of bytes, zero or more: got "
-                    f"{getattr(self, name)}."
-                )
+        check_sizes(
+            queue_bytes=self.queue_bytes,
+            window_bytes=self.window_bytes,
+            smallest_bytes=self.smallest_bytes,
+        )
 
     def takes(self, nbytes: int) -> bool:
         """Return whether a storage is large enough for a file."""

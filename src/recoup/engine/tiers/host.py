@@ -8,9 +8,8 @@ from torch import Tensor
 
 from recoup.backend.pinned import BufferPool, memory_of
 from recoup.backend.streams import streams_of
-from recoup.core.errors import UsageError
 from recoup.engine.tiers.account import ACCOUNTS
-from recoup.engine.tiers.protocol import SMALLEST_BYTES, ExactTier, Stored
+from recoup.engine.tiers.protocol import SMALLEST_BYTES, ExactTier, Stored, check_sizes
 from recoup.engine.tiers.traffic import Parcel, Traffic
 
 WINDOW_BYTES = 512 << 20
@@ -57,12 +56,7 @@ class Host(ExactTier):
     smallest_bytes: int = SMALLEST_BYTES
 
     def __post_init__(self) -> None:
-        for name in ("window_bytes", "smallest_bytes"):
-            if getattr(self, name) < 0:
-                raise UsageError(
-                    f"{name} is a number of bytes, zero or more: got "
-                    f"{getattr(self, name)}."
-                )
+        check_sizes(window_bytes=self.window_bytes, smallest_bytes=self.smallest_bytes)
 
     def takes(self, nbytes: int) -> bool:
         """Return whether a storage is large enough to be moved."""

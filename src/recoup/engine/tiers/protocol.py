@@ -4,6 +4,8 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
+from recoup.core.errors import UsageError
+
 SMALLEST_BYTES = 1 << 16
 """Storages below 64 KiB stay where they are: starting a copy takes a device about as
 long as copying half a MiB, and there is little to win."""
@@ -87,3 +89,19 @@ class LossyTier(Tier):
     """
 
     is_exact = False
+
+
+def check_sizes(**sizes: int) -> None:
+    """Raise unless each of the sizes named is a number of bytes.
+
+    Raises:
+        UsageError: One is negative.
+
+    Examples:
+        >>> check_sizes(window_bytes=0)
+    """
+    for name, nbytes in sizes.items():
+        if nbytes < 0:
+            raise UsageError(
+                f"{name} is a number of bytes, zero or more: got {nbytes}."
+            )

@@ -1,0 +1,155 @@
+"""Runs: one forward of a model that has a plan, from region to region."""
+
+import itertools
+from dataclasses import dataclass
+
+from recoup.backend.graph import Pack, Unpack, ambient_hooks
+from recoup.core.plan import Place, Plan, Span
+from recoup.engine.active import Yielding, begin, end, is_innermost, is_open
+from recoup.engine.options import Options
+from recoup.engine.policies import Policy
+from recoup.engine.region import Region
+from recoup.engine.span_policy import HeldBySpan, table_of
+from recoup.engine.verification import Verify
+
+_SERIAL = itertools.count()
+
+
+class _Stretch:
+    """A span with what is worked out once: its policy's table, its key, its depth."""
+
+    def __init__(self, span: Span, parent: "_Stretch | None", serial: int) -> None:
+        self.span = span
+        self.parent = parent
+        self.table = table_of(span.held)
+        self.made = dict(span.made)
+        self.name = f"{span.start.label} .. {span.stop.label}"
+        self.key = ("plan", serial, self.name)
+
+
+class Script:
+    """A plan made ready: what begins and what ends at each place."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.starts: dict[Place, list[_Stretch]] = {}
+        self._serial = next(_SERIAL)
+        self._collect(plan.spans, None)
+
+    def places(self) -> set[Place]:
+        """Return every place that matters."""
+        stops = {s.span.stop for started in self.starts.values() for s in started}
+        return stops | set(self.starts)
+
+    def _collect(self, spans: tuple[Span, ...], parent: _Stretch | None) -> None:
+        for span in spans:
+            stretch = _Stretch(span, parent, self._serial)
+            self.starts.setdefault(span.start, []).append(stretch)
+            self._collect(span.inner, stretch)
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """Instead of a plan: one region after the other, cut wherever a module is reached.
+
+    Everything is recomputed but what the policy keeps. It serves to measure a model of
+    which nothing is known yet.
+
+    Attributes:
+        modules: The paths of the modules at whose beginning and end is cut.
+        policy: Which outputs to keep.
+    """
+
+    modules: tuple[str, ...]
+    policy: Policy | None = None
+
+
+class CuttingRun:
+    """One forward of a model that is cut everywhere."""
+
+    def __init__(self, cuts: Cuts) -> None:
+        self._options = Options(policy=cuts.policy, verify="off")
+        self._open: object = None
+        self._hooks = ambient_hooks()
+
+    def reach(self, module: str, *, entering: bool) -> None:
+        """End one region and begin the next."""
+        del module, entering
+        if _are_foreign(self._hooks):
+            return
+        if self._open is not None and is_open(self._open):
+            if not is_innermost(self._open):
+                return
+            end(self._open)
+        self._open = Yielding()
+        begin(self._open, "a measured block", self._options, "cut")
+
+    def close(self) -> None:
+        """End the last region."""
+        if self._open is not None:
+            end(self._open)
+
+
+class Run:
+    """One forward of a model that has a plan: what is open, what was called."""
+
+    def __init__(self, script: Script, verify: Verify) -> None:
+        self._script = script
+        self._verify: Verify = verify
+        self._open: list[tuple[_Stretch, object]] = []
+        self._calls: dict[tuple[str, bool], int] = {}
+        self._hooks = ambient_hooks()
+
+    def reach(self, module: str, *, entering: bool) -> None:
+        """End and begin what ends and begins here.
+
+        Not where the model's own code has put hooks since, as torch's checkpointing
+        does: what is inside these is theirs.
+        """
+        call = self._calls.get((module, entering), 0)
+        self._calls[module, entering] = call + 1
+        if _are_foreign(self._hooks):
+            return
+        place = Place(module, call, entering)
+        self._forget_ended()
+        if any(stretch.span.stop == place for stretch, _ in self._open):
+            self._end_down_to(place)
+        for stretch in self._script.starts.get(place, ()):
+            self._start(stretch)
+
+    def close(self) -> None:
+        """End everything."""
+        while self._open:
+            end(self._open.pop()[1])
+
+    def _end_down_to(self, place: Place) -> None:
+        """End the outermost stretch that ends here, and all inside it.
+
+        One that the user has put a scope into, which is still open, goes on instead.
+        """
+        last = [stretch.span.stop == place for stretch, _ in self._open].index(True)
+        while len(self._open) > last and is_innermost(self._open[-1][1]):
+            end(self._open.pop()[1])
+
+    def _forget_ended(self) -> None:
+        """Let go of stretches that were ended with the scope they were begun in."""
+        self._open = [item for item in self._open if is_open(item[1])]
+
+    def _start(self, stretch: _Stretch) -> None:
+        around = self._open[-1][0] if self._open else None
+        if around is not stretch.parent:
+            return  # the one before it or around it did not end or begin as planned
+        policy = HeldBySpan(stretch.table, stretch.made) if stretch.table else None
+        owner = Yielding()
+        options = Options(policy=policy, verify=self._verify)
+        begin(owner, stretch.name, options, stretch.key)
+        self._open.append((stretch, owner))
+
+
+def _are_foreign(before: tuple[Pack, Unpack] | None) -> bool:
+    """Return whether the hooks in force are neither a region's nor those of before."""
+    hooks = ambient_hooks()
+    if hooks is None or (before is not None and hooks[0] is before[0]):
+        return False
+    pack = hooks[0]
+    ours = isinstance(getattr(pack, "__self__", None), Region)
+    return not ours and not getattr(pack, "is_noting", False)
