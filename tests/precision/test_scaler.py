@@ -68,8 +68,54 @@ def test_the_trace_is_torchs_except_where_the_bounds_act(overflows, interval, ex
             assert ours.get_scale() == theirs.get_scale()
         assert 1.0 <= ours.get_scale() <= 2.0**32
         assert ours._get_growth_tracker() == theirs._get_growth_tracker()
+        # What the host believes is what the device has.
+        assert ours.known_scale == ours.get_scale()
     if inside:
         assert torch.equal(one.weight, other.weight)
+
+
+@given(
+    overflows=st.lists(st.booleans(), min_size=1, max_size=30),
+    growth=st.floats(1.01, 1e6),
+    backoff=st.floats(1e-6, 0.99),
+    bounds=st.tuples(st.floats(1e-30, 1.0), st.floats(1.0, 3e38)),
+)
+def test_the_host_knows_the_scale_whatever_the_factors(
+    overflows, growth, backoff, bounds
+):
+    scaler = GradientScaler(
+        "cpu", 1.0, growth, backoff, 2, min_scale=bounds[0], max_scale=bounds[1]
+    )
+    problem = Problem()
+    for overflow in overflows:
+        problem.iterate(scaler, math.inf if overflow else 0.0)
+        assert scaler.known_scale == scaler.get_scale()
+        copied = GradientScaler("cpu")
+        copied.load_state_dict(scaler.state_dict())
+        assert copied.known_scale == scaler.known_scale
+    scaler.update(1.0)
+    assert scaler.known_scale == scaler.get_scale() == 1.0
+
+
+def test_the_host_does_not_know_what_a_fused_optimizer_decides():
+    scaler, problem = GradientScaler("cpu", 4.0, growth_interval=1), Problem(fused=True)
+    assert scaler.known_scale == 4.0
+    problem.iterate(scaler)
+    assert scaler.known_scale is None
+    assert scaler.get_scale() == 8.0
+
+
+def test_the_scale_falls_for_gradients_that_were_checked_and_not_used():
+    # Two optimizers, one of which is unscaled, found to overflow, and not stepped.
+    scaler, one, other = GradientScaler("cpu", 8.0), Problem(), Problem()
+    scaler.scale(one.weight.sum()).backward()
+    scaler.scale((other.weight * math.inf).sum()).backward()
+    scaler.unscale_(other.optimizer)
+    scaler.step(one.optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 4.0
+    assert scaler.known_scale in (None, 4.0)
+    assert scaler.skipped_updates == 1
 
 
 def test_160_overflows_in_a_row_and_then_recovery():

@@ -37,6 +37,12 @@ class OpenScaler(torch.amp.GradScaler):
             for flag in state["found_inf_per_device"].values()
         ]
 
+    @property
+    def checked_optimizers(self) -> int:
+        """How many optimizers' gradients were checked in this iteration."""
+        states = self._per_optimizer_states.values()
+        return sum(bool(state["found_inf_per_device"]) for state in states)
+
     def set_scale(self, scale: float) -> None:
         """Set the scale, whether it has a tensor yet or not; does not synchronise."""
         self._init_scale = scale

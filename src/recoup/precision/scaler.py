@@ -1,9 +1,11 @@
 """Loss scaling for float16: torch's scaler with bounds, answers and statistics."""
 
+import ctypes
 import logging
 import math
+from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from torch.optim import Optimizer
 
 from recoup.backend.scaling import OpenScaler
 from recoup.core.errors import UsageError
+from recoup.precision.known_scale import KnownScale
 
 _log = logging.getLogger(__name__)
 # A healthy run overflows once every few thousand steps, a sick one at every step.
@@ -82,9 +85,8 @@ class GradientScaler(OpenScaler):
         )
         self._min_scale, self._max_scale = float(min_scale), float(max_scale)
         self._dynamic = dynamic
-        self._outcomes: WeakKeyDictionary[Optimizer, bool | Tensor] = (
-            WeakKeyDictionary()
-        )
+        self._outcomes: dict[int, _Outcome] = {}
+        self._known: KnownScale | None = KnownScale(float(init_scale))
         self._iteration_is_over = False
         self._total_updates = 0
         self._known_overflows = 0
@@ -99,6 +101,14 @@ class GradientScaler(OpenScaler):
     def max_scale(self) -> float:
         """The scale never rises above."""
         return self._max_scale
+
+    @property
+    def known_scale(self) -> float | None:
+        """The scale, if the host knows it without asking the device.
+
+        It does unless a fused optimizer has decided about a step by itself.
+        """
+        return None if self._known is None else self._known.scale
 
     @property
     def is_dynamic(self) -> bool:
@@ -136,8 +146,7 @@ class GradientScaler(OpenScaler):
             UsageError: There are no gradients, or they are in float16 themselves.
         """
         if self.is_enabled():
-            _require_gradients(optimizer)
-            _refuse_half(optimizer)
+            _check_gradients(optimizer)
         super().unscale_(optimizer)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -158,15 +167,17 @@ class GradientScaler(OpenScaler):
                 "not be scaled. Use bfloat16, which needs no scaler, or an optimizer "
                 "without a closure."
             )
-        _require_gradients(optimizer)
         if self._iteration_is_over:
             self._outcomes.clear()
             self._iteration_is_over = False
-        self._outcomes.pop(optimizer, None)
+        if not self.overflow_flags(optimizer):
+            _check_gradients(optimizer)
+        self._outcomes.pop(id(optimizer), None)
         result = super().step(optimizer, **kwargs)
-        if optimizer not in self._outcomes:
+        if id(optimizer) not in self._outcomes:
             # Fused: the device decides for itself. `update` adds to the flags in place.
-            self._outcomes[optimizer] = _any(self.overflow_flags(optimizer))
+            flags = self.overflow_flags(optimizer)
+            self._outcomes[id(optimizer)] = _Outcome(ref(optimizer), _any(flags))
         return result
 
     def step_was_skipped(self, optimizer: Optimizer | None = None) -> bool:
@@ -179,15 +190,17 @@ class GradientScaler(OpenScaler):
         """
         if not self.is_enabled():
             return False
-        chosen = list(self._outcomes) if optimizer is None else [optimizer]
-        if not chosen or any(each not in self._outcomes for each in chosen):
+        chosen = [
+            outcome
+            for outcome in self._outcomes.values()
+            if optimizer is None or outcome.optimizer() is optimizer
+        ]
+        if not chosen:
             raise UsageError(
                 "step_was_skipped speaks of the last step: this scaler has taken none "
                 "of that optimizer yet. Call scaler.step(optimizer) first."
             )
-        for each in chosen:
-            self._outcomes[each] = bool(self._outcomes[each])
-        return any(self._outcomes[each] for each in chosen)
+        return any(outcome.was_skipped() for outcome in chosen)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """End the iteration: adapt the scale to what was found, within its bounds.
@@ -214,14 +227,14 @@ class GradientScaler(OpenScaler):
             self.forget_checks()
         else:
             super().update(new_scale)
-        assert self.scale_tensor is not None, "made by the first scale()"
-        self.scale_tensor.clamp_(self._min_scale, self._max_scale)
+            self._know(new_scale, overflowed)
+            self._stay_within_bounds()
         self._iteration_is_over = True
         self._count(overflowed, checked=bool(flags))
 
     def decided(self, optimizer: Optimizer, *, skipped: bool) -> None:
         """Take note of a step that the host has decided about."""
-        self._outcomes[optimizer] = skipped
+        self._outcomes[id(optimizer)] = _Outcome(ref(optimizer), skipped)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state: torch's five entries, the bounds, and the statistics."""
@@ -253,27 +266,56 @@ class GradientScaler(OpenScaler):
         self._outcomes.clear()
         scale = min(max(float(state_dict["scale"]), self._min_scale), self._max_scale)
         self.set_scale(scale)
+        self._known = KnownScale(
+            ctypes.c_float(scale).value, int(state_dict["_growth_tracker"])
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         self._known_overflows = self.skipped_updates
         state = super().__getstate__()
         # Optimizers do not travel with the scaler, and so neither do their outcomes.
-        state["_outcomes"] = None
+        state["_outcomes"] = {}
         return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._outcomes = WeakKeyDictionary()
 
     def _overflow(self, flags: list[Tensor]) -> bool | Tensor:
         """Return whether the iteration overflowed: on the host, if it knows already."""
-        known = list(self._outcomes.values())
+        known = [outcome.skipped for outcome in self._outcomes.values()]
         if known and not self._iteration_is_over:
-            if any(outcome is True for outcome in known):
+            if any(skipped is True for skipped in known):
                 return True
-            if all(outcome is False for outcome in known):
+            # An optimizer that was unscaled and not stepped has flags of its own.
+            if all(skipped is False for skipped in known) and (
+                len(known) == self.checked_optimizers
+            ):
                 return False
         return _any(flags)
+
+    def _know(
+        self,
+        new_scale: float | Tensor | None,
+        overflowed: bool | Tensor,  # noqa: FBT001 (it is what is known)
+    ) -> None:
+        """Follow on the host what the device does to the scale, as long as possible."""
+        if isinstance(new_scale, float):
+            self._known = KnownScale(ctypes.c_float(new_scale).value)
+        elif new_scale is not None or isinstance(overflowed, Tensor):
+            self._known = None
+        elif self._known is not None:
+            self._known.update(
+                overflowed=overflowed,
+                growth=self.get_growth_factor(),
+                backoff=self.get_backoff_factor(),
+                interval=self.get_growth_interval(),
+            )
+
+    def _stay_within_bounds(self) -> None:
+        known, least, largest = self._known, self._min_scale, self._max_scale
+        if known is not None:
+            if least <= known.scale <= largest:
+                return
+            known.scale = ctypes.c_float(min(max(known.scale, least), largest)).value
+        assert self.scale_tensor is not None, "made by the first scale()"
+        self.scale_tensor.clamp_(least, largest)
 
     def _count(self, overflowed: bool | Tensor, *, checked: bool) -> None:  # noqa: FBT001 (it is what is counted)
         self._total_updates += checked
@@ -333,25 +375,31 @@ def _check_factors(growth: float, backoff: float, interval: int) -> None:
         )
 
 
-def _gradients(optimizer: Optimizer) -> list[Tensor]:
-    return [
-        parameter.grad
+@dataclass(slots=True)
+class _Outcome:
+    """What became of an optimizer's step: known on the host, or on the device."""
+
+    optimizer: ref[Optimizer]
+    skipped: bool | Tensor
+
+    def was_skipped(self) -> bool:
+        self.skipped = bool(self.skipped)
+        return self.skipped
+
+
+def _check_gradients(optimizer: Optimizer) -> None:
+    types = {
+        parameter.grad.dtype
         for group in optimizer.param_groups
         for parameter in group["params"]
         if parameter.grad is not None
-    ]
-
-
-def _require_gradients(optimizer: Optimizer) -> None:
-    if not _gradients(optimizer):
+    }
+    if not types:
         raise UsageError(
             "the optimizer's parameters have no gradients. Run the backward pass of "
             "scaler.scale(loss) first."
         )
-
-
-def _refuse_half(optimizer: Optimizer) -> None:
-    if any(gradient.dtype is torch.float16 for gradient in _gradients(optimizer)):
+    if torch.float16 in types:
         raise UsageError(
             "gradients in float16 cannot be unscaled without losing the small ones: "
             "keep the parameters in float32 and compute under autocast, instead of "

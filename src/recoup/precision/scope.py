@@ -78,8 +78,10 @@ class MixedPrecisionScope:
         if entered is not None:
             entered.__exit__(kind, error, traceback)
 
-    def _autocast(self) -> torch.autocast:
-        # Autocast has no float32: there it is switched off, in outer scopes too.
+    def _autocast(self) -> torch.autocast | None:
+        # Autocast has no float32: there it is switched off, where an outer one is on.
         if self._dtype is torch.float32:
+            if not torch.is_autocast_enabled(self._device_type):
+                return None
             return torch.autocast(self._device_type, enabled=False)
         return torch.autocast(self._device_type, dtype=self._dtype)

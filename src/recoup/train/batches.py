@@ -119,6 +119,8 @@ def _tensors(batch: Any) -> list[Tensor]:
 
 
 def _call(model: nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, Tensor):
+        return model(inputs)
     if isinstance(inputs, Mapping):
         return model(**inputs)
     if isinstance(inputs, tuple | list):
@@ -127,9 +129,10 @@ def _call(model: nn.Module, inputs: Any) -> Any:
 
 
 def _as_loss(result: Any) -> Tensor:
-    if isinstance(result, Mapping) and "loss" in result:
-        result = result["loss"]
-    result = getattr(result, "loss", result)
+    if not isinstance(result, Tensor):
+        if isinstance(result, Mapping) and "loss" in result:
+            result = result["loss"]
+        result = getattr(result, "loss", result)
     if not isinstance(result, Tensor) or result.numel() != 1:
         raise UsageError(
             f"a loss is one number in a tensor: got {_describe(result)}. Reduce it to "

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from recoup.core.errors import PeerError, UnsupportedError
 
+_ALONE: AbstractContextManager[None] = nullcontext()
 _LOST_PEER = ("Connection closed by peer", "Connection reset", "Broken pipe")
 
 
@@ -103,33 +104,22 @@ class Processes:
         distributed.all_gather_object(things, thing, group=self._group)
         return things
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self) -> AbstractContextManager[None]:
         """Say it plainly if another process goes away in the block."""
-        try:
-            yield
-        except RuntimeError as error:
-            lost = any(words in str(error) for words in _LOST_PEER)
-            if self.count == 1 or not lost:
-                raise
-            raise PeerError(
-                "another process of this run is gone: see what it wrote last. "
-                "This process cannot go on without it."
-            ) from error
+        return _ALONE if self.count == 1 else _watching()
 
-    @contextmanager
-    def accumulating(self, *, last: bool) -> Iterator[None]:
+    def accumulating(self, *, last: bool) -> AbstractContextManager[None]:
         """Exchange gradients in the backward of the last part only."""
         if self.is_sharded:
             model: Any = self._model
             model.set_requires_gradient_sync(last)
+        return self._exchanging(last=last) if self.is_replicated else _ALONE
+
+    @contextmanager
+    def _exchanging(self, *, last: bool) -> Iterator[None]:
+        waits = self._may_accumulate and not last
+        with self._model.no_sync() if waits else _ALONE:  # pyright: ignore[reportCallIssue]
             yield
-        elif self.is_replicated and not last and self._may_accumulate:
-            with self._model.no_sync():  # pyright: ignore[reportCallIssue]
-                yield
-        else:
-            with nullcontext():
-                yield
         self._may_accumulate = self._may_accumulate or last
 
     def average_gradients(self, parameters: Sequence[Tensor]) -> None:
@@ -148,6 +138,19 @@ class Processes:
                 parameter.grad = torch.zeros_like(parameter)
             parameter.grad.div_(self.count)
             distributed.all_reduce(parameter.grad, group=model.process_group)
+
+
+@contextmanager
+def _watching() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(words in str(error) for words in _LOST_PEER):
+            raise
+        raise PeerError(
+            "another process of this run is gone: see what it wrote last. "
+            "This process cannot go on without it."
+        ) from error
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

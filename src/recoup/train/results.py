@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from recoup.train.peaks import Peak
 from recoup.train.sharding import whole
 
 
@@ -19,23 +20,31 @@ class StepResult:
         stepped: Whether the parameters moved; False if the gradients overflowed.
         parts: How many pieces the step's batches were computed in.
         seconds: The host's time. It does not wait for an accelerator.
-        peak_bytes: The most bytes alive on the device at a moment of the step, if
-            measured.
     """
 
     number: int
     stepped: bool
     parts: int
     seconds: float
-    peak_bytes: int | None
     loss_tensor: Tensor = field(repr=False)
     norm_tensor: Tensor | None = field(repr=False)
-    scale_tensor: Tensor | None = field(repr=False)
+    used_scale: Tensor | float | None = field(repr=False)
+    peak: Peak = field(repr=False)
 
     @property
     def skipped(self) -> bool:
         """Whether the parameters stayed as they were."""
         return not self.stepped
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The most bytes alive on the device at a moment of the step, if measured.
+
+        With `measure_memory=True` it is exactly that. By default an accelerator is
+        asked when this is, and at the latest when the next step begins: what else ran
+        there since the step counts too.
+        """
+        return self.peak.bytes
 
     @property
     def loss(self) -> float:
@@ -52,7 +61,7 @@ class StepResult:
     @property
     def scale(self) -> float | None:
         """The loss scale that the step used; None without a scaler."""
-        return None if self.scale_tensor is None else float(self.scale_tensor.item())
+        return None if self.used_scale is None else float(self.used_scale)
 
 
 @dataclass(frozen=True, slots=True)

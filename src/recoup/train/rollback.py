@@ -1,11 +1,13 @@
 """Undo a step that must not count: random states and buffers as they were."""
 
+import operator
 from collections import defaultdict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from recoup.backend.buffers import buffers_of
 from recoup.backend.foreach import copy_all
 from recoup.train.randomness import (
     RandomStates,
@@ -37,41 +39,40 @@ class Rollback:
         self._device = device
         self._states: RandomStates | None = None
         self._buffers: list[Tensor] = []
-        self._copies: list[Tensor] = []
+        self._groups: list[tuple[list[Tensor], list[Tensor]]] = []
 
     def remember(self) -> None:
         """Take note of how things stand."""
         self._states = random_states(self._device, with_numpy=False)
-        buffers = [
-            buffer for buffer in self._model.buffers() if buffer.device.type != "meta"
-        ]
+        buffers = buffers_of(self._model)
         if not _same(buffers, self._buffers):
             self._buffers = buffers
-            self._copies = [buffer.detach().clone() for buffer in buffers]
-        else:
-            _copy(self._buffers, to=self._copies)
+            self._groups = [
+                (group, [buffer.detach().clone() for buffer in group])
+                for group in _alike(buffers)
+            ]
+        elif buffers:
+            with torch.no_grad():
+                for group, copies in self._groups:
+                    copy_all(copies, group)
 
     def restore(self) -> None:
         """Put everything back as it was at the last `remember`."""
         assert self._states is not None, "remembered before"
         restore_random_states(self._states, self._device)
-        _copy(self._copies, to=self._buffers)
+        with torch.no_grad():
+            for group, copies in self._groups:
+                copy_all(group, copies)
 
 
 def _same(some: list[Tensor], others: list[Tensor]) -> bool:
-    return len(some) == len(others) and all(
-        one is other for one, other in zip(some, others, strict=True)
-    )
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
-def _copy(sources: list[Tensor], *, to: list[Tensor]) -> None:
-    groups: defaultdict[Any, tuple[list[Tensor], list[Tensor]]] = defaultdict(
-        lambda: ([], [])
-    )
-    for target, source in zip(to, sources, strict=True):
-        targets, values = groups[target.dtype, target.device]
-        targets.append(target)
-        values.append(source)
-    with torch.no_grad():
-        for targets, values in groups.values():
-            copy_all(targets, values)
+def _alike(buffers: list[Tensor]) -> list[list[Tensor]]:
+    """Return the buffers that hold something, in groups of one type and device."""
+    groups: defaultdict[Any, list[Tensor]] = defaultdict(list)
+    for buffer in buffers:
+        if buffer.device.type != "meta":
+            groups[buffer.dtype, buffer.device].append(buffer)
+    return list(groups.values())

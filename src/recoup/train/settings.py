@@ -36,7 +36,8 @@ class TrainerSettings:
         recover_from_out_of_memory: Recompute more, then split the batch, when a step
             does not fit.
         measure_memory: Measure every step's peak bytes. By default on accelerators,
-            where it is free; elsewhere it takes some ten microseconds an operator.
+            which are asked when a result's `peak_bytes` is; True asks at the end of
+            each step. Elsewhere it takes some ten microseconds an operator.
         snapshot_path: Where `fit` writes what is needed to resume.
         snapshot_every_steps: How often; by default at the end of each epoch.
         show_progress: Show a progress bar.

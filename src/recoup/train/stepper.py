@@ -2,19 +2,18 @@
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from recoup.backend.memory import MemoryMeter, device_meter
 from recoup.backend.trees import tensors
 from recoup.core.errors import PeerError, UnsupportedError
 from recoup.precision.scaler import GradientScaler
 from recoup.precision.scope import MixedPrecisionScope
 from recoup.train.batches import LossFunction, compute_loss, sample_count, to_device
+from recoup.train.peaks import Peaks
 from recoup.train.processes import Processes, Report
 from recoup.train.recovery import Recovery
 from recoup.train.results import StepResult
@@ -71,6 +70,11 @@ class Stepper:
             )
         self.recovery = Recovery(model, tighten)
         self._rollback = Rollback(model, self.device)
+        self._peaks = Peaks(
+            self.device,
+            wanted=settings.measure_memory,
+            existing=lambda: (model, *_moments(optimizer)),
+        )
         self._may_recover = (
             settings.recover_from_out_of_memory and self.processes.may_recover
         )
@@ -90,7 +94,7 @@ class Stepper:
             weight=sum(self._weight_fn(batch) for batch in batches),
             batches=len(batches),
             stop=stop,
-            is_new=several and not self._shapes(batches) <= self._known_shapes,
+            is_new=several and not _shapes(batches) <= self._known_shapes,
         )
 
     def step(
@@ -118,25 +122,23 @@ class Stepper:
         self._clear_gradients()
         if self._may_undo:
             self._rollback.remember()
-        meter = self._meter()
-        with meter or nullcontext():
-            if meter is not None and self.device.type == "cpu":
-                meter.track(self._model, *self._moments())
+        with self._peaks.next() as peak:
             loss, parts = self._gradients(batches, reports, careful=careful)
             stepped, norm, scale = self._move()
         if not stepped:
             self._rollback.restore()
         self._clear_gradients()
-        self._known_shapes |= self._shapes(batches)
+        if self.processes.count > 1:
+            self._known_shapes |= _shapes(batches)
         return StepResult(
             number=number,
             stepped=stepped,
             parts=parts,
             seconds=time.perf_counter() - start,
-            peak_bytes=None if meter is None else meter.peak_bytes,
             loss_tensor=loss,
             norm_tensor=norm,
-            scale_tensor=scale,
+            used_scale=scale,
+            peak=peak,
         )
 
     def rehearse(self, batches: Sequence[Any]) -> None:
@@ -214,13 +216,15 @@ class Stepper:
             del loss, weighted, scaled, part
         return _mean(losses, weights)
 
-    def _move(self) -> tuple[bool, Tensor | None, Tensor | None]:
+    def _move(self) -> tuple[bool, Tensor | None, Tensor | float | None]:
         """Unscale, clip, and step if everything is finite."""
         settings, scaler = self._settings, self.scaler
         scale = None
         if scaler is not None:
-            assert scaler.scale_tensor is not None, "backward scaled a loss"
-            scale = scaler.scale_tensor.clone()
+            scale = scaler.known_scale
+            if scale is None:
+                assert scaler.scale_tensor is not None, "backward scaled a loss"
+                scale = scaler.scale_tensor.clone()
             if settings.max_gradient_norm is not None:
                 scaler.unscale_(self._optimizer)
         norm = self._clip()
@@ -287,23 +291,6 @@ class Stepper:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def _meter(self) -> MemoryMeter | None:
-        wanted = self._settings.measure_memory
-        if wanted or (wanted is None and self.device.type != "cpu"):
-            return device_meter(self.device)
-        return None
-
-    def _moments(self) -> list[Tensor]:
-        return tensors([dict(state) for state in self._optimizer.state.values()])
-
-    def _shapes(self, batches: Sequence[Any]) -> set[Any]:
-        if self.processes.count == 1:
-            return set()
-        return {
-            tuple((tuple(t.shape), t.dtype) for t in tensors(batch))
-            for batch in batches
-        }
-
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error says that memory ran out, on any device."""
@@ -323,3 +310,13 @@ def _mean(losses: list[Tensor], weights: list[float]) -> Tensor:
 
 def _count_samples(batch: Any) -> float:
     return float(sample_count(batch) or 1)
+
+
+def _moments(optimizer: Optimizer) -> list[Tensor]:
+    return tensors([dict(state) for state in optimizer.state.values()])
+
+
+def _shapes(batches: Sequence[Any]) -> set[Any]:
+    return {
+        tuple((tuple(t.shape), t.dtype) for t in tensors(batch)) for batch in batches
+    }

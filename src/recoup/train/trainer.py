@@ -304,6 +304,7 @@ class Trainer:
             reports = processes.tell(report)
             if len({each.batches for each in reports}) > 1 or not report.batches:
                 break
+            run.last = None  # a result that nobody has needs no reading of its peak
             run.take(self._step(group, reports))
             position.advance(group)
             every = self.settings.snapshot_every_steps
