@@ -3,6 +3,7 @@
 import functools
 import itertools
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,10 @@ from recoup import (
     checkpoint,
     checkpoint_module,
     keep,
+    uncheckpoint_module,
 )
 from recoup.backend.fingerprints import fingerprint
+from recoup.engine.verification import LEDGER, Ledger
 from tests.support.counting import Alive, Operators
 
 _calls = itertools.count()
@@ -404,3 +407,53 @@ def test_a_fingerprint_does_not_depend_on_strides():
     tensor = torch.randn(6, 7)
     apart = torch.randn(12, 14)[::2, ::2].copy_(tensor)
     assert torch.equal(fingerprint(tensor), fingerprint(apart))
+
+
+def test_operators_that_come_by_turns_are_each_verified_once():
+    ledger, verified = Ledger(), []
+    for signature in (1, 2, 1, 2, 1, 2, 1, 2):
+        if ledger.needs("key"):
+            verified.append(signature)
+            ledger.done("key", signature)
+        else:
+            ledger.ran("key", signature)
+    # The second came unverified; what ran next was verified as well, and then itself.
+    assert verified == [1, 1, 2]
+
+
+def test_operators_that_never_come_again_are_not_waited_for_without_end():
+    ledger = Ledger()
+    ledger.done("key", 1)
+    ledger.ran("key", 2)
+    verified = 0
+    while ledger.needs("key"):
+        ledger.done("key", 1)
+        verified += 1
+    assert verified == 4
+
+
+def test_every_module_is_verified_whatever_others_of_its_class_were():
+    class Multiplied(torch.nn.Module):
+        def forward(self, x: Tensor, operator: Any) -> Tensor:
+            return multiplied(x, operator)
+
+    checkpoint_module(Multiplied())(vector(), steady).sum().backward()
+    for _ in range(2):
+        module = checkpoint_module(Multiplied())
+        with pytest.raises(MismatchError):
+            module(vector(), fickle).sum().backward()
+
+
+def test_nothing_is_remembered_of_modules_that_are_gone():
+    def run() -> None:
+        module = torch.nn.Sequential(torch.nn.Tanh(), torch.nn.Sigmoid())
+        for _ in range(3):
+            checkpoint_module(module)
+            module(vector()).sum().backward()
+            uncheckpoint_module(module)
+
+    run()
+    before = len(LEDGER)
+    for _ in range(5):
+        run()
+    assert len(LEDGER) == before

@@ -28,6 +28,32 @@ def test_regions_are_put_on_once_and_taken_off_again():
     model(torch.randn(1, 3, 8, 8))
 
 
+class Classifier(nn.Module):
+    """A stem and a head around layers, each made of parts, all of them sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(4, 4, 3), nn.ReLU()) for _ in range(3)
+        )
+        self.head = nn.Sequential(nn.Flatten(), nn.LazyLinear(2))
+
+
+@pytest.mark.parametrize("make", [stages, Classifier])
+def test_what_comes_once_is_left_out_if_only_repeated_blocks_are_wanted(make):
+    model = make()
+    repeated = checkpoint_blocks(model, only_repeated=True)
+    rest = checkpoint_blocks(model)
+    assert len(repeated) == (5 if make is stages else 3)
+    assert len(rest) == (1 if make is stages else 2)
+
+
+def test_a_model_in_which_nothing_repeats_has_all_its_parts_recomputed():
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), Residual(4))
+    assert len(checkpoint_blocks(model, only_repeated=True)) == 2
+
+
 def test_a_block_that_is_used_twice_gets_one_region():
     block = Residual(4)
     assert checkpoint_blocks(nn.Sequential(block, block, Residual(4))).count(block) == 1

@@ -2,9 +2,10 @@
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from weakref import WeakSet, finalize, ref
 
 from torch import nn
 
@@ -15,11 +16,12 @@ from recoup.engine.options import Options
 from recoup.engine.policies import Policy, recomputes_beside
 from recoup.engine.rerun import rerun
 from recoup.engine.tiers.protocol import Tier
-from recoup.engine.verification import Verify, check_verify
+from recoup.engine.verification import LEDGER, Verify, check_verify
 
 _ATTACHED = "_recoup_attached"
 _FLAG = "use_gradient_checkpointing"
 _ABSENT = "absent"
+_KNOWN: WeakSet[nn.Module] = WeakSet()
 
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -89,6 +91,7 @@ def checkpoint_module(
         attached: Attached | Replaced = _replace(module)
     else:
         attached = Attached(name, options)
+        _forget_at_its_end(module)
         attached.handles = (
             module.register_forward_pre_hook(attached.before, with_kwargs=True),
             module.register_forward_hook(attached.after, always_call=True),
@@ -126,6 +129,19 @@ def _require_module(module: object) -> None:
         raise UsageError(f"this takes a module: got {type(module).__name__}.")
 
 
+def _key(module: nn.Module) -> Hashable:
+    """Return what verification knows a module by: itself, whatever its name."""
+    return "module", ref(module)
+
+
+def _forget_at_its_end(module: nn.Module) -> None:
+    if module not in _KNOWN:
+        _KNOWN.add(module)
+        key = _key(module)
+        hash(key)  # a weak reference has one after the end only if it had one before
+        finalize(module, LEDGER.forget, key).atexit = False
+
+
 @dataclass
 class Attached:
     """Opens a region before a module's forward and closes it afterwards."""
@@ -138,7 +154,7 @@ class Attached:
         """Open a region, if the module's flag says so."""
         del args, kwargs
         if module.__dict__.get(_FLAG, False):
-            begin(self, self.name, self.options, ("module", self.name, type(module)))
+            begin(self, self.name, self.options, _key(module))
         else:
             skip(self)
 

@@ -19,6 +19,8 @@ every time, every time against copies of all values (for debugging), or never.""
 
 _WORDS = get_args(Verify)
 
+_TRIES = 4
+
 _REASONS = (
     "Either the operator gives another result when it is run again (a "
     "nondeterministic kernel), or something wrote to the region's tensors without "
@@ -32,12 +34,20 @@ _WRITTEN = "what {} returned was changed inside the region after autograd saved 
 
 
 class Ledger:
-    """Remembers which regions have been verified, so that it is done once."""
+    """Remembers which regions have been verified, so that it is done once.
+
+    A region that runs other operators than were verified is due again, until those
+    have been. What does not come again is not waited for: after a few verifications
+    of others the region counts as verified.
+    """
 
     def __init__(self) -> None:
         self._done: dict[Hashable, set[int]] = {}
-        self._due: set[Hashable] = set()
+        self._due: dict[Hashable, dict[int, int]] = {}
         self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._done)
 
     def needs(self, key: Hashable) -> bool:
         """Return whether the region is to be verified when it is run next."""
@@ -47,13 +57,25 @@ class Ledger:
         """Take note that a region with these operators was verified."""
         with self._lock:
             self._done.setdefault(key, set()).add(signature)
-            self._due.discard(key)
+            waiting = self._due.pop(key, None)
+            if waiting is not None:
+                waiting.pop(signature, None)
+                left = {each: tries - 1 for each, tries in waiting.items() if tries > 1}
+                if left:
+                    self._due[key] = left
 
     def ran(self, key: Hashable, signature: int) -> None:
         """Take note that a region ran unverified; other operators make it due again."""
+        if signature in self._done.get(key, ()):
+            return
         with self._lock:
-            if signature not in self._done.get(key, ()):
-                self._due.add(key)
+            self._due.setdefault(key, {})[signature] = _TRIES
+
+    def forget(self, key: Hashable) -> None:
+        """Forget a region that is no more."""
+        with self._lock:
+            self._done.pop(key, None)
+            self._due.pop(key, None)
 
 
 LEDGER = Ledger()

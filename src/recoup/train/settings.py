@@ -24,7 +24,8 @@ class TrainerSettings:
         initial_loss_scale: The first loss scale; used with fp16 only.
         loss_scale_growth_interval: Good steps before the loss scale doubles.
         dynamic_loss_scale: False keeps the loss scale as it is.
-        use_gradient_checkpointing: Recompute every block of the model in backward.
+        use_gradient_checkpointing: Recompute the repeated blocks of the model in
+            backward: its layers, not its embedding, stem or head.
         budget: The peak bytes that a step may use on the device, as a number or as
             in `"8GiB"`; `fit` then plans what to keep and what to recompute.
         accumulation_steps: Batches whose gradients make one step.

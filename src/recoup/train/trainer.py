@@ -230,7 +230,7 @@ class Trainer:
             "steps": self._steps,
             "skipped": self._skipped,
             "pieces": self._stepper.recovery.pieces,
-            "recomputes": bool(self._checkpointed),
+            "recomputes": len(self._checkpointed),
             "position": self._position.state_dict(),
             "scheduler": _state_of(self.scheduler),
             "scaler": _state_of(self.scaler),
@@ -267,8 +267,8 @@ class Trainer:
         )
         self._steps, self._skipped = state["steps"], state["skipped"]
         self._stepper.recovery.pieces = state["pieces"]
-        if state["recomputes"] and not self._checkpointed:
-            self._checkpointed = checkpoint_blocks(unwrapped(self.model))
+        if state["recomputes"] > len(self._checkpointed):
+            self._checkpointed += checkpoint_blocks(unwrapped(self.model))
 
     def release(self) -> None:
         """Take off the model what was put on it: regions around blocks, or a plan."""
@@ -335,14 +335,16 @@ class Trainer:
     def _tighten(self) -> str | None:
         if self._fitted is not None and self._fitted.tighten():
             return "a tenth less memory is planned for"
-        if not self._checkpointed and self.settings.budget is None:
-            self._checkpointed = checkpoint_blocks(unwrapped(self.model))
-            if self._checkpointed:
+        if self.settings.budget is None:
+            blocks = checkpoint_blocks(unwrapped(self.model))
+            self._checkpointed += blocks
+            if blocks:
                 return "every block is recomputed in backward"
         return None
 
     def _require_blocks(self) -> None:
-        self._checkpointed = checkpoint_blocks(unwrapped(self.model))
+        model = unwrapped(self.model)
+        self._checkpointed = checkpoint_blocks(model, only_repeated=True)
         if not self._checkpointed:
             raise UsageError(
                 "use_gradient_checkpointing=True recomputes the repeated blocks of a "
