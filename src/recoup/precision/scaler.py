@@ -13,6 +13,13 @@ from torch.optim import Optimizer
 
 from recoup.backend.scaling import OpenScaler
 from recoup.core.errors import UsageError
+from recoup.precision.conditions import (
+    check_bounds,
+    check_device,
+    check_factors,
+    check_gradients,
+    default_device,
+)
 from recoup.precision.known_scale import KnownScale
 
 _log = logging.getLogger(__name__)
@@ -75,11 +82,11 @@ class GradientScaler(OpenScaler):
         max_scale: float = 2.0**32,
         dynamic: bool = True,
     ) -> None:
-        device = device or _default_device()
+        device = device or default_device()
         if enabled:
-            _check_device(device)
-            _check_bounds(init_scale, min_scale, max_scale)
-            _check_factors(growth_factor, backoff_factor, growth_interval)
+            check_device(device)
+            check_bounds(init_scale, min_scale, max_scale)
+            check_factors(growth_factor, backoff_factor, growth_interval)
         super().__init__(
             device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
@@ -146,7 +153,7 @@ class GradientScaler(OpenScaler):
             UsageError: There are no gradients, or they are in float16 themselves.
         """
         if self.is_enabled():
-            _check_gradients(optimizer)
+            check_gradients(optimizer)
         super().unscale_(optimizer)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -171,7 +178,7 @@ class GradientScaler(OpenScaler):
             self._outcomes.clear()
             self._iteration_is_over = False
         if not self.overflow_flags(optimizer):
-            _check_gradients(optimizer)
+            check_gradients(optimizer)
         self._outcomes.pop(id(optimizer), None)
         result = super().step(optimizer, **kwargs)
         if id(optimizer) not in self._outcomes:
@@ -221,7 +228,7 @@ class GradientScaler(OpenScaler):
             )
         if isinstance(new_scale, int | float):
             new_scale = float(new_scale)
-            _check_bounds(new_scale, self._min_scale, self._max_scale)
+            check_bounds(new_scale, self._min_scale, self._max_scale)
         overflowed = self._overflow(flags) if flags else False
         if new_scale is None and not self._dynamic:
             self.forget_checks()
@@ -345,36 +352,6 @@ class GradientScaler(OpenScaler):
             _log.warning("Gradient overflow detected. Reducing scale to %g", scale)
 
 
-def _default_device() -> str:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return "cpu" if accelerator is None else accelerator.type
-
-
-def _check_device(device: str) -> None:
-    if device != "cpu" and device != _default_device():
-        raise UsageError(
-            f"a scaler for {device!r} was asked for: there is no such device here. "
-            "Leave the device out, or give 'cpu', or enabled=False."
-        )
-
-
-def _check_bounds(scale: float, least: float, largest: float) -> None:
-    if not 0 < least <= scale <= largest or not math.isfinite(largest):
-        raise UsageError(
-            f"a scale lies between finite bounds above 0: got {scale:g} between "
-            f"min_scale={least:g} and max_scale={largest:g}."
-        )
-
-
-def _check_factors(growth: float, backoff: float, interval: int) -> None:
-    if not growth > 1 or not 0 < backoff < 1 or interval < 1:
-        raise UsageError(
-            "a scale grows by more than 1, backs off by a share between 0 and 1, and "
-            f"waits at least one step: got growth_factor={growth:g}, "
-            f"backoff_factor={backoff:g} and growth_interval={interval}."
-        )
-
-
 @dataclass(slots=True)
 class _Outcome:
     """What became of an optimizer's step: known on the host, or on the device."""
@@ -385,26 +362,6 @@ class _Outcome:
     def was_skipped(self) -> bool:
         self.skipped = bool(self.skipped)
         return self.skipped
-
-
-def _check_gradients(optimizer: Optimizer) -> None:
-    types = {
-        parameter.grad.dtype
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if parameter.grad is not None
-    }
-    if not types:
-        raise UsageError(
-            "the optimizer's parameters have no gradients. Run the backward pass of "
-            "scaler.scale(loss) first."
-        )
-    if torch.float16 in types:
-        raise UsageError(
-            "gradients in float16 cannot be unscaled without losing the small ones: "
-            "keep the parameters in float32 and compute under autocast, instead of "
-            "model.half()."
-        )
 
 
 def _any(flags: list[Tensor]) -> Tensor:
