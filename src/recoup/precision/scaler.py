@@ -2,12 +2,10 @@
 
 import ctypes
 import logging
-import math
 from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -59,10 +57,11 @@ class GradientScaler(OpenScaler):
         UsageError: A number is out of range, or there is no such device here.
 
     Examples:
+        >>> import torch
         >>> weight = torch.nn.Parameter(torch.ones(2))
         >>> optimizer = torch.optim.SGD([weight], lr=1.0)
         >>> scaler = GradientScaler("cpu", init_scale=8.0)
-        >>> scaler.scale((weight * torch.tensor([1.0, math.inf])).sum()).backward()
+        >>> scaler.scale((weight * torch.tensor([1.0, torch.inf])).sum()).backward()
         >>> scaler.step(optimizer)
         >>> scaler.update()
         >>> scaler.step_was_skipped(), scaler.get_scale(), scaler.overflow_rate
