@@ -85,7 +85,7 @@ from recoup.loops.savings import (
     should_checkpoint,
 )
 from recoup.measure.advice import Advice, Suggestion, suggest
-from recoup.planners.plan import frontier
+from recoup.planners.plan import frontier, plan
 from recoup.precision.ranges import RangeMonitor, RangeReport, RangeRow
 from recoup.precision.scaler import GradientScaler
 from recoup.precision.scope import MixedPrecisionScope
@@ -182,6 +182,7 @@ __all__ = [
     "keep",
     "mark_checkpoint",
     "measure",
+    "plan",
     "recompute",
     "rerun",
     "should_checkpoint",

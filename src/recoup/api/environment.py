@@ -7,12 +7,20 @@ from datetime import UTC, datetime
 import torch
 from torch import nn
 
+from recoup.backend.ledger import storages_in
+from recoup.core.figures import figures_of
 from recoup.core.units import print_bytes
 from recoup.core.version import VERSION
 
 
-def environment(device: torch.device) -> tuple[tuple[str, str], ...]:
+def environment(
+    device: torch.device, *, estimated_for: str = ""
+) -> tuple[tuple[str, str], ...]:
     """Return names and values of what a measurement depends on.
+
+    Args:
+        device: Where it ran.
+        estimated_for: The device whose times were estimated, if it did not run.
 
     Examples:
         >>> [name for name, _ in environment(torch.device("cpu"))]
@@ -23,7 +31,7 @@ def environment(device: torch.device) -> tuple[tuple[str, str], ...]:
         ("torch", str(torch.__version__)),
         ("Python", platform.python_version()),
         ("system", f"{platform.system()} {platform.machine()}"),
-        ("device", device_words(device)),
+        ("device", _estimate_words(estimated_for) or device_words(device)),
         ("date", datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")),
     )
 
@@ -39,6 +47,16 @@ def device_words(device: torch.device) -> str:
         _, total_bytes = torch.cuda.mem_get_info(device)
         return f"{torch.cuda.get_device_name(device)}, {print_bytes(total_bytes)}"
     return "the processor" if device.type == "cpu" else str(device)
+
+
+def _estimate_words(name: str) -> str:
+    if not name:
+        return ""
+    if name == "cpu":
+        return "the processor; times estimated"
+    figures = figures_of(name)
+    memory = print_bytes(figures.memory_bytes)
+    return f"{name}, {memory}, not here; times estimated by its figures"
 
 
 def resident_bytes(model: nn.Module) -> tuple[tuple[str, int], ...]:
@@ -64,9 +82,8 @@ def resident_bytes(model: nn.Module) -> tuple[tuple[str, int], ...]:
 
 def _bytes_of(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
     total = 0
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in seen:
-            seen.add(storage.data_ptr())
+    for storage in storages_in(list(tensors)):
+        if id(storage) not in seen:
+            seen.add(id(storage))
             total += storage.nbytes()
     return total

@@ -50,13 +50,14 @@ def fit_findings(
     )
 
 
-def graph_findings(
+def graph_findings(  # noqa: PLR0913 (a report has many parts)
     graph: Graph,
     model: nn.Module,
     *,
     others: Sequence[Solution] = (),
     chosen: Sequence[Segment] = (),
     budget_bytes: int = 0,
+    reserved_bytes: int = 0,
     title: str = "",
 ) -> Findings:
     """Return what is known of a measured step, without running a plan.
@@ -67,6 +68,7 @@ def graph_findings(
         others: Plans to show.
         chosen: The plan to show first; by default the plain run.
         budget_bytes: The budget it is for; 0: none.
+        reserved_bytes: What is kept free besides, as for an optimizer's state.
         title: What the report is about; by default the kind of the model.
     """
     return compose(
@@ -76,7 +78,10 @@ def graph_findings(
         title=title or type(model).__name__,
         budget_bytes=budget_bytes,
         resident=resident_bytes(model),
-        environment=environment(_device(model, None)),
+        reserved_bytes=reserved_bytes,
+        environment=environment(
+            _device(model, None), estimated_for=graph.estimated_for
+        ),
     )
 
 

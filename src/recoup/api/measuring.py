@@ -6,12 +6,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from recoup.core.errors import UsageError
+from recoup.core.figures import FIGURES, Figures, figures_of
 from recoup.core.graph import Graph
+from recoup.measure.dry import measure_dry
 from recoup.measure.floor import measure_floor
+from recoup.measure.roofline import here
 from recoup.measure.training import training_step, untouched
 
 
-def measure(
+def measure(  # noqa: PLR0913 (a step can be described in several ways)
     model: nn.Module,
     batch: Any = None,
     *,
@@ -19,18 +23,59 @@ def measure(
     step: Callable[[], object] | None = None,
     blocks: Sequence[str] | None = None,
     device: torch.device | str | None = None,
+    dry: bool = False,
 ) -> Graph:
     """Run a step at the least memory it can run in, and return its graph.
 
     The arguments are those of `fit`. The model is afterwards as it was before.
 
-    Costs four steps.
+    Costs four steps. Dry, it computes nothing and takes no memory, so that it does for
+    a model that does not fit here, or for a device that is not here: some
+    milliseconds for each operator. The model and the batch may be on the meta device.
+    Bytes are those of the real step on the model's device (of a model on the meta
+    device: on the processor). Times are estimates, from what a device does at best.
+    Plan with such a graph, with `plan` and `frontier`; to apply a plan, `fit` the model
+    where it runs.
+
+    Args:
+        model: The model.
+        batch: What it is called with.
+        loss: Computes the loss from the output (and the target).
+        step: Runs forward and backward by itself, instead of `batch` and `loss`.
+        blocks: The paths of the modules between which the model is cut.
+        device: Where to count memory. Dry, the device to estimate times for: h200,
+            h100, a100, rtx4090, or by default this machine's processor.
+        dry: Do not compute the step.
+
+    Raises:
+        UsageError: The arguments describe no step, or there is no such device.
+        UnsupportedError: Dry, and what the step does depends on the numbers in its
+            tensors, or it has recurrent layers that keep what only their kernels know.
 
     Examples:
         >>> graph = measure(nn.Linear(4, 4), torch.ones(2, 4), loss=Tensor.sum)
         >>> [operation.name for operation in graph.operations]
         ['aten.addmm.default', 'aten.sum.default', 'aten.ones_like.default']
+        >>> with torch.device("meta"):
+        ...     model, batch = nn.Linear(40_000, 40_000), torch.empty(64, 40_000)
+        >>> graph = measure(model, batch, loss=Tensor.sum, dry=True, device="h100")
+        >>> graph.estimated_for, graph.saved_bytes
+        ('h100', 0)
     """
+    if dry:
+        return measure_dry(
+            model, batch, figures=_figures(device), loss=loss, step=step, names=blocks
+        )
+    if isinstance(device, str) and device.lower() in FIGURES:
+        raise UsageError(
+            f"to measure for {device!r} without being there, give dry=True as well."
+        )
     described = training_step(model, batch, loss=loss, step=step, device=device)
     with untouched(model):
         return measure_floor(described, names=blocks)
+
+
+def _figures(device: torch.device | str | None) -> Figures:
+    if device is None or str(device) == "cpu":
+        return here()
+    return figures_of(str(device))

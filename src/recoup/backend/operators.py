@@ -189,6 +189,8 @@ def _is_out(written: tuple[int | str, ...]) -> bool:
 
 
 def _passes(operator: OpOverload, written: tuple[int | str, ...]) -> bool:
+    if operator._schema.name in _ASKED:
+        return True
     if torch.Tag.inplace_view in operator.tags:
         return operator._schema.name not in _RESIZING
     aliases = any(
@@ -315,6 +317,9 @@ _ASKING = frozenset({"aten::mkldnn_rnn_layer"})
 
 # oneDNN's workspace has padding.
 _RAGGED = {"aten::mkldnn_rnn_layer": (3,)}
+
+# Where a tensor without memory is, is asked through the dispatcher.
+_ASKED = frozenset({"prim::device"})
 
 _RESIZING = frozenset({"aten::resize_", "aten::resize_as_", "aten::_resize_output_"})
 

@@ -1,10 +1,31 @@
 """How long an operator takes: by events on an accelerator, by the clock elsewhere."""
 
+import contextlib
 import time
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
+
+REPEATS = 3
+"""How often an operator that is met for the first time is run again for its time."""
+
+
+class Timer(Protocol):
+    """Says how long operators take; what it says of a run is asked for by number."""
+
+    def run(self, call: partial[Any]) -> tuple[Any, int]:
+        """Run an operator once; return its result and the number of its time."""
+        ...
+
+    def again(self, call: partial[Any], number: int) -> int:
+        """Return the number of a better time for an operator that has run."""
+        ...
+
+    def seconds(self, number: int) -> float:
+        """Return how long one call took."""
+        ...
 
 
 class OperatorTimer:
@@ -45,6 +66,21 @@ class OperatorTimer:
             least = min(least, time.perf_counter() - start)
         self._seconds.append(least)
         return len(self._seconds) - 1
+
+    def run(self, call: partial[Any]) -> tuple[Any, int]:
+        """Run an operator once; return its result and the number of its time."""
+        box: list[Any] = []
+        number = self.time(lambda: box.append(call()))
+        return box.pop(), number
+
+    def again(self, call: partial[Any], number: int) -> int:
+        """Run an operator again, whose first run takes longer than later ones.
+
+        Where memory is short, its one run will do.
+        """
+        with contextlib.suppress(torch.OutOfMemoryError):
+            number = self.time(call, repeats=REPEATS)
+        return number
 
     def seconds(self, number: int) -> float:
         """Return how long one call took."""

@@ -5,40 +5,25 @@ from typing import Annotated
 
 import typer
 
+from recoup.cli.arguments import (
+    AsJson,
+    BudgetText,
+    ChartPath,
+    Debug,
+    DeviceName,
+    Dry,
+    FindingsPath,
+    Offload,
+    PagePath,
+    PlanPath,
+    Points,
+    TargetName,
+    check_device,
+    read_budget,
+)
 from recoup.cli.outputs import as_json, check_writable, read_text, write_whole
-from recoup.cli.statuses import USAGE, CommandError
-from recoup.core.errors import UsageError
-from recoup.core.units import parse_bytes, print_bytes, print_seconds
+from recoup.core.units import print_bytes, print_seconds
 from recoup.core.version import VERSION
-
-TargetName = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODULE:FUNCTION",
-        help="A function of yours that returns (model, batch), and optionally loss "
-        "and optimizer; or path/to/file.py:function.",
-    ),
-]
-BudgetText = Annotated[
-    str | None,
-    typer.Option(
-        "--budget",
-        help="Peak bytes, everything counted: 8GiB, 600MB, or 60% of the plain peak. "
-        "By default what the device has.",
-    ),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show a traceback on errors.")]
-Offload = Annotated[
-    bool, typer.Option("--offload", help="Values may also wait on the host.")
-]
-Points = Annotated[int, typer.Option(min=2, max=64, help="How many budgets to try.")]
-PagePath = Annotated[Path | None, typer.Option(help="Write the report page there.")]
-PlanPath = Annotated[Path | None, typer.Option(help="Write the plan there, as JSON.")]
-FindingsPath = Annotated[
-    Path | None, typer.Option(help="Write all findings there, as JSON.")
-]
-ChartPath = Annotated[Path | None, typer.Option(help="Write the chart there, as SVG.")]
 
 
 def _print_version(wanted: bool) -> None:  # noqa: FBT001 (as typer calls it)
@@ -135,67 +120,92 @@ def fit(  # noqa: PLR0913 (one for each thing to be had)
 def measure(
     target: TargetName,
     *,
-    dry: Annotated[
-        bool, typer.Option("--dry", help="For a machine that is not here.")
-    ] = False,
+    budget: BudgetText = None,
+    dry: Dry = False,
+    device: DeviceName = None,
     json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Measure one step: where its memory goes, and how little it could do with."""
     del debug
-    if dry:
-        raise CommandError(
-            "a measurement without running the step (--dry) is not part of this "
-            "version. Leave out --dry to run it at the least memory it needs",
-            status=USAGE,
-        )
+    asked = read_budget(budget)
+    check_device(device, dry=dry)
 
     from recoup.cli.targets import load_target
-    from recoup.cli.work import graph_numbers, measure_findings
-    from recoup.report.texts import alive_text, blocks_text, timeline_text
+    from recoup.cli.work import Way, graph_numbers, measure_findings
+    from recoup.report.texts import (
+        alive_text,
+        blocks_text,
+        estimate_words,
+        timeline_text,
+    )
     from recoup.report.texts import table as table_of
 
-    graph, found = measure_findings(load_target(target))
+    graph, found = measure_findings(
+        load_target(target, dry=dry), Way(dry=dry, device=device), asked
+    )
     numbers = graph_numbers(graph)
+    view = found.plan
+    if found.budget_bytes:
+        numbers |= {
+            "budget_bytes": found.budget_bytes,
+            "planned_peak_bytes": view.peak_bytes,
+            "planned_seconds": view.seconds,
+        }
     if json:
         print(as_json({"target": target, **numbers}))
         return
     rows = [
         ["operators of forward", str(numbers["operators"])],
         ["saved for backward", print_bytes(numbers["saved_bytes"])],
-        ["plain peak", print_bytes(numbers["plain_peak_bytes"])],
+        ["plain peak", print_bytes(found.plain_peak_bytes)],
         ["smallest peak", print_bytes(numbers["floor_bytes"])],
         ["time of a step", print_seconds(numbers["step_seconds"])],
     ]
-    view = found.plan
+    if found.budget_bytes:
+        rows += [
+            ["budget", print_bytes(found.budget_bytes)],
+            ["peak with the plan", print_bytes(view.peak_bytes)],
+            ["time with the plan", print_seconds(view.seconds)],
+        ]
     for text in (
         table_of([target, ""], rows),
+        estimate_words(found.estimated_for),
         timeline_text(view.timeline),
         alive_text(view.timeline),
         blocks_text(view),
     ):
-        print(text, end="\n\n")
+        if text:
+            print(text, end="\n\n")
 
 
-def frontier(
+def frontier(  # noqa: PLR0913 (one for each thing to be had)
     target: TargetName,
     *,
     points: Points = 9,
     offload: Offload = False,
+    dry: Dry = False,
+    device: DeviceName = None,
     chart: ChartPath = None,
     json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Work out the fastest plan for many budgets: time against memory."""
     del debug
+    check_device(device, dry=dry)
     check_writable(chart)
 
     from recoup.cli.targets import load_target
-    from recoup.cli.work import frontier_findings
+    from recoup.cli.work import Way, frontier_findings
     from recoup.report.charts import frontier_chart
-    from recoup.report.texts import frontier_text
+    from recoup.report.texts import estimate_words, frontier_text
 
-    found = frontier_findings(load_target(target), points, offload=offload)
+    found = frontier_findings(
+        load_target(target, dry=dry),
+        points,
+        offload=offload,
+        way=Way(dry=dry, device=device),
+    )
     if chart is not None:
         write_whole(chart, frontier_chart(found))
     if json:
@@ -203,9 +213,14 @@ def frontier(
             {"peak_bytes": view.peak_bytes, "seconds": view.seconds}
             for view in found.plans
         ]
-        print(as_json({"target": target, "plans": plans}))
+        estimated_for = found.estimated_for
+        print(
+            as_json({"target": target, "estimated_for": estimated_for, "plans": plans})
+        )
         return
     print(frontier_text(found))
+    if found.estimated_for:
+        print(f"\n{estimate_words(found.estimated_for)}")
 
 
 def compare(
@@ -340,33 +355,6 @@ def doctor(*, json: AsJson = False, debug: Debug = False) -> int:
     found = examine()
     print(as_json(found) if json else examination_text(found))
     return 0 if found["works"] else 1
-
-
-def read_budget(text: str | None) -> str | float | None:
-    """Return a budget as `fit` takes it; a share may be written in percent.
-
-    Raises:
-        UsageError: It is neither bytes nor a share.
-
-    Examples:
-        >>> read_budget("60%"), read_budget("8GiB"), read_budget(None)
-        (0.6, '8GiB', None)
-    """
-    if text is None:
-        return None
-    if text.endswith("%"):
-        try:
-            share = float(text[:-1]) / 100
-        except ValueError:
-            share = 0.0
-        if not 0 < share <= 1:
-            raise UsageError(
-                f"a share of the plain peak is above 0% and up to 100%: got {text!r}."
-            )
-        return share
-    if parse_bytes(text) <= 0:
-        raise UsageError(f"a budget is more than no bytes: got {text!r}.")
-    return text
 
 
 COMMANDS = (demo, fit, measure, frontier, compare, table, explain, report, doctor)

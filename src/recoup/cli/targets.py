@@ -40,8 +40,13 @@ class Target:
     step: Any = None
 
 
-def load_target(name: str) -> Target:
+def load_target(name: str, *, dry: bool = False) -> Target:
     """Import the user's function, call it, and return what it describes.
+
+    Args:
+        name: How the user named it.
+        dry: Try to have it make everything on the meta device, without memory. A
+            function that cannot do so is called as it is.
 
     Raises:
         CommandError: There is no such function, it raised, or it returned something
@@ -59,6 +64,8 @@ def load_target(name: str) -> Target:
             f"{place!r} has no function {function_name!r}.{listed} {_FORM}",
             status=USAGE,
         )
+    if dry and (described := _without_memory(name, function)) is not None:
+        return described
     try:
         returned = function()
     except Exception as error:
@@ -68,6 +75,18 @@ def load_target(name: str) -> Target:
             status=TARGET,
         ) from error
     return _described(name, returned)
+
+
+def _without_memory(name: str, function: Callable[[], object]) -> Target | None:
+    """Return what a function describes if it can do so on the meta device."""
+    torch = importlib.import_module("torch")
+    try:
+        with torch.device("meta"):
+            described = _described(name, function())
+    except Exception:  # noqa: BLE001 (then it is called again, and its errors shown)
+        return None
+    # A step of its own has tensors in it that nothing can stand in for.
+    return described if described.step is None else None
 
 
 def _module(place: str) -> ModuleType:

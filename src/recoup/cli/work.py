@@ -5,17 +5,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from recoup.api.budgets import budget_bytes, infeasible_with
 from recoup.api.findings import graph_findings
 from recoup.api.fit import Fit, fit
 from recoup.api.measuring import measure
 from recoup.cli.targets import Target
-from recoup.core.errors import UsageError
+from recoup.core.errors import InfeasibleError, UsageError
 from recoup.core.graph import Graph
-from recoup.core.segments import Action
+from recoup.core.segments import Action, Segment
 from recoup.core.simulation import simulate
+from recoup.core.units import print_bytes
+from recoup.measure.optimizers import missing_state_bytes
 from recoup.measure.training import takes_target
 from recoup.planners.plan import floor, frontier, plan
 from recoup.report.composition import baselines
@@ -55,22 +59,86 @@ def fit_target(
     return fitted, fitted.findings(title=target.name, points=points)
 
 
-def measure_target(target: Target) -> Graph:
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a step is measured.
+
+    Attributes:
+        dry: Without computing it.
+        device: The device whose times are estimated, if dry; None: this processor.
+    """
+
+    dry: bool = False
+    device: str | None = None
+
+
+_REAL = Way()
+
+
+def measure_target(target: Target, way: Way = _REAL) -> Graph:
     """Measure a step of the user's model."""
-    with _status("measuring a step at the least memory"):
-        return measure(target.model, target.batch, loss=target.loss, step=target.step)
+    doing = "running a step without memory" if way.dry else "measuring a step"
+    with _status(doing):
+        return measure(
+            target.model,
+            target.batch,
+            loss=target.loss,
+            step=target.step,
+            dry=way.dry,
+            device=way.device,
+        )
 
 
-def measure_findings(target: Target) -> tuple[Graph, Findings]:
-    """Measure a step, and return what is known of it without any plan."""
-    graph = measure_target(target)
-    found = graph_findings(graph, target.model, title=target.name)
+def measure_findings(
+    target: Target, way: Way, budget: str | float | None
+) -> tuple[Graph, Findings]:
+    """Measure a step; return what is known of it, and of a plan if there is a budget.
+
+    Room is left for the state of an optimizer that has none yet.
+
+    Raises:
+        InfeasibleError: No plan fits into the budget.
+    """
+    graph = measure_target(target, way)
+    reserved_bytes = _reserved_bytes(target)
+    asked_bytes = 0
+    chosen: tuple[Segment, ...] = ()
+    if budget is not None:
+        plain_bytes = simulate(graph, ()).peak_bytes + reserved_bytes
+        asked_bytes = budget_bytes(budget, plain_bytes, torch.device("cpu"))
+        with _status(f"planning for {print_bytes(asked_bytes)}"):
+            chosen = _chosen(graph, asked_bytes, reserved_bytes)
+    found = graph_findings(
+        graph,
+        target.model,
+        chosen=chosen,
+        budget_bytes=asked_bytes,
+        reserved_bytes=reserved_bytes,
+        title=target.name,
+    )
     return graph, found
 
 
-def frontier_findings(target: Target, points: int, *, offload: bool) -> Findings:
+def _chosen(graph: Graph, asked_bytes: int, reserved_bytes: int) -> tuple[Segment, ...]:
+    try:
+        left_bytes = asked_bytes - reserved_bytes
+        return plan(graph, left_bytes, allow=_allowed(offload=False)).segments
+    except InfeasibleError as error:
+        raise infeasible_with(error, reserved_bytes, asked_bytes) from None
+
+
+def _reserved_bytes(target: Target) -> int:
+    if target.optimizer is None:
+        return 0
+    parameters = target.optimizer.param_groups[0]["params"]
+    return missing_state_bytes(target.optimizer, parameters[0].device)
+
+
+def frontier_findings(
+    target: Target, points: int, *, offload: bool, way: Way = _REAL
+) -> Findings:
     """Measure a step, and work out the fastest plans for many budgets."""
-    graph = measure_target(target)
+    graph = measure_target(target, way)
     allow = _allowed(offload=offload)
     with _status(f"planning for {points} budgets"):
         others = frontier(graph, points=points, allow=allow)
@@ -128,6 +196,7 @@ def graph_numbers(graph: Graph) -> dict[str, Any]:
             graph, allow=frozenset({Action.KEEP})
         ).simulation.peak_bytes,
         "step_seconds": graph.step_seconds,
+        "estimated_for": graph.estimated_for,
         "link_bytes_per_second": graph.link_bytes_per_second,
     }
 

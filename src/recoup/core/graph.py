@@ -136,6 +136,8 @@ class Graph:
         blocks: The numbers of the boundaries between which the model repeats itself or
             is best cut; increasing, the first and the last boundary of the part that
             is planned included.
+        estimated_for: The device that times were estimated for, without running the
+            step; empty: they were measured.
     """
 
     operations: tuple[Operation, ...]
@@ -150,6 +152,7 @@ class Graph:
     link_bytes_per_second: float = 0.0
     blocks: tuple[int, ...] = field(default=())
     own_bytes: tuple[int, ...] = field(default=())
+    estimated_for: str = ""
 
     def __post_init__(self) -> None:
         if len(self.other_bytes) != self.moments:

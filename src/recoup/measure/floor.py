@@ -1,19 +1,11 @@
 """The measured step: traced at floor memory, with every block recomputed."""
 
-import math
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
-from torch import nn
-from torch.utils.hooks import RemovableHandle
 
-from recoup.backend.graph import pop_hooks, push_hooks
-from recoup.backend.ledger import storages_in
 from recoup.backend.links import link_bytes_per_second
 from recoup.backend.memory import device_meter
 from recoup.backend.timers import OperatorTimer
@@ -21,14 +13,10 @@ from recoup.backend.trees import tensors
 from recoup.core.errors import UsageError
 from recoup.core.graph import Graph
 from recoup.core.simulation import simulate
-from recoup.engine.observers import subscribe, unsubscribe
-from recoup.engine.plans import Applied
 from recoup.engine.runs import Cuts
-from recoup.measure.blocks import block_names
-from recoup.measure.graphs import graph_of, recompute_all, torn_blocks
+from recoup.measure.graphs import graph_of, recompute_all
+from recoup.measure.observation import Instruments, cut, observe
 from recoup.measure.recording import recording_seconds
-from recoup.measure.trace import Trace
-from recoup.measure.tracing import Tracer
 from recoup.measure.training import TrainingStep
 
 
@@ -87,25 +75,22 @@ def measure_floor(
 
     Raises:
         UsageError: A named block does not exist, or the step does not call the model
-            exactly once.
+            exactly once, or the model has no memory.
     """
-    known = {name for name, _ in step.model.named_modules()}
-    chosen = tuple(names) if names is not None else block_names(step.model)
-    for name in chosen:
-        if name not in known:
-            raise UsageError(f"the model has no module {name!r} to take as a block.")
-    cuts = every_kth(chosen) if _are_leaves(step.model, chosen) else chosen
-    with _cut(step, Cuts(cuts)):
-        step.model.zero_grad(set_to_none=True)
-        step.run()
-    trace, timer = _trace(step, cuts, resident)
-    torn = torn_blocks(trace, cuts)
-    if torn:
-        cuts = tuple(name for name in cuts if name not in torn)
-        trace, timer = _trace(step, cuts, resident)
-    with _cut(step, Cuts(cuts)):
+    if any(parameter.is_meta for parameter in step.model.parameters()):
+        raise UsageError(
+            "the model is on the meta device, where nothing can be computed. Make it "
+            "on a real one, or measure it dry: recoup.measure(..., dry=True)."
+        )
+    instruments = Instruments(
+        meter=lambda: device_meter(step.device),
+        timer=lambda: OperatorTimer(step.device),
+    )
+    seen = observe(step, instruments, names=names, resident=resident)
+    trace, timer = seen.trace, seen.timer
+    with cut(step, Cuts(seen.cuts)):
         floor_seconds, host_seconds = _time_forward_too(step)
-    graph = graph_of(trace, timer.seconds, blocks=cuts)
+    graph = graph_of(trace, timer.seconds, blocks=seen.cuts)
     graph = replace(
         graph,
         step_seconds=graph.forward_seconds
@@ -170,89 +155,6 @@ def _time_forward_too(step: TrainingStep) -> tuple[float, float]:
             handle.remove()
     spans = [stop - start for start, stop in zip(*[iter(moments)] * 2, strict=False)]
     return seconds, min(spans, default=0.0)
-
-
-def every_kth(names: Sequence[str]) -> tuple[str, ...]:
-    """Return about the square root of as many names, evenly spread."""
-    return tuple(names[:: max(1, math.isqrt(len(names)))])
-
-
-def _trace(
-    step: TrainingStep, cuts: tuple[str, ...], resident: Sequence[object]
-) -> tuple[Trace, OperatorTimer]:
-    timer = OperatorTimer(step.device)
-    step.model.zero_grad(set_to_none=True)
-    storages = storages_in((step.model, step.batch, list(resident)))
-    with device_meter(step.device) as meter:
-        meter.track(step.model, *tensors(step.batch), *tensors(list(resident)))
-        tracer = Tracer(meter, timer, storages)
-        subscribe(tracer)
-        push_hooks(*tracer.plain_hooks())
-        try:
-            with (
-                _boundaries_noted(step.model, tracer),
-                _cut(step, Cuts(cuts, policy=tracer)),
-                tracer,
-            ):
-                step.run()
-        finally:
-            pop_hooks()
-            unsubscribe(tracer)
-        trace = tracer.close()
-    step.model.zero_grad(set_to_none=True)
-    return trace, timer
-
-
-@contextmanager
-def _cut(step: TrainingStep, cuts: Cuts) -> Iterator[None]:
-    applied = Applied(step.model, cuts)
-    try:
-        yield
-    finally:
-        applied.remove()
-
-
-@contextmanager
-def _boundaries_noted(model: nn.Module, tracer: Tracer) -> Iterator[None]:
-    """Tell the tracer whenever a module is entered or left."""
-    calls: Counter[tuple[str, bool]] = Counter()
-
-    def note(
-        name: str,
-        entering: bool,  # noqa: FBT001
-        _: nn.Module,
-        args: object,
-        kwargs: object,
-        output: object = None,
-    ) -> None:
-        call = calls[name, entering]
-        calls[name, entering] += 1
-        if not name and call:
-            raise UsageError(
-                "the step calls the model more than once, and a plan is for one call. "
-                "Put the calls into one module, and give that as the model."
-            )
-        tracer.reach(
-            name, call, entering=entering, passed=tensors([args, kwargs, output])
-        )
-
-    handles: list[RemovableHandle] = []
-    for name, module in model.named_modules():
-        handles += [
-            module.register_forward_pre_hook(
-                partial(note, name, True), with_kwargs=True, prepend=True
-            ),
-            module.register_forward_hook(partial(note, name, False), with_kwargs=True),
-        ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _are_leaves(model: nn.Module, names: Sequence[str]) -> bool:
-    return all(not list(model.get_submodule(name).children()) for name in names)
 
 
 def _timed(step: TrainingStep) -> float:

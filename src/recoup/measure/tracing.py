@@ -1,19 +1,20 @@
 """Trace one training step: every operator, every saved tensor, every byte."""
 
-import contextlib
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from recoup.backend.dispatch import OperatorMode
+from recoup.backend.fakes import makes_no_memory
 from recoup.backend.graph import Pack, Unpack, ambient_hooks, current_backward
 from recoup.backend.ledger import storages_in
 from recoup.backend.memory import MemoryMeter
 from recoup.backend.operators import Facts, facts_of
-from recoup.backend.timers import OperatorTimer
+from recoup.backend.timers import Timer
 from recoup.engine.observers import Watched
 from recoup.engine.recomputing import is_recomputing
 from recoup.engine.region import Region
@@ -26,12 +27,6 @@ from recoup.measure.trace import (
     TracedStorage,
     TracedValue,
 )
-
-REPEATS = 3
-"""How often an operator that is met for the first time is run again for its time."""
-
-MOST_TIMED_AGAIN_BYTES = 1 << 32
-"""Operators whose results are larger are timed by their one run."""
 
 
 class Tracer(OperatorMode):
@@ -48,7 +43,7 @@ class Tracer(OperatorMode):
     def __init__(
         self,
         meter: MemoryMeter,
-        timer: OperatorTimer,
+        timer: Timer,
         resident: Iterable[torch.UntypedStorage] = (),
     ) -> None:
         super().__init__()
@@ -81,23 +76,21 @@ class Tracer(OperatorMode):
         facts = self._facts.get(func)
         if facts is None:
             facts = self._facts[func] = facts_of(func)
-        if facts.passes or is_recomputing() or _has_no_memory(kwargs):
+        if facts.passes or is_recomputing() or makes_no_memory(kwargs):
             return func(*args, **kwargs)
         if not self._in_backward and current_backward() != -1:
             self._in_backward = True
         self._bury()
         if self._in_backward:
-            box: list[Any] = []
             self._meter.reset_peak()
             before_bytes = self._meter.live_bytes
-            timing = self._timer.time(lambda: box.append(func(*args, **kwargs)))
+            call = partial(func, *args, **kwargs)
+            out, timing = self._timer.run(call)
             peak_bytes = self._meter.peak_bytes
             self.trace.backward_bytes.append(peak_bytes)
             self.trace.backward_own_bytes.append(peak_bytes - before_bytes)
-            self.trace.backward_timings.append(
-                self._time_again(facts, func, args, kwargs, timing)
-            )
-            return box.pop()
+            self.trace.backward_timings.append(self._time_again(facts, call, timing))
+            return out
         return self._forward(facts, func, args, kwargs)
 
     def keeps(self, operator: str, nbytes: int) -> bool:
@@ -218,11 +211,10 @@ class Tracer(OperatorMode):
         moment = len(trace.operations)
         given = storages_in((args, kwargs))
         reads = [trace.storages[self._number(s, born=-1)].value for s in given]
-        box: list[Any] = []
         self._meter.reset_peak()
         before_bytes = self._meter.live_bytes
-        timing = self._timer.time(lambda: box.append(func(*args, **kwargs)))
-        out = box.pop()
+        call = partial(func, *args, **kwargs)
+        out, timing = self._timer.run(call)
         peak_bytes = self._meter.peak_bytes
         workspace_bytes = peak_bytes - self._meter.live_bytes
         written = _written(facts, args, kwargs)
@@ -236,7 +228,7 @@ class Tracer(OperatorMode):
                 name=facts.name,
                 reads=list(dict.fromkeys(reads)),
                 makes=makes,
-                timing=self._time_again(facts, func, args, kwargs, timing),
+                timing=self._time_again(facts, call, timing),
                 peak_bytes=peak_bytes,
                 own_bytes=peak_bytes - before_bytes,
                 workspace_bytes=max(0, workspace_bytes),
@@ -244,26 +236,15 @@ class Tracer(OperatorMode):
         )
         return out
 
-    def _time_again(
-        self,
-        facts: Facts,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        timing: int,
-    ) -> int:
+    def _time_again(self, facts: Facts, call: partial[Any], timing: int) -> int:
         """Return the timing of an operator, which its first run makes too long."""
         if facts.writes or facts.random or facts.statistics or facts.opaque:
             return timing
-        key = (func, _shapes((args, tuple(kwargs.items()))))
+        key = (call.func, _shapes((call.args, tuple(call.keywords.items()))))
         known = self._timings.get(key)
-        if known is not None:
-            return known
-        # Where memory is short, its one run will do.
-        with contextlib.suppress(torch.OutOfMemoryError):
-            timing = self._timer.time(lambda: func(*args, **kwargs), repeats=REPEATS)
-        self._timings[key] = timing
-        return timing
+        if known is None:
+            known = self._timings[key] = self._timer.again(call, timing)
+        return known
 
     def _lookup(self, storage: torch.UntypedStorage) -> int | None:
         known = self._known.get(id(storage))
@@ -320,12 +301,6 @@ def _release(trace: Trace, number: int) -> None:
 
 def _finish(trace: Trace, save: TracedSave) -> None:
     save.finished = trace.moment - 1
-
-
-def _has_no_memory(kwargs: dict[str, Any]) -> bool:
-    """Return whether an operator makes a tensor without memory, as regions do."""
-    device = kwargs.get("device")
-    return device is not None and torch.device(device).type == "meta"
 
 
 def _written(

@@ -71,6 +71,7 @@ def compose(  # noqa: PLR0913 (a report has many parts)
         chosen=plans.index(in_force),
         baselines=baselines(graph, budget_bytes, reserved_bytes=reserved_bytes),
         environment=tuple(environment),
+        estimated_for=graph.estimated_for,
     )
 
 

@@ -56,9 +56,14 @@ def _read(data: Any, kind: Any, where: str) -> Any:
         if not isinstance(data, dict):
             raise _damaged(where, data)
         given = cast("dict[str, Any]", data)
-        if set(given) != set(hints):
+        needed = {
+            field.name
+            for field in dataclasses.fields(kind)
+            if field.default is dataclasses.MISSING
+        }
+        if not needed <= set(given) <= set(hints):
             raise _damaged(where, given)
-        read = {key: _read(given[key], hint, key) for key, hint in hints.items()}
+        read = {key: _read(item, hints[key], key) for key, item in given.items()}
         return cast("Any", kind)(**read)
     if get_origin(kind) is tuple:
         if not isinstance(data, list):

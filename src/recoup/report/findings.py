@@ -147,6 +147,7 @@ class Findings:
         chosen: Which of them is in force.
         baselines: Known rules on the same step.
         environment: Names and values: versions, device, date.
+        estimated_for: The device that times were estimated for; empty: measured.
     """
 
     title: str
@@ -160,6 +161,7 @@ class Findings:
     chosen: int
     baselines: tuple[Baseline, ...]
     environment: tuple[tuple[str, str], ...]
+    estimated_for: str = ""
 
     @property
     def plan(self) -> PlanView:

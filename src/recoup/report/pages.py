@@ -11,6 +11,7 @@ from markupsafe import Markup
 from recoup.core.units import print_bytes, print_seconds
 from recoup.report.charts import frontier_chart, shades, timeline_chart
 from recoup.report.findings import Baseline, Findings, PlanView
+from recoup.report.texts import estimate_words
 
 _TEMPLATES = resources.files("recoup.report") / "templates"
 
@@ -51,6 +52,8 @@ def lead(findings: Findings) -> str:
         f"{print_bytes(findings.plain_peak_bytes)}, a step "
         f"{_slower_words(view.seconds, findings.plain_seconds)} by prediction"
     )
+    if findings.estimated_for:
+        said += f" for {findings.estimated_for}, without running it"
     if findings.budget_bytes:
         said += f"; the budget is {print_bytes(findings.budget_bytes)}"
     return said + "."
@@ -61,9 +64,10 @@ def _body(findings: Findings) -> str:
     return _template("body.html").render(
         numbers=_numbers(findings),
         note=(
-            f"The smallest budget that can be met is "
-            f"{print_bytes(findings.floor_bytes)}."
-        ),
+            "The smallest budget that can be met is "
+            f"{print_bytes(findings.floor_bytes)}. "
+            f"{estimate_words(findings.estimated_for)}"
+        ).strip(),
         frontier=Markup(frontier_chart(findings)),
         plans=[_plan(findings, view, most_bytes) for view in findings.plans],
         chosen=findings.chosen,

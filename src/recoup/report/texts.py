@@ -167,6 +167,23 @@ def comparison_text(findings: Findings) -> str:
     )
 
 
+def estimate_words(estimated_for: str) -> str:
+    """Return what to know of times that nobody measured; nothing if somebody did.
+
+    Examples:
+        >>> estimate_words("")
+        ''
+        >>> estimate_words("h100")[:47]
+        'Times are estimates for h100: what it does at b'
+    """
+    if not estimated_for:
+        return ""
+    return (
+        f"Times are estimates for {estimated_for}: what it does at best, so that real "
+        "steps take longer. Bytes are exact for the processor."
+    )
+
+
 def summary_text(findings: Findings) -> str:
     """Return what was found: predictions, measurement, peak and blocks."""
     view = findings.plan

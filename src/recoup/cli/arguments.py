@@ -1,0 +1,102 @@
+"""Arguments of the commands: what each is called, and what it may be."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from recoup.core.errors import UsageError
+from recoup.core.figures import figures_of
+from recoup.core.units import parse_bytes
+
+TargetName = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODULE:FUNCTION",
+        help="A function of yours that returns (model, batch), and optionally loss "
+        "and optimizer; or path/to/file.py:function.",
+    ),
+]
+BudgetText = Annotated[
+    str | None,
+    typer.Option(
+        "--budget",
+        help="Peak bytes, everything counted: 8GiB, 600MB, or 60% of the plain peak. "
+        "By default what the device has.",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show a traceback on errors.")]
+Offload = Annotated[
+    bool, typer.Option("--offload", help="Values may also wait on the host.")
+]
+Dry = Annotated[
+    bool,
+    typer.Option(
+        "--dry",
+        help="Compute nothing: for a model that does not fit here, or a device that is "
+        "not here.",
+    ),
+]
+DeviceName = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        help="With --dry: whose times are estimated: h200, h100, a100, rtx4090, or "
+        "this processor.",
+    ),
+]
+Points = Annotated[int, typer.Option(min=2, max=64, help="How many budgets to try.")]
+PagePath = Annotated[Path | None, typer.Option(help="Write the report page there.")]
+PlanPath = Annotated[Path | None, typer.Option(help="Write the plan there, as JSON.")]
+FindingsPath = Annotated[
+    Path | None, typer.Option(help="Write all findings there, as JSON.")
+]
+ChartPath = Annotated[Path | None, typer.Option(help="Write the chart there, as SVG.")]
+
+
+def read_budget(text: str | None) -> str | float | None:
+    """Return a budget as `fit` takes it; a share may be written in percent.
+
+    Raises:
+        UsageError: It is neither bytes nor a share.
+
+    Examples:
+        >>> read_budget("60%"), read_budget("8GiB"), read_budget(None)
+        (0.6, '8GiB', None)
+    """
+    if text is None:
+        return None
+    if text.endswith("%"):
+        try:
+            share = float(text[:-1]) / 100
+        except ValueError:
+            share = 0.0
+        if not 0 < share <= 1:
+            raise UsageError(
+                f"a share of the plain peak is above 0% and up to 100%: got {text!r}."
+            )
+        return share
+    if parse_bytes(text) <= 0:
+        raise UsageError(f"a budget is more than no bytes: got {text!r}.")
+    return text
+
+
+def check_device(device: str | None, *, dry: bool) -> None:
+    """Raise before any work if nothing is known of a device.
+
+    Raises:
+        UsageError: It is not in the table, or given without `--dry`.
+
+    Examples:
+        >>> check_device("h100", dry=True)
+    """
+    if device is None:
+        return
+    if not dry:
+        raise UsageError(
+            f"--device {device} is for estimates: give --dry as well, or leave it out "
+            "to measure where the model is."
+        )
+    if device != "cpu":
+        figures_of(device)

@@ -1,0 +1,180 @@
+"""One observed step: traced while every block is recomputed."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from recoup.backend.graph import pop_hooks, push_hooks
+from recoup.backend.ledger import storages_in
+from recoup.backend.memory import MemoryMeter
+from recoup.backend.timers import Timer
+from recoup.backend.trees import tensors
+from recoup.core.errors import UsageError
+from recoup.engine.observers import subscribe, unsubscribe
+from recoup.engine.plans import Applied
+from recoup.engine.runs import Cuts
+from recoup.measure.blocks import block_names
+from recoup.measure.graphs import torn_blocks
+from recoup.measure.trace import Trace
+from recoup.measure.tracing import Tracer
+from recoup.measure.training import TrainingStep
+
+
+@dataclass(frozen=True, slots=True)
+class Instruments:
+    """What a step is observed with.
+
+    Attributes:
+        meter: Makes a meter of the bytes in use.
+        timer: Makes a timer of operators.
+    """
+
+    meter: Callable[[], MemoryMeter]
+    timer: Callable[[], Timer]
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What was seen of a step.
+
+    Attributes:
+        trace: What happened in it.
+        timer: Says how long each operator took.
+        cuts: The paths of the modules at which the step was cut.
+    """
+
+    trace: Trace
+    timer: Timer
+    cuts: tuple[str, ...]
+
+
+def observe(
+    step: TrainingStep,
+    instruments: Instruments,
+    *,
+    names: Sequence[str] | None = None,
+    resident: Sequence[object] = (),
+) -> Observation:
+    """Run a step in which every block is recomputed, and return what was seen.
+
+    Runs the step twice, or three times: once to warm up, then traced; once more if it
+    must be cut elsewhere.
+
+    Args:
+        step: The step.
+        instruments: What it is observed with.
+        names: The paths of the modules that are its blocks; by default they are found.
+        resident: What else is in memory during the step, as an optimizer's state.
+
+    Raises:
+        UsageError: A named block does not exist, or the step does not call the model
+            exactly once.
+    """
+    known = {name for name, _ in step.model.named_modules()}
+    chosen = tuple(names) if names is not None else block_names(step.model)
+    for name in chosen:
+        if name not in known:
+            raise UsageError(f"the model has no module {name!r} to take as a block.")
+    cuts = every_kth(chosen) if _are_leaves(step.model, chosen) else chosen
+    with cut(step, Cuts(cuts)):
+        step.model.zero_grad(set_to_none=True)
+        step.run()
+    trace, timer = _trace(step, cuts, resident, instruments)
+    torn = torn_blocks(trace, cuts)
+    if torn:
+        cuts = tuple(name for name in cuts if name not in torn)
+        trace, timer = _trace(step, cuts, resident, instruments)
+    return Observation(trace, timer, cuts)
+
+
+def every_kth(names: Sequence[str]) -> tuple[str, ...]:
+    """Return about the square root of as many names, evenly spread."""
+    return tuple(names[:: max(1, math.isqrt(len(names)))])
+
+
+def _trace(
+    step: TrainingStep,
+    cuts: tuple[str, ...],
+    resident: Sequence[object],
+    instruments: Instruments,
+) -> tuple[Trace, Timer]:
+    timer = instruments.timer()
+    step.model.zero_grad(set_to_none=True)
+    storages = storages_in((step.model, step.batch, list(resident)))
+    with instruments.meter() as meter:
+        meter.track(step.model, *tensors(step.batch), *tensors(list(resident)))
+        tracer = Tracer(meter, timer, storages)
+        subscribe(tracer)
+        push_hooks(*tracer.plain_hooks())
+        try:
+            with (
+                _boundaries_noted(step.model, tracer),
+                cut(step, Cuts(cuts, policy=tracer)),
+                tracer,
+            ):
+                step.run()
+        finally:
+            pop_hooks()
+            unsubscribe(tracer)
+        trace = tracer.close()
+    step.model.zero_grad(set_to_none=True)
+    return trace, timer
+
+
+@contextmanager
+def cut(step: TrainingStep, cuts: Cuts) -> Iterator[None]:
+    """Cut the step's model while the block runs."""
+    applied = Applied(step.model, cuts)
+    try:
+        yield
+    finally:
+        applied.remove()
+
+
+@contextmanager
+def _boundaries_noted(model: nn.Module, tracer: Tracer) -> Iterator[None]:
+    """Tell the tracer whenever a module is entered or left."""
+    calls: Counter[tuple[str, bool]] = Counter()
+
+    def note(
+        name: str,
+        entering: bool,  # noqa: FBT001
+        _: nn.Module,
+        args: object,
+        kwargs: object,
+        output: object = None,
+    ) -> None:
+        call = calls[name, entering]
+        calls[name, entering] += 1
+        if not name and call:
+            raise UsageError(
+                "the step calls the model more than once, and a plan is for one call. "
+                "Put the calls into one module, and give that as the model."
+            )
+        tracer.reach(
+            name, call, entering=entering, passed=tensors([args, kwargs, output])
+        )
+
+    handles: list[RemovableHandle] = []
+    for name, module in model.named_modules():
+        handles += [
+            module.register_forward_pre_hook(
+                partial(note, name, True), with_kwargs=True, prepend=True
+            ),
+            module.register_forward_hook(partial(note, name, False), with_kwargs=True),
+        ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _are_leaves(model: nn.Module, names: Sequence[str]) -> bool:
+    return all(not list(model.get_submodule(name).children()) for name in names)
