@@ -58,6 +58,19 @@ def strange():
 def no_loss():
     return make()[:2]
 
+def moved():
+    model, batch, loss = make()
+    return model.to("cpu"), batch, loss
+
+def looks():
+    model, batch, loss = make()
+    return model, batch, lambda out: out[out > 0].sum()
+
+def huge():
+    model = nn.Sequential(*(nn.Linear(60_000, 60_000) for _ in range(8)))
+    optimizer = torch.optim.Adam(model.parameters())
+    return model, torch.ones(64, 60_000), torch.sum, optimizer
+
 number = 3
 """
 
@@ -204,6 +217,43 @@ def test_measure_frontier_and_compare_as_text(steps, capsys):
     assert "every block" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("function", ["make", "own_step", "moved"])
+def test_a_dry_measurement_says_the_bytes_of_the_real_one(steps, capsys, function):
+    assert run(["measure", f"{steps}:{function}", "--json"]) == 0
+    real = json.loads(capsys.readouterr().out)
+    dry = ["--dry", "--device", "h100", "--json"]
+    assert run(["measure", f"{steps}:{function}", *dry]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (real["estimated_for"], said["estimated_for"]) == ("", "h100")
+    timed = {"step_seconds", "estimated_for", "link_bytes_per_second"}
+    assert {k: said[k] for k in said.keys() - timed} == {
+        k: real[k] for k in real.keys() - timed
+    }
+
+
+def test_a_model_larger_than_this_machine_is_planned_for_another(steps, capsys):
+    dry = ["--dry", "--device", "h200", "--json"]
+    budget = ["--budget", "480GiB"]
+    assert run(["measure", f"{steps}:huge", *dry, *budget]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["plain_peak_bytes"] > 200 << 30
+    assert said["planned_peak_bytes"] <= said["budget_bytes"] == 480 << 30
+    # Parameters, gradients and two moments: Adam's state counts as well.
+    assert said["planned_peak_bytes"] > 4 * 8 * 60_000**2 * 4
+    assert run(["measure", f"{steps}:huge", *dry, "--budget", "141GB"]) == INFEASIBLE
+    assert "cannot be met" in capsys.readouterr().err
+
+
+def test_dry_measurements_say_that_their_times_are_estimates(steps, capsys):
+    dry = ["--dry", "--device", "a100"]
+    assert run(["measure", f"{steps}:named", *dry, "--budget", "90%"]) == 0
+    out = capsys.readouterr().out
+    assert "estimates for a100" in out
+    assert "peak with the plan" in out
+    assert run(["frontier", f"{steps}:make", *dry, "--points", "2"]) == 0
+    assert "estimates for a100" in capsys.readouterr().out
+
+
 def test_doctor_says_what_is_here(capsys):
     assert run(["doctor", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
@@ -248,6 +298,9 @@ WRONG = [
     (["fit", "steps.py:no_loss"], USAGE, "a loss of one number"),
     (["measure", "steps.py:make", "--dry", "--device", "abacus"], USAGE, "h100"),
     (["frontier", "steps.py:make", "--device", "h100"], USAGE, "--dry"),
+    (["measure", "steps.py:looks", "--dry"], FAILED, "depends on the numbers"),
+    (["measure", "steps.py:raises", "--dry"], TARGET, "the data is not there"),
+    (["measure", "steps.py:make", "--budget", "1KiB"], INFEASIBLE, "cannot be met"),
     (["table", "steps.py:own_step"], USAGE, "not a step"),
     (["explain", "missing.json"], FILE, "cannot be read"),
     (["explain", "steps.py"], USAGE, "no plan of recoup"),
