@@ -134,6 +134,40 @@ def train_by_hand(rank: int, kind: str, options: dict[str, Any]) -> dict[str, An
     }
 
 
+def train_by_turns(
+    rank: int, settings: dict[str, Any], options: dict[str, Any]
+) -> dict[str, Any]:
+    """Make the steps of two processes in one, with torch alone.
+
+    The shares of both are computed one after the other, and their gradients averaged
+    in the order in which two processes exchange them.
+    """
+    half = settings.get("precision") == "fp16"
+    model = make_model(rank, "plain", **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    scaler = torch.amp.GradScaler("cpu", 1024.0, enabled=half)
+    for step in range(3):
+        gradients = []
+        for process in range(2):
+            inputs, targets = share(process, 2, step)
+            size = len(inputs) // settings.get("accumulation_steps", 1)
+            for part in zip(inputs.split(size), targets.split(size), strict=True):
+                with torch.autocast("cpu", torch.float16, enabled=half):
+                    loss = functional.cross_entropy(model(part[0]), part[1])
+                scaler.scale(loss * (size / len(inputs))).backward()
+            gradients.append([p.grad for p in model.parameters()])
+            optimizer.zero_grad()
+        for parameter, *both in zip(model.parameters(), *gradients, strict=True):
+            parameter.grad = both[0] / 2 + both[1] / 2
+        scaler.unscale_(optimizer)
+        if "max_gradient_norm" in settings:
+            nn.utils.clip_grad_norm_(model.parameters(), settings["max_gradient_norm"])
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return {"parameters": parameters_of(model)}
+
+
 def train_in_budget(rank: int, kind: str, budgets: list[str | None]) -> dict[str, Any]:
     """Make steps with a budget of which the processes may have different ideas."""
     model = make_model(rank, kind, width=32, dropout=0.1)
