@@ -23,6 +23,7 @@ from recoup import (
     UnsupportedError,
     checkpoint_module,
 )
+from recoup.measure.optimizers import missing_state_bytes, state_bytes
 from recoup.train.sharding import whole
 from tests.support.training import Ceiling, Classifier, samples
 
@@ -59,6 +60,8 @@ def make_model(rank: int, kind: str, **options: Any) -> nn.Module:
         assert isinstance(model, Classifier)
         mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
         for block in model.blocks if kind != "sharded whole" else ():
+            if kind == "sharded nested":
+                fully_shard(next(block.children()), mesh=mesh)
             fully_shard(block, mp_policy=policy, mesh=mesh)
         fully_shard(model, mp_policy=policy, mesh=mesh)
         return model
@@ -181,9 +184,20 @@ def train_in_budget(rank: int, kind: str, budgets: list[str | None]) -> dict[str
         "parameters": parameters_of(model),
         "losses": [result.loss for result in results],
         "peaks": [result.peak_bytes for result in results],
-        "plan": None if fitted is None else fitted.plan.to_json(),
+        "plan": None if fitted is None else str(fitted.plan),
         "budget": None if fitted is None else fitted.budget_bytes,
     }
+
+
+def state_bytes_told_and_found(rank: int, kind: str) -> tuple[int, int]:
+    """Return the bytes of an optimizer's state as foretold, and as they are."""
+    model = make_model(rank, kind, width=32)
+    optimizer = torch.optim.AdamW(model.parameters())
+    told = missing_state_bytes(optimizer, torch.device("cpu"))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return told, state_bytes(optimizer)
 
 
 def train_uneven(rank: int) -> Values:

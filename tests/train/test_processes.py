@@ -70,7 +70,7 @@ def test_two_processes_end_where_one_does(tmp_path, kind, settings):
 
 @pytest.mark.parametrize("kind", ["replicated", "sharded"])
 def test_two_processes_end_where_one_does_with_all_samples_in_a_batch(tmp_path, kind):
-    # In fp16 this holds to 2e-5 only, in torch alone too: gradients of 12 samples are
+    # In fp16 this holds to 2.4e-5 only, in torch alone too: gradients of 12 samples are
     # rounded to 16 bits once, those of 6 and 6 samples twice.
     settings, options = {"max_gradient_norm": 0.3}, {"dropout": 0.0}
     (expected,) = together(cases.train, tmp_path, "plain", settings, options, count=1)
@@ -89,7 +89,7 @@ def test_a_sharded_model_in_bf16_trains(tmp_path):
     assert all(all(result["stepped"]) for result in plain)
 
 
-@pytest.mark.parametrize("kind", ["replicated", "sharded whole"])
+@pytest.mark.parametrize("kind", ["replicated", "sharded whole", "sharded"])
 def test_processes_agree_on_one_plan_for_the_smallest_budget(tmp_path, kind):
     free = together(cases.train_in_budget, tmp_path, kind, [None, None])
     smallest = int(0.75 * max(free[0]["peaks"]))
@@ -99,18 +99,27 @@ def test_processes_agree_on_one_plan_for_the_smallest_budget(tmp_path, kind):
     assert [each["budget"] for each in found] == [smallest, smallest]
     assert found[0]["plan"] == found[1]["plan"]
     for one, other in zip(free, found, strict=True):
-        assert max(other["peaks"]) < max(one["peaks"])
+        assert max(other["peaks"]) <= smallest < max(one["peaks"])
         assert other["losses"] == one["losses"]
         assert other["parameters"] == one["parameters"]
 
 
-def test_a_plan_over_several_sharded_units_is_refused(tmp_path):
-    found = together(cases.train_in_budget, tmp_path, "sharded", ["1GiB", "1GiB"])
+@pytest.mark.parametrize("kind", ["replicated", "sharded"])
+def test_room_is_left_for_the_state_of_a_process_and_no_more(tmp_path, kind):
+    for told, found in together(cases.state_bytes_told_and_found, tmp_path, kind):
+        assert told == found
+
+
+def test_a_plan_for_units_inside_units_is_refused(tmp_path):
+    found = together(
+        cases.train_in_budget, tmp_path, "sharded nested", ["1GiB", "1GiB"]
+    )
     assert all("UnsupportedError" in each for each in found)
 
 
-def test_a_budget_that_is_too_small_in_one_process_is_refused_in_all(tmp_path):
-    found = together(cases.train_in_budget, tmp_path, "replicated", ["1GiB", "20KiB"])
+@pytest.mark.parametrize("kind", ["replicated", "sharded"])
+def test_a_budget_that_is_too_small_in_one_process_is_refused_in_all(tmp_path, kind):
+    found = together(cases.train_in_budget, tmp_path, kind, ["1GiB", "20KiB"])
     assert all("InfeasibleError" in each for each in found)
 
 
@@ -148,6 +157,14 @@ def test_when_one_process_fails_the_other_does_not_wait(tmp_path, kind, at):
     assert second == ENDED
     assert first["error"] == "PeerError"
     assert first["seconds"] < 20
+
+
+@pytest.mark.parametrize("kind", ["static", "sharded"])
+def test_recovery_that_is_asked_for_and_not_possible_is_refused_at_once(tmp_path, kind):
+    settings = {"recover_from_out_of_memory": True}
+    found = together(cases.train, tmp_path, kind, settings, {})
+    assert all("UnsupportedError" in each for each in found)
+    assert all("cannot go back" in each for each in found)
 
 
 def test_half_accumulated_gradients_of_a_sharded_model_are_never_used(tmp_path):

@@ -21,6 +21,7 @@ from recoup.engine.verification import LEDGER, Verify, check_verify
 _ATTACHED = "_recoup_attached"
 _FLAG = "use_gradient_checkpointing"
 _ABSENT = "absent"
+_UNVERIFIED = ("module", None)
 _KNOWN: WeakSet[nn.Module] = WeakSet()
 
 
@@ -154,7 +155,8 @@ class Attached:
         """Open a region, if the module's flag says so."""
         del args, kwargs
         if module.__dict__.get(_FLAG, False):
-            begin(self, self.name, self.options, _key(module))
+            key = _key(module) if self.options.verify == "first" else _UNVERIFIED
+            begin(self, self.name, self.options, key)
         else:
             skip(self)
 

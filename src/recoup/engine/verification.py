@@ -66,8 +66,9 @@ class Ledger:
 
     def ran(self, key: Hashable, signature: int) -> None:
         """Take note that a region ran unverified; other operators make it due again."""
-        if signature in self._done.get(key, ()):
-            return
+        known = self._done.get(key)
+        if known is None or signature in known:
+            return  # what was never verified is due anyway
         with self._lock:
             self._due.setdefault(key, {})[signature] = _TRIES
 

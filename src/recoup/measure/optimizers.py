@@ -55,9 +55,10 @@ def _bytes_of_step(
     ]
     type(optimizer).step(twin)
     return sum(
-        tensor.untyped_storage().nbytes()
+        storage.nbytes()
         for tensor in _state_tensors(twin)
         if tensor.device.type == device.type
+        for storage in storages_in(tensor)
     )
 
 

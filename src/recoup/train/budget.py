@@ -9,7 +9,11 @@ from recoup.api.fit import Fit, fit
 from recoup.core.errors import InfeasibleError
 from recoup.core.plan import Plan
 from recoup.core.units import parse_bytes, print_bytes
-from recoup.train.processes import Processes, Report, refuse_units
+from recoup.measure.floor import run_step
+from recoup.measure.optimizers import missing_state_bytes
+from recoup.measure.training import TrainingStep, untouched
+from recoup.train.processes import Processes, Report
+from recoup.train.units import UnitPlan, units_of
 
 
 def fit_together(
@@ -19,11 +23,12 @@ def fit_together(
     *,
     optimizer: Optimizer,
     processes: Processes,
-) -> Fit:
+) -> Fit | UnitPlan:
     """Fit a model into a budget, the same in all processes.
 
     The budget is the smallest that any process has, the floor the largest, and the
     plan is the first process's. All must call it together. Costs what `fit` costs.
+    A model that is sharded in several units gets regions inside these.
 
     Args:
         model: The model itself, without its wrapper.
@@ -34,10 +39,12 @@ def fit_together(
 
     Raises:
         InfeasibleError: No plan fits in one of the processes.
-        UnsupportedError: The model is sharded in several units.
+        UnsupportedError: The model has sharded units inside sharded units.
     """
-    refuse_units(model)
     agreed_bytes = min(processes.gather(parse_bytes(budget)))
+    units = units_of(model) if processes.is_sharded else []
+    if units:
+        return _fit_units(model, units, run, agreed_bytes, optimizer, processes)
     fitted, floor_bytes = None, 0
 
     def run_in_step() -> None:
@@ -69,8 +76,12 @@ def fit_together(
             floor_bytes=floor_bytes,
         )
     plan = processes.gather(fitted.plan.to_json())[0]
-    if not processes.is_first:
-        fitted.adopt(Plan.from_json(plan))
+    if processes.count > 1:
+        if not processes.is_first:
+            fitted.adopt(Plan.from_json(plan))
+        # A plan is verified when it first runs, which takes memory: not in training.
+        with untouched(model):
+            run()
     return fitted
 
 
@@ -84,3 +95,26 @@ def _follow(run: Callable[[], object], processes: Processes) -> None:
         return
     while any(report.batches for report in processes.tell(Report())):
         run()
+
+
+def _fit_units(
+    model: nn.Module,
+    units: list[nn.Module],
+    run: Callable[[], object],
+    budget_bytes: int,
+    optimizer: Optimizer,
+    processes: Processes,
+) -> UnitPlan:
+    device = next(iter(model.parameters())).device
+    step = TrainingStep(model, run, None, device)
+    moments = [dict(state) for state in optimizer.state.values()]
+    reserved_bytes = max(processes.gather(missing_state_bytes(optimizer, device)))
+
+    def measure() -> int:
+        run_step(step)
+        return max(processes.gather(run_step(step, resident=moments).peak_bytes))
+
+    plan = UnitPlan(units)
+    with untouched(model):
+        plan.settle(budget_bytes, measure, reserved_bytes)
+    return plan

@@ -161,23 +161,6 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return original if isinstance(original, nn.Module) else model
 
 
-def refuse_units(model: nn.Module) -> None:
-    """Refuse a plan for a model that is sharded in several units.
-
-    A plan's regions may reach over several modules, and a replay needs the parameters
-    of all of them; torch gathers those of one unit at a time.
-
-    Raises:
-        UnsupportedError: The model has several.
-    """
-    if sum(is_sharded(module) for module in model.modules()) > 1:
-        raise UnsupportedError(
-            "budget= plans regions that reach over the parts which fully_shard gathers "
-            "one at a time. Set use_gradient_checkpointing=True instead, whose regions "
-            "lie inside them, or shard the model as a whole."
-        )
-
-
 def is_sharded(model: nn.Module) -> bool:
     """Return whether a model was sharded with `fully_shard`."""
     # A model cannot be of a class that nobody has imported, and it is slow to import.

@@ -35,7 +35,9 @@ class TrainerSettings:
         skip_nonfinite: Skip steps whose gradients are not finite in fp32 and bf16
             too, which synchronises once a step; in fp16 they always are.
         recover_from_out_of_memory: Recompute more, then split the batch, when a step
-            does not fit.
+            does not fit. By default wherever it is possible; True refuses a model of
+            which one process cannot go back alone: sharded, of a static graph, or with
+            batch statistics over processes.
         measure_memory: Measure every step's peak bytes. By default on accelerators,
             which are asked when a result's `peak_bytes` is; True asks at the end of
             each step. Elsewhere it takes some ten microseconds an operator.
@@ -69,7 +71,7 @@ class TrainerSettings:
     average_decay: float | None = None
     schedule_each: Literal["step", "epoch"] = "step"
     skip_nonfinite: bool = False
-    recover_from_out_of_memory: bool = True
+    recover_from_out_of_memory: bool | None = None
     measure_memory: bool | None = None
     snapshot_path: str | Path | None = None
     snapshot_every_steps: int | None = None
@@ -89,10 +91,12 @@ class TrainerSettings:
             "dynamic_loss_scale",
             "use_gradient_checkpointing",
             "skip_nonfinite",
-            "recover_from_out_of_memory",
             "show_progress",
         ):
             _check_flag(name, getattr(self, name))
+        for name in ("recover_from_out_of_memory", "measure_memory"):
+            if getattr(self, name) is not None:
+                _check_flag(name, getattr(self, name))
         _check_between("initial_loss_scale", self.initial_loss_scale, 1.0, 2.0**32)
         if self.max_gradient_norm is not None:
             _check_between("max_gradient_norm", self.max_gradient_norm, 0.0, math.inf)

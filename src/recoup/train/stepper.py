@@ -23,6 +23,12 @@ from recoup.train.sharding import whole
 
 OUT_OF_MEMORY, FAILED = 1, 2
 
+_CANNOT_GO_BACK = (
+    "With a model that is sharded, of a static graph, or with batch statistics over "
+    "processes, a process that runs out of memory cannot go back: the others wait for "
+    "it inside forward or backward. Set budget=, or a smaller batch, instead."
+)
+
 WeightFunction = Callable[[Any], float]
 """Called with a batch; returns its weight among the batches of a step."""
 
@@ -75,9 +81,7 @@ class Stepper:
             wanted=settings.measure_memory,
             existing=lambda: (model, *_moments(optimizer)),
         )
-        self._may_recover = (
-            settings.recover_from_out_of_memory and self.processes.may_recover
-        )
+        self._may_recover = self._decide_recovery()
         self._may_undo = (
             self._may_recover or self.scaler is not None or settings.skip_nonfinite
         )
@@ -151,6 +155,14 @@ class Stepper:
         parts = self.recovery.cut(batches)[:2]
         # Gradients that a sharded model keeps to itself could not be taken off it.
         self._attempt(parts, total=0.0, synchronise=self.processes.is_sharded)
+
+    def _decide_recovery(self) -> bool:
+        wanted = self._settings.recover_from_out_of_memory
+        if wanted and not self.processes.may_recover:
+            raise UnsupportedError(
+                f"recover_from_out_of_memory=True was set. {_CANNOT_GO_BACK}"
+            )
+        return wanted is not False and self.processes.may_recover
 
     def _gradients(
         self, batches: Sequence[Any], reports: Sequence[Report], *, careful: bool
@@ -254,11 +266,8 @@ class Stepper:
     def _relieve(self, batches: Sequence[Any], error: BaseException) -> bool:
         """Give up more, or say with the error why that is not possible."""
         if not self._may_recover:
-            if self._settings.recover_from_out_of_memory:
-                error.add_note(
-                    "recoup: with a sharded or static model one process cannot go back "
-                    "alone. Lower the batch size, or set budget=."
-                )
+            if self._settings.recover_from_out_of_memory is None:
+                error.add_note(f"recoup: {_CANNOT_GO_BACK}")
             return False
         if self.recovery.relieve(batches) is not None:
             return True

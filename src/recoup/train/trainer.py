@@ -29,6 +29,7 @@ from recoup.train.settings import TrainerSettings
 from recoup.train.snapshot import read_snapshot, write_snapshot
 from recoup.train.state import apply_state, check_part, collect_state
 from recoup.train.stepper import Stepper, WeightFunction
+from recoup.train.units import UnitPlan
 
 _log = logging.getLogger(__name__)
 _VERSION = 1
@@ -84,7 +85,7 @@ class Trainer:
         self.model = model
         self.optimizer = optimizer
         self.scheduler = scheduler
-        self._fitted: Fit | None = None
+        self._fitted: Fit | UnitPlan | None = None
         self._stepper = Stepper(
             model,
             optimizer,
@@ -114,7 +115,7 @@ class Trainer:
         return self._stepper.scaler
 
     @property
-    def fitted(self) -> Fit | None:
+    def fitted(self) -> Fit | UnitPlan | None:
         """What `fit` did for the budget; None without one, or before the first step."""
         return self._fitted
 
