@@ -68,6 +68,9 @@ class Footprint:
             written over, with the first and last moment.
         replays: What is run again.
         recorded: How many operators of forward are recorded, once for each region.
+        starts: What each segment's replay starts from, inner segments first.
+        passing: Bytes that inner replays before a moment start from and that are gone
+            when the moment's operator runs.
     """
 
     holds: dict[int, int] = field(default_factory=dict[int, int])
@@ -77,6 +80,10 @@ class Footprint:
     )
     replays: list[Replay] = field(default_factory=list[Replay])
     recorded: int = 0
+    starts: list[tuple[Segment, list[int]]] = field(
+        default_factory=list[tuple[Segment, list[int]]]
+    )
+    passing: dict[int, int] = field(default_factory=dict[int, int])
 
     def hold(self, graph: Graph, save: Save) -> None:
         """Keep a value's storage until it is released."""
@@ -170,7 +177,15 @@ def _run_segment(
         for save in own
         if graph.values[save.value].producer not in inside
     ]
+    copied_bytes = sum(
+        graph.operations[number].state_bytes
+        for inner in segment.inner
+        for number in graph.operations_between(inner.start, inner.stop)
+    )
+    if copied_bytes:
+        total.remade.append((copied_bytes, inside.stop, end))
     if not made:
+        total.starts.append((segment, []))
         return asked
     wanted = [s for s in made if not _is_held(graph, segment, s.value)]
     # The engine plans one replay for all that is saved, held or not: what leads to a
@@ -178,16 +193,20 @@ def _run_segment(
     operations, roots = replayed(
         graph, inside, [save.value for save in made], segment.actions
     )
+    total.starts.append((segment, roots))
+    # What a nested one holds is with those around it: asking for that, too, replays.
     first = min((s.used for s in (made if nested else wanted)), default=end)
     used: dict[int, int] = {}
     released: dict[int, int] = {}
     for save in made:
         used[save.value] = min(save.used, used.get(save.value, save.used))
-        released[save.value] = max(save.released, released.get(save.value, first))
+        until = max(save.used, save.released)
+        released[save.value] = max(until, released.get(save.value, first))
     read = {value for number in operations for value in graph.operations[number].reads}
     for value in roots:
         if nested:
-            asked.append(Save(value, first, released.get(value, first)))
+            # What only the replay reads is gone when it has run, before `first` does.
+            asked.append(Save(value, first, released.get(value, first - 1)))
             continue
         moment = min(used.get(value, end), first if value in read else end)
         offloaded = segment.actions.get(value) is Action.OFFLOAD
@@ -199,8 +218,34 @@ def _run_segment(
         else:
             asked.append(Save(value, moment, end))
     if wanted:
-        _add_replay(graph, segment, total, operations, wanted, depth)
+        _add_replay(graph, segment, total, operations, wanted, first, depth)
     return asked
+
+
+def without_idle_actions(graph: Graph, segment: Segment) -> Segment:
+    """Return the segment without actions on values that nothing starts from.
+
+    Neither backward nor a replay needs these, but a region would hold them. What the
+    segment costs stays the same.
+
+    Examples:
+        >>> from recoup.core.graph import Boundary
+        >>> segment = Segment(0, 1, {3: Action.KEEP})
+        >>> places = (Boundary(0, 0), Boundary(0, 0))
+        >>> empty = Graph((), 0, (), (), (), places, ())
+        >>> without_idle_actions(empty, segment).actions
+        {}
+    """
+    starts = iter(footprint(graph, segment).starts)
+
+    def rebuilt(segment: Segment) -> Segment:
+        inner = tuple(rebuilt(child) for child in segment.inner)
+        _, roots = next(starts)
+        used = set(roots)
+        actions = {v: a for v, a in segment.actions.items() if v in used}
+        return Segment(segment.start, segment.stop, actions, inner)
+
+    return rebuilt(segment)
 
 
 def _is_spoilt(graph: Graph, value: int) -> bool:
@@ -232,21 +277,28 @@ def _add_replay(
     total: Footprint,
     operations: Sequence[int],
     wanted: Sequence[Save],
+    moment: int,
     depth: int,
 ) -> None:
     """Account for a replay: its values live on until they are released."""
-    moment = min(save.used for save in wanted)
     released: dict[int, int] = {}
+    fetched: dict[int, int] = {}
     for save in wanted:
         storage = graph.values[save.value].storage
-        until = max(released.get(storage, moment), save.replayed_until)
+        until = max(save.replayed_until, released.get(storage, moment - 1))
         released[storage] = until
+        if save.released < save.used:
+            fetched[storage] = max(save.used, fetched.get(storage, moment))
     peak_bytes, seconds = run_again(graph, operations, set(released))
     left_bytes = 0
     for storage, until in released.items():
         nbytes = graph.storages[storage].bytes
-        left_bytes += nbytes
-        total.remade.append((nbytes, moment, until))
+        if fetched.get(storage, until) > until:
+            passes = fetched[storage]
+            total.passing[passes] = total.passing.get(passes, 0) + nbytes
+        if until >= moment:
+            left_bytes += nbytes
+            total.remade.append((nbytes, moment, until))
     total.replays.append(
         Replay(
             segment,
@@ -299,7 +351,7 @@ def _mentioned(operation: Operation) -> tuple[int, ...]:
     return operation.reads + operation.makes
 
 
-def spikes_of(replays: Sequence[Replay]) -> dict[int, int]:
+def spikes_of(total: Footprint) -> dict[int, int]:
     """Return what replays take at a moment beyond all that is in use there.
 
     A segment is replayed after the one around it, whose values it starts from: what
@@ -308,18 +360,18 @@ def spikes_of(replays: Sequence[Replay]) -> dict[int, int]:
     moment's operator, and meet nothing of what that takes.
     """
     at: dict[int, list[Replay]] = {}
-    for replay in replays:
+    for replay in total.replays:
         at.setdefault(replay.moment, []).append(replay)
     spikes: dict[int, int] = {}
     for moment, together in at.items():
-        before = after = 0
+        after = 0
         peak = 0
         for depth in sorted({replay.depth for replay in together}):
             level = [replay for replay in together if replay.depth == depth]
-            after = before + sum(replay.left_bytes for replay in level)
+            after += sum(replay.left_bytes for replay in level)
             spike = max(replay.peak_bytes - replay.left_bytes for replay in level)
-            peak = max(peak, after + spike)
-            before = after
+            passing = total.passing.get(moment, 0) if depth else 0
+            peak = max(peak, after + spike + passing)
         awaited = min(replay.awaited_bytes for replay in together)
         spikes[moment] = max(0, peak - after - awaited)
     return spikes

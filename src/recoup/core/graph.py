@@ -56,6 +56,8 @@ class Operation:
         makes: The values it makes.
         replayable: It can be run again; otherwise what it makes is held if needed.
         workspace_bytes: What it allocates while it runs, beyond its results.
+        state_bytes: Running statistics that it updates and that are saved. A segment
+            that has the operator in an inner one copies them when it ends.
     """
 
     name: str
@@ -64,6 +66,7 @@ class Operation:
     makes: tuple[int, ...]
     replayable: bool = True
     workspace_bytes: int = 0
+    state_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

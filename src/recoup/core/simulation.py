@@ -132,7 +132,7 @@ def add_up(graph: Graph, total: Footprint) -> Simulation:
         add(storage.bytes, max(storage.born, 0), last)
     for nbytes, first, last in total.remade:
         add(nbytes, first, last)
-    spikes = spikes_of(total.replays)
+    spikes = spikes_of(total)
     live_bytes = 0
     settled_at: list[int] = []
     for moment, other in enumerate(graph.other_bytes):

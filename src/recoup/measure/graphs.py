@@ -138,6 +138,7 @@ def _operation(
         makes=tuple(traced.makes),
         replayable=traced.asked == len(traced.makes) and traced.asked > 0,
         workspace_bytes=traced.workspace_bytes,
+        state_bytes=traced.state_bytes,
     )
 
 

@@ -14,6 +14,7 @@ class TracedOperation:
     peak_bytes: int
     own_bytes: int
     workspace_bytes: int
+    state_bytes: int = 0
     asked: int = 0
 
 

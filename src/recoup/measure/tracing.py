@@ -17,7 +17,7 @@ from recoup.backend.operators import Facts, facts_of
 from recoup.backend.timers import Timer
 from recoup.engine.observers import Watched
 from recoup.engine.recomputing import is_recomputing
-from recoup.engine.region import Region
+from recoup.engine.region import STATE_BYTES, Region
 from recoup.engine.values import Hold
 from recoup.measure.trace import (
     Trace,
@@ -209,7 +209,8 @@ class Tracer(OperatorMode):
     ) -> Any:
         trace = self.trace
         moment = len(trace.operations)
-        given = storages_in((args, kwargs))
+        # A replay makes a tensor like another without the other.
+        given = storages_in((args[1:] if facts.shape_only else args, kwargs))
         reads = [trace.storages[self._number(s, born=-1)].value for s in given]
         self._meter.reset_peak()
         before_bytes = self._meter.live_bytes
@@ -232,6 +233,7 @@ class Tracer(OperatorMode):
                 peak_bytes=peak_bytes,
                 own_bytes=peak_bytes - before_bytes,
                 workspace_bytes=max(0, workspace_bytes),
+                state_bytes=_state_bytes(facts, args),
             )
         )
         return out
@@ -313,6 +315,14 @@ def _written(
         elif place < len(args):
             found.append(args[place])
     return storages_in(found)
+
+
+def _state_bytes(facts: Facts, args: tuple[Any, ...]) -> int:
+    """Return the bytes of running statistics that an operator updates."""
+    if facts.training_at >= 0 and not args[facts.training_at]:
+        return 0
+    sizes = (s.nbytes() for s in storages_in([args[at] for at in facts.statistics]))
+    return sum(nbytes for nbytes in sizes if nbytes <= STATE_BYTES)
 
 
 def _shapes(tree: Any) -> Any:

@@ -41,7 +41,7 @@ class Option:
     @cached_property
     def spikes(self) -> dict[int, int]:
         """What replays take at a moment beyond all that they leave."""
-        return spikes_of(self.footprint.replays)
+        return spikes_of(self.footprint)
 
     @cached_property
     def holds(self) -> tuple[Integers, Integers]:
@@ -90,3 +90,8 @@ def kept_around(graph: Graph, stretches: Iterable[Stretch]) -> Option:
     for save in graph.saves[position:]:
         total.hold(graph, save)
     return Option((), total)
+
+
+def segments_of(options: Iterable[Option]) -> tuple[Segment, ...]:
+    """Return the segments of options, in order."""
+    return tuple(segment for option in options for segment in option.segments)

@@ -4,19 +4,19 @@ import math
 from collections.abc import Iterable
 from functools import cached_property
 
+from recoup.core.footprint import without_idle_actions
 from recoup.core.graph import Graph
 from recoup.core.segments import Action, Segment
 from recoup.core.simulation import Simulation, simulate
 from recoup.planners.blocks import blocks_of
 from recoup.planners.bounds import bound_seconds
-from recoup.planners.exhaustive import exhaustive, smallest
+from recoup.planners.exhaustive import exhaustive
+from recoup.planners.lowest import lowest_plan, nested_reach
 from recoup.planners.one_level import OneLevel
-from recoup.planners.options import Option
+from recoup.planners.options import segments_of
 from recoup.planners.partition import Partition, Path
 from recoup.planners.places import narrow_places
-from recoup.planners.recompute_all import recompute_all
 from recoup.planners.refine import refine
-from recoup.planners.square_root import square_root
 
 Plan = tuple[tuple[Segment, ...], Simulation, str]
 
@@ -75,25 +75,22 @@ class Search:
         self, segments: Iterable[Segment], costs: Simulation | None, planner: str
     ) -> Simulation:
         """Remember a plan; return what it costs."""
-        plan = tuple(segments)
+        plan = tuple(without_idle_actions(self.graph, s) for s in segments)
         costs = costs or simulate(self.graph, plan)
         self.known.append((plan, costs, planner))
         return costs
 
     @cached_property
     def floor(self) -> Plan:
-        """The plan with the lowest peak that is known how to find."""
-        graph = self.graph
-        if not blocks_of(graph):
+        """The plan with the lowest peak that is known how to find.
+
+        It depends on bytes and operators alone, not on measured times: another
+        measurement of the same step has the same one.
+        """
+        if not blocks_of(self.graph):
             return self.known[0]
-        plans = [recompute_all(graph), square_root(graph)]
-        for partition in (self._partition, self._nested_partition):
-            path = partition.best(partition.lowest())
-            plans.append(_segments(option for _, option in path or ()))
-        plans.append(_segments(self._block_level.floor().options))
-        plans.append(smallest(graph, blocks_of(graph)) or ())
-        costs = [(plan, simulate(graph, plan), "floor") for plan in plans]
-        return min([*costs, *self.known], key=lambda plan: plan[1].peak_bytes)
+        plan = lowest_plan(self.graph, self._places, reach=self._reach)
+        return plan, simulate(self.graph, plan), "floor"
 
     def _is_close(self, budget_bytes: int, bound: float) -> bool:
         best = self.best(budget_bytes)
@@ -124,7 +121,7 @@ class Search:
 
     @cached_property
     def _nested_partition(self) -> Partition:
-        reach = max(2, self._reach // 2)
+        reach = nested_reach(self._reach)
         return Partition(self.graph, self._places, reach=reach, nest=True)
 
     def _refine(self, budget_bytes: int) -> None:
@@ -146,7 +143,7 @@ class Search:
     def _solve_blocks(self, budget_bytes: int) -> None:
         found = self._block_level.solve(budget_bytes)
         if found is not None:
-            self.add(_segments(found.options), None, "blocks")
+            self.add(segments_of(found.options), None, "blocks")
 
     def _solve_partition(self, partition: Partition, budget_bytes: int) -> None:
         """Cut forward anew, and settle what is held in the stretches."""
@@ -156,7 +153,7 @@ class Search:
             path = partition.best(target)
             if path is None:
                 break
-            costs = self.add(_segments(o for _, o in path), None, "partition")
+            costs = self.add(segments_of(o for _, o in path), None, "partition")
             room = budget_bytes - costs.peak_bytes
             paths[costs.seconds if room >= 0 else float("inf")] = path
             if 0 <= room <= budget_bytes // 500:
@@ -172,8 +169,4 @@ class Search:
         level.offer(options)
         found = level.solve(budget_bytes)
         if found is not None:
-            self.add(_segments(found.options), None, "partition")
-
-
-def _segments(options: Iterable[Option]) -> tuple[Segment, ...]:
-    return tuple(segment for option in options for segment in option.segments)
+            self.add(segments_of(found.options), None, "partition")

@@ -158,7 +158,7 @@ class _Bands:
         """Take what replays make, and what they need only on the way."""
         for nbytes, first, last in total.remade:
             self._remade.add(nbytes, first, last)
-        for moment, nbytes in spikes_of(total.replays).items():
+        for moment, nbytes in spikes_of(total).items():
             self._spikes.add(nbytes, moment, moment)
 
     def _band(self, name: str, category: str) -> _Band:

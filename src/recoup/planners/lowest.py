@@ -1,0 +1,82 @@
+"""The lowest peak: a plan that depends on bytes and operators, not on measured times."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from recoup.core.footprint import without_idle_actions
+from recoup.core.graph import Graph
+from recoup.core.segments import Action, Segment
+from recoup.core.simulation import simulate
+from recoup.planners.blocks import blocks_of
+from recoup.planners.exhaustive import smallest
+from recoup.planners.one_level import OneLevel
+from recoup.planners.options import segments_of
+from recoup.planners.partition import Partition
+from recoup.planners.recompute_all import recompute_all
+from recoup.planners.square_root import square_root
+
+
+def lowest_plan(
+    graph: Graph, places: Sequence[int], *, reach: int
+) -> tuple[Segment, ...]:
+    """Return the plan with the lowest peak that is known how to find.
+
+    Of plans with the same peak the one that runs the fewest operators again is taken. Two
+    measurements of one step give the same answer, though their times differ.
+
+    Args:
+        graph: The step.
+        places: Boundaries where segments may begin and end.
+        reach: Over how many places at most a segment goes.
+
+    Examples:
+        >>> from recoup.core.graph import Boundary
+        >>> places = (Boundary(0, 0), Boundary(0, 0))
+        >>> lowest_plan(Graph((), 0, (), (), (), places, ()), (0, 1), reach=2)
+        (Segment(start=0, stop=1, actions={}, inner=()),)
+    """
+    counted = timed_alike(graph)
+    blocks = blocks_of(counted)
+    plans = [recompute_all(counted), square_root(counted)]
+    level = OneLevel(counted, blocks, frozenset({Action.KEEP}))
+    plans.append(segments_of(level.floor().options))
+    plans.append(smallest(counted, blocks) or ())
+    for nest in (False, True):
+        partition = Partition(
+            counted, places, reach=nested_reach(reach) if nest else reach, nest=nest
+        )
+        path = partition.best(partition.lowest())
+        plans.append(segments_of(option for _, option in path or ()))
+    plans = [
+        tuple(without_idle_actions(counted, segment) for segment in plan)
+        for plan in plans
+    ]
+
+    def cost(plan: tuple[Segment, ...]) -> tuple[int, float]:
+        costs = simulate(counted, plan)
+        return costs.peak_bytes, costs.replay_seconds
+
+    return min(plans, key=cost)
+
+
+def nested_reach(reach: int) -> int:
+    """Return over how many places a segment goes that has others inside."""
+    return max(2, reach // 2)
+
+
+def timed_alike(graph: Graph) -> Graph:
+    """Return the step with operators that all take one second.
+
+    Examples:
+        >>> from recoup.core.graph import Operation
+        >>> graph = Graph((Operation("exp", 0.5, (), ()),), 0, (), (), (), (), (0,))
+        >>> timed_alike(graph).operations[0].seconds
+        1.0
+    """
+    return replace(
+        graph,
+        operations=tuple(replace(o, seconds=1.0) for o in graph.operations),
+        step_seconds=float(len(graph.operations)),
+        recording_seconds=0.0,
+        link_bytes_per_second=0.0,
+    )
