@@ -197,3 +197,34 @@ def test_room_is_left_for_what_an_optimizer_will_need():
     report.remove()
     assert sum(tensor.nbytes for tensor in state) == report.reserved_bytes
     assert measured_bytes <= budget_bytes
+
+
+@pytest.mark.parametrize(("share", "steps"), [(0.7, 7), (1.0, 7)])
+def test_fitting_takes_seven_steps(share, steps):
+    """Warm up, trace, time twice; verify, count bytes, time."""
+    model, batch = blocks(), odd_batch()
+    forwards = backwards = 0
+
+    def step() -> None:
+        nonlocal forwards, backwards
+        forwards += 1
+        mean_square(model(batch)).backward()
+        backwards += 1
+
+    _, report = recoup.fit(model, step=step, budget=share)
+    report.remove()
+    assert report.rounds == 1
+    assert (forwards, backwards) == (steps, steps)
+
+
+def test_measuring_takes_four_steps():
+    model, batch = blocks(), odd_batch()
+    steps = 0
+
+    def step() -> None:
+        nonlocal steps
+        steps += 1
+        mean_square(model(batch)).backward()
+
+    recoup.measure(model, step=step)
+    assert steps == 4

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from benchmarks.zoo.cases import CASES
-from tests.support.fitting import cell
+from tests.support.fitting import cell, outcome_of
+from tests.support.floors import floor_of, floors_elsewhere
 
 pytestmark = pytest.mark.sweep
 
@@ -27,3 +28,17 @@ def test_what_fits_is_within_the_budget_predicted_and_equal(name, share, dtype):
     error_bytes = abs(found.predicted_peak_bytes - found.peak_bytes)
     assert error_bytes <= PEAK_TOLERANCE * found.peak_bytes
     assert found.differences == ()
+
+
+@pytest.fixture(scope="module")
+def elsewhere():
+    return floors_elsewhere(list(CASES))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_floor_that_another_process_told_is_reached(name, elsewhere):
+    assert floor_of(name) == elsewhere[name]
+    floor_bytes, _ = elsewhere[name]
+    found = outcome_of(CASES[name], floor_bytes)
+    assert found.fits
+    assert found.peak_bytes <= floor_bytes

@@ -1,7 +1,7 @@
 """fit: name a budget in bytes, get the fastest plan that fits, applied and checked."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +26,7 @@ from recoup.engine.verification import Verify
 from recoup.measure.floor import Cost, measure_floor, run_step, time_step
 from recoup.measure.optimizers import missing_state_bytes
 from recoup.measure.training import TrainingStep, training_step, untouched
+from recoup.planners.infeasible import infeasible
 from recoup.planners.plan import EXACT, floor_with, plan_with
 from recoup.planners.search import Search
 from recoup.planners.solution import Solution
@@ -183,7 +184,7 @@ def fit(  # noqa: PLR0913 (a step can be described in several ways)
     gradients and random generators are afterwards as they were before. Train with any
     loop; gradients are bitwise those of the plain model.
 
-    Costs about ten steps and the planning.
+    Costs seven steps and the planning; two more steps for each correction.
 
     Args:
         model: The model; it stays the same object with the same parameters.
@@ -251,6 +252,7 @@ class _Fitting:
         self._resident: list[object] = []
         self._reserved_bytes = 0
         self._planning_seconds = 0.0
+        self._rounds = 0
 
     def reserve(self, optimizer: Optimizer | None) -> None:
         """Leave room for an optimizer's state, and count what it has."""
@@ -270,62 +272,68 @@ class _Fitting:
         plain = simulate(self._graph, ())
         asked_bytes = budget_bytes(budget, plain.peak_bytes, self._step.device)
         budget_left = asked_bytes - self._reserved_bytes
-        target = budget_left
-        best: tuple[Solution, Adapted, Cost] | None = None
-        rounds = least_bytes = 0
+        best: _Tried | None = None
         try:
-            while rounds < _ROUNDS:
-                rounds += 1
-                solution = self._plan(target)
-                if best is not None and solution.segments == best[0].segments:
-                    break
-                adapted, cost = self._try(solution, budget_left)
-                error_bytes = cost.peak_bytes - solution.simulation.peak_bytes
-                least_bytes = cost.peak_bytes
-                if cost.peak_bytes > budget_left:
-                    adapted.remove()
-                    if best is not None:
-                        break
-                else:
-                    if best is not None:
-                        best[1].remove()
-                    best = (solution, adapted, cost)
-                    room_bytes = budget_left - cost.peak_bytes
-                    if error_bytes >= 0 or room_bytes < _ROOM * budget_left:
-                        break
-                target = budget_left - error_bytes
+            for tried in self._attempts(budget_left):
+                if tried.cost.peak_bytes > budget_left:
+                    tried.adapted.remove()
+                    continue
+                if best is not None:
+                    best.adapted.remove()
+                best = tried
         except InfeasibleError as error:
-            best = self._smallest(budget_left, asked_bytes, error)
+            if best is None:
+                best = self._smallest(budget_left, asked_bytes, error)
         except BaseException:
             if best is not None:
-                best[1].remove()
+                best.adapted.remove()
             raise
         if best is None:
-            raise InfeasibleError(
-                f"a budget of {print_bytes(asked_bytes)} cannot be met: after {rounds} "
-                f"plans the measured peak is still {print_bytes(least_bytes)}. Give it "
-                "a little more, or a smaller batch.",
-                budget_bytes=asked_bytes,
-                floor_bytes=least_bytes + self._reserved_bytes,
-            )
-        return self._report(asked_bytes, rounds, *best)
+            error = infeasible(self._graph, budget_left, self._search.floor[0])
+            best = self._smallest(budget_left, asked_bytes, error)
+        return self._report(asked_bytes, best)
+
+    def _attempts(self, budget_left: int) -> Iterator["_Tried"]:
+        """Yield plans tried on a real step, each corrected by the one before.
+
+        One that misses the budget is followed by one for that much less; one that takes
+        less than was predicted by one for more, once.
+        """
+        target = budget_left
+        before: _Tried | None = None
+        fits = False
+        for _ in range(_ROUNDS):
+            solution = self._plan(target)
+            if before is not None and solution.segments == before.solution.segments:
+                return
+            tried = self._try(solution, budget_left)
+            yield tried
+            if fits:
+                return
+            room_bytes = budget_left - tried.cost.peak_bytes
+            error_bytes = tried.cost.peak_bytes - solution.simulation.peak_bytes
+            fits = room_bytes >= 0
+            if fits and (error_bytes >= 0 or room_bytes < _ROOM * budget_left):
+                return
+            target = (budget_left if fits else target) - error_bytes
+            before = tried
 
     def _smallest(
         self, budget_left: int, asked_bytes: int, error: InfeasibleError
-    ) -> tuple[Solution, Adapted, Cost]:
-        """Try the smallest plan where predictions say that nothing fits.
+    ) -> "_Tried":
+        """Try the smallest plan where no other one fits.
 
         Raises:
             InfeasibleError: It does not fit; the error says what it takes, measured.
         """
         solution = floor_with(self._search)
-        adapted, cost = self._try(solution, budget_left)
-        if cost.peak_bytes > budget_left:
-            adapted.remove()
-            wrong_bytes = cost.peak_bytes - solution.simulation.peak_bytes
+        tried = self._try(solution, budget_left)
+        if tried.cost.peak_bytes > budget_left:
+            tried.adapted.remove()
+            wrong_bytes = tried.cost.peak_bytes - solution.simulation.peak_bytes
             more_bytes = self._reserved_bytes + wrong_bytes
             raise infeasible_with(error, more_bytes, asked_bytes) from None
-        return solution, adapted, cost
+        return tried
 
     def _plan(self, target: int) -> Solution:
         self._tell(f"planning for {print_bytes(target)}")
@@ -333,9 +341,10 @@ class _Fitting:
         self._planning_seconds += solution.seconds_planning
         return solution
 
-    def _try(self, solution: Solution, budget_left: int) -> tuple[Adapted, Cost]:
+    def _try(self, solution: Solution, budget_left: int) -> "_Tried":
         """Apply a plan and run a real step: once to verify it, once to measure."""
         self._tell("checking the plan on a real step")
+        self._rounds += 1
         made = plan_for(
             self._graph,
             solution.segments,
@@ -354,35 +363,40 @@ class _Fitting:
         except BaseException:
             adapted.remove()
             raise
-        return adapted, cost
+        return _Tried(solution, adapted, cost)
 
-    def _report(
-        self,
-        asked_bytes: int,
-        rounds: int,
-        solution: Solution,
-        adapted: Adapted,
-        cost: Cost,
-    ) -> Fit:
+    def _report(self, asked_bytes: int, tried: "_Tried") -> Fit:
         plain = simulate(self._graph, ())
-        seconds = time_step(self._step)
+        predicted = tried.solution.simulation
+        seconds = time_step(self._step, repeats=1)
+        if self._step.device.type != "cpu":  # there, counting bytes takes time
+            seconds = min(seconds, tried.cost.seconds)
         return Fit(
             model=self._step.model,
-            plan=replace(adapted.plan, budget_bytes=asked_bytes),
+            plan=replace(tried.adapted.plan, budget_bytes=asked_bytes),
             graph=self._graph,
             budget_bytes=asked_bytes,
             plain_peak_bytes=plain.peak_bytes + self._reserved_bytes,
             plain_seconds=plain.seconds,
-            predicted_peak_bytes=solution.simulation.peak_bytes + self._reserved_bytes,
-            predicted_seconds=solution.simulation.seconds,
-            measured_peak_bytes=cost.peak_bytes + self._reserved_bytes,
+            predicted_peak_bytes=predicted.peak_bytes + self._reserved_bytes,
+            predicted_seconds=predicted.seconds,
+            measured_peak_bytes=tried.cost.peak_bytes + self._reserved_bytes,
             measured_seconds=seconds,
             reserved_bytes=self._reserved_bytes,
-            gap=solution.gap,
-            planner=solution.planner,
+            gap=tried.solution.gap,
+            planner=tried.solution.planner,
             planning_seconds=self._planning_seconds,
             total_seconds=0.0,
-            rounds=rounds,
-            _adapted=adapted,
+            rounds=self._rounds,
+            _adapted=tried.adapted,
             _search=self._search,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """A plan in force, and what a real step with it cost."""
+
+    solution: Solution
+    adapted: Adapted
+    cost: Cost

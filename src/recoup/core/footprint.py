@@ -9,7 +9,7 @@ it fetches all of that when it first needs any, and lets go of each after its la
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from recoup.core.graph import Graph, Operation, Save
 from recoup.core.segments import Action, Segment
@@ -218,7 +218,8 @@ def _run_segment(
         else:
             asked.append(Save(value, moment, end))
     if wanted:
-        _add_replay(graph, segment, total, operations, wanted, first, depth)
+        planned = Replay(segment, first, tuple(operations), 0, 0.0, depth=depth)
+        _add_replay(graph, total, planned, wanted)
     return asked
 
 
@@ -272,15 +273,10 @@ def _is_held(graph: Graph, segment: Segment, value: int) -> bool:
 
 
 def _add_replay(
-    graph: Graph,
-    segment: Segment,
-    total: Footprint,
-    operations: Sequence[int],
-    wanted: Sequence[Save],
-    moment: int,
-    depth: int,
+    graph: Graph, total: Footprint, planned: Replay, wanted: Sequence[Save]
 ) -> None:
     """Account for a replay: its values live on until they are released."""
+    moment = planned.moment
     released: dict[int, int] = {}
     fetched: dict[int, int] = {}
     for save in wanted:
@@ -289,7 +285,7 @@ def _add_replay(
         released[storage] = until
         if save.released < save.used:
             fetched[storage] = max(save.used, fetched.get(storage, moment))
-    peak_bytes, seconds = run_again(graph, operations, set(released))
+    peak_bytes, seconds = run_again(graph, planned.operations, set(released))
     left_bytes = 0
     for storage, until in released.items():
         nbytes = graph.storages[storage].bytes
@@ -300,15 +296,12 @@ def _add_replay(
             left_bytes += nbytes
             total.remade.append((nbytes, moment, until))
     total.replays.append(
-        Replay(
-            segment,
-            moment,
-            tuple(operations),
-            peak_bytes,
-            seconds,
-            left_bytes,
+        replace(
+            planned,
+            peak_bytes=peak_bytes,
+            seconds=seconds,
+            left_bytes=left_bytes,
             awaited_bytes=graph.own_bytes[moment] if graph.own_bytes else 0,
-            depth=depth,
         )
     )
 

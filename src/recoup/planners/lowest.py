@@ -1,4 +1,4 @@
-"""The lowest peak: a plan that depends on bytes and operators, not on measured times."""
+"""The lowest peak: a plan that depends on bytes and operators, not on times."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,8 +21,8 @@ def lowest_plan(
 ) -> tuple[Segment, ...]:
     """Return the plan with the lowest peak that is known how to find.
 
-    Of plans with the same peak the one that runs the fewest operators again is taken. Two
-    measurements of one step give the same answer, though their times differ.
+    Of plans with the same peak the one that runs the fewest operators again is taken.
+    Two measurements of one step give the same answer, though their times differ.
 
     Args:
         graph: The step.
