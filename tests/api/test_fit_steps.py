@@ -127,7 +127,7 @@ def test_an_exception_inside_a_step_leaves_nothing_behind():
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ArithmeticError])
-@pytest.mark.parametrize("when", [1, 2, 3, 5, 6])
+@pytest.mark.parametrize("when", [1, 2, 3, 5, 6, 7])
 def test_a_fit_that_is_interrupted_leaves_the_model_as_it_was(error, when):
     model, batch = blocks(3), odd_batch()
     for parameter in model.parameters():

@@ -1,7 +1,7 @@
 """fit: name a budget in bytes, get the fastest plan that fits, applied and checked."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,34 +12,25 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from recoup.api.adaptation import Adapted
-from recoup.api.budgets import Budget, budget_bytes, infeasible_with
+from recoup.api.budgets import Budget, budget_bytes
 from recoup.api.findings import fit_findings
 from recoup.api.progress import Progress, progress_for
-from recoup.core.errors import InfeasibleError, UsageError
+from recoup.api.settling import Attempt, Settling
+from recoup.core.errors import UsageError
 from recoup.core.graph import Graph
-from recoup.core.plan import Plan, plan_for
+from recoup.core.plan import Plan
 from recoup.core.segments import Action
 from recoup.core.simulation import simulate
 from recoup.core.units import print_bytes, print_seconds
-from recoup.engine.plans import digest_of
 from recoup.engine.verification import Verify
-from recoup.measure.floor import Cost, measure_floor, run_step, time_step
-from recoup.measure.optimizers import missing_state_bytes
+from recoup.measure.floor import time_step
 from recoup.measure.training import TrainingStep, training_step, untouched
-from recoup.planners.infeasible import infeasible
-from recoup.planners.plan import EXACT, floor_with, plan_with
+from recoup.planners.plan import EXACT
 from recoup.planners.search import Search
-from recoup.planners.solution import Solution
 from recoup.report.findings import Findings
 from recoup.report.pages import fragment, page
 
 Model = TypeVar("Model", bound=nn.Module)
-
-_ROUNDS = 4
-"""How often a plan that misses the budget is corrected."""
-
-_ROOM = 0.02
-"""A plan that leaves more than this share of the budget unused is tried once more."""
 
 
 @dataclass
@@ -227,176 +218,47 @@ def fit(  # noqa: PLR0913 (a step can be described in several ways)
     started = time.perf_counter()
     described = training_step(model, batch, loss=loss, step=step, device=device)
     with progress_for(progress) as tell, untouched(model):
-        fitting = _Fitting(described, frozenset(allow), verify, tell)
-        fitting.reserve(optimizer)
-        fitting.measure(blocks)
-        report = fitting.settle(budget)
+        settling = Settling(described, frozenset(allow), verify, tell)
+        settling.reserve(optimizer)
+        settling.measure(blocks)
+        plain_bytes = simulate(settling.graph, ()).peak_bytes
+        asked_bytes = budget_bytes(budget, plain_bytes, described.device)
+        attempt = settling.settle(asked_bytes)
+        try:
+            report = _report(described, settling, asked_bytes, attempt)
+        except BaseException:
+            attempt.adapted.remove()
+            raise
     report.total_seconds = time.perf_counter() - started
     return model, report
 
 
-class _Fitting:
-    """One run of `fit`: measure, plan, apply, check, correct."""
-
-    def __init__(
-        self,
-        step: TrainingStep,
-        allow: frozenset[Action],
-        verify: Verify,
-        tell: Progress,
-    ) -> None:
-        self._step = step
-        self._allow = allow
-        self._verify: Verify = verify
-        self._tell = tell
-        self._resident: list[object] = []
-        self._reserved_bytes = 0
-        self._planning_seconds = 0.0
-        self._rounds = 0
-
-    def reserve(self, optimizer: Optimizer | None) -> None:
-        """Leave room for an optimizer's state, and count what it has."""
-        if optimizer is None:
-            return
-        self._resident = [dict(state) for state in optimizer.state.values()]
-        self._reserved_bytes = missing_state_bytes(optimizer, self._step.device)
-
-    def measure(self, blocks: Sequence[str] | None) -> None:
-        """Run the step at floor memory."""
-        self._tell("measuring a step at the least memory")
-        self._graph = measure_floor(self._step, names=blocks, resident=self._resident)
-        self._search = Search(self._graph, self._allow)
-
-    def settle(self, budget: Budget) -> Fit:
-        """Plan, apply and check until a plan holds on a real step."""
-        plain = simulate(self._graph, ())
-        asked_bytes = budget_bytes(budget, plain.peak_bytes, self._step.device)
-        budget_left = asked_bytes - self._reserved_bytes
-        best: _Tried | None = None
-        try:
-            for tried in self._attempts(budget_left):
-                if tried.cost.peak_bytes > budget_left:
-                    tried.adapted.remove()
-                    continue
-                if best is not None:
-                    best.adapted.remove()
-                best = tried
-        except InfeasibleError as error:
-            if best is None:
-                best = self._smallest(budget_left, asked_bytes, error)
-        except BaseException:
-            if best is not None:
-                best.adapted.remove()
-            raise
-        if best is None:
-            error = infeasible(self._graph, budget_left, self._search.floor[0])
-            best = self._smallest(budget_left, asked_bytes, error)
-        return self._report(asked_bytes, best)
-
-    def _attempts(self, budget_left: int) -> Iterator["_Tried"]:
-        """Yield plans tried on a real step, each corrected by the one before.
-
-        One that misses the budget is followed by one for that much less; one that takes
-        less than was predicted by one for more, once.
-        """
-        target = budget_left
-        before: _Tried | None = None
-        fits = False
-        for _ in range(_ROUNDS):
-            solution = self._plan(target)
-            if before is not None and solution.segments == before.solution.segments:
-                return
-            tried = self._try(solution, budget_left)
-            yield tried
-            if fits:
-                return
-            room_bytes = budget_left - tried.cost.peak_bytes
-            error_bytes = tried.cost.peak_bytes - solution.simulation.peak_bytes
-            fits = room_bytes >= 0
-            if fits and (error_bytes >= 0 or room_bytes < _ROOM * budget_left):
-                return
-            target = (budget_left if fits else target) - error_bytes
-            before = tried
-
-    def _smallest(
-        self, budget_left: int, asked_bytes: int, error: InfeasibleError
-    ) -> "_Tried":
-        """Try the smallest plan where no other one fits.
-
-        Raises:
-            InfeasibleError: It does not fit; the error says what it takes, measured.
-        """
-        solution = floor_with(self._search)
-        tried = self._try(solution, budget_left)
-        if tried.cost.peak_bytes > budget_left:
-            tried.adapted.remove()
-            wrong_bytes = tried.cost.peak_bytes - solution.simulation.peak_bytes
-            more_bytes = self._reserved_bytes + wrong_bytes
-            raise infeasible_with(error, more_bytes, asked_bytes) from None
-        return tried
-
-    def _plan(self, target: int) -> Solution:
-        self._tell(f"planning for {print_bytes(target)}")
-        solution = plan_with(self._search, target)
-        self._planning_seconds += solution.seconds_planning
-        return solution
-
-    def _try(self, solution: Solution, budget_left: int) -> "_Tried":
-        """Apply a plan and run a real step: once to verify it, once to measure."""
-        self._tell("checking the plan on a real step")
-        self._rounds += 1
-        made = plan_for(
-            self._graph,
-            solution.segments,
-            model=digest_of(self._step.model),
-            budget_bytes=budget_left,
-            peak_bytes=solution.simulation.peak_bytes,
-            seconds=solution.simulation.seconds,
-        )
-        adapted = Adapted(
-            self._step.model, self._graph, made, self._allow, verify=self._verify
-        )
-        try:
-            self._step.model.zero_grad(set_to_none=True)
-            self._step.run()
-            cost = run_step(self._step, resident=self._resident)
-        except BaseException:
-            adapted.remove()
-            raise
-        return _Tried(solution, adapted, cost)
-
-    def _report(self, asked_bytes: int, tried: "_Tried") -> Fit:
-        plain = simulate(self._graph, ())
-        predicted = tried.solution.simulation
-        seconds = time_step(self._step, repeats=1)
-        if self._step.device.type != "cpu":  # there, counting bytes takes time
-            seconds = min(seconds, tried.cost.seconds)
-        return Fit(
-            model=self._step.model,
-            plan=replace(tried.adapted.plan, budget_bytes=asked_bytes),
-            graph=self._graph,
-            budget_bytes=asked_bytes,
-            plain_peak_bytes=plain.peak_bytes + self._reserved_bytes,
-            plain_seconds=plain.seconds,
-            predicted_peak_bytes=predicted.peak_bytes + self._reserved_bytes,
-            predicted_seconds=predicted.seconds,
-            measured_peak_bytes=tried.cost.peak_bytes + self._reserved_bytes,
-            measured_seconds=seconds,
-            reserved_bytes=self._reserved_bytes,
-            gap=tried.solution.gap,
-            planner=tried.solution.planner,
-            planning_seconds=self._planning_seconds,
-            total_seconds=0.0,
-            rounds=self._rounds,
-            _adapted=tried.adapted,
-            _search=self._search,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Tried:
-    """A plan in force, and what a real step with it cost."""
-
-    solution: Solution
-    adapted: Adapted
-    cost: Cost
+def _report(
+    step: TrainingStep, settling: Settling, asked_bytes: int, tried: Attempt
+) -> Fit:
+    """Return what was found, with the time of one more step."""
+    plain = simulate(settling.graph, ())
+    predicted = tried.solution.simulation
+    seconds = time_step(step, repeats=1)
+    if step.device.type != "cpu":  # there, counting bytes takes time
+        seconds = min(seconds, tried.cost.seconds)
+    return Fit(
+        model=step.model,
+        plan=replace(tried.adapted.plan, budget_bytes=asked_bytes),
+        graph=settling.graph,
+        budget_bytes=asked_bytes,
+        plain_peak_bytes=plain.peak_bytes + settling.reserved_bytes,
+        plain_seconds=plain.seconds,
+        predicted_peak_bytes=predicted.peak_bytes + settling.reserved_bytes,
+        predicted_seconds=predicted.seconds,
+        measured_peak_bytes=tried.cost.peak_bytes + settling.reserved_bytes,
+        measured_seconds=seconds,
+        reserved_bytes=settling.reserved_bytes,
+        gap=tried.solution.gap,
+        planner=tried.solution.planner,
+        planning_seconds=settling.planning_seconds,
+        total_seconds=0.0,
+        rounds=settling.rounds,
+        _adapted=tried.adapted,
+        _search=settling.search,
+    )

@@ -1,0 +1,188 @@
+"""Settling on a plan: the fastest that fits by prediction, corrected by real steps."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch.optim import Optimizer
+
+from recoup.api.adaptation import Adapted
+from recoup.api.budgets import infeasible_with
+from recoup.api.progress import Progress
+from recoup.core.errors import InfeasibleError
+from recoup.core.graph import Graph
+from recoup.core.plan import plan_for
+from recoup.core.segments import Action
+from recoup.core.units import print_bytes
+from recoup.engine.plans import digest_of
+from recoup.engine.verification import Verify
+from recoup.measure.floor import Cost, measure_floor, run_step
+from recoup.measure.optimizers import missing_state_bytes
+from recoup.measure.training import TrainingStep
+from recoup.planners.infeasible import infeasible
+from recoup.planners.plan import floor_with, plan_with
+from recoup.planners.search import Search
+from recoup.planners.solution import Solution
+
+_ROUNDS = 4
+"""How often a plan that misses the budget is corrected."""
+
+_ROOM = 0.02
+"""A plan that leaves more than this share of the budget unused is tried once more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A plan in force, and what a real step with it cost."""
+
+    solution: Solution
+    adapted: Adapted
+    cost: Cost
+
+
+class Settling:
+    """Looks for a plan that holds on a real step: plan, apply, check, correct.
+
+    Args:
+        step: The step.
+        allow: What may be done with a value besides recomputing it.
+        verify: When replayed values are compared with forward's.
+        tell: Is told what is being done.
+
+    Attributes:
+        graph: The step as it was measured.
+        search: The plans of it that are known.
+        reserved_bytes: Kept free for an optimizer's state that does not exist yet.
+        planning_seconds: How long planning took so far.
+        rounds: How many plans were tried on a real step so far.
+    """
+
+    graph: Graph
+    search: Search
+
+    def __init__(
+        self,
+        step: TrainingStep,
+        allow: frozenset[Action],
+        verify: Verify,
+        tell: Progress,
+    ) -> None:
+        self._step = step
+        self._allow = allow
+        self._verify: Verify = verify
+        self._tell = tell
+        self._resident: list[object] = []
+        self.reserved_bytes = 0
+        self.planning_seconds = 0.0
+        self.rounds = 0
+
+    def reserve(self, optimizer: Optimizer | None) -> None:
+        """Leave room for an optimizer's state, and count what it has."""
+        if optimizer is None:
+            return
+        self._resident = [dict(state) for state in optimizer.state.values()]
+        self.reserved_bytes = missing_state_bytes(optimizer, self._step.device)
+
+    def measure(self, blocks: Sequence[str] | None) -> None:
+        """Run the step at floor memory."""
+        self._tell("measuring a step at the least memory")
+        self.graph = measure_floor(self._step, names=blocks, resident=self._resident)
+        self.search = Search(self.graph, self._allow)
+
+    def settle(self, asked_bytes: int) -> Attempt:
+        """Plan, apply and check until a plan holds on a real step.
+
+        Raises:
+            InfeasibleError: None does, not even the smallest.
+        """
+        budget_left = asked_bytes - self.reserved_bytes
+        best: Attempt | None = None
+        try:
+            for tried in self._attempts(budget_left):
+                if tried.cost.peak_bytes > budget_left:
+                    tried.adapted.remove()
+                    continue
+                if best is not None:
+                    best.adapted.remove()
+                best = tried
+        except InfeasibleError as error:
+            return best or self._smallest(budget_left, asked_bytes, error)
+        except BaseException:
+            if best is not None:
+                best.adapted.remove()
+            raise
+        if best is not None:
+            return best
+        error = infeasible(self.graph, budget_left, self.search.floor[0])
+        return self._smallest(budget_left, asked_bytes, error)
+
+    def _attempts(self, budget_left: int) -> Iterator[Attempt]:
+        """Yield plans tried on a real step, each corrected by the one before.
+
+        One that misses the budget is followed by one for that much less; one that takes
+        less than was predicted by one for more, once.
+        """
+        target = budget_left
+        before: Attempt | None = None
+        fits = False
+        for _ in range(_ROUNDS):
+            solution = self._plan(target)
+            if before is not None and solution.segments == before.solution.segments:
+                return
+            tried = self._try(solution, budget_left)
+            yield tried
+            if fits:
+                return
+            room_bytes = budget_left - tried.cost.peak_bytes
+            error_bytes = tried.cost.peak_bytes - solution.simulation.peak_bytes
+            fits = room_bytes >= 0
+            if fits and (error_bytes >= 0 or room_bytes < _ROOM * budget_left):
+                return
+            target = (budget_left if fits else target) - error_bytes
+            before = tried
+
+    def _smallest(
+        self, budget_left: int, asked_bytes: int, error: InfeasibleError
+    ) -> Attempt:
+        """Try the smallest plan where no other one fits.
+
+        Raises:
+            InfeasibleError: It does not fit; the error says what it takes, measured.
+        """
+        solution = floor_with(self.search)
+        tried = self._try(solution, budget_left)
+        if tried.cost.peak_bytes > budget_left:
+            tried.adapted.remove()
+            wrong_bytes = tried.cost.peak_bytes - solution.simulation.peak_bytes
+            more_bytes = self.reserved_bytes + wrong_bytes
+            raise infeasible_with(error, more_bytes, asked_bytes) from None
+        return tried
+
+    def _plan(self, target: int) -> Solution:
+        self._tell(f"planning for {print_bytes(target)}")
+        solution = plan_with(self.search, target)
+        self.planning_seconds += solution.seconds_planning
+        return solution
+
+    def _try(self, solution: Solution, budget_left: int) -> Attempt:
+        """Apply a plan and run a real step: once to verify it, once to measure."""
+        self._tell("checking the plan on a real step")
+        self.rounds += 1
+        made = plan_for(
+            self.graph,
+            solution.segments,
+            model=digest_of(self._step.model),
+            budget_bytes=budget_left,
+            peak_bytes=solution.simulation.peak_bytes,
+            seconds=solution.simulation.seconds,
+        )
+        adapted = Adapted(
+            self._step.model, self.graph, made, self._allow, verify=self._verify
+        )
+        try:
+            self._step.model.zero_grad(set_to_none=True)
+            self._step.run()
+            cost = run_step(self._step, resident=self._resident)
+        except BaseException:
+            adapted.remove()
+            raise
+        return Attempt(solution, adapted, cost)
