@@ -1,92 +1,15 @@
 """PyTorch's own ways to spend time for memory, put around the blocks of a model."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
 
 from recoup.measure.blocks import block_names
+from recoup.measure.peers import PEERS, Context, plain
 
-Forward = Callable[..., Any]
-Wrap = Callable[[Forward], Forward]
-Context = Callable[[nn.Module], Any]
-"""Puts something around the blocks of a model while it is entered."""
-
-COMPUTE_INTENSIVE = (
-    "mm addmm bmm convolution upsample_bilinear2d _scaled_mm "
-    "_flash_attention_forward _efficient_attention_forward "
-    "_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention "
-    "_scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention_for_cpu"
-)
-"""The operators that torch's own partitioner takes to be dear by default, and the other
-kernels of attention."""
-
-SAVED = {getattr(torch.ops.aten, name).default for name in COMPUTE_INTENSIVE.split()}
-
-
-@contextmanager
-def wrapped(model: nn.Module, names: Sequence[str], wrap: Wrap) -> Iterator[None]:
-    """Call the named modules through something else while the block runs."""
-    with ExitStack() as stack:
-        for name in names:
-            module = model.get_submodule(name)
-            module.__dict__["forward"] = wrap(module.forward)
-            stack.callback(module.__dict__.pop, "forward")
-        yield
-
-
-def checkpointed(forward: Forward) -> Forward:
-    return partial(checkpoint, forward, use_reentrant=False)
-
-
-def selective(forward: Forward) -> Forward:
-    contexts = partial(create_selective_checkpoint_contexts, _policy)
-    return partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
-
-
-def _policy(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
-    saved = operator in SAVED
-    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-@contextmanager
-def plain(model: nn.Module) -> Iterator[None]:
-    """Leave the model as it is."""
-    del model
-    yield
-
-
-@contextmanager
-def every_block(model: nn.Module) -> Iterator[None]:
-    with wrapped(model, block_names(model), checkpointed):
-        yield
-
-
-@contextmanager
-def every_second_block(model: nn.Module) -> Iterator[None]:
-    with wrapped(model, block_names(model)[::2], checkpointed):
-        yield
-
-
-@contextmanager
-def selective_blocks(model: nn.Module) -> Iterator[None]:
-    with wrapped(model, block_names(model), selective):
-        yield
-
-
-PEERS: dict[str, Context] = {
-    "torch checkpoint, every block": every_block,
-    "torch checkpoint, every second block": every_second_block,
-    "torch SAC, default list": selective_blocks,
-}
+__all__ = ["PEERS", "Compiled", "Context", "plain"]
 
 
 class Compiled:

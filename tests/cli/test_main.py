@@ -13,11 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from recoup.api.contest import PLAIN
 from recoup.cli.commands import COMMANDS
 from recoup.cli.main import run
 from recoup.cli.statuses import FAILED, FILE, INFEASIBLE, INTERRUPTED, TARGET, USAGE
 from recoup.core.plan import Plan
 from recoup.core.version import VERSION
+from recoup.measure.peers import PEERS
 from recoup.report.files import from_json
 
 ROOT = Path(__file__).parents[2]
@@ -188,7 +190,7 @@ def test_explain_and_report_need_no_torch(tmp_path):
     assert done.stdout.endswith("False\n")
 
 
-def test_measure_frontier_and_compare_as_json(steps, tmp_path, capsys):
+def test_measure_and_frontier_as_json(steps, tmp_path, capsys):
     assert run(["measure", f"{steps}:own_step", "--json"]) == 0
     measured = json.loads(capsys.readouterr().out)
     assert 0 < measured["floor_bytes"] < measured["plain_peak_bytes"]
@@ -200,12 +202,18 @@ def test_measure_frontier_and_compare_as_json(steps, tmp_path, capsys):
     assert peaks == sorted(peaks)
     assert (tmp_path / "chart.svg").read_text().startswith("<svg")
 
-    assert run(["compare", f"{steps}:make", "--json"]) == 0
-    rules = json.loads(capsys.readouterr().out)["rules"]
-    assert rules[0]["rule"] == "keep everything"
-    for rule in rules:
-        assert rule["recoup_peak_bytes"] <= rule["rule_peak_bytes"]
-        assert rule["recoup_seconds"] <= rule["rule_seconds"]
+
+@pytest.mark.parametrize("function", ["make", "own_step"])
+def test_compare_measures_everybody_on_the_same_step(steps, capsys, function):
+    budgets = ["--budget", "80%", "--budget", "1KiB"]
+    assert run(["compare", f"{steps}:{function}", "--json", *budgets]) == 0
+    *others, fitted, impossible = json.loads(capsys.readouterr().out)["contenders"]
+    plain = others[0]
+    assert [entry["name"] for entry in others] == [PLAIN, *PEERS]
+    assert all(entry["difference"] == 0.0 for entry in (*others, fitted))
+    assert fitted["peak_bytes"] <= 0.8 * plain["peak_bytes"]
+    assert impossible["peak_bytes"] is None
+    assert "cannot be met" in impossible["failure"]
 
 
 def test_measure_frontier_and_compare_as_text(steps, capsys):
@@ -214,7 +222,9 @@ def test_measure_frontier_and_compare_as_text(steps, capsys):
     assert run(["frontier", f"{steps}:make", "--points", "2"]) == 0
     assert "of plain" in capsys.readouterr().out
     assert run(["compare", f"{steps}:make"]) == 0
-    assert "every block" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "torch checkpoint, every block" in text
+    assert "recoup in" in text
 
 
 @pytest.mark.parametrize("function", ["make", "own_step", "moved"])
@@ -301,6 +311,7 @@ WRONG = [
     (["measure", "steps.py:looks", "--dry"], FAILED, "depends on the numbers"),
     (["measure", "steps.py:raises", "--dry"], TARGET, "the data is not there"),
     (["measure", "steps.py:make", "--budget", "1KiB"], INFEASIBLE, "cannot be met"),
+    (["compare", "steps.py:make", "--budget", "8 bananas"], USAGE, "bananas"),
     (["table", "steps.py:own_step"], USAGE, "not a step"),
     (["explain", "missing.json"], FILE, "cannot be read"),
     (["explain", "steps.py"], USAGE, "no plan of recoup"),

@@ -56,6 +56,18 @@ def device_meter(device: torch.device | str) -> MemoryMeter:
     return StorageMeter(device)
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that memory ran out, on any device.
+
+    Examples:
+        >>> is_out_of_memory(torch.OutOfMemoryError()), is_out_of_memory(KeyError())
+        (True, False)
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
 class AllocatorMeter:
     """Read live and peak bytes from the allocator of an accelerator.
 

@@ -25,6 +25,14 @@ BudgetText = Annotated[
         "By default what the device has.",
     ),
 ]
+Budgets = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--budget",
+        help="What recoup is given, as often as you like; by default the peaks of the "
+        "others.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show a traceback on errors.")]
 Offload = Annotated[

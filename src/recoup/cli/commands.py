@@ -1,5 +1,6 @@
 """The commands of `recoup`, one function each; what needs torch is imported inside."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -7,6 +8,7 @@ import typer
 
 from recoup.cli.arguments import (
     AsJson,
+    Budgets,
     BudgetText,
     ChartPath,
     Debug,
@@ -226,48 +228,26 @@ def frontier(  # noqa: PLR0913 (one for each thing to be had)
 def compare(
     target: TargetName,
     *,
+    budget: Budgets = None,
     offload: Offload = False,
     json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Compare with known rules on your model: the same peak, how much time?"""
+    """Measure recoup beside PyTorch's own ways on your model: peak, time, gradients."""
     del debug
+    asked = [found for text in budget or () if (found := read_budget(text))]
 
     from recoup.cli.targets import load_target
     from recoup.cli.work import compare_target
-    from recoup.report.texts import table as table_of
+    from recoup.report.texts import contest_text
 
-    graph, contests = compare_target(load_target(target), offload=offload)
-    plain = graph.step_seconds or 1.0
+    entries = compare_target(load_target(target), asked, offload=offload)
     if json:
-        rows = [
-            {
-                "rule": contest.rule.name,
-                "rule_peak_bytes": contest.rule.peak_bytes,
-                "rule_seconds": contest.rule.seconds,
-                "recoup_peak_bytes": contest.peak_bytes,
-                "recoup_seconds": contest.seconds,
-            }
-            for contest in contests
-        ]
-        print(as_json({"target": target, "plain_seconds": plain, "rules": rows}))
+        rows = [asdict(entry) for entry in entries]
+        print(as_json({"target": target, "contenders": rows}))
         return
-    print(
-        table_of(
-            ["rule", "peak", "slower", "recoup's peak", "slower"],
-            [
-                [
-                    contest.rule.name,
-                    print_bytes(contest.rule.peak_bytes),
-                    f"{contest.rule.seconds / plain - 1:+.1%}",
-                    print_bytes(contest.peak_bytes),
-                    f"{contest.seconds / plain - 1:+.1%}",
-                ]
-                for contest in contests
-            ],
-        )
-    )
-    print("\nBy prediction, from one measured step; slower than plain.")
+    print(contest_text(entries))
+    print("\nMeasured here, one after the other in one process: forward and backward.")
 
 
 def table(

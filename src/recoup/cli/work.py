@@ -1,6 +1,6 @@
 """The work behind the commands: everything that needs torch."""
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from recoup.api.budgets import budget_bytes, infeasible_with
+from recoup.api.contest import Entry, contest
 from recoup.api.findings import graph_findings
 from recoup.api.fit import Fit, fit
 from recoup.api.measuring import measure
@@ -22,24 +23,8 @@ from recoup.core.units import print_bytes
 from recoup.measure.optimizers import missing_state_bytes
 from recoup.measure.training import takes_target
 from recoup.planners.plan import floor, frontier, plan
-from recoup.report.composition import baselines
-from recoup.report.findings import Baseline, Findings
+from recoup.report.findings import Findings
 from recoup.train.comparison import Comparison, compare_configurations
-
-
-@dataclass(frozen=True, slots=True)
-class Contest:
-    """A known rule, and recoup's plan within the same peak.
-
-    Attributes:
-        rule: What the rule costs.
-        peak_bytes: The peak of recoup's plan: that of the rule, or less.
-        seconds: The time of a step with it.
-    """
-
-    rule: Baseline
-    peak_bytes: int
-    seconds: float
 
 
 def fit_target(
@@ -145,18 +130,20 @@ def frontier_findings(
     return graph_findings(graph, target.model, others=others, title=target.name)
 
 
-def compare_target(target: Target, *, offload: bool) -> tuple[Graph, list[Contest]]:
-    """Measure a step, and plan within the peak of each known rule."""
-    graph = measure_target(target)
-    allow = _allowed(offload=offload)
-    rules = baselines(graph)
-    found: list[Contest] = []
-    with _bar("planning", len(rules)) as tell:
-        for number, rule in enumerate(rules, 1):
-            costs = plan(graph, rule.peak_bytes, allow=allow).simulation
-            found.append(Contest(rule, costs.peak_bytes, costs.seconds))
-            tell(number)
-    return graph, found
+def compare_target(
+    target: Target, budgets: Sequence[str | float], *, offload: bool
+) -> tuple[Entry, ...]:
+    """Measure recoup and PyTorch's own ways on the user's step, side by side."""
+    with _bar("measuring") as tell:
+        return contest(
+            target.model,
+            target.batch,
+            budgets=budgets,
+            loss=target.loss,
+            step=target.step,
+            offload=offload,
+            tell=tell,
+        )
 
 
 def table_target(target: Target, precision: str) -> Comparison:
@@ -212,7 +199,7 @@ def _status(doing: str) -> Generator[None]:
 
 
 @contextmanager
-def _bar(doing: str, total: int) -> Generator[Callable[[int], None]]:
+def _bar(doing: str) -> Generator[Callable[[str, int, int], None]]:
     """Show a bar with the time that is left, in a terminal."""
     with Progress(
         TextColumn("{task.description}"),
@@ -221,5 +208,11 @@ def _bar(doing: str, total: int) -> Generator[Callable[[int], None]]:
         console=Console(stderr=True),
         transient=True,
     ) as progress:
-        task = progress.add_task(doing, total=total)
-        yield lambda done: progress.update(task, completed=done)
+        task = progress.add_task(doing, total=None)
+
+        def tell(name: str, done: int, total: int) -> None:
+            progress.update(
+                task, description=f"{doing} {name}", completed=done, total=total
+            )
+
+        yield tell

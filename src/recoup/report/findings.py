@@ -132,6 +132,26 @@ class Baseline:
 
 
 @dataclass(frozen=True, slots=True)
+class Entry:
+    """What one contender costs, measured.
+
+    Attributes:
+        name: The contender.
+        peak_bytes: The most bytes in use in a step; None: there is no such step.
+        seconds: The least time of some steps; None: there is no such step.
+        difference: How far its gradients are from the first contender's, at most; 0.0
+            if they are the same bits. None: there are none to compare.
+        failure: Why there is no such step; empty: there is.
+    """
+
+    name: str
+    peak_bytes: int | None = None
+    seconds: float | None = None
+    difference: float | None = None
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Findings:
     """What was found out about one step, and what was decided.
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from recoup.core.units import print_bytes, print_seconds
-from recoup.report.findings import BlockRow, Findings, PlanView, Timeline
+from recoup.report.findings import BlockRow, Entry, Findings, PlanView, Timeline
 
 _BARS = " ▁▂▃▄▅▆▇█"
 
@@ -167,6 +167,26 @@ def comparison_text(findings: Findings) -> str:
     )
 
 
+def contest_text(entries: Sequence[Entry]) -> str:
+    """Return what contenders cost beside the first that ran.
+
+    Examples:
+        >>> plain = Entry("plain", 2048, 1.0, 0.0)
+        >>> other = Entry("other", 1024, 1.5, 0.25)
+        >>> print(contest_text([plain, other, Entry("large", failure="out of memory")]))
+        contender   peak  of first   step  slower      gradients
+        ---------  -----  --------  -----  ------  -------------
+        plain      2 KiB      100%    1 s       -      same bits
+        other      1 KiB       50%  1.5 s  +50.0%   2.5e-01 away
+        large          -         -      -       -  out of memory
+    """
+    base = next((entry for entry in entries if not entry.failure), None)
+    return table(
+        ["contender", "peak", "of first", "step", "slower", "gradients"],
+        [_contender(entry, base) for entry in entries],
+    )
+
+
 def estimate_words(estimated_for: str) -> str:
     """Return what to know of times that nobody measured; nothing if somebody did.
 
@@ -218,6 +238,21 @@ def summary_text(findings: Findings) -> str:
         blocks_text(view),
     ]
     return "\n".join(lines)
+
+
+def _contender(entry: Entry, base: Entry | None) -> list[str]:
+    if entry.peak_bytes is None or entry.seconds is None or base is None:
+        return [entry.name, "-", "-", "-", "-", entry.failure]
+    far = entry.difference or 0.0
+    same = "same bits" if not far else f"{far:.1e} away"
+    return [
+        entry.name,
+        print_bytes(entry.peak_bytes),
+        _share(entry.peak_bytes, base.peak_bytes or 0),
+        print_seconds(entry.seconds),
+        "-" if entry is base else _slower(entry.seconds, base.seconds or 0.0),
+        same,
+    ]
 
 
 def _alike(one: BlockRow, other: BlockRow) -> bool:

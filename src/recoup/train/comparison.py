@@ -13,13 +13,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from recoup.backend.memory import is_out_of_memory
 from recoup.core.errors import UsageError
 from recoup.core.units import print_bytes, print_seconds
 from recoup.precision.formats import resolve_precision
 from recoup.train.batches import LossFunction
 from recoup.train.randomness import random_states, restore_random_states
 from recoup.train.settings import TrainerSettings
-from recoup.train.stepper import is_out_of_memory
 from recoup.train.trainer import Trainer
 
 _ROWS = (

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from recoup.backend.memory import is_out_of_memory
 from recoup.backend.trees import tensors
 from recoup.core.errors import PeerError, UnsupportedError
 from recoup.precision.scaler import GradientScaler
@@ -299,13 +300,6 @@ class Stepper:
     def _clear_gradients(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that memory ran out, on any device."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
 def _mean(losses: list[Tensor], weights: list[float]) -> Tensor:

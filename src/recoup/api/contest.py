@@ -1,0 +1,185 @@
+"""A contest: recoup and PyTorch's own ways on one step, measured side by side."""
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recoup.api.budgets import Budget
+from recoup.api.fit import fit
+from recoup.backend.memory import is_out_of_memory
+from recoup.core.errors import InfeasibleError
+from recoup.core.segments import Action
+from recoup.core.units import print_bytes
+from recoup.measure.floor import run_step, time_step
+from recoup.measure.peers import PEERS, Context, plain
+from recoup.measure.training import TrainingStep, training_step, untouched
+from recoup.report.findings import Entry
+
+PLAIN = "plain"
+
+Told = Callable[[str, int, int], None]
+"""Is told who is measured now, how many have been, and how many there are."""
+
+Gradients = list[Tensor | None]
+
+
+def contest(  # noqa: PLR0913 (a step can be described in several ways)
+    model: nn.Module,
+    batch: Any = None,
+    *,
+    budgets: Sequence[Budget] = (),
+    loss: Callable[..., Tensor] | None = None,
+    step: Callable[[], object] | None = None,
+    offload: bool = False,
+    tell: Told | None = None,
+) -> tuple[Entry, ...]:
+    """Measure a step as it is, with PyTorch's ways, and with recoup.
+
+    Each runs in turn on the same model from the same state; afterwards the model is as
+    it was. Running out of memory, or any other failure, is an entry too.
+
+    Costs about seven steps for each of PyTorch's ways, twenty for each budget, and the
+    gradients of two contenders in host memory.
+
+    Args:
+        model: The model.
+        batch: What it is called with, as for `fit`.
+        budgets: What recoup is given; by default the peaks of PyTorch's ways.
+        loss: Computes the loss, as for `fit`.
+        step: Runs forward and backward by itself, as for `fit`.
+        offload: Values may also wait on the host.
+        tell: Is told of the progress.
+
+    Returns:
+        The plain step first, then PyTorch's ways, then recoup for each budget.
+
+    Examples:
+        >>> def layer():
+        ...     return nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64))
+        >>> model = nn.Sequential(*(layer() for _ in range(8)))
+        >>> entries = contest(model, torch.ones(512, 64), loss=torch.sum, budgets=[0.7])
+        >>> [entry.name[:10] for entry in entries]
+        ['plain', 'torch chec', 'torch chec', 'torch SAC,', 'recoup in ']
+        >>> {entry.difference for entry in entries}
+        {0.0}
+    """
+    described = training_step(model, batch, loss=loss, step=step)
+    arena = _Arena(described, tell, len(PEERS) + 1 + (len(budgets) or len(PEERS)))
+    arena.enter(PLAIN, plain)
+    for name, context in PEERS.items():
+        arena.enter(name, context)
+    allow = (Action.KEEP, Action.OFFLOAD) if offload else (Action.KEEP,)
+
+    def fitted(budget: Budget) -> Context:
+        @contextmanager
+        def context(model: nn.Module) -> Generator[None]:
+            _, report = fit(
+                model, batch, budget, loss=loss, step=step, allow=allow, progress=False
+            )
+            try:
+                yield
+            finally:
+                report.remove()
+
+        return context
+
+    for budget in budgets or _peaks(arena.entries[1:]):
+        arena.enter(f"recoup in {_words(budget)}", fitted(budget))
+    return tuple(arena.entries)
+
+
+class _Arena:
+    """Where contenders are measured, one after the other."""
+
+    def __init__(self, step: TrainingStep, tell: Told | None, total: int) -> None:
+        self.entries: list[Entry] = []
+        self._step = step
+        self._tell = tell
+        self._total = total
+        self._reference: Gradients | None = None
+
+    def enter(self, name: str, context: Context) -> None:
+        """Measure a contender; what it fails with is its entry."""
+        if self._tell is not None:
+            self._tell(name, len(self.entries), self._total)
+        try:
+            with untouched(self._step.model), context(self._step.model):
+                entry = self._measured(name)
+        except InfeasibleError as error:
+            least = print_bytes(error.floor_bytes)
+            entry = Entry(name, failure=f"cannot be met, the least is {least}")
+        except Exception as error:  # noqa: BLE001 (a contender may fail in any way)
+            entry = Entry(name, failure=_failure(error))
+        self.entries.append(entry)
+        if self._step.device.type != "cpu":
+            torch.accelerator.empty_cache()
+
+    def _measured(self, name: str) -> Entry:
+        step = self._step
+        step.model.zero_grad(set_to_none=True)
+        step.run()
+        gradients = [
+            None if p.grad is None else p.grad.to("cpu", copy=True)
+            for p in step.model.parameters()
+        ]
+        cost = run_step(step)
+        seconds = time_step(step, repeats=3)
+        if self._reference is None:
+            self._reference = gradients
+        difference = largest_difference(self._reference, gradients)
+        return Entry(name, cost.peak_bytes, seconds, difference)
+
+
+def largest_difference(expected: Gradients, found: Gradients) -> float:
+    """Return the largest difference between gradients; 0.0 if all bits are the same.
+
+    A gradient that only one of them has, or another shape, is infinitely far away.
+
+    Examples:
+        >>> one = torch.tensor([1.0, 2.0])
+        >>> largest_difference([one, None], [one.clone(), None])
+        0.0
+        >>> largest_difference([one], [one + 0.5]), largest_difference([one], [None])
+        (0.5, inf)
+    """
+    worst = 0.0
+    for one, other in zip(expected, found, strict=True):
+        if one is None or other is None or one.shape != other.shape:
+            if one is not other:
+                return float("inf")
+        elif not _same_bits(one, other):
+            away = float((one.double() - other.double()).abs().max())
+            # Zeros of both signs, and no numbers at all, differ in their bits.
+            worst = max(worst, away or torch.finfo(torch.float64).tiny)
+            if away != away:
+                return float("inf")
+    return worst
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    first, second = (t.contiguous().flatten().view(torch.uint8) for t in (one, other))
+    return torch.equal(first, second)
+
+
+def _peaks(entries: Sequence[Entry]) -> list[int]:
+    """Return the peaks that there are, each once, from the largest to the smallest."""
+    found = {entry.peak_bytes for entry in entries if entry.peak_bytes is not None}
+    return sorted(found, reverse=True)
+
+
+def _words(budget: Budget) -> str:
+    if isinstance(budget, float):
+        return f"{budget:.0%}"
+    if isinstance(budget, int):
+        return print_bytes(budget)
+    return budget or "what the device has"
+
+
+def _failure(error: Exception) -> str:
+    if is_out_of_memory(error):
+        return "out of memory"
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first}"
