@@ -9,7 +9,7 @@ import argparse
 import importlib.util
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -181,15 +181,14 @@ def large_state_rows(device: torch.device, *, rounds: int) -> list[Row]:
         ),
     }
     recurrence = Recurrence(width, batch, device)
-    return torch_rows(recurrence, steps, contenders, rounds=rounds)
+    return torch_rows(recurrence, steps, contenders, rounds=min(rounds, 2))
 
 
-def jax_rows(*, rounds: int) -> list[Row]:
+def jax_rows(device: torch.device, *, rounds: int) -> list[Row]:
     """A scan in JAX beside equinox's checkpointed while loop, at equal slots."""
     if importlib.util.find_spec("jax") is None:
         return []
-    # Programs as small as these measure the processor; an accelerator only waits.
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("JAX_PLATFORMS", device.type)
     from benchmarks.jax_loops import measure_jax
 
     rows: list[Row] = []
@@ -202,7 +201,7 @@ def wave_rows(device: torch.device, *, rounds: int) -> list[Row]:
     """A wave equation: exact gradients here, a continuous adjoint there."""
     from benchmarks.waves import measure_waves
 
-    return measure_waves(device, steps=400, rounds=rounds)
+    return measure_waves(device, steps=200, rounds=rounds)
 
 
 def synchronize(device: torch.device) -> None:
@@ -210,34 +209,45 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def main() -> None:
+PARTS: dict[str, tuple[str, Callable[..., list[Row]]]] = {
+    "rnn": ("loops-small", small_state_rows),
+    "wave": ("loops-wave", wave_rows),
+    "large": ("loops-large", large_state_rows),
+    "jax": ("loops-jax", jax_rows),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--rounds", type=int, default=5)
-    arguments = parser.parse_args()
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--parts", default=",".join(PARTS), help="which, with commas")
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    # Loops as small as these measure the processor; an accelerator only waits.
     processor = torch.device("cpu")
-    accelerator = torch.accelerator.current_accelerator()
-    device = processor if accelerator is None else accelerator
-    rounds = arguments.rounds
-    tables = {
-        "loops-small": small_state_rows(processor, rounds=rounds),
-        "loops-large": large_state_rows(device, rounds=min(rounds, 2)),
-        "loops-jax": jax_rows(rounds=rounds),
-        "loops-wave": wave_rows(processor, rounds=rounds),
-    }
-    for theme, rows in tables.items():
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    for part in options.parts.split(","):
+        theme, measure = PARTS[part]
+        where = accelerator or processor if part == "large" else processor
+        started = time.perf_counter()
+        print(f"{part}, on {where} ...", flush=True)
+        rows = measure(where, rounds=options.rounds)
         if not rows:
+            print(f"{part}: a package is missing.", flush=True)
             continue
-        where = device if theme == "loops-large" else processor
         page = write_results(
             theme,
             rows,
             machine=describe_machine(where),
-            settings={"rounds": rounds, "times": "median of interleaved rounds"},
-            folder=arguments.out,
+            settings={
+                "rounds": options.rounds,
+                "times": "median of interleaved rounds",
+            },
+            folder=options.out,
         )
-        print(f"\n{page}\n{markdown_table(rows)}")
+        seconds = time.perf_counter() - started
+        print(f"{page} after {seconds:.0f} s\n{markdown_table(rows)}\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ def grad(
         checkpoint: False: loops run plain. True: the square root of the number of steps
             is held. A number: so many states are held. A mapping of options:
             `num_checkpoints`; `strategy`, one of "auto", "revolve", "dynamic" and
-            "none"; `memory_budget` in bytes, for torch; `min_loop_size`, 100 by
+            "none"; `memory_budget` in bytes; `min_loop_size`, 100 by
             default: shorter `for` loops run plain; `on_unsupported`, "warn" or "raise";
             `enabled`.
 

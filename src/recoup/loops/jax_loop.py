@@ -71,7 +71,7 @@ def run_jax(
     schedule = _schedule(step, state, plan)
     if schedule.steps == 0:
         return state, None, Checkpoints(Slots(), _same, _same)
-    feed = _stacked(step)
+    feed = stacked_feed(step)
     loop, constants = _closed(step, feed, state, schedule)
     run = partial(_run, loop)
     final, outputs, kept = run(state, constants, feed)
@@ -311,7 +311,8 @@ def _schedule(step: Step, state: Tree, plan: Plan) -> Schedule:
     return Revolve(index, slots=plan.online.slots)
 
 
-def _stacked(step: Step) -> Tree:
+def stacked_feed(step: Step) -> Tree:
+    """Return the inputs of all steps as arrays whose first axis is the step."""
     if step.feed is None:
         return None
     if isinstance(step.feed, Stacked):

@@ -66,7 +66,8 @@ def checkpointed_loop(  # noqa: PLR0913 (each is a separate wish of the caller)
             steps are stacked. The first result is then the pair of both.
         schedule: Which states to hold instead, such as `Revolve(seq_length, slots=11)`.
         budget: Bytes that may be held for backward, such as `"64MiB"`: slots and tape
-            are chosen together. One step is run once more, to be measured.
+            are chosen together. One step is run once more, to be measured (twice with
+            NumPy, not at all with JAX, where sizes are known beforehand).
         store: Where states are held, for torch: a tier such as `Host()`, or one for
             each tier of a `Multistage` schedule. The beginning stays where it is. A
             lossy tier gives gradients near the plain ones, and nothing is verified.
@@ -110,10 +111,19 @@ def checkpointed_loop(  # noqa: PLR0913 (each is a separate wish of the caller)
     step = Step(func, feed, with_index, with_outputs)
     kind = _kind_of(leaves, step)
     if budget is not None:
-        schedule = _fitted(
-            step, initial_state, steps, budget, (schedule, num_checkpoints), kind
-        )
-        num_checkpoints = None
+        if schedule is not None or num_checkpoints is not None:
+            raise UsageError(
+                "a budget chooses the schedule: got num_checkpoints or a schedule "
+                "besides. Leave them out."
+            )
+        if steps is None:
+            raise UsageError(
+                "a budget needs a loop of known length: this one ends by a condition. "
+                "Use num_checkpoints, or Online(slots=...)."
+            )
+        budget_bytes = parse_bytes(budget) if isinstance(budget, str) else budget
+        fit = _FITTERS[kind]
+        schedule = fit(step, initial_state, steps, budget_bytes, captures, vjp)
     plan = _plan(steps, num_checkpoints, schedule, condition, verify, tolerance)
     plan = replace(plan, stores=_stores(store, kind))
     run = _RUNNERS[kind]
@@ -221,27 +231,26 @@ def _is_array(leaf: Any) -> bool:
     return hasattr(leaf, "dtype")
 
 
-def _fitted(
-    step: Step,
-    state: Any,
-    steps: int | None,
-    budget: int | str,
-    others: tuple[Any, Any],
-    kind: str,
+def _fit_torch(
+    step: Step, state: Any, steps: int, budget_bytes: int, *_: Any
 ) -> Schedule:
-    if any(other is not None for other in others):
-        raise UsageError(
-            "a budget chooses the schedule: got num_checkpoints or a schedule besides. "
-            "Leave them out."
-        )
-    if steps is None or kind != "torch":
-        raise UsageError(
-            "a budget needs a loop of known length over torch tensors, because the "
-            "tape of a step is measured. Use num_checkpoints, or a schedule from "
-            "recoup.schedules.fit_budget with sizes of your own."
-        )
-    budget_bytes = parse_bytes(budget) if isinstance(budget, str) else budget
     return fit_torch_budget(step, state, steps, budget_bytes)
+
+
+def _fit_numpy(
+    step: Step, state: Any, steps: int, budget_bytes: int, captures: Any, vjp: Any
+) -> Schedule:
+    from recoup.loops.numpy_budget import fit_numpy_budget  # NumPy is optional
+
+    return fit_numpy_budget(step, state, steps, budget_bytes, captures, vjp)
+
+
+def _fit_jax(
+    step: Step, state: Any, steps: int, budget_bytes: int, *_: Any
+) -> Schedule:
+    from recoup.loops.jax_budget import fit_jax_budget  # JAX is optional
+
+    return fit_jax_budget(step, state, steps, budget_bytes)
 
 
 def _run_torch(
@@ -275,4 +284,9 @@ _RUNNERS: dict[str, Callable[..., tuple[Any, Any, Checkpoints]]] = {
     "torch": _run_torch,
     "numpy": _run_numpy,
     "jax": _run_jax,
+}
+_FITTERS: dict[str, Callable[..., Schedule]] = {
+    "torch": _fit_torch,
+    "numpy": _fit_numpy,
+    "jax": _fit_jax,
 }

@@ -37,7 +37,7 @@ def run_numpy(
     """
     leaves, structure = flatten(initial_state)
     fed = [] if step.feed is None else step.feed.leaves
-    boxes = _boxes(step, captures)
+    boxes = boxes_of(step, captures)
     machine = NumpyMachine(
         step, boxes, vjp, verify=plan.verify, tolerance=plan.tolerance
     )
@@ -230,6 +230,7 @@ class NumpyRun:
 
             last, self._last = self._last, None
             pull_record(self.machine, last)
+            del last  # or it would stay beside the next one
         elif self._pending is not None:
             held, reverse = self._pending
             state = self.machine.take(held)
@@ -237,7 +238,8 @@ class NumpyRun:
         drive.backward(self._make_rest(), self.machine, slots)
 
 
-def _boxes(step: Step, captures: Sequence[Any]) -> list[Any]:
+def boxes_of(step: Step, captures: Sequence[Any]) -> list[Any]:
+    """Return the traced arrays that a step captures, each once."""
     tracer = sys.modules.get("autograd.tracer")
     if tracer is None:
         return []

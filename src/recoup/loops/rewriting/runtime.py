@@ -36,7 +36,7 @@ class LoopOptions:
         num_checkpoints: States to hold; None for the square root of the steps.
         strategy: "auto" (at equal distances), "revolve", "dynamic" (as if the length
             were not known) or "none" (not checkpointed).
-        memory_budget: Bytes that may be held instead, for torch.
+        memory_budget: Bytes that may be held instead.
         min_loop_size: Shorter loops run plain.
         name: The function, for messages.
         raises: A loop that turns out not to be possible raises; else it runs plain,
