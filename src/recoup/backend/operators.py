@@ -35,6 +35,13 @@ class Facts:
         statistics: Positions of running statistics that it updates on the side and
             that its outputs do not depend on when argument `training_at` is true.
         training_at: The position of the training flag, or -1 for always.
+        nullable: Those among the statistics that the operator does without.
+        draws_on_its_own: A rate above zero among its arguments lets it draw from state
+            that is not a generator's: cuDNN keeps the state of dropout between
+            recurrent layers in its own buffer.
+        copies: It may copy between devices.
+        is_foreach: It writes to lists of tensors. Under a dispatch mode such operators
+            give no tensor a new version.
     """
 
     name: str
@@ -52,14 +59,10 @@ class Facts:
     ragged: tuple[int, ...] = ()
     statistics: tuple[int, ...] = ()
     training_at: int = -1
-
-    @property
-    def is_foreach(self) -> bool:
-        """Whether it writes to lists of tensors.
-
-        Under a dispatch mode such operators give no tensor a new version.
-        """
-        return bool(self.writes) and self.name.startswith("aten._foreach_")
+    nullable: tuple[int, ...] = ()
+    draws_on_its_own: bool = False
+    copies: bool = False
+    is_foreach: bool = False
 
     @property
     def simple(self) -> bool:
@@ -113,6 +116,7 @@ def facts_of(operator: Any) -> Facts:
     name = name_of(operator)
     base = schema.name
     written = _writes(schema)
+    statistics = _statistics(base, schema)
     return Facts(
         name=name,
         passes=_passes(operator, written),
@@ -127,8 +131,12 @@ def facts_of(operator: Any) -> Facts:
         asks_gradient_mode=base in _ASKING,
         shape_only=base in _SHAPE_ONLY,
         ragged=_RAGGED.get(base, ()),
-        statistics=_statistics(base, schema),
+        statistics=statistics,
         training_at=_place_of("training", schema),
+        nullable=tuple(place for place in statistics if _takes_none(schema, place)),
+        draws_on_its_own=base.startswith("aten::_cudnn_rnn"),
+        copies=base in _COPYING,
+        is_foreach=bool(written) and base.startswith("aten::_foreach_"),
     )
 
 
@@ -160,19 +168,15 @@ def draws(facts: Facts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return any(rate > 0 for rate in given) or kwargs.get("dropout_p", 0) > 0
 
 
-def takes_none(operator: Operator, position: int) -> bool:
-    """Return whether the operator's argument at a position may be None."""
-    return "Optional" in str(operator._schema.arguments[position].type)
-
-
-def draws_outside_generators(name: str, args: tuple[Any, ...]) -> bool:
-    """Return whether the call draws from state that is not a generator's.
-
-    cuDNN keeps the state of dropout between recurrent layers in its own buffer.
-    """
-    return name.startswith("aten._cudnn_rnn") and any(
+def draws_outside_generators(facts: Facts, args: tuple[Any, ...]) -> bool:
+    """Return whether the call draws from state that is not a generator's."""
+    return facts.draws_on_its_own and any(
         isinstance(argument, float) and argument > 0 for argument in args
     )
+
+
+def _takes_none(schema: Any, position: int) -> bool:
+    return "Optional" in str(schema.arguments[position].type)
 
 
 def _writes(schema: Any) -> tuple[int | str, ...]:
@@ -295,6 +299,8 @@ _OVERWRITING = frozenset(
         "aten::zero_",
     }
 )
+
+_COPYING = frozenset({"aten::_to_copy", "aten::copy_"})
 
 _SHAPE_ONLY = frozenset(
     {

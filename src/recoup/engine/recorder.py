@@ -12,7 +12,6 @@ from recoup.backend.operators import (
     crosses_devices,
     draws,
     draws_outside_generators,
-    takes_none,
     without_contents,
 )
 from recoup.backend.rng import generator_of, same_state
@@ -78,9 +77,9 @@ class Recorder(OperatorMode):
     ) -> Any:
         """Record an operator that does more than compute its result."""
         facts = kernel.facts
-        targets = _targets(facts, args, kwargs)
+        targets = _targets(facts, args, kwargs) if facts.writes else []
         if self._must_keep(facts, args, kwargs, targets):
-            return self._unrecorded(kernel, args, kwargs)
+            return self._unrecorded(kernel, args, kwargs, targets)
         recorded = args
         if facts.shape_only and args and has_storage(args[0]):
             return self._shape_only(kernel, args, kwargs)
@@ -97,12 +96,16 @@ class Recorder(OperatorMode):
             )
         except NotImplementedError:
             return self._unrecorded(kernel, args, kwargs)
-        operation.in_gradient_mode = facts.asks_gradient_mode
+        if facts.asks_gradient_mode:
+            operation.in_gradient_mode = True
         earlier = [self._before_write(target) for target in targets]
-        out = self._run_random(operation, args, kwargs)
+        if facts.random:
+            out = self._run_random(operation, args, kwargs)
+        else:
+            out = self._run(kernel, args, kwargs)
         if facts.is_foreach:
             increment_version(targets)
-        if crosses_devices(args, out):
+        if facts.copies and crosses_devices(args, out):
             self.tape.unrecorded.append(facts.name)
             for target in targets:
                 self.tape.forget(target)
@@ -134,23 +137,26 @@ class Recorder(OperatorMode):
         kwargs: dict[str, Any],
         targets: list[Tensor],
     ) -> bool:
-        if facts.opaque or draws_outside_generators(facts.name, args):
-            return True
-        if not all(has_storage(target) for target in targets):
+        if facts.opaque or draws_outside_generators(facts, args):
             return True
         if facts.opaque_on_accelerator:
             tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
             if any(tensor.device.type != "cpu" for tensor in tensors):
                 return True
-        if not targets or facts.statistics:
-            return False
-        values = [self.tape.value_of(target) for target in targets]
-        if not facts.overwrites and any(v in self.tape.tainted for v in values):
-            return True
         # A write to a tensor from outside happens once, in forward. The operation is
         # recorded only if it also makes or changes something of the region's own.
-        inside = any(v is not None and v.producer != OUTSIDE for v in values)
-        return not inside and not facts.makes_more
+        stays = bool(targets) and not facts.statistics and not facts.makes_more
+        for target in targets:
+            if not has_storage(target):
+                return True
+            value = self.tape.value_of(target)
+            if value is None or facts.statistics:
+                continue
+            if not facts.overwrites and value in self.tape.tainted:
+                return True
+            if value.producer != OUTSIDE:
+                stays = False
+        return stays
 
     def _before_write(self, target: Tensor) -> Value | None:
         """Save what the write would destroy; return the value before it."""
@@ -191,12 +197,18 @@ class Recorder(OperatorMode):
         return out
 
     def _unrecorded(
-        self, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        kernel: Kernel,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        written: list[Tensor] | None = None,
     ) -> Any:
         """Run an operator that is not replayed; its results are as from outside."""
         facts = kernel.facts
         self.tape.unrecorded.append(facts.name)
-        targets = [t for t in _targets(facts, args, kwargs) if has_storage(t)]
+        if written is None:
+            written = _targets(facts, args, kwargs)
+        targets = [target for target in written if has_storage(target)]
         for target in targets:
             self.tape.protect(target)
         # It may be the first to meet a complex tensor: nothing has looked at it yet.
@@ -246,11 +258,10 @@ def _targets(
 def _without_statistics(kernel: Kernel, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the arguments for a replay, which must not move running statistics."""
     recorded = list(args)
+    nullable = kernel.facts.nullable
     for position in kernel.facts.statistics:
-        if recorded[position] is None:
-            continue
-        if takes_none(kernel.operator, position):
+        if position in nullable:
             recorded[position] = None
-        else:
+        elif recorded[position] is not None:
             recorded[position] = recorded[position].clone()
     return tuple(recorded)

@@ -118,6 +118,7 @@ class Tape:
             lies = value.geometry
             value.hold = hold if lies is None else Hold(detached, lies)
             value.born = weakref.ref(tensor)
+            value.is_spare = lies is None
         return hold
 
     def reference(self, tensor: Tensor, *, read: bool = True) -> Value | View:
@@ -137,6 +138,8 @@ class Tape:
         elif self.tainted and read and value in self.tainted:
             self._give_up(value)
         elif value.hold is not None or value.producer != OUTSIDE:
+            if value.is_spare:
+                value.is_spare = False
             return self._viewed(value, tensor)
         if value.hold is None and value.producer == OUTSIDE:
             value.hold = Hold(alias(tensor), value.geometry)
@@ -203,7 +206,10 @@ class Tape:
             value.hold = None
             return
         value.born = None
-        if hold.tensor is not None:
+        if value.is_spare:
+            # Autograd looks at what it was given as plain autograd would.
+            value.hold = None
+        elif hold.tensor is not None:
             value.hold = Hold(copy_storage(hold.tensor), hold.geometry)
 
     def overwrite(

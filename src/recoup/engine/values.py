@@ -44,10 +44,13 @@ class Value:
         born: A weak reference to the tensor that first named it. An argument that is
             this very tensor needs no look at its geometry.
         layouts: The other ways in which tensors were seen to lie in the storage.
+        is_spare: The hold is there because autograd was given one; no operation has
+            referred to the value so far.
     """
 
     hold: "Hold | None" = None
     demand = 0
+    is_spare = False
     born: weakref.ref[Tensor] | None = None
     layouts: "tuple[Layout, ...]" = ()
 
