@@ -12,7 +12,6 @@ from recoup.backend.operators import (
     draws,
     draws_outside_generators,
     facts_of,
-    takes_none,
 )
 
 aten = torch.ops.aten
@@ -347,13 +346,14 @@ class TestCalls:
                 assert overload._schema.arguments[at].name == "dropout_p"
 
     def test_statistics_may_be_left_out(self):
-        assert takes_none(aten.native_batch_norm.default, 3)
-        assert not takes_none(aten._native_batch_norm_legit.default, 3)
+        assert facts_of(aten.native_batch_norm.default).nullable == (3, 4)
+        assert facts_of(aten._native_batch_norm_legit.default).nullable == ()
 
     def test_cudnn_keeps_its_own_state_of_dropout(self):
-        assert draws_outside_generators("aten._cudnn_rnn.default", (1, 0.5))
-        assert not draws_outside_generators("aten._cudnn_rnn.default", (1, 0.0))
-        assert not draws_outside_generators("aten.exp.default", (1, 0.5))
+        recurrent = facts_of(aten._cudnn_rnn.default)
+        assert draws_outside_generators(recurrent, (1, 0.5))
+        assert not draws_outside_generators(recurrent, (1, 0.0))
+        assert not draws_outside_generators(facts_of(aten.exp.default), (1, 0.5))
         assert any(
             a.name == "dropout" for a in aten._cudnn_rnn.default._schema.arguments
         )

@@ -233,3 +233,12 @@ def test_after_an_error_in_backward_the_next_step_is_right():
         else:
             (found,) = torch.autograd.grad(y.sum(), x)
             assert torch.equal(found, scale.exp() * (x * scale.exp()).cos())
+
+
+def test_a_tensor_that_is_given_other_memory_inside_a_region():
+    x, mask = leaf(), torch.ones(3)
+    with CheckpointScope("block"):
+        y = (x * mask).sin()
+        mask.data = torch.zeros(3)
+    with pytest.raises(ChangedTensorError, match=r"other memory .* `\.data`"):
+        y.sum().backward()

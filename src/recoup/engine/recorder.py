@@ -43,6 +43,8 @@ class Recorder(OperatorMode):
         """Run the operator, and record it unless it only makes views."""
         kernel = KERNELS.get(id(func)) or kernel_of(func)
         if kernel.passes or self.paused:
+            if kernel.reshapes:
+                self.tape.prepare_reshape(args[0])
             out = kernel.run(*args, **kwargs) if kwargs else kernel.run(*args)
             if kernel.reshapes:
                 self.tape.reshape(out)

@@ -29,6 +29,9 @@ from recoup.engine.tiers.protocol import Tier
 OUTSIDE = -1
 """The producer of a value that no recorded operation made."""
 
+MOVED = -2
+"""The version of a tensor that was given other memory after it was used."""
+
 
 class Value:
     """One storage at one version, as a region saw it.
@@ -250,12 +253,16 @@ class Hold:
         if tensor is None or self.version is None:
             return
         if version_of(tensor) != self.version:
+            happened = (
+                "was given other memory inside it, by an assignment to `.data`"
+                if self.version == MOVED
+                else f"was changed in place before backward (it is at version "
+                f"{version_of(tensor)}, the region used version {self.version})"
+            )
             raise ChangedTensorError(
                 f"a tensor of shape {tuple(tensor.shape)} and type {tensor.dtype} that "
-                f"{user} used inside a checkpointed region was changed in place before "
-                f"backward (it is at version {version_of(tensor)}, the region used "
-                f"version {self.version}). Change it after backward, or give the "
-                "region a clone of it."
+                f"{user} used inside a checkpointed region {happened}. Change it after "
+                "backward, or give the region a clone of it."
             )
 
 
