@@ -438,3 +438,77 @@ class TestThreads:
             thread.join()
         assert errors == []
         assert list(leftovers()) == []
+
+
+class Collecting(nn.Module):
+    """Blocks in regions; a list outside may get the activations inside them."""
+
+    def __init__(self, *, collects: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.collects = collects
+        self.collected: list[torch.Tensor] = []
+
+    def forward(self, x):
+        for number, layer in enumerate(self.layers):
+            with CheckpointScope(f"layer {number}"):
+                hidden = torch.tanh(layer(x)).exp()
+                x = x + torch.sin(hidden)
+                if self.collects:
+                    self.collected.append(hidden)
+            del hidden
+        return x.sum()
+
+
+def test_tensors_that_somebody_outside_holds_are_named_with_a_warning():
+    model = Collecting(collects=True)
+    profiler = CheckpointProfiler()
+    profiler.start_tracking()
+    model(torch.ones(32, 64))
+    with pytest.warns(UserWarning, match=r"3 tensors \(24 KiB\).*layer 0") as caught:
+        profiler.stop_tracking()
+    assert caught[0].filename == __file__
+    held = profiler.held_outside()
+    assert [each.region for each in held] == [f"layer {number}" for number in range(4)]
+    assert {(each.shape, each.bytes) for each in held} == {((32, 64), 32 * 64 * 4)}
+    model.collected.clear()
+    assert profiler.held_outside() == ()
+
+
+def test_the_warning_comes_from_a_block_too_and_not_after_an_error():
+    model = Collecting(collects=True)
+    with (
+        pytest.warns(UserWarning, match="still referenced from outside"),
+        CheckpointProfiler(),
+    ):
+        model(torch.ones(32, 64))
+
+    def fail() -> None:
+        with CheckpointProfiler():
+            model(torch.ones(32, 64))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+
+
+def test_a_model_that_holds_nothing_outside_is_not_warned_of():
+    model = Collecting(collects=False)
+    with CheckpointProfiler() as profiler:
+        loss = model(torch.ones(32, 64))
+    assert profiler.held_outside() == ()
+    loss.backward()
+
+
+def test_what_is_kept_anyway_is_not_held_outside():
+    model = Collecting(collects=False)
+    states = []
+    handles = [
+        layer.register_forward_pre_hook(lambda _, args: states.append(args[0]))
+        for layer in model.layers
+    ]
+    with CheckpointProfiler() as profiler:
+        model(torch.ones(32, 64))
+    # The inputs of the regions, which these keep for their replay.
+    assert len(states) == len(handles) == 4
+    assert profiler.held_outside() == ()

@@ -158,3 +158,15 @@ def is_activation(tensor: Tensor) -> bool:
         return False
     base = tensor._base
     return base is None or not base.is_leaf
+
+
+def saves_its_result(node: Any) -> bool:
+    """Return whether an operator saves what it returns for its own derivative.
+
+    Examples:
+        >>> x = torch.ones(1, requires_grad=True)
+        >>> saves_its_result(x.tanh().grad_fn), saves_its_result(x.sin().grad_fn)
+        (True, False)
+    """
+    # Of the class: asking the node itself would unpack what is saved.
+    return hasattr(type(node), "_saved_result")

@@ -1,15 +1,29 @@
 """The profiler: how many bytes regions save against keeping everything."""
 
+import itertools
 import threading
+import warnings
+from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
+from weakref import ref
 
+import torch
 from torch import Tensor
 
-from recoup.backend.graph import Pack, Unpack, ambient_hooks, pop_hooks, push_hooks
-from recoup.backend.ledger import StorageLedger
+from recoup.backend.graph import (
+    Pack,
+    Unpack,
+    ambient_hooks,
+    pop_hooks,
+    push_hooks,
+    saves_its_result,
+)
+from recoup.backend.ledger import StorageLedger, storages_in
 from recoup.backend.storages import alias
 from recoup.core.errors import UsageError
+from recoup.core.units import print_bytes
 from recoup.engine.active import open_regions
 from recoup.engine.observers import (
     Watched,
@@ -19,6 +33,26 @@ from recoup.engine.observers import (
 )
 from recoup.engine.values import Hold
 
+_ELSEWHERE = -1
+"""The number of regions on other threads, which may be at work with their tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOutside:
+    """A tensor that a region let go of, and somebody else did not.
+
+    Attributes:
+        region: The name of the region that it was saved in.
+        shape: Its shape.
+        dtype: Its type.
+        bytes: The bytes of its storage.
+    """
+
+    region: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    bytes: int
+
 
 class CheckpointProfiler:
     """Measures what autograd would have kept and what is kept instead.
@@ -26,6 +60,9 @@ class CheckpointProfiler:
     Counts unique storages, so that a view costs nothing. It watches what is saved
     inside regions on all threads, and what is saved outside of them on the thread that
     started it. Starting sets the counts back.
+
+    What a region recomputes saves nothing while somebody still refers to the first
+    result: `held_outside` names such tensors, and stopping warns of them.
 
     Examples:
         >>> import torch
@@ -47,6 +84,10 @@ class CheckpointProfiler:
         self._kept = StorageLedger()
         self._random_bytes = 0
         self._count = 0
+        self._saved: dict[int, _Saved] = {}
+        self._numbers = itertools.count()
+        self._running: dict[int, int] = {}
+        self._just_ended = {_ELSEWHERE}
         self._thread: int | None = None
         self._around: tuple[Pack, Unpack] | None = None
 
@@ -72,10 +113,17 @@ class CheckpointProfiler:
     def stop_tracking(self) -> None:
         """Stop; the counts stay readable. Does nothing if it is not tracking.
 
+        Warns if tensors that regions let go of are still referenced from outside.
+
         Raises:
             UsageError: It was started on another thread, or something that was
                 entered since then has not been left.
         """
+        if self._thread is not None:
+            self._stop()
+            self._warn()
+
+    def _stop(self) -> None:
         if self._thread is None:
             return
         hooks = ambient_hooks()
@@ -97,6 +145,8 @@ class CheckpointProfiler:
             self._kept = StorageLedger()
             self._random_bytes = 0
             self._count = 0
+            self._saved = {}
+            self._just_ended = {_ELSEWHERE}
 
     def memory_saved(self) -> int:
         """Return the bytes autograd would have kept minus the bytes kept."""
@@ -117,14 +167,30 @@ class CheckpointProfiler:
         with self._lock:
             return self._count
 
+    def held_outside(self) -> tuple[HeldOutside, ...]:
+        """Return what regions do not keep and somebody else does, the largest first.
+
+        It is held by variables, lists of activations, attributes, hooks. Results of
+        regions are left out, as far as nothing inside the region has used them.
+        """
+        return tuple(saved.held for saved in self._outside())
+
     def began(self, region: Watched) -> None:
         """Take note of a region that is about to run."""
-        region.listeners = (*region.listeners, self._would_have)
+        number = _ELSEWHERE
+        if threading.get_ident() == self._thread:
+            number = next(self._numbers)
+            if not self._running:
+                self._just_ended = {_ELSEWHERE}
+            self._running[id(region)] = number
+        listener = partial(self._would_have, region.name, number)
+        region.listeners = (*region.listeners, listener)
 
     def ended(self, region: Watched) -> None:
         """Take note of what a region holds after its forward."""
         with self._lock:
             self._count += 1
+            self._just_ended.add(self._running.pop(id(region), _ELSEWHERE))
             self._random_bytes += region.random_bytes()
             for hold in region.holds():
                 if hold.tensor is not None:
@@ -149,11 +215,52 @@ class CheckpointProfiler:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.stop_tracking()
+        self._stop()
+        if error is None:
+            self._warn()
 
-    def _would_have(self, tensor: Tensor) -> None:
+    def _would_have(self, region: str, number: int, tensor: Tensor) -> None:
         with self._lock:
-            self._would.add_all(tensor)
+            for storage in storages_in(tensor):
+                if self._would.add(storage):
+                    shape, size = tuple(tensor.shape), storage.nbytes()
+                    held = HeldOutside(region, shape, tensor.dtype, size)
+                    saved = _Saved(ref(storage), number, held)
+                    saved.is_used = not saves_its_result(tensor.grad_fn)
+                    self._saved[id(storage)] = saved
+                elif id(storage) in self._saved:
+                    self._saved[id(storage)].is_used = True
+
+    def _outside(self) -> list["_Saved"]:
+        with self._lock:
+            found = [
+                saved
+                for saved in self._saved.values()
+                if saved.is_used
+                and (storage := saved.storage()) is not None
+                and not self._kept.refresh(storage)
+            ]
+        return sorted(found, key=lambda saved: -saved.held.bytes)
+
+    def _warn(self) -> None:
+        # What ended last has just returned its results, which are meant to be there.
+        held = [
+            saved.held
+            for saved in self._outside()
+            if saved.region not in self._just_ended
+        ]
+        if held:
+            total = print_bytes(sum(each.bytes for each in held))
+            first = held[0]
+            warnings.warn(
+                f"{len(held)} tensors ({total}) that checkpointed regions let go of "
+                "are still referenced from outside, so recomputing them saves no "
+                f"memory; the largest is {first.dtype} {list(first.shape)} of region "
+                f"{first.region!r}. Drop what refers to them: lists of activations, "
+                "attributes, hooks. held_outside() names all.",
+                UserWarning,
+                stacklevel=3,
+            )
 
     def _pack(self, tensor: Tensor) -> Any:
         self.note(tensor)
@@ -170,3 +277,16 @@ class CheckpointProfiler:
             return packed.fetch("a backward operator")
         kept, unpack = packed
         return unpack(kept)
+
+
+@dataclass(slots=True)
+class _Saved:
+    """A storage that autograd would have kept, and the region it was saved in.
+
+    What was saved by its own operator alone may be a result of the region.
+    """
+
+    storage: ref[torch.UntypedStorage]
+    region: int
+    held: HeldOutside
+    is_used: bool = True
