@@ -218,7 +218,9 @@ def test_weights_may_be_something_else_than_samples():
         trainer.step(*parts)
         ends.append(list(model.parameters()))
     for whole, summed in zip(*ends, strict=True):
-        assert torch.allclose(whole, summed, rtol=1e-12, atol=1e-14)
+        # Sums over 5 samples in another order. Measured: the last bit of a parameter
+        # of size 1/2; gradients are smaller, and ten times less of them is added.
+        assert torch.allclose(whole, summed, rtol=0, atol=2**-52)
 
 
 def test_gradients_do_not_add_up_from_step_to_step():
