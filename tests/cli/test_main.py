@@ -361,7 +361,16 @@ def test_a_bad_command_in_a_process_of_its_own(steps, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_interrupt_leaves_nothing_behind(tmp_path):
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["fit", "steps.py:slow", "--page", "page.html"],
+        ["frontier", "steps.py:slow", "--chart", "chart.svg"],
+        ["compare", "steps.py:slow"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_an_interrupt_leaves_nothing_behind(tmp_path, command):
     slow = STEPS + (
         "\ndef slow():\n"
         "    model, batch, loss = make()\n"
@@ -374,7 +383,7 @@ def test_an_interrupt_leaves_nothing_behind(tmp_path):
     (tmp_path / "steps.py").write_text(slow)
     before = sorted(path.name for path in tmp_path.iterdir())
     process = subprocess.Popen(
-        [sys.executable, "-c", ENTRY, "fit", "steps.py:slow", "--page", "page.html"],
+        [sys.executable, "-c", ENTRY, *command],
         cwd=tmp_path,
         env={
             **os.environ,

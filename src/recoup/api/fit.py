@@ -32,6 +32,9 @@ from recoup.report.pages import fragment, page
 
 Model = TypeVar("Model", bound=nn.Module)
 
+_RUNS = 7
+"""How often the step runs if the first plan holds: the progress is told by it."""
+
 
 @dataclass
 class Fit:
@@ -193,8 +196,8 @@ def fit(  # noqa: PLR0913 (a step can be described in several ways)
         blocks: The paths of the modules between which the model is cut; by default
             they are found.
         device: Where to count memory; by default where the parameters are.
-        progress: A function that is told what is being done; True shows it, None shows
-            it in a terminal.
+        progress: A function that is told what is being done, and about how long it will
+            still take; True shows it, None shows it in a terminal.
         verify: When replayed values are compared with forward's; see `CheckpointScope`.
 
     Returns:
@@ -217,8 +220,9 @@ def fit(  # noqa: PLR0913 (a step can be described in several ways)
     """
     started = time.perf_counter()
     described = training_step(model, batch, loss=loss, step=step, device=device)
-    with progress_for(progress) as tell, untouched(model):
-        settling = Settling(described, frozenset(allow), verify, tell)
+    with progress_for(progress, runs=_RUNS) as course, untouched(model):
+        described = replace(described, run=course.counting(described.run))
+        settling = Settling(described, frozenset(allow), verify, course)
         settling.reserve(optimizer)
         settling.measure(blocks)
         plain_bytes = simulate(settling.graph, ()).peak_bytes

@@ -1,31 +1,118 @@
 """Progress of long work: told to whoever wants to know, shown in a terminal."""
 
 import sys
+import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
+
+from recoup.core.units import print_seconds
 
 Progress = Callable[[str], None]
 """Called with what is being done now, in a few words."""
 
 
+class Course:
+    """How far work has come that consists of running a step several times.
+
+    Args:
+        runs: How often the step will probably run.
+        show: Is told what is being done, how many runs there were, and how many there
+            will be.
+    """
+
+    def __init__(
+        self, runs: int, show: Callable[[str, int, int], None] | None = None
+    ) -> None:
+        self._show = show
+        self._runs = runs
+        self._done = 0
+        self._doing = ""
+        self._started = time.perf_counter()
+
+    def __call__(self, doing: str) -> None:
+        """Take note of what is being done now."""
+        self._doing = doing
+        self._tell()
+
+    def counting(self, run: Callable[[], object]) -> Callable[[], object]:
+        """Return a step whose runs are counted."""
+
+        def counted() -> object:
+            result = run()
+            self._done += 1
+            # A plan that is corrected runs the step more often than was thought.
+            self._runs = max(self._runs, self._done + 1)
+            self._tell()
+            return result
+
+        return counted
+
+    def _tell(self) -> None:
+        if self._show is not None:
+            self._show(self._doing, self._done, self._runs)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """How long it will take by what it took so far; None: nothing has run yet."""
+        if not self._done:
+            return None
+        spent = time.perf_counter() - self._started
+        return spent / self._done * (self._runs - self._done)
+
+
 @contextmanager
 def progress_for(
     progress: Progress | bool | None,  # noqa: FBT001 (as users give it)
-) -> Generator[Progress]:
-    """Return whom to tell what is being done.
+    *,
+    runs: int,
+) -> Generator[Course]:
+    """Return whom to tell what is being done, and how often the step has run.
 
     Args:
         progress: A function that is told; True shows a line in the terminal, False
             shows nothing, None shows it if standard error is a terminal.
+        runs: How often the step will probably run.
     """
     if callable(progress):
-        yield progress
+        yield _told(progress, runs)
         return
     shown = sys.stderr.isatty() if progress is None else progress
     if not shown:
-        yield lambda _: None
+        yield Course(runs)
         return
-    with Console(stderr=True).status("recoup") as status:
-        yield lambda doing: status.update(f"recoup: {doing}")
+    with Bars(
+        TextColumn("recoup: {task.description}"),
+        BarColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    ) as bars:
+        task = bars.add_task("starting", total=runs)
+        yield Course(
+            runs,
+            lambda doing, done, total: bars.update(
+                task, description=doing, completed=done, total=total
+            ),
+        )
+
+
+def _told(progress: Progress, runs: int) -> Course:
+    """Return a course that tells a function, once for each thing that is done."""
+    before = ""
+
+    def show(doing: str, done: int, total: int) -> None:
+        del done, total
+        nonlocal before
+        if doing == before:
+            return
+        before = doing
+        left = course.seconds_left
+        words = "" if left is None else f", about {print_seconds(left)} left"
+        progress(f"{doing}{words}")
+
+    course = Course(runs, show)
+    return course

@@ -41,7 +41,8 @@ def fit_target(
         optimizer=target.optimizer,
         allow=allow,
     )
-    return fitted, fitted.findings(title=target.name, points=points)
+    with _status(f"planning for {points} other budgets"):
+        return fitted, fitted.findings(title=target.name, points=points)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +126,13 @@ def frontier_findings(
     """Measure a step, and work out the fastest plans for many budgets."""
     graph = measure_target(target, way)
     allow = _allowed(offload=offload)
-    with _status(f"planning for {points} budgets"):
-        others = frontier(graph, points=points, allow=allow)
+    with _bar("planning") as tell:
+        others = frontier(
+            graph,
+            points=points,
+            allow=allow,
+            progress=lambda done, total: tell(f"for {total} budgets", done, total),
+        )
     return graph_findings(graph, target.model, others=others, title=target.name)
 
 

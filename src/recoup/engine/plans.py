@@ -86,6 +86,7 @@ class Applied:
 
     def remove(self) -> None:
         """Take the plan off the model, which is then as it was before."""
+        self._close_interrupted()
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -115,6 +116,7 @@ class Applied:
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take note that the model is called with these arguments."""
+        self._close_interrupted()
         run = self._run(args, kwargs)
         _RUNS.stack.append((self, run))
         if run is not None:
@@ -127,6 +129,19 @@ class Applied:
         _, run = _RUNS.stack.pop()
         if run is not None:
             run.close()
+
+    def _close_interrupted(self) -> None:
+        """Close what a call left open on this thread.
+
+        After an exception torch calls the hooks that end a call, but not after an
+        interrupt. (A model that calls itself is in no region from then on, and right.)
+        """
+        mine = [run for applied, run in _RUNS.stack if applied is self]
+        if mine:
+            _RUNS.stack[:] = [item for item in _RUNS.stack if item[0] is not self]
+        for run in reversed(mine):
+            if run is not None:
+                run.close()
 
     def reach(self, name: str, *, entering: bool) -> None:
         """Take note that a module is entered or left."""

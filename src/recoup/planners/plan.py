@@ -1,5 +1,6 @@
 """The front door: from a budget in bytes to the fastest plan known that fits."""
 
+from collections.abc import Callable
 from time import perf_counter
 
 from recoup.core.graph import Graph
@@ -71,7 +72,11 @@ def floor_with(search: Search) -> Solution:
 
 
 def frontier(
-    graph: Graph, *, points: int = 12, allow: frozenset[Action] = EXACT
+    graph: Graph,
+    *,
+    points: int = 12,
+    allow: frozenset[Action] = EXACT,
+    progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Solution, ...]:
     """Return plans from the smallest peak to that of plain training.
 
@@ -82,6 +87,7 @@ def frontier(
         graph: One step, as measured.
         points: For how many budgets, evenly spread, plans are looked for.
         allow: What may be done with a value besides recomputing it.
+        progress: Is told how many budgets are done, and how many there are.
 
     Examples:
         >>> len(frontier(Graph((), 0, (), (), (), (), ())))
@@ -94,7 +100,9 @@ def frontier(
     step = (highest - lowest) / max(points - 1, 1)
     budgets = sorted({int(lowest + step * n) for n in range(points)} | {highest})
     bounds: dict[int, float] = {}
-    for budget_bytes in budgets:
+    for done, budget_bytes in enumerate(budgets):
+        if progress is not None:
+            progress(done, len(budgets))
         _, bounds[budget_bytes] = _solve(search, budget_bytes)
     found: list[Solution] = []
     for budget_bytes in budgets:
