@@ -257,6 +257,8 @@ def _is_spoilt(graph: Graph, value: int) -> bool:
 def _own_saves(graph: Graph, segment: Segment) -> list[Save]:
     """Return what autograd saves in the segment but in none of its inner ones."""
     first, last = graph.boundaries[segment.start], graph.boundaries[segment.stop]
+    if not segment.inner:
+        return list(graph.saves[first.saves : last.saves])
     inner: set[int] = set()
     for child in segment.inner:
         inner.update(

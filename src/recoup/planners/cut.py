@@ -6,8 +6,9 @@ minimum cut (docs/design/planning.md); the prices at which it changes are found 
 bisection.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from scipy.sparse import csr_array
@@ -18,6 +19,8 @@ from recoup.core.graph import Graph
 # SciPy's flows are 32-bit integers. The sum of all finite capacities stays below this,
 # so that no flow overflows; prices are exact to one part in 2**30 of their sum.
 _SCALE = 2**30
+
+_FEW_EDGES = 256
 
 
 @dataclass(frozen=True)
@@ -262,19 +265,61 @@ class _Network:
         capacities = np.array([self._finite[edge] for edge in finite])
         total = float(capacities.sum()) or 1.0
         whole = np.rint(capacities * (_SCALE / total)).astype(np.int64)
-        boundless = np.full(len(self._infinite), int(whole.sum()) + 1)
-        edges = np.array(finite + list(self._infinite), dtype=np.int32).reshape(-1, 2)
+        boundless = int(whole.sum()) + 1
+        edges = finite + list(self._infinite)
+        amounts = [*whole.tolist(), *([boundless] * len(self._infinite))]
         size = len(self._numbers)
-        graph = csr_array(
-            (
-                np.concatenate([whole, boundless]).astype(np.int32),
-                (edges[:, 0], edges[:, 1]),
-            ),
-            shape=(size, size),
-        )
-        residual = csr_array(graph - maximum_flow(graph, 0, 1).flow)
-        residual.eliminate_zeros()
-        order = breadth_first_order(residual, 0, return_predecessors=False)
-        reached = np.zeros(size, dtype=bool)
-        reached[order] = True
-        return {node for node, number in self._numbers.items() if reached[number]}
+        search = reached_by_paths if len(edges) <= _FEW_EDGES else _reached_by_scipy
+        reached = search(size, edges, amounts)
+        return {node for node, number in self._numbers.items() if number in reached}
+
+
+def reached_by_paths(
+    size: int, edges: Sequence[tuple[int, int]], capacities: Sequence[int]
+) -> set[int]:
+    """Return what node 0 reaches beside a maximum flow to node 1: shortest paths.
+
+    For small networks this is faster than to hand them to SciPy.
+
+    Examples:
+        >>> reached_by_paths(4, [(0, 2), (2, 3), (3, 1)], [5, 2, 7])
+        {0, 2}
+    """
+    room: list[dict[int, int]] = [{} for _ in range(size)]
+    for (tail, head), capacity in zip(edges, capacities, strict=True):
+        room[tail][head] = room[tail].get(head, 0) + capacity
+        room[head].setdefault(tail, 0)
+    while True:
+        came: dict[int, int] = {0: 0}
+        queue = [0]
+        for node in queue:
+            for head, left in room[node].items():
+                if left > 0 and head not in came:
+                    came[head] = node
+                    queue.append(head)
+            if 1 in came:
+                break
+        else:
+            return set(queue)
+        path = [1]
+        while path[-1]:
+            path.append(came[path[-1]])
+        steps = [(tail, head) for head, tail in pairwise(path)]
+        flow = min(room[tail][head] for tail, head in steps)
+        for tail, head in steps:
+            room[tail][head] -= flow
+            room[head][tail] += flow
+
+
+def _reached_by_scipy(
+    size: int, edges: Sequence[tuple[int, int]], capacities: Sequence[int]
+) -> set[int]:
+    ends = np.array(edges, dtype=np.int32).reshape(-1, 2)
+    graph = csr_array(
+        (np.array(capacities, dtype=np.int32), (ends[:, 0], ends[:, 1])),
+        shape=(size, size),
+    )
+    residual = csr_array(graph - maximum_flow(graph, 0, 1).flow)
+    residual.eliminate_zeros()
+    order = breadth_first_order(residual, 0, return_predecessors=False)
+    return set(order.tolist())

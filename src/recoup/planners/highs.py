@@ -76,7 +76,7 @@ def whole(system: System, *, nodes: int) -> Floats | None:
             options={
                 "time_limit": 5.0,
                 "node_limit": nodes,
-                "mip_rel_gap": 1e-4,
+                "mip_rel_gap": 1e-3,
             },
         ),
     )

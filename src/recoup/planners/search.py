@@ -13,7 +13,7 @@ from recoup.planners.bounds import bound_seconds
 from recoup.planners.exhaustive import exhaustive
 from recoup.planners.lowest import lowest_plan, nested_reach
 from recoup.planners.one_level import OneLevel
-from recoup.planners.options import segments_of
+from recoup.planners.options import Stretch, segments_of
 from recoup.planners.partition import Partition, Path
 from recoup.planners.places import narrow_places
 from recoup.planners.refine import refine
@@ -42,6 +42,7 @@ class Search:
         self.graph = graph
         self.allow = allow
         self.known: list[Plan] = [((), simulate(graph, ()), "store_all")]
+        self._levels: dict[tuple[Stretch, ...], OneLevel] = {}
 
     def bound_seconds(self, budget_bytes: int) -> float:
         """Return what every plan within the budget adds to the step, at least."""
@@ -60,9 +61,9 @@ class Search:
         if not self._is_close(budget_bytes, bound):
             self._solve_partition(self._partition, budget_bytes)
         if self.best(budget_bytes) is None:
-            self._solve_partition(self._nested_partition, budget_bytes)
-        if self.best(budget_bytes) is None:
             self.add(*self.floor)
+            if self.best(budget_bytes) is not None:
+                self._solve_partition(self._nested_partition, budget_bytes)
         self._refine(budget_bytes)
         return self.best(budget_bytes)
 
@@ -112,7 +113,7 @@ class Search:
     def _places(self) -> tuple[int, ...]:
         graph = self.graph
         blocks = [place for stretch in blocks_of(graph) for place in stretch]
-        always = blocks if len(graph.blocks) > 2 else ()
+        always = blocks if 2 < len(graph.blocks) <= 2 * _PLACES else ()
         return narrow_places(graph, most=_PLACES, always=always)
 
     @cached_property
@@ -163,9 +164,13 @@ class Search:
         if not paths:
             return
         path = paths[min(paths)]
-        stretches = [stretch for stretch, _ in path]
+        stretches = tuple(stretch for stretch, _ in path)
         options = [option for _, option in path]
-        level = OneLevel(self.graph, stretches, self.allow)
+        level = self._levels.get(stretches)
+        if level is None:
+            level = self._levels[stretches] = OneLevel(
+                self.graph, stretches, self.allow
+            )
         level.offer(options)
         found = level.solve(budget_bytes)
         if found is not None:

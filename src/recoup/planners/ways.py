@@ -1,0 +1,275 @@
+"""Ways to run a stretch of forward; stretches that look alike are worked out once."""
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from recoup.core.graph import BEFORE, Graph
+from recoup.core.segments import Segment
+from recoup.planners.options import (
+    Floats,
+    Integers,
+    Option,
+    holding,
+    keep_all,
+    nested,
+)
+from recoup.planners.places import Finer
+from recoup.planners.profile import Profile
+from recoup.planners.recursion import holds, nestings
+
+Make = Callable[[], Option]
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run a stretch.
+
+    Attributes:
+        make: Returns what is done.
+        seconds: What is run again, and recorded for it.
+        held_bytes: What it holds when forward has ended.
+        peak_bytes: The most in use while it runs and while its backward does, besides
+            what earlier stretches hold.
+    """
+
+    make: Make
+    seconds: float
+    held_bytes: int
+    peak_bytes: int
+
+
+class Ways:
+    """Makes the ways to run stretches between places.
+
+    Args:
+        graph: The step.
+        places: Boundaries, in order.
+        held_sets: Sets of values that are worth holding.
+        nest: Whether segments inside others are tried.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        places: Sequence[int],
+        held_sets: Iterable[Iterable[int]],
+        *,
+        nest: bool,
+    ) -> None:
+        self.graph = graph
+        self.places = tuple(places)
+        self._nest = nest
+        self._profile = Profile(graph)
+        self._natural = self._profile.bytes_at([])
+        self._finer = Finer(graph) if nest else None
+        self._held_sets = [_by_producer(graph, held) for held in held_sets]
+        self._known: dict[object, tuple[float, int, Floats]] = {}
+        self._signatures: dict[object, int] = {}
+
+    @property
+    def natural_bytes(self) -> int:
+        """The peak if nothing at all were saved."""
+        return int(self._natural.max(initial=0))
+
+    def between(self, start: int, stop: int) -> list[Way]:
+        """Return the ways to run what is between two places, none worse in all."""
+        stretch = _Stretch(self.graph, self.places[start], self.places[stop])
+        signature = self._signatures.setdefault(
+            stretch.signature(), len(self._signatures)
+        )
+        found = [
+            self._way(stretch, (signature, *key), make)
+            for key, make in self._candidates(stretch, start, stop)
+        ]
+        return _undominated(found)
+
+    def _candidates(
+        self, stretch: "_Stretch", start: int, stop: int
+    ) -> Iterator[tuple[tuple[object, ...], Make]]:
+        """Yield what may be done, with what tells it from others in such a stretch."""
+        graph, first, last = self.graph, stretch.first, stretch.last
+        if stop == start + 1:
+            yield ("kept",), partial(keep_all, graph, first, last)
+        free = [v for v in stretch.crossing if graph.values[v].holdable]
+        sets = dict.fromkeys(
+            [(), *(_between(held, stretch.inside) for held in self._held_sets)]
+        )
+        for held in sets:
+            every = tuple(dict.fromkeys([*held, *free]))
+            key = ("held", *sorted(stretch.names[v] for v in every))
+            yield key, partial(holding, graph, first, last, every)
+        for segment in self._nestings(start, stop):
+            shape = stretch.shape_of(segment)
+            for held in sets:
+                key = (shape, *sorted(stretch.names[v] for v in held))
+                yield key, partial(_nested, graph, segment, held)
+
+    def _nestings(self, start: int, stop: int) -> Iterator[Segment]:
+        """Yield segments over a stretch with others inside."""
+        if self._finer is None:
+            return
+        first, last = self.places[start], self.places[stop]
+        if stop - start > 1:
+            yield from nestings(self.places[start : stop + 1])
+        if stop - start <= 2:
+            for parts in (2, 3, 4):
+                inner = self._finer.split(first, last, parts)
+                if len(inner) > 2:
+                    yield nestings(inner)[0]
+
+    def _way(self, stretch: "_Stretch", key: object, make: Make) -> Way:
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = self._costs(stretch, make())
+        seconds, held_bytes, use = known
+        peak_bytes = int((use + self._natural[stretch.rows]).max(initial=0))
+        return Way(make, seconds, held_bytes, peak_bytes)
+
+    def _costs(self, stretch: "_Stretch", option: Option) -> tuple[float, int, Floats]:
+        """Return what an option takes: seconds, bytes held, bytes at the rows.
+
+        What is read after the stretch is charged here, once, whoever holds it; what is
+        read from before it has been charged there.
+        """
+        graph, half = self.graph, self._profile.half
+        until = self._profile.until.copy()
+        crossing = {graph.values[value].storage for value in stretch.crossing}
+        held = {s for s, released in option.footprint.holds.items() if released >= half}
+        held_bytes = 0
+        for storage in held | crossing:
+            if graph.storages[storage].born not in stretch.inside:
+                until[storage] = graph.moments
+            elif until[storage] < half:
+                held_bytes += graph.storages[storage].bytes
+        use = self._profile.use(option, until, stretch.rows)
+        return option.seconds, held_bytes, use
+
+
+class _Stretch:
+    """What lies between two boundaries, and what tells it from other stretches."""
+
+    def __init__(self, graph: Graph, first: int, last: int) -> None:
+        self.graph = graph
+        self.first = first
+        self.last = last
+        self.inside = graph.operations_between(first, last)
+        self.saves = graph.saves_between(first, last)
+        half = len(graph.operations)
+        self.begins = min((save.used for save in self.saves), default=half)
+        self.ends = max((save.released for save in self.saves), default=half - 1)
+        self.rows: Integers = np.concatenate(
+            [
+                np.arange(self.inside.start, self.inside.stop),
+                np.arange(self.begins, self.ends + 1),
+            ]
+        )
+        self.names: dict[int, int] = {}
+        self.crossing = _crossing(graph, self.inside)
+
+    def signature(self) -> object:
+        """Return what is equal for stretches of which all ways cost the same memory.
+
+        Times are not in it: those of equal operators are taken to be equal.
+        """
+        graph, names, begins = self.graph, self.names, self.begins
+        wiring: list[object] = []
+        for number in self.inside:
+            operation = graph.operations[number]
+            wiring.append(
+                (
+                    operation.name,
+                    operation.replayable,
+                    operation.workspace_bytes,
+                    operation.state_bytes,
+                    *[names.setdefault(v, len(names)) for v in operation.reads],
+                    BEFORE,
+                    *[names.setdefault(v, len(names)) for v in operation.makes],
+                )
+            )
+        saved = [
+            (
+                names.setdefault(save.value, len(names)),
+                save.used - begins,
+                save.released - begins,
+                save.replayed_until - begins,
+            )
+            for save in self.saves
+        ]
+        storages: dict[int, int] = {}
+        values = [self._look(value, storages) for value in names]
+        own = graph.own_bytes[begins : self.ends + 1]
+        return tuple(wiring), tuple(saved), tuple(values), own
+
+    def shape_of(self, segment: Segment) -> tuple[object, ...]:
+        """Return where a segment and those inside it begin and end, in the stretch."""
+        return (
+            *self._place(segment.start),
+            *self._place(segment.stop),
+            *(self.shape_of(inner) for inner in segment.inner),
+        )
+
+    def _place(self, boundary: int) -> tuple[int, int]:
+        graph = self.graph
+        here, first = graph.boundaries[boundary], graph.boundaries[self.first]
+        return here.operation - first.operation, here.saves - first.saves
+
+    def _look(self, value: int, storages: dict[int, int]) -> tuple[object, ...]:
+        graph, inside = self.graph, self.inside
+        found = graph.values[value]
+        storage = graph.storages[found.storage]
+        name = storages.setdefault(found.storage, len(storages))
+        if storage.born not in inside:
+            # What comes from outside costs nothing here, unless it must be copied.
+            spoilt_bytes = 0 if found.holdable else storage.bytes
+            return name, found.producer in inside, spoilt_bytes
+        dies: object = "later"
+        if storage.dies < inside.stop:
+            dies = storage.dies - inside.start
+        elif storage.dies >= len(graph.operations):
+            dies = ("backward", storage.dies - self.begins)
+        return name, found.producer in inside, storage.bytes, found.holdable, dies
+
+
+def _nested(graph: Graph, segment: Segment, held: Iterable[int]) -> Option:
+    return nested(graph, holds(graph, segment, held))
+
+
+def _by_producer(
+    graph: Graph, held: Iterable[int]
+) -> tuple[list[int], tuple[int, ...]]:
+    """Return the producers of values, in order, and the values."""
+    values = sorted(held, key=lambda value: (graph.values[value].producer, value))
+    return [graph.values[value].producer for value in values], tuple(values)
+
+
+def _between(held: tuple[list[int], tuple[int, ...]], inside: range) -> tuple[int, ...]:
+    """Return those of some values that are made in a stretch."""
+    producers, values = held
+    low = bisect_left(producers, inside.start)
+    return values[low : bisect_left(producers, inside.stop)]
+
+
+def _crossing(graph: Graph, inside: range) -> list[int]:
+    """Return the values made in a stretch that are read after it."""
+    return [
+        value
+        for number in inside
+        for value in graph.operations[number].makes
+        if graph.storages[graph.values[value].storage].dies >= inside.stop
+    ]
+
+
+def _undominated(ways: Sequence[Way]) -> list[Way]:
+    """Return the ways that no other one beats in all figures."""
+    found: list[Way] = []
+    for way in sorted(ways, key=lambda w: (w.seconds, w.held_bytes, w.peak_bytes)):
+        if not any(
+            other.held_bytes <= way.held_bytes and other.peak_bytes <= way.peak_bytes
+            for other in found
+        ):
+            found.append(way)
+    return found
