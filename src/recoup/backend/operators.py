@@ -321,8 +321,8 @@ _SHAPE_ONLY = frozenset(
 
 _ASKING = frozenset({"aten::mkldnn_rnn_layer"})
 
-# oneDNN's workspace has padding.
-_RAGGED = {"aten::mkldnn_rnn_layer": (3,)}
+# The workspaces of oneDNN and cuDNN have padding.
+_RAGGED = {"aten::mkldnn_rnn_layer": (3,), "aten::_cudnn_rnn": (3,)}
 
 # Where a tensor without memory is, is asked through the dispatcher.
 _ASKED = frozenset({"prim::device"})
