@@ -101,3 +101,15 @@ def test_who_asks_for_measuring_gets_the_figure_of_the_step_alone():
     torch.ones(100 * MEBIBYTE, device=device)
     assert peak.bytes is not None
     assert peak.bytes < 100 * MEBIBYTE + torch.accelerator.memory_allocated(device)
+
+
+@pytest.mark.cuda
+def test_a_peak_that_was_settled_does_not_see_what_comes_later(reads):
+    peaks, device = on_accelerator(wanted=None)
+    with peaks.next() as peak:
+        torch.ones(MEBIBYTE, device=device)
+    peaks.settle()
+    torch.ones(100 * MEBIBYTE, device=device)
+    assert peak.bytes is not None
+    assert peak.bytes < 100 * MEBIBYTE + torch.accelerator.memory_allocated(device)
+    assert len(reads) == 1

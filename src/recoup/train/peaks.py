@@ -83,9 +83,13 @@ class Peaks:
             meter = device_meter(self._device)
             meter.track(*self._existing())
             return Peak(meter, at_once=True)
-        last = None if self._last is None else self._last()
-        if last is not None:
-            _ = last.bytes
+        self.settle()
         peak = Peak(AllocatorMeter(self._device), at_once=self._at_once)
         self._last = ref(peak)
         return peak
+
+    def settle(self) -> None:
+        """Read the peak of the last step now, if somebody has its result."""
+        last = None if self._last is None else self._last()
+        if last is not None:
+            _ = last.bytes

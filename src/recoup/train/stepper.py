@@ -77,7 +77,7 @@ class Stepper:
             )
         self.recovery = Recovery(model, tighten)
         self._rollback = Rollback(model, self.device)
-        self._peaks = Peaks(
+        self.peaks = Peaks(
             self.device,
             wanted=settings.measure_memory,
             existing=lambda: (model, *_moments(optimizer)),
@@ -127,7 +127,7 @@ class Stepper:
         self._clear_gradients()
         if self._may_undo:
             self._rollback.remember()
-        with self._peaks.next() as peak:
+        with self.peaks.next() as peak:
             loss, parts = self._gradients(batches, reports, careful=careful)
             stepped, norm, scale = self._move()
         if not stepped:

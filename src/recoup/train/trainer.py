@@ -202,6 +202,7 @@ class Trainer:
         with Interruption() as run.interruption, bar as run.bar:
             while position.epoch < end and self._run_epoch(loader, run):
                 pass
+        self._stepper.peaks.settle()
         interrupted = position.epoch < end
         self._write(due=run.is_unwritten or interrupted)
         if not interrupted:
@@ -224,6 +225,7 @@ class Trainer:
         Raises:
             SnapshotError: The state of the scheduler or optimizer is no plain data.
         """
+        self._stepper.peaks.settle()
         processes = self._stepper.processes
         state = {
             "version": _VERSION,
