@@ -352,6 +352,21 @@ def test_parameters_in_float16_are_refused():
         scaler.unscale_(optimizer)
 
 
+def test_a_fused_optimizer_may_have_parameters_in_float16_as_with_torchs():
+    # It divides by the scale itself, in float32.
+    ends = []
+    for kind in (torch.amp.GradScaler, GradientScaler):
+        torch.manual_seed(0)
+        layer = nn.Linear(2, 2).half()
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.5, fused=True)
+        scaler = kind("cpu", 8.0)
+        scaler.scale(layer(torch.ones(1, 2).half()).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        ends.append(layer.weight)
+    assert torch.equal(*ends)
+
+
 def test_a_closure_is_refused_however_it_is_given():
     scaler, problem = GradientScaler("cpu"), Problem()
     scaler.scale(problem.weight.sum()).backward()

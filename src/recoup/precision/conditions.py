@@ -42,20 +42,23 @@ def check_factors(growth: float, backoff: float, interval: int) -> None:
         )
 
 
-def check_gradients(optimizer: Optimizer) -> None:
-    """Raise unless there are gradients, none of them in float16."""
-    types = {
-        parameter.grad.dtype
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if parameter.grad is not None
-    }
-    if not types:
+def require_gradients(optimizer: Optimizer) -> None:
+    """Raise unless there are gradients."""
+    groups = optimizer.param_groups
+    if all(p.grad is None for group in groups for p in group["params"]):
         raise UsageError(
             "the optimizer's parameters have no gradients. Run the backward pass of "
             "scaler.scale(loss) first."
         )
-    if torch.float16 in types:
+
+
+def refuse_half(optimizer: Optimizer) -> None:
+    """Raise if there are gradients in float16."""
+    if any(
+        parameter.grad is not None and parameter.grad.dtype is torch.float16
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    ):
         raise UsageError(
             "gradients in float16 cannot be unscaled without losing the small ones: "
             "keep the parameters in float32 and compute under autocast, instead of "

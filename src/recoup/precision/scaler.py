@@ -15,8 +15,9 @@ from recoup.precision.conditions import (
     check_bounds,
     check_device,
     check_factors,
-    check_gradients,
     default_device,
+    refuse_half,
+    require_gradients,
 )
 from recoup.precision.known_scale import KnownScale
 
@@ -152,7 +153,8 @@ class GradientScaler(OpenScaler):
             UsageError: There are no gradients, or they are in float16 themselves.
         """
         if self.is_enabled():
-            check_gradients(optimizer)
+            require_gradients(optimizer)
+            refuse_half(optimizer)
         super().unscale_(optimizer)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -176,8 +178,7 @@ class GradientScaler(OpenScaler):
         if self._iteration_is_over:
             self._outcomes.clear()
             self._iteration_is_over = False
-        if not self.overflow_flags(optimizer):
-            check_gradients(optimizer)
+        require_gradients(optimizer)
         self._outcomes.pop(id(optimizer), None)
         result = super().step(optimizer, **kwargs)
         if id(optimizer) not in self._outcomes:
