@@ -52,8 +52,8 @@ def require_gradients(optimizer: Optimizer) -> None:
         )
 
 
-def refuse_half(optimizer: Optimizer) -> None:
-    """Raise if there are gradients in float16."""
+def refuse_half(optimizer: Optimizer, error: Exception) -> None:
+    """Raise if there are gradients in float16, which torch has refused."""
     if any(
         parameter.grad is not None and parameter.grad.dtype is torch.float16
         for group in optimizer.param_groups
@@ -63,4 +63,4 @@ def refuse_half(optimizer: Optimizer) -> None:
             "gradients in float16 cannot be unscaled without losing the small ones: "
             "keep the parameters in float32 and compute under autocast, instead of "
             "model.half()."
-        )
+        ) from error

@@ -154,8 +154,12 @@ class GradientScaler(OpenScaler):
         """
         if self.is_enabled():
             require_gradients(optimizer)
-            refuse_half(optimizer)
-        super().unscale_(optimizer)
+        try:
+            super().unscale_(optimizer)
+        except ValueError as error:
+            # torch looks at every gradient anyway, before it changes any.
+            refuse_half(optimizer, error)
+            raise
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step the optimizer unless a gradient overflowed.
