@@ -160,7 +160,10 @@ def test_fit_prints_writes_and_agrees_with_its_files(steps, tmp_path, capsys):
     assert run(["explain", "plan.json", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["regions"] == said["regions"]
 
-    assert run(["report", "findings.json", "--out", "again.html"]) == 0
+    figures = ["--memory", "memory.png", "--chart", "chart.svg"]
+    assert run(["report", "findings.json", "--out", "again.html", *figures]) == 0
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "chart.svg").read_text().startswith("<svg")
     assert "wrote again.html" in capsys.readouterr().out
     assert (tmp_path / "again.html").read_text() == (tmp_path / "page.html").read_text()
 
@@ -315,6 +318,7 @@ WRONG = [
     (["table", "steps.py:own_step"], USAGE, "not a step"),
     (["explain", "missing.json"], FILE, "cannot be read"),
     (["explain", "steps.py"], USAGE, "no plan of recoup"),
+    (["report", "steps.json", "--memory", "memory.jpg"], USAGE, ".svg or .png"),
     (["report", "missing.json"], FILE, "cannot be read"),
     (["frontier"], USAGE, "MODULE:FUNCTION"),
     (["nonsense"], USAGE, "nonsense"),

@@ -60,7 +60,14 @@ PlanPath = Annotated[Path | None, typer.Option(help="Write the plan there, as JS
 FindingsPath = Annotated[
     Path | None, typer.Option(help="Write all findings there, as JSON.")
 ]
-ChartPath = Annotated[Path | None, typer.Option(help="Write the chart there, as SVG.")]
+ChartPath = Annotated[
+    Path | None,
+    typer.Option(help="Write time against memory there, as .svg or .png."),
+]
+MemoryPath = Annotated[
+    Path | None,
+    typer.Option(help="Write the memory over the step there, as .svg or .png."),
+]
 
 
 def read_budget(text: str | None) -> str | float | None:

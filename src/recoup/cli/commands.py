@@ -15,6 +15,7 @@ from recoup.cli.arguments import (
     DeviceName,
     Dry,
     FindingsPath,
+    MemoryPath,
     Offload,
     PagePath,
     PlanPath,
@@ -23,7 +24,14 @@ from recoup.cli.arguments import (
     check_device,
     read_budget,
 )
-from recoup.cli.outputs import as_json, check_writable, read_text, write_whole
+from recoup.cli.outputs import (
+    as_json,
+    check_figure,
+    check_writable,
+    read_text,
+    write_figure,
+    write_whole,
+)
 from recoup.core.units import print_bytes, print_seconds
 from recoup.core.version import VERSION
 
@@ -195,11 +203,11 @@ def frontier(  # noqa: PLR0913 (one for each thing to be had)
     """Work out the fastest plan for many budgets: time against memory."""
     del debug
     check_device(device, dry=dry)
-    check_writable(chart)
+    check_figure(chart)
 
     from recoup.cli.targets import load_target
     from recoup.cli.work import Way, frontier_findings
-    from recoup.report.charts import frontier_chart
+    from recoup.report.figures import FrontierFigure
     from recoup.report.texts import estimate_words, frontier_text
 
     found = frontier_findings(
@@ -209,7 +217,7 @@ def frontier(  # noqa: PLR0913 (one for each thing to be had)
         way=Way(dry=dry, device=device),
     )
     if chart is not None:
-        write_whole(chart, frontier_chart(found))
+        write_figure(chart, FrontierFigure(found))
     if json:
         plans = [
             {"peak_bytes": view.peak_bytes, "seconds": view.seconds}
@@ -293,7 +301,7 @@ def explain(
     print(as_json(plan_numbers(plan)) if json else plan_text(plan))
 
 
-def report(
+def report(  # noqa: PLR0913 (one for each thing to be had)
     source: Annotated[
         str,
         typer.Argument(
@@ -303,15 +311,20 @@ def report(
     ],
     *,
     out: Annotated[Path, typer.Option(help="The page.")] = Path("recoup.html"),
+    chart: ChartPath = None,
+    memory: MemoryPath = None,
     budget: BudgetText = None,
     json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Write one self-contained HTML page."""
+    """Write one self-contained HTML page, and its charts as files if you like."""
     del debug
     asked = read_budget(budget)
     check_writable(out)
+    check_figure(chart)
+    check_figure(memory)
 
+    from recoup.report.figures import FrontierFigure, memory_figure
     from recoup.report.files import from_json
     from recoup.report.pages import lead, page
 
@@ -322,8 +335,19 @@ def report(
         from recoup.cli.work import fit_target
 
         _, found = fit_target(load_target(source), asked, offload=False, points=9)
+    written = [out]
     write_whole(out, page(found))
-    print(as_json({"page": str(out)}) if json else f"{lead(found)}\nwrote {out}")
+    for path, figure in (
+        (chart, FrontierFigure(found)),
+        (memory, memory_figure(found)),
+    ):
+        if path is not None:
+            write_figure(path, figure)
+            written.append(path)
+    if json:
+        print(as_json({"page": str(out), "written": list(map(str, written))}))
+    else:
+        print("\n".join([lead(found), *(f"wrote {path}" for path in written)]))
 
 
 def doctor(*, json: AsJson = False, debug: Debug = False) -> int:

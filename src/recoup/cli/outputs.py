@@ -6,9 +6,12 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from recoup.cli.statuses import FILE, CommandError
+
+if TYPE_CHECKING:
+    from recoup.report.figures import Figure
 
 
 def check_writable(path: Path | None) -> None:
@@ -28,7 +31,7 @@ def check_writable(path: Path | None) -> None:
         raise _unwritable(path, "its folder takes no files")
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file; if that is interrupted or fails, nothing is left behind.
 
     Raises:
@@ -37,8 +40,8 @@ def write_whole(path: Path, text: str) -> None:
     try:
         handle, name = tempfile.mkstemp(dir=path.resolve().parent, prefix=".recoup-")
         try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
+            with os.fdopen(handle, "wb") as file:
+                file.write(content.encode() if isinstance(content, str) else content)
             # mkstemp makes files that only their owner reads.
             mask = os.umask(0)
             os.umask(mask)
@@ -50,6 +53,33 @@ def write_whole(path: Path, text: str) -> None:
             raise
     except OSError as error:
         raise _unwritable(path, error.strerror or str(error)) from error
+
+
+def check_figure(path: Path | None) -> None:
+    """Raise before any work if a figure could not be saved.
+
+    Raises:
+        CommandError: There is no such folder, or it takes no files.
+        UsageError: The ending is of no kind of figure.
+        UnsupportedError: A PNG needs a package that is not installed.
+    """
+    if path is None:
+        return
+    from recoup.report.figures import check_kind
+    from recoup.report.painting import check_painter
+
+    if check_kind(path) == ".png":
+        check_painter()
+    check_writable(path)
+
+
+def write_figure(path: Path, figure: "Figure") -> None:
+    """Write a figure as its ending says, or nothing at all.
+
+    Raises:
+        CommandError: The file cannot be written.
+    """
+    write_whole(path, figure.encoded(path.suffix.lower()))
 
 
 def read_text(path: Path) -> str:

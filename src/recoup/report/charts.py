@@ -74,7 +74,7 @@ def frontier_chart(findings: Findings) -> str:
             *_second_lines(up),
             *_byte_marks(along),
             *_budget_up(along, findings.budget_bytes),
-            *(_baseline(rule, along, up) for rule in findings.baselines),
+            *(_baseline(rule, along, up) for rule in joined(findings.baselines)),
             element(
                 "polyline",
                 points=corners,
@@ -92,6 +92,24 @@ def frontier_chart(findings: Findings) -> str:
         height=_HEIGHT,
         label=f"Time against memory of {len(findings.plans)} plans",
     )
+
+
+def joined(rules: Sequence[Baseline]) -> list[Baseline]:
+    """Return rules with those of the same costs as one, under all their names.
+
+    Examples:
+        >>> rules = [
+        ...     Baseline("a", 1, 2.0),
+        ...     Baseline("b", 3, 1.0),
+        ...     Baseline("c", 1, 2.0),
+        ... ]
+        >>> [rule.name for rule in joined(rules)]
+        ['a; c', 'b']
+    """
+    names: dict[tuple[int, float], list[str]] = {}
+    for rule in rules:
+        names.setdefault((rule.peak_bytes, rule.seconds), []).append(rule.name)
+    return [Baseline("; ".join(named), *costs) for costs, named in names.items()]
 
 
 def band_colour(category: str, position: float) -> tuple[str, float]:

@@ -28,6 +28,16 @@ def colour(name: str) -> str:
     return f"var(--{name}, {_COLOURS[name]})"
 
 
+def plain_colour(name: str) -> str:
+    """Return a colour as a file by itself has it.
+
+    Examples:
+        >>> plain_colour("ink")
+        '#1d2733'
+    """
+    return _COLOURS[name]
+
+
 @dataclass(frozen=True, slots=True)
 class Scale:
     """A straight map from numbers to places on the paper.
