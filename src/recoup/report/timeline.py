@@ -105,7 +105,7 @@ class _Bands:
         self._graph = graph
         self._parts = parts
         self._fixed: list[Layer] = []
-        self._held = [self._band(f"held by {part.name}", "held") for part in parts]
+        self._held = [self._band(_held_words(part.name), "held") for part in parts]
         self._held.append(self._band("held from before the step", "held"))
         self._running = self._band(RUNNING, "running")
         self._remade = self._band(REMADE, "replay")
@@ -202,6 +202,12 @@ def _columns(sums: Sequence[int]) -> list[int]:
     ]
 
 
+def _held_words(name: str) -> str:
+    """Return what is said of bytes that a stretch made; `before h.0` is no maker."""
+    between = name.startswith(("before ", "after "))
+    return f"held {'from' if between else 'by'} {name}"
+
+
 def _merged(layers: Sequence[Layer]) -> list[Layer]:
     """Put neighbouring bands of blocks together until there are few enough."""
     held = [layer for layer in layers if layer.category == "held"]
@@ -216,7 +222,7 @@ def _merged(layers: Sequence[Layer]) -> list[Layer]:
 def _together(group: Sequence[Layer]) -> Layer:
     if len(group) == 1:
         return group[0]
-    last = group[-1].name.removeprefix("held by ")
+    last = group[-1].name.removeprefix("held by ").removeprefix("held from ")
     sums = tuple(map(sum, zip(*(layer.bytes_at for layer in group), strict=True)))
     return Layer(f"{group[0].name} to {last}", "held", sums)
 
