@@ -23,7 +23,7 @@ QUANTIZED = frozenset(
 """Types whose tensors are more than their storage."""
 
 
-Geometry = tuple[torch.Size, tuple[int, ...], int, torch.dtype, int]
+Geometry = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype, int]
 """How a tensor lies in its storage: shape, strides, offset, type and lazy bits, which
 are 1 for a lazily conjugated tensor, 2 for a lazily negated one, 3 for both. A plain
 tuple, because two are made for every operator that is recorded."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from recoup.backend.kernels import Kernel
 from recoup.engine.tape import Tape
-from recoup.engine.values import Operation, Value
+from recoup.engine.values import Operation
 
 _TENSORS = frozenset({Tensor, torch.nn.Parameter})
 _TORCH_KINDS = {torch.device, torch.dtype, torch.layout, torch.memory_format}
@@ -37,44 +37,40 @@ def record_call(
     """
     template: list[Any] = list(args)
     places: list[int] = []
-    reads: list[Value] = []
     for position, argument in enumerate(args):
         # Asking `isinstance(…, Tensor)` of a number is dear: torch overloads it.
         kind = type(argument)
         if kind in _NO_TENSORS:
             continue
         if kind in _TENSORS and not overwritten:
-            found = tape.reference(argument)
-            reads.append(found[0] if type(found) is tuple else found)  # pyright: ignore[reportArgumentType]
+            template[position] = tape.reference(argument)
         else:
-            found = _refer(tape, argument, reads, overwritten)
+            found = _refer(tape, argument, overwritten)
             if found is argument:
+                if kind is list:
+                    template[position] = tuple(argument)
                 continue
-        template[position] = found
+            template[position] = found
         places.append(position)
-    operation = Operation(kernel, template, kwargs, places, reads)
+    operation = Operation(kernel, template, kwargs, tuple(places))
     for name, argument in kwargs.items():
         if type(argument) not in _NO_TENSORS:
-            found = _refer(tape, argument, reads, overwritten)
+            found = _refer(tape, argument, overwritten)
             if found is not argument:
                 operation.names = (*operation.names, name)
                 operation.kwargs = {**operation.kwargs, name: found}
     return operation
 
 
-def _refer(
-    tape: Tape, argument: Any, reads: list[Value], overwritten: Sequence[Tensor]
-) -> Any:
+def _refer(tape: Tape, argument: Any, overwritten: Sequence[Tensor]) -> Any:
     if isinstance(argument, Tensor):
         read = not (overwritten and any(argument is t for t in overwritten))
-        found = tape.reference(argument, read=read)
-        reads.append(found[0] if isinstance(found, tuple) else found)
-        return found
+        return tape.reference(argument, read=read)
     if isinstance(argument, (list, tuple)) and not _NO_TENSORS.issuperset(
         map(type, argument)
     ):
         return [
-            _refer(tape, element, reads, overwritten)
+            _refer(tape, element, overwritten)
             if isinstance(element, Tensor)
             else element
             for element in argument

@@ -89,8 +89,8 @@ class Program:
         later = set(self.wanted)
         for step in reversed(self.steps):
             operation = step.operation
-            mentioned = list(operation.reads)
-            mentioned.extend(value for _, value in operation.outputs)
+            mentioned = operation.reads()
+            mentioned.extend(operation.outputs)
             for before, after in operation.writes:
                 if before in later or before.hold is not None:
                     step.copies.append(before)
@@ -119,7 +119,7 @@ def needed(
         elif value.producer not in required:
             assert value.producer >= 0, "a value without a producer is held"
             required.add(value.producer)
-            stack.extend(operations[value.producer].reads)
+            stack.extend(operations[value.producer].reads())
     return sorted(required), list(roots)
 
 
@@ -133,8 +133,8 @@ def derived_from_lossy(
     changed = {value for value in roots if _is_lossy(value)}
     if changed:
         for operation in operations:
-            if not changed.isdisjoint(operation.reads):
-                changed.update(value for _, value in operation.outputs)
+            if not changed.isdisjoint(operation.reads()):
+                changed.update(operation.outputs)
                 changed.update(value for _, value in operation.writes)
     return changed
 
@@ -171,8 +171,9 @@ def _run_step(step: Step, live: Live) -> None:
             out = run(*args, **kwargs)
     else:
         out = run(*args, **kwargs)
-    for place, value in operation.outputs:
+    for value in operation.outputs:
         if value.hold is None:
+            place = value.place
             live[value] = out if place is None else out[place]
     for before, after in operation.writes:
         live[after] = sources[before]
@@ -188,7 +189,7 @@ def _with_copies(step: Step, live: Live) -> Live:
 
 
 def _show(operation: Operation, live: Live, observe: Observe) -> None:
-    made = [value for _, value in operation.outputs if value.hold is None]
+    made = [value for value in operation.outputs if value.hold is None]
     made.extend(after for _, after in operation.writes)
     for value in made:
         observe(value, live[value], operation.kernel.facts.name)

@@ -173,7 +173,7 @@ class Recorder(OperatorMode):
         own = before is not None and before.producer != OUTSIDE
         if before is None or not own or facts.statistics:
             tape.forget(target)
-            if before is not None and before in operation.reads:
+            if before is not None and before in operation.reads():
                 # The replay writes too: on a copy, whose outcome nobody names.
                 operation.writes = (*operation.writes, (before, Value(OUTSIDE, None)))
             return

@@ -113,10 +113,12 @@ class Region:
         indices, roots = needed(tape.operations, wanted)
         operations = [tape.operations[index] for index in indices]
         for index, operation in enumerate(operations):
-            for _, value in operation.outputs:
+            for value in operation.outputs:
                 value.producer = index
+                value.born = None
             for _, value in operation.writes:
                 value.producer = index
+                value.born = None
         tape.operations = operations
         tape.saved = dict.fromkeys(wanted)
         take_note(self._check, self._key, operations)
@@ -126,6 +128,7 @@ class Region:
                 self._settle_state(value)
             hold = value.hold
             assert hold is not None, "roots are held"
+            value.born = None
             if hold.version is None:
                 hold.settle()
             if hold.tier is not None:
@@ -139,6 +142,7 @@ class Region:
         self._saved_count = len(
             [v for v in wanted if v.hold is None or not v.hold.is_at_hand]
         )
+        tape.finish()
 
     def pack(self, tensor: Tensor) -> Saved | Hold:
         """Take a tensor that autograd saves; return what stands for it."""

@@ -77,6 +77,10 @@ class Tape:
             free_weak_reference(address)
         self._current = {}
 
+    def finish(self) -> None:
+        """Let go of what only recording needs."""
+        self.tainted = self.written = self.unverified = self.forced = set()
+
     def __del__(self) -> None:
         self.close()
 
@@ -182,9 +186,11 @@ class Tape:
         if operation.outputs or operation.writes:
             self.operations.append(operation)
             if ragged:
-                self.unverified.update(v for at, v in operation.outputs if at in ragged)
+                self.unverified.update(
+                    value for value in operation.outputs if value.place in ragged
+                )
             if tainted:
-                self.tainted.update(value for _, value in operation.outputs)
+                self.tainted.update(operation.outputs)
             elif self._watch is not None:
                 self._watch_outputs(operation, out)
 
@@ -321,8 +327,9 @@ class Tape:
 
     def _watch_outputs(self, operation: Operation, out: Any) -> None:
         assert self._watch is not None, "only called when somebody watches"
-        for place, value in operation.outputs:
+        for value in operation.outputs:
             if value not in self.unverified:
+                place = value.place
                 self._watch(value, out if place is None else out[place])
 
     def _admit(self, tensor: Tensor, storage: torch.UntypedStorage) -> Value:
@@ -360,7 +367,9 @@ class Tape:
         value = Value(index, geometry)
         value.born = weakref.ref(tensor)
         self._current[address] = value
-        operation.outputs.append((place, value))
+        if place is not None:
+            value.place = place
+        operation.outputs.append(value)
         if self.placement.policy is not None:
             self.placement.place_output(operation.operator, value, tensor)
 
@@ -381,4 +390,5 @@ class Tape:
         except RuntimeError as error:  # a compressed sparse layout
             raise NotImplementedError("the layout has no strides") from error
         bits = lazy_bits(tensor) if self.lazy_bits_seen else 0
-        return tensor.shape, stride, tensor.storage_offset(), dtype, bits  # pyright: ignore[reportReturnType]
+        # A plain tuple of numbers is nothing to the garbage collector.
+        return tuple(tensor.shape), stride, tensor.storage_offset(), dtype, bits  # pyright: ignore[reportReturnType]

@@ -36,10 +36,13 @@ MOVED = -2
 class Value:
     """One storage at one version, as a region saw it.
 
-    One is made for every operator that runs, hence the defaults on the class.
+    One is made for every operator that runs, hence the defaults on the class. Few
+    objects shall live until backward: Python's garbage collector goes through all that
+    there are whenever their number has grown by a quarter.
 
     Attributes:
         producer: The index of the operation that made it, or `OUTSIDE`.
+        place: Its place in what the operation returned; None: it is all of that.
         geometry: How the tensor that first named it lies in its storage; None for a
             value from outside, which is only referred to by views.
         hold: What keeps it, or None when it is to be recomputed.
@@ -51,6 +54,7 @@ class Value:
             referred to the value so far.
     """
 
+    place: int | None = None
     hold: "Hold | None" = None
     demand = 0
     is_spare = False
@@ -100,8 +104,7 @@ class Operation:
         kwargs: Keyword arguments, likewise.
         places: Positions of the arguments that hold references.
         names: Names of the keyword arguments that do.
-        reads: The values it takes.
-        outputs: Its new values, each with its place in the result (None: all of it).
+        outputs: Its new values.
         writes: Pairs of the value before and the value after a write.
         random: The generator it draws from and the state before it did.
         in_gradient_mode: It is to be run with the gradient mode on.
@@ -117,20 +120,38 @@ class Operation:
         kernel: Kernel,
         args: list[Any],
         kwargs: dict[str, Any],
-        places: list[int],
-        reads: list[Value],
+        places: tuple[int, ...],
     ) -> None:
         self.kernel = kernel
         self.args = args
         self.kwargs = kwargs
         self.places = places
-        self.reads = reads
-        self.outputs: list[tuple[int | None, Value]] = []
+        self.outputs: list[Value] = []
+
+    def reads(self) -> list[Value]:
+        """Return the values it takes."""
+        found: list[Value] = []
+        for place in self.places:
+            _collect(self.args[place], found)
+        for name in self.names:
+            _collect(self.kwargs[name], found)
+        return found
 
     @property
     def operator(self) -> Operator:
         """The operator that was called."""
         return self.kernel.operator
+
+
+def _collect(reference: Any, found: list[Value]) -> None:
+    kind = type(reference)
+    if kind is Value:
+        found.append(reference)
+    elif kind is tuple:
+        found.append(reference[0])
+    elif kind is list:
+        for element in reference:
+            _collect(element, found)
 
 
 class Hold:
