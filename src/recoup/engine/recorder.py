@@ -44,7 +44,7 @@ class Recorder(OperatorMode):
         kernel = KERNELS.get(id(func)) or kernel_of(func)
         if kernel.passes or self.paused:
             if kernel.reshapes:
-                self.tape.prepare_reshape(args[0])
+                self.tape.attached.part_from(args[0])
             out = kernel.run(*args, **kwargs) if kwargs else kernel.run(*args)
             if kernel.reshapes:
                 self.tape.reshape(out)

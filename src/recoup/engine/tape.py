@@ -13,17 +13,17 @@ from recoup.backend.storages import (
     QUANTIZED,
     Geometry,
     address_of,
-    alias,
     copy_storage,
     free_weak_reference,
     lazy_bits,
     take_weak_reference,
     weak_reference_to,
 )
+from recoup.engine.attached import Attached
 from recoup.engine.holding import is_handing_over
 from recoup.engine.late import LateWrites
 from recoup.engine.placement import Placement
-from recoup.engine.values import MOVED, OUTSIDE, Hold, Layout, Operation, Value, View
+from recoup.engine.values import OUTSIDE, Hold, Layout, Operation, Value, View
 
 _SPECIAL = QUANTIZED | {torch.complex32, torch.complex64, torch.complex128}
 
@@ -50,6 +50,7 @@ class Tape:
             kept if it is needed.
         written: The outcomes of writes to tensors from outside.
         late: The writes to saved values that gave no new version.
+        attached: The holds of tensors from outside.
         unverified: Values with parts that no kernel writes, which are not compared.
         lazy_bits_seen: A complex tensor was met, so there may be lazy conjugations.
     """
@@ -63,16 +64,16 @@ class Tape:
         self.written: set[Value] = set()
         self.unverified: set[Value] = set()
         self.late = LateWrites()
+        self.attached = Attached()
         self.placement = placement
         self._watch = watch
-        self._attached: list[tuple[Hold, int]] = []
         self._current: dict[int, Value] = {}
         self.lazy_bits_seen = False
 
     def close(self) -> None:
         """Let go of the storages' identities: no more recording."""
         self.late.settle()
-        self._part()
+        self.attached.part()
         for address in self._current:
             free_weak_reference(address)
         self._current = {}
@@ -115,13 +116,13 @@ class Tape:
             found = self.view(tensor)
             self.placement.place_input(found[0], storage.nbytes())
             return found
-        hold = self._hold(tensor)
+        hold = self.attached.hold(tensor)
         if value is None:
             value = self._admit(tensor, storage)
         if value.hold is None:
             # One that was given up lies as it was made wherever it was used before.
             lies = value.geometry
-            value.hold = hold if lies is None else self._hold(tensor, lies)
+            value.hold = hold if lies is None else self.attached.hold(tensor, lies)
             value.born = weakref.ref(tensor)
             value.is_spare = lies is None
         return hold
@@ -147,7 +148,7 @@ class Tape:
                 value.is_spare = False
             return self._viewed(value, tensor)
         if value.hold is None and value.producer == OUTSIDE:
-            value.hold = self._hold(tensor, value.geometry)
+            value.hold = self.attached.hold(tensor, value.geometry)
             value.born = weakref.ref(tensor)
         return self._viewed(value, tensor)
 
@@ -253,12 +254,6 @@ class Tape:
         self.written.add(value)
         self._name(tensor, value)
 
-    def prepare_reshape(self, tensor: Tensor) -> None:
-        """Part what is held from a tensor that will lie in another way."""
-        for hold, _ in self._attached:
-            if hold.tensor is tensor:
-                hold.tensor = alias(tensor)
-
     def reshape(self, tensor: Tensor) -> None:
         """Take note that the tensor itself got another geometry, as by `t_`.
 
@@ -301,29 +296,6 @@ class Tape:
         layout = Layout(geometry, value.geometry)
         value.layouts = (*value.layouts, layout)
         return layout
-
-    def _hold(self, tensor: Tensor, geometry: Geometry | None = None) -> Hold:
-        """Return a hold of a tensor from outside.
-
-        One that needs no gradient has no graph yet. It is parted from what it may be
-        given later when the region ends: between operators that costs a tenth.
-        """
-        if tensor.requires_grad or type(tensor) is not Tensor:
-            return Hold(alias(tensor), geometry)
-        hold = Hold(tensor, geometry)
-        if hold.version != -1:  # an inference tensor never gets a graph
-            self._attached.append((hold, address_of(tensor.untyped_storage())))
-        return hold
-
-    def _part(self) -> None:
-        for hold, address in self._attached:
-            tensor = hold.tensor
-            if tensor is None:
-                continue
-            if address_of(tensor.untyped_storage()) != address:
-                hold.version = MOVED  # somebody assigned to its `.data`
-            hold.tensor = tensor.detach()
-        self._attached = []
 
     def _watch_outputs(self, operation: Operation, out: Any) -> None:
         assert self._watch is not None, "only called when somebody watches"

@@ -1,0 +1,44 @@
+"""Attached: holds of tensors from outside, until these are parted from their graphs."""
+
+from torch import Tensor
+
+from recoup.backend.storages import Geometry, address_of, alias
+from recoup.engine.values import MOVED, Hold
+
+
+class Attached:
+    """Makes the holds of tensors that a region uses and did not make.
+
+    A hold must not keep a graph alive, and a tensor that needs no gradient may be given
+    one later, by a write. It is parted from that when the region ends: between two
+    operators a `detach` costs ten times as much.
+    """
+
+    def __init__(self) -> None:
+        self._holds: list[tuple[Hold, int]] = []
+
+    def hold(self, tensor: Tensor, geometry: Geometry | None = None) -> Hold:
+        """Return a hold of a tensor with a storage, to be given back in a geometry."""
+        if tensor.requires_grad or type(tensor) is not Tensor:
+            return Hold(alias(tensor), geometry)
+        hold = Hold(tensor, geometry)
+        if hold.version != -1:  # an inference tensor never gets a graph
+            self._holds.append((hold, address_of(tensor.untyped_storage())))
+        return hold
+
+    def part_from(self, tensor: Tensor) -> None:
+        """Part the holds of a tensor that will lie in another way."""
+        for hold, _ in self._holds:
+            if hold.tensor is tensor:
+                hold.tensor = alias(tensor)
+
+    def part(self) -> None:
+        """Part all of them; one whose tensor got other memory cannot be used."""
+        for hold, address in self._holds:
+            tensor = hold.tensor
+            if tensor is None:
+                continue
+            if address_of(tensor.untyped_storage()) != address:
+                hold.version = MOVED  # somebody assigned to its `.data`
+            hold.tensor = tensor.detach()
+        self._holds = []
