@@ -100,6 +100,17 @@ def test_a_step_runs_the_operators_of_one_by_hand_and_no_other(precision):
         assert found == expected
 
 
+def test_with_a_fused_optimizer_one_flag_more_is_read():
+    by_hand, trainer = contenders("fp16")
+    for contender in (by_hand, trainer):
+        for group in contender.optimizer.param_groups:
+            group["fused"] = True
+        contender.optimizer._step_supports_amp_scaling = True
+        contender.step(BATCH)
+    more = operators_of(trainer.step) - operators_of(by_hand.step)
+    assert more == {"detach": 1, "gt": 1, "_local_scalar_dense": 1}
+
+
 def checkpointed_contenders():
     """The trainer with regions around blocks, and regions put there by hand."""
     torch.manual_seed(0)
