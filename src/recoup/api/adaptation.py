@@ -49,7 +49,7 @@ class Adapted:
         self._graph = graph
         self._allow = allow
         self._budget_bytes = made.budget_bytes
-        self._measured: tuple[Hashable, int] | None = None
+        self._measured: list[tuple[Hashable, int]] = []
         self._plans: dict[int, Plan] = {_STEPS: made}
         modules = {boundary.module for boundary in graph.boundaries}
         self._applied = Applied(
@@ -81,15 +81,16 @@ class Adapted:
         self._plans = {_STEPS: made}
 
     def _choose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
-        """Return the plan for a call; the first call is one of the measured size."""
+        """Return the plan for a call; the first step's are those that were measured."""
         found = tensors((args, kwargs))
         shapes = tuple(tensor.shape for tensor in found)
-        if self._measured is None:
-            self._measured = (shapes, sum(tensor.numel() for tensor in found))
-        known, elements = self._measured
-        if shapes == known or not elements:
+        mine = sum(tensor.numel() for tensor in found)
+        if len(self._measured) < self.plan.model_calls:
+            self._measured.append((shapes, mine))
+        elements = max(elements for _, elements in self._measured)
+        if not elements or any(shapes == known for known, _ in self._measured):
             return self._plans[_STEPS]
-        bucket = -(-_STEPS * sum(tensor.numel() for tensor in found) // elements)
+        bucket = -(-_STEPS * mine // elements)
         made = self._plans.get(bucket)
         if made is None:
             made = self._plans[bucket] = self._plan_for_size(bucket / _STEPS)

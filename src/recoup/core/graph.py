@@ -102,6 +102,8 @@ class Boundary:
         module: The path of the module that is entered or left there.
         call: Which call of that module it is in the step, from 0.
         entering: It is entered; False: left.
+        model_call: Which call of the model in the step it is in, from 0. What lies
+            between two calls is in no region.
     """
 
     operation: int
@@ -109,6 +111,7 @@ class Boundary:
     module: str = ""
     call: int = 0
     entering: bool = True
+    model_call: int = 0
 
     @property
     def label(self) -> str:
@@ -173,6 +176,15 @@ class Graph:
     def moments(self) -> int:
         """How many moments the step has."""
         return len(self.operations) + self.backward
+
+    @property
+    def model_calls(self) -> int:
+        """How often the model is called before backward."""
+        return max((b.model_call for b in self.boundaries), default=0) + 1
+
+    def is_within_call(self, start: int, stop: int) -> bool:
+        """Return whether two boundaries are in the same call of the model."""
+        return self.boundaries[start].model_call == self.boundaries[stop].model_call
 
     @property
     def forward_seconds(self) -> float:

@@ -90,6 +90,7 @@ class Plan:
         budget_bytes: The budget it was made for; 0: none.
         peak_bytes: The peak that the simulation predicts.
         seconds: The time of a step that the simulation predicts.
+        model_calls: How often the step calls the model before backward.
 
     Examples:
         >>> plan = Plan((Span(Place("h.0", 0, True), Place("h.1", 0, True)),))
@@ -106,6 +107,7 @@ class Plan:
     budget_bytes: int = 0
     peak_bytes: int = 0
     seconds: float = 0.0
+    model_calls: int = 1
 
     def to_json(self) -> str:
         """Return the plan as JSON text."""
@@ -118,6 +120,7 @@ class Plan:
                 "budget_bytes": self.budget_bytes,
                 "peak_bytes": self.peak_bytes,
                 "seconds": self.seconds,
+                "model_calls": self.model_calls,
                 "spans": [_span_data(span) for span in self.spans],
             },
             indent=1,
@@ -150,6 +153,7 @@ class Plan:
             budget_bytes=reader.number("budget_bytes"),
             peak_bytes=reader.number("peak_bytes"),
             seconds=reader.real("seconds"),
+            model_calls=max(1, reader.number("model_calls", default=1)),
         )
 
     def count(self) -> dict[str, int]:
@@ -194,6 +198,7 @@ def plan_for(
         budget_bytes=budget_bytes,
         peak_bytes=peak_bytes,
         seconds=seconds,
+        model_calls=graph.model_calls,
     )
 
 
@@ -255,7 +260,9 @@ class _Reader:
     def text(self, name: str) -> str:
         return cast("str", self._field(name, str))
 
-    def number(self, name: str) -> int:
+    def number(self, name: str, *, default: int | None = None) -> int:
+        if default is not None and name not in self._data:
+            return default
         found = self._field(name, int)
         if isinstance(found, bool) or found < 0:
             raise PlanError(f"this plan is damaged: {name} is {found!r}. {_ADVICE}")

@@ -12,11 +12,15 @@ from recoup.backend.compiled import is_compiled
 from recoup.backend.graph import records_gradients
 from recoup.core.errors import PlanError, UnsupportedError
 from recoup.core.plan import Plan
-from recoup.engine.runs import Cuts, CuttingRun, Run, Script
+from recoup.engine.runs import Cuts, CuttingRun, Episode, Run, Script
 from recoup.engine.verification import Verify
 
 Choose = Callable[[tuple[Any, ...], dict[str, Any]], Plan | None]
 """Returns the plan for a call of the model with these arguments; None: keep all."""
+
+
+class _Latest(threading.local):
+    episode: Episode | None = None
 
 
 class _Runs(threading.local):
@@ -64,6 +68,7 @@ class Applied:
         self._plan = plan
         self._verify: Verify = verify
         self._scripts: dict[int, tuple[Plan, Script]] = {}
+        self._latest = _Latest()
         names = set(modules)
         if isinstance(plan, Plan):
             names |= {place.module for place in Script(plan).places()}
@@ -106,7 +111,17 @@ class Applied:
         known = self._scripts.get(id(plan))
         if known is None:
             known = self._scripts[id(plan)] = (plan, Script(plan))
-        return Run(known[1], self._verify)
+        return Run(known[1], self._verify, self._episode(plan.model_calls))
+
+    def _episode(self, model_calls: int) -> Episode | None:
+        """Return the calls that this one belongs to; None: it is alone."""
+        if model_calls == 1:
+            return None
+        episode = self._latest.episode
+        if episode is None or not episode.takes(model_calls):
+            episode = self._latest.episode = Episode(model_calls)
+            episode.takes(model_calls)
+        return episode
 
     def _begin(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

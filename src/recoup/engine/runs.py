@@ -1,6 +1,7 @@
 """Runs: one forward of a model that has a plan, from region to region."""
 
 import itertools
+import weakref
 from dataclasses import dataclass
 
 from recoup.backend.graph import Pack, Unpack, ambient_hooks
@@ -89,14 +90,50 @@ class CuttingRun:
             end(self._open)
 
 
+class Episode:
+    """The calls of a model until backward, on one thread.
+
+    A plan for several calls tells them apart by their order. The first call of the next
+    step is known by that nothing is left of those before.
+
+    Args:
+        model_calls: How many there are.
+
+    Attributes:
+        calls: How often each module was entered and left.
+        regions: What the calls so far began.
+    """
+
+    def __init__(self, model_calls: int = 1) -> None:
+        self.model_calls = model_calls
+        self.calls: dict[tuple[str, bool], int] = {}
+        self.regions: list[weakref.ref[Region]] = []
+        self._begun = 0
+
+    def takes(self, model_calls: int) -> bool:
+        """Count one more call; return False if it begins another episode."""
+        is_over = bool(self.regions) and all(ref() is None for ref in self.regions)
+        if (
+            is_over
+            or self._begun == self.model_calls
+            or model_calls != self.model_calls
+        ):
+            return False
+        self._begun += 1
+        return True
+
+
 class Run:
     """One forward of a model that has a plan: what is open, what was called."""
 
-    def __init__(self, script: Script, verify: Verify) -> None:
+    def __init__(
+        self, script: Script, verify: Verify, episode: "Episode | None" = None
+    ) -> None:
         self._script = script
         self._verify: Verify = verify
         self._open: list[tuple[_Stretch, object]] = []
-        self._calls: dict[tuple[str, bool], int] = {}
+        self._episode = episode or Episode()
+        self._calls = self._episode.calls
         self._hooks = ambient_hooks()
 
     def reach(self, module: str, *, entering: bool) -> None:
@@ -141,7 +178,9 @@ class Run:
         policy = HeldBySpan(stretch.table, stretch.made) if stretch.table else None
         owner = Yielding()
         options = Options(policy=policy, verify=self._verify)
-        begin(owner, stretch.name, options, stretch.key)
+        region = begin(owner, stretch.name, options, stretch.key)
+        if region is not None and self._episode.model_calls > 1:
+            self._episode.regions.append(weakref.ref(region))
         self._open.append((stretch, owner))
 
 

@@ -38,12 +38,14 @@ def block_boundaries(
 ) -> tuple[int, ...]:
     """Return the numbers of the boundaries at which named modules begin and end.
 
-    The first and the last boundary are among them.
+    The first and the last boundary of each call of the model are among them.
     """
     found = {0, len(boundaries) - 1} if boundaries else set[int]()
     for number, boundary in enumerate(boundaries):
         if boundary.module in names:
             found.add(number)
+        if number and boundary.model_call != boundaries[number - 1].model_call:
+            found |= {number - 1, number}
     return tuple(sorted(found))
 
 

@@ -74,8 +74,8 @@ def measure_floor(
         resident: What else is in memory during the step, as an optimizer's state.
 
     Raises:
-        UsageError: A named block does not exist, or the step does not call the model
-            exactly once, or the model has no memory.
+        UsageError: A named block does not exist, the step does not call the model, or
+            the model has no memory.
     """
     if any(parameter.is_meta for parameter in step.model.parameters()):
         raise UsageError(
@@ -98,7 +98,25 @@ def measure_floor(
         link_bytes_per_second=link_bytes_per_second(step.device),
     )
     graph = _with_recording(graph, host_seconds, on_host=step.device.type == "cpu")
-    return _calibrated(graph, floor_seconds)
+    times = max(1, round(trace.model_calls / graph.model_calls))
+    return _calibrated(_run_times(graph, times), floor_seconds)
+
+
+def _run_times(graph: Graph, times: int) -> Graph:
+    """Return the graph of a step that runs forward and backward so many times.
+
+    The plan is carried out as many times, and so is all that it runs again.
+    """
+    if times == 1:
+        return graph
+    return replace(
+        graph,
+        operations=tuple(
+            replace(operation, seconds=operation.seconds * times)
+            for operation in graph.operations
+        ),
+        recording_seconds=graph.recording_seconds * times,
+    )
 
 
 def _with_recording(graph: Graph, host_seconds: float, *, on_host: bool) -> Graph:
@@ -121,7 +139,7 @@ def _calibrated(graph: Graph, floor_seconds: float) -> Graph:
     Operators that add up to more than the step overlapped in it. Time that they do not
     explain is the host's, and any plan's.
     """
-    predicted = simulate(graph, recompute_all(graph.blocks)).seconds
+    predicted = simulate(graph, recompute_all(graph)).seconds
     if predicted <= floor_seconds or not predicted:
         unexplained = floor_seconds - predicted
         return replace(graph, step_seconds=graph.step_seconds + unexplained)

@@ -56,7 +56,7 @@ def graph_of(
         blocks=block_boundaries(boundaries, blocks),
         own_bytes=tuple(own),
     )
-    traced = recompute_all(graph.blocks)
+    traced = recompute_all(graph)
     graph = replace(graph, storages=_natural(graph, trace, traced))
     modelled = simulate(replace(graph, other_bytes=(0,) * moments), traced)
     other = [
@@ -66,9 +66,13 @@ def graph_of(
     return replace(graph, other_bytes=tuple(other))
 
 
-def recompute_all(blocks: Sequence[int]) -> tuple[Segment, ...]:
-    """Return one segment between each two neighbouring boundaries."""
-    return tuple(Segment(start, stop) for start, stop in pairwise(blocks))
+def recompute_all(graph: Graph) -> tuple[Segment, ...]:
+    """Return one segment for each block, as in the traced step."""
+    return tuple(
+        Segment(start, stop)
+        for start, stop in pairwise(graph.blocks)
+        if graph.is_within_call(start, stop)
+    )
 
 
 def boundaries_of(trace: Trace, blocks: Collection[str]) -> tuple[Boundary, ...]:
@@ -76,21 +80,29 @@ def boundaries_of(trace: Trace, blocks: Collection[str]) -> tuple[Boundary, ...]
 
     Of those between the same operators a block's is taken, or else the outermost.
     Places where a region would have to copy a value that is about to be written over
-    are left out, but for the first and the last.
+    are left out, but for the first and the last of each call of the model.
     """
     torn = torn_places(trace)
-    ends = (trace.boundaries[:1], trace.boundaries[-1:])
+    firsts = {b.model_call: b for b in reversed(trace.boundaries)}
+    lasts = {b.model_call: b for b in trace.boundaries}
 
     def rank(boundary: Boundary) -> tuple[bool, int]:
         return boundary.module not in blocks, boundary.module.count(".")
 
-    found: dict[tuple[int, int], Boundary] = {}
+    found: dict[tuple[int, int, int], Boundary] = {}
     for traced in trace.boundaries:
-        if traced.operation in torn and [traced] not in ends:
+        call = traced.model_call
+        is_end = traced is firsts[call] or traced is lasts[call]
+        if traced.operation in torn and not is_end:
             continue
-        place = (traced.operation, traced.saves)
+        place = (traced.operation, traced.saves, call)
         boundary = Boundary(
-            traced.operation, traced.saves, traced.module, traced.call, traced.entering
+            traced.operation,
+            traced.saves,
+            traced.module,
+            traced.call,
+            traced.entering,
+            call,
         )
         known = found.get(place)
         if known is None or rank(boundary) < rank(known):

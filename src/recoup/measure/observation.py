@@ -10,7 +10,7 @@ from functools import partial
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from recoup.backend.graph import pop_hooks, push_hooks
+from recoup.backend.graph import pop_hooks, push_hooks, records_gradients
 from recoup.backend.ledger import storages_in
 from recoup.backend.memory import MemoryMeter
 from recoup.backend.timers import Timer
@@ -73,8 +73,7 @@ def observe(
         resident: What else is in memory during the step, as an optimizer's state.
 
     Raises:
-        UsageError: A named block does not exist, or the step does not call the model
-            exactly once.
+        UsageError: A named block does not exist, or the step does not call the model.
     """
     known = {name for name, _ in step.model.named_modules()}
     chosen = tuple(names) if names is not None else block_names(step.model)
@@ -86,6 +85,12 @@ def observe(
         step.model.zero_grad(set_to_none=True)
         step.run()
     trace, timer = _trace(step, cuts, resident, instruments)
+    if not trace.model_calls:
+        raise UsageError(
+            f"the step does not call this {type(step.model).__name__}, or only without "
+            "gradients, so there is nothing to plan. Call it in the step, or give the "
+            "module that the step does call."
+        )
     torn = torn_blocks(trace, cuts)
     if torn:
         cuts = tuple(name for name in cuts if name not in torn)
@@ -141,6 +146,8 @@ def cut(step: TrainingStep, cuts: Cuts) -> Iterator[None]:
 def _boundaries_noted(model: nn.Module, tracer: Tracer) -> Iterator[None]:
     """Tell the tracer whenever a module is entered or left."""
     calls: Counter[tuple[str, bool]] = Counter()
+    # Which call of the model this is; None in one for which no gradients are recorded.
+    model_call: int | None = None
 
     def note(
         name: str,
@@ -150,15 +157,19 @@ def _boundaries_noted(model: nn.Module, tracer: Tracer) -> Iterator[None]:
         kwargs: object,
         output: object = None,
     ) -> None:
+        nonlocal model_call
+        if not name and entering:
+            model_call = tracer.call_model() if records_gradients() else None
+        if model_call is None:
+            return
         call = calls[name, entering]
         calls[name, entering] += 1
-        if not name and call:
-            raise UsageError(
-                "the step calls the model more than once, and a plan is for one call. "
-                "Put the calls into one module, and give that as the model."
-            )
         tracer.reach(
-            name, call, entering=entering, passed=tensors([args, kwargs, output])
+            name,
+            call,
+            entering=entering,
+            model_call=model_call,
+            passed=tensors([args, kwargs, output]),
         )
 
     handles: list[RemovableHandle] = []

@@ -76,6 +76,7 @@ class TracedBoundary:
     module: str
     call: int
     entering: bool
+    model_call: int
 
 
 @dataclass
@@ -90,6 +91,7 @@ class Trace:
     values: list[TracedValue] = field(default_factory=list)
     saves: list[TracedSave] = field(default_factory=list)
     boundaries: list[TracedBoundary] = field(default_factory=list)
+    model_calls: int = 0
 
     @property
     def moment(self) -> int:

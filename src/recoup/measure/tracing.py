@@ -96,7 +96,7 @@ class Tracer(OperatorMode):
     def keeps(self, operator: str, nbytes: int) -> bool:
         """Take note that a region could hold a value of the last operator."""
         del operator, nbytes
-        if self.trace.operations:
+        if self.trace.operations and not self._in_backward:
             self.trace.operations[-1].asked += 1
         return False
 
@@ -118,8 +118,19 @@ class Tracer(OperatorMode):
         pack.is_transparent = True  # pyright: ignore[reportFunctionMemberAccess]
         return pack, unpack
 
+    def call_model(self) -> int:
+        """Take note that the model is called; return which call of it that is."""
+        self.trace.model_calls += 1
+        return self.trace.model_calls - 1
+
     def reach(
-        self, module: str, call: int, *, entering: bool, passed: Iterable[Tensor] = ()
+        self,
+        module: str,
+        call: int,
+        *,
+        entering: bool,
+        model_call: int = 0,
+        passed: Iterable[Tensor] = (),
     ) -> None:
         """Take note that a module is entered or left.
 
@@ -129,6 +140,7 @@ class Tracer(OperatorMode):
             module: Its path.
             call: Which call of it.
             entering: It is entered; False: left.
+            model_call: Which call of the model it happens in.
             passed: What it is called with, or returns.
         """
         hooks = ambient_hooks()
@@ -138,7 +150,12 @@ class Tracer(OperatorMode):
                 self._follow(tensor)
             trace.boundaries.append(
                 TracedBoundary(
-                    len(trace.operations), len(trace.saves), module, call, entering
+                    len(trace.operations),
+                    len(trace.saves),
+                    module,
+                    call,
+                    entering,
+                    model_call,
                 )
             )
 
@@ -155,6 +172,10 @@ class Tracer(OperatorMode):
         numbers: dict[int, int] = {}
 
         def note(tensor: Tensor) -> Any:
+            if self._in_backward:  # another forward after it, or a double backward
+                packed = pack(tensor)
+                numbers.pop(id(packed), None)
+                return packed
             number = len(trace.saves)
             trace.saves.append(TracedSave(self._value_of(tensor)))
             packed = pack(tensor)
@@ -164,8 +185,11 @@ class Tracer(OperatorMode):
             return packed
 
         def fetch(packed: Any) -> Tensor:
-            save = trace.saves[numbers[id(packed)]]
+            number = numbers.get(id(packed))
             found = unpack(packed)
+            if number is None:
+                return found
+            save = trace.saves[number]
             if save.used is None:
                 save.used = trace.moment
                 self._follow_copy(save, found)

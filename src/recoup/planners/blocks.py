@@ -8,7 +8,8 @@ from recoup.core.graph import Graph
 def blocks_of(graph: Graph) -> tuple[tuple[int, int], ...]:
     """Return the boundaries of each block, as pairs.
 
-    A graph without blocks is one block from its first boundary to its last.
+    A graph without blocks is one block from its first boundary to its last. What lies
+    between two calls of the model is no block.
 
     Examples:
         >>> from recoup.core.graph import Boundary
@@ -21,4 +22,8 @@ def blocks_of(graph: Graph) -> tuple[tuple[int, int], ...]:
     marks = graph.blocks
     if len(marks) < 2:
         marks = (0, len(graph.boundaries) - 1) if len(graph.boundaries) > 1 else ()
-    return tuple(itertools.pairwise(marks))
+    return tuple(
+        (start, stop)
+        for start, stop in itertools.pairwise(marks)
+        if graph.is_within_call(start, stop)
+    )

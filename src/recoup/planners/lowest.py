@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from recoup.core.calls import within_calls
 from recoup.core.footprint import without_idle_actions
 from recoup.core.graph import Graph
 from recoup.core.segments import Action, Segment
@@ -48,7 +49,10 @@ def lowest_plan(
         path = partition.best(partition.lowest())
         plans.append(segments_of(option for _, option in path or ()))
     plans = [
-        tuple(without_idle_actions(counted, segment) for segment in plan)
+        tuple(
+            without_idle_actions(counted, segment)
+            for segment in within_calls(counted, plan)
+        )
         for plan in plans
     ]
 

@@ -53,6 +53,22 @@ def narrow_places(
     return tuple(sorted(chosen | set(found)))
 
 
+def ends_of_calls(graph: Graph) -> tuple[int, ...]:
+    """Return the boundaries at which one call of the model ends and the next begins.
+
+    Examples:
+        >>> from recoup.core.graph import Boundary
+        >>> places = tuple(Boundary(0, 0, model_call=n // 2) for n in range(4))
+        >>> ends_of_calls(Graph((), 0, (), (), (), places, ()))
+        (1, 2)
+    """
+    found: list[int] = []
+    for number in range(1, len(graph.boundaries)):
+        if not graph.is_within_call(number - 1, number):
+            found += [number - 1, number]
+    return tuple(found)
+
+
 def _torn(graph: Graph) -> set[int]:
     """Return the boundaries between the making of a value and the write over it."""
     spoilt = [v for v in graph.values if not v.holdable and v.producer >= 0]

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable
 from functools import cached_property
 
+from recoup.core.calls import within_calls
 from recoup.core.footprint import without_idle_actions
 from recoup.core.graph import Graph
 from recoup.core.segments import Action, Segment
@@ -15,7 +16,7 @@ from recoup.planners.lowest import lowest_plan, nested_reach
 from recoup.planners.one_level import OneLevel
 from recoup.planners.options import Stretch, segments_of
 from recoup.planners.partition import Partition, Path
-from recoup.planners.places import narrow_places
+from recoup.planners.places import ends_of_calls, narrow_places
 from recoup.planners.refine import refine
 
 Plan = tuple[tuple[Segment, ...], Simulation, str]
@@ -76,7 +77,8 @@ class Search:
         self, segments: Iterable[Segment], costs: Simulation | None, planner: str
     ) -> Simulation:
         """Remember a plan; return what it costs."""
-        plan = tuple(without_idle_actions(self.graph, s) for s in segments)
+        plan = within_calls(self.graph, tuple(segments))
+        plan = tuple(without_idle_actions(self.graph, s) for s in plan)
         costs = costs or simulate(self.graph, plan)
         self.known.append((plan, costs, planner))
         return costs
@@ -113,7 +115,9 @@ class Search:
     def _places(self) -> tuple[int, ...]:
         graph = self.graph
         blocks = [place for stretch in blocks_of(graph) for place in stretch]
-        always = blocks if 2 < len(graph.blocks) <= 2 * _PLACES else ()
+        always = (
+            blocks if 2 < len(graph.blocks) <= 2 * _PLACES else ends_of_calls(graph)
+        )
         return narrow_places(graph, most=_PLACES, always=always)
 
     @cached_property

@@ -2,6 +2,7 @@
 
 import math
 
+from recoup.core.calls import within_calls
 from recoup.core.graph import Graph
 from recoup.core.segments import Segment
 from recoup.planners.blocks import blocks_of
@@ -23,4 +24,5 @@ def square_root(graph: Graph) -> tuple[Segment, ...]:
     blocks = blocks_of(graph)
     length = max(1, math.isqrt(len(blocks)))
     groups = [blocks[i : i + length] for i in range(0, len(blocks), length)]
-    return tuple(Segment(group[0][0], group[-1][1]) for group in groups)
+    segments = [Segment(group[0][0], group[-1][1]) for group in groups]
+    return within_calls(graph, segments)

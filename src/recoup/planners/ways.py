@@ -77,6 +77,8 @@ class Ways:
 
     def between(self, start: int, stop: int) -> list[Way]:
         """Return the ways to run what is between two places, none worse in all."""
+        if not self.graph.is_within_call(self.places[start], self.places[stop]):
+            return self._between_calls(start, stop)
         stretch = _Stretch(self.graph, self.places[start], self.places[stop])
         signature = self._signatures.setdefault(
             stretch.signature(), len(self._signatures)
@@ -86,6 +88,14 @@ class Ways:
             for key, make in self._candidates(stretch, start, stop)
         ]
         return _undominated(found)
+
+    def _between_calls(self, start: int, stop: int) -> list[Way]:
+        """Return the one way to run what is in no call of the model: it is kept."""
+        if stop > start + 1:
+            return []
+        stretch = _Stretch(self.graph, self.places[start], self.places[stop])
+        keep = partial(keep_all, self.graph, stretch.first, stretch.last)
+        return [self._way(stretch, ("between", start), keep)]
 
     def _candidates(
         self, stretch: "_Stretch", start: int, stop: int
