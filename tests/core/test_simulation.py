@@ -17,10 +17,22 @@ from tests.support.interpreter import Machine
 @given(st.data())
 def test_bytes_and_seconds_are_those_of_a_machine_that_runs_the_plan(data):
     graph = data.draw(graphs())
-    segments = data.draw(plans(graph))
+    segments = data.draw(plans(graph, depth=1))
     machine = Machine(graph, segments)
     found = simulate(graph, segments)
     assert list(found.bytes_at) == machine.run()
+    assert found.replay_seconds == machine.seconds
+
+
+@settings(max_examples=100)
+@given(st.data())
+def test_of_deeper_plans_no_moment_takes_more_than_the_simulation_says(data):
+    graph = data.draw(graphs())
+    segments = data.draw(plans(graph, depth=2))
+    machine = Machine(graph, segments)
+    found = simulate(graph, segments)
+    # Several levels that are replayed at one moment are taken to start together.
+    assert all(n >= m for n, m in zip(found.bytes_at, machine.run(), strict=True))
     assert found.replay_seconds == machine.seconds
 
 
@@ -80,6 +92,8 @@ def test_footprints_add_up_to_the_simulation(data):
         total.remade += part.remade
         total.replays += part.replays
         total.recorded += part.recorded
+        for moment, nbytes in part.passing.items():
+            total.passing[moment] = total.passing.get(moment, 0) + nbytes
     for save in graph.saves[position:]:
         total.hold(graph, save)
     assert add_up(graph, total) == simulate(graph, segments)

@@ -46,11 +46,22 @@ class Block:
 
 @dataclass(eq=False)
 class Ticket:
-    """A claim on a value: used from one moment, given back at another."""
+    """A claim on a value: used from one moment, given back at another.
+
+    One that an inner region replays from, and nobody else needs, is given back by that
+    replay: it has no moment of its own.
+    """
 
     value: int
     used: int
     released: int
+
+    @property
+    def last(self) -> int:
+        return max(self.used, self.released)
+
+
+NEVER = -1
 
 
 @dataclass(eq=False)
@@ -68,6 +79,7 @@ class Region:
     blocks: list[Block] = field(default_factory=list)
     open_tickets: int = 0
     copied: list[int] = field(default_factory=list)
+    starts: list[Ticket] = field(default_factory=list)
 
     @property
     def inside(self) -> range:
@@ -126,11 +138,17 @@ class Region:
         self.tickets = mine
         first = min((ticket.used for ticket in mine), default=0)
         for value in roots:
-            last = [t.released for t in mine if t.value == value]
-            self.parent.tickets.append(Ticket(value, first, max(last, default=first)))
+            last = [t.last for t in mine if t.value == value]
+            ticket = Ticket(value, first, max(last, default=NEVER))
+            self.parent.tickets.append(ticket)
+            if not last:
+                self.starts.append(ticket)
 
     def use(self, ticket: Ticket) -> None:
-        if self.replayed or not self.makes(ticket.value) or self.keeps(ticket.value):
+        if self.replayed or not self.makes(ticket.value):
+            return
+        # What an inner region keeps is with those around it: asking is a replay.
+        if self.parent is None and self.keeps(ticket.value):
             return
         self.replayed = True
         if self.parent is not None:
@@ -140,6 +158,12 @@ class Region:
                     self.parent.use(claim)
         wanted = {t.value for t in self.tickets if not self.keeps_or_outside(t.value)}
         self.run(wanted)
+        for start in self.starts:
+            holder = self.parent
+            while holder is not None and start not in holder.tickets:
+                holder = holder.parent  # one that did not make it passed it on
+            assert holder is not None, "it handed over what it starts from"
+            holder.release(start)
 
     def keeps_or_outside(self, value: int) -> bool:
         return not self.makes(value) or self.keeps(value)

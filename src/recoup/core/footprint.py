@@ -171,7 +171,7 @@ def _run_segment(
         own.extend(_run_segment(graph, inner, total, depth=depth + 1))
     made = [s for s in own if graph.values[s.value].producer in inside]
     nested = depth > 0
-    end = max((save.released for save in own), default=0)
+    end = max((max(save.used, save.released) for save in own), default=0)
     asked = [
         save if nested else Save(save.value, save.used, end)
         for save in own
