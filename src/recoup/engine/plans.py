@@ -5,6 +5,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -19,13 +20,10 @@ Choose = Callable[[tuple[Any, ...], dict[str, Any]], Plan | None]
 """Returns the plan for a call of the model with these arguments; None: keep all."""
 
 
-class _Latest(threading.local):
-    episode: Episode | None = None
-
-
 class _Runs(threading.local):
     def __init__(self) -> None:
         self.stack: list[tuple[Applied, Run | CuttingRun | None]] = []
+        self.episodes: WeakKeyDictionary[Applied, Episode] = WeakKeyDictionary()
 
 
 class Applied:
@@ -68,7 +66,6 @@ class Applied:
         self._plan = plan
         self._verify: Verify = verify
         self._scripts: dict[int, tuple[Plan, Script]] = {}
-        self._latest = _Latest()
         names = set(modules)
         if isinstance(plan, Plan):
             names |= {place.module for place in Script(plan).places()}
@@ -117,9 +114,9 @@ class Applied:
         """Return the calls that this one belongs to; None: it is alone."""
         if model_calls == 1:
             return None
-        episode = self._latest.episode
+        episode = _RUNS.episodes.get(self)
         if episode is None or not episode.takes(model_calls):
-            episode = self._latest.episode = Episode(model_calls)
+            episode = _RUNS.episodes[self] = Episode(model_calls)
             episode.takes(model_calls)
         return episode
 
