@@ -1,7 +1,8 @@
 """At equal peak memory, is a fitted step faster than PyTorch's own ways?
 
 Each peer's step is measured; `fit` is given the peer's measured peak as its budget;
-then all of them run in turns, with the plain step and further budgets for the curve.
+then all of them run in turns, with the plain step, and with budgets at which others
+have published what they reach.
 """
 
 import argparse
@@ -36,10 +37,17 @@ from recoup import InfeasibleError
 from recoup.engine.plans import Applied
 
 MODELS = ("gpt", "gpt wide", "vit", "resnet-152", "u-net")
-CURVE = (0.8, 0.6, 0.45)
-"""Further budgets, as shares of the plain peak; the floor is the last point."""
 
-COMPILED_BUDGETS = (1.0, 0.7, 0.5, 0.3, 0.1)
+LITERATURE = {
+    "gpt": {0.5: "+6%, transformer", 0.4: "+9%, transformer, DTR, compute only"},
+    "gpt wide": {0.5: "+6%, transformer", 0.4: "+9%, transformer, DTR, compute only"},
+    "vit": {0.5: "+6%, transformer", 0.4: "+9%, transformer, DTR, compute only"},
+    "resnet-152": {0.5: "+10%, ResNet", 0.33: "+12%, ResNet-50, MONeT"},
+    "u-net": {0.5: "", 0.35: "+11.5%, U-Net, MONeT"},
+}
+"""What others have published: the overhead at a share of the activations' bytes."""
+
+COMPILED_BUDGETS = (0.5, 0.2)
 
 
 @dataclass(frozen=True)
@@ -51,18 +59,29 @@ class Contender:
         peak_bytes: Its measured peak.
         report: What `fit` said of it, if it is ours.
         beside: The peer whose peak was its budget.
+        published: What others have published at this share of the activations.
     """
 
     enter: Context
     peak_bytes: int
     report: recoup.Fit | None = None
     beside: str | None = None
+    published: str = ""
 
 
-def fitted(problem: Problem, budget_bytes: int, beside: str | None) -> Contender:
+@dataclass(frozen=True)
+class Target:
+    """A budget for `fit`, and what its outcome is compared with."""
+
+    budget_bytes: int
+    beside: str | None = None
+    published: str = ""
+
+
+def fitted(problem: Problem, target: Target) -> Contender:
     """Fit the model to a budget, and take the plan off again."""
     _, report = recoup.fit(
-        problem.model, problem.batch, budget_bytes, loss=problem.case.loss
+        problem.model, problem.batch, target.budget_bytes, loss=problem.case.loss
     )
     report.remove()
 
@@ -75,7 +94,8 @@ def fitted(problem: Problem, budget_bytes: int, beside: str | None) -> Contender
         finally:
             applied.remove()
 
-    return Contender(enter, peak_of(problem, enter), report, beside)
+    peak_bytes = peak_of(problem, enter)
+    return Contender(enter, peak_bytes, report, target.beside, target.published)
 
 
 def peak_of(problem: Problem, enter: Context) -> int:
@@ -90,32 +110,43 @@ def seconds_of(problem: Problem, enter: Context) -> float:
         return problem.seconds()
 
 
+def resident_bytes(problem: Problem) -> int:
+    """Return the bytes of parameters, buffers and the batch."""
+    tensors = [*problem.model.parameters(), *problem.model.buffers()]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
+    held = sum(storage.nbytes() for storage in storages.values())
+    return held + sum(tensor.nbytes for tensor in problem.given())
+
+
+def targets_of(
+    problem: Problem, contenders: Mapping[str, Contender]
+) -> dict[str, Target]:
+    """Return the budgets for `fit`: those of the peers, and those of publications."""
+    found = {
+        f"recoup beside {name}": Target(contenders[name].peak_bytes, beside=name)
+        for name in PEERS
+    }
+    resident = resident_bytes(problem)
+    activations = contenders["plain"].peak_bytes - resident
+    for share, published in LITERATURE.get(problem.case.name, {}).items():
+        found[f"recoup, {share:.0%} of activations"] = Target(
+            resident + int(share * activations), published=published
+        )
+    return found
+
+
 def contenders_of(
-    problem: Problem, *, compiled: bool, curve: Sequence[float]
+    problem: Problem, *, compiled: bool
 ) -> tuple[dict[str, Contender], dict[str, str]]:
     """Return everyone who takes part, and why others do not."""
     found = {"plain": Contender(plain, peak_of(problem, plain))}
     absent: dict[str, str] = {}
-    peers: dict[str, Context] = dict(PEERS)
-    for name, enter in peers.items():
+    for name, enter in PEERS.items():
         found[name] = Contender(enter, peak_of(problem, enter))
-    if compiled:
-        for budget in COMPILED_BUDGETS:
-            torch.compiler.reset()
-            enter = Compiled(problem.model, budget)
-            name = f"torch.compile, budget {budget:.1f}"
-            found[name] = Contender(enter, peak_of(problem, enter))
-    plain_bytes = found["plain"].peak_bytes
     floor_bytes = 0
-    budgets = {
-        f"recoup beside {name}": (found[name].peak_bytes, name) for name in peers
-    }
-    budgets |= {
-        f"recoup {share:.0%}": (int(share * plain_bytes), None) for share in curve
-    }
-    for name, (budget_bytes, beside) in budgets.items():
+    for name, target in targets_of(problem, found).items():
         try:
-            found[name] = fitted(problem, budget_bytes, beside)
+            found[name] = fitted(problem, target)
         except InfeasibleError as error:
             absent[name] = (
                 f"infeasible: the floor is {error.floor_bytes / 2**30:.3f} GiB"
@@ -126,16 +157,22 @@ def contenders_of(
         assert report is not None, "ours"
         floor_bytes = report.floor_bytes
     try:
-        found["recoup floor"] = fitted(problem, floor_bytes, None)
+        found["recoup floor"] = fitted(problem, Target(floor_bytes))
     except InfeasibleError as error:
         absent["recoup floor"] = f"infeasible: {error!s:.60}"
+    for budget in COMPILED_BUDGETS if compiled else ():
+        torch.compiler.reset()
+        enter = Compiled(problem.model, budget)
+        name = f"torch.compile, budget {budget:.1f}"
+        try:
+            found[name] = Contender(enter, peak_of(problem, enter))
+        except Exception as error:  # noqa: BLE001 (whatever the compiler says)
+            absent[name] = f"{type(error).__name__}: {error!s:.60}"
     return found, absent
 
 
-def rows_of(
-    problem: Problem, *, compiled: bool, curve: Sequence[float], rounds: int
-) -> list[Row]:
-    contenders, absent = contenders_of(problem, compiled=compiled, curve=curve)
+def rows_of(problem: Problem, *, compiled: bool, rounds: int) -> list[Row]:
+    contenders, absent = contenders_of(problem, compiled=compiled)
     steps: Mapping[str, Callable[[], float]] = {
         name: partial(seconds_of, problem, contender.enter)
         for name, contender in contenders.items()
@@ -166,6 +203,8 @@ def row_of(
         "step ms": round(1e3 * spread.median, 2),
         "least to largest": f"{1e3 * spread.least:.2f} to {1e3 * spread.largest:.2f}",
         "overhead": f"{spread.median / times['plain'].median - 1:+.1%}",
+        "activations left": f"{activations_left(problem, contender, contenders):.0%}",
+        "published": contender.published,
     }
     report = contender.report
     if report is None:
@@ -179,11 +218,21 @@ def row_of(
     if contender.beside is not None:
         peer = times[contender.beside]
         fits = contender.peak_bytes <= contenders[contender.beside].peak_bytes
+        row["time by its time"] = round(spread.median / peer.median, 3)
         row["beside it"] = (
             f"{spread.median / peer.median - 1:+.1%} time at "
             f"{'no more' if fits else 'MORE'} memory"
         )
     return row
+
+
+def activations_left(
+    problem: Problem, contender: Contender, contenders: Mapping[str, Contender]
+) -> float:
+    """Return the peak as a share of the plain one, both without what is resident."""
+    resident = resident_bytes(problem)
+    plain_bytes = contenders["plain"].peak_bytes - resident
+    return (contender.peak_bytes - resident) / plain_bytes
 
 
 def measure(
@@ -193,15 +242,20 @@ def measure(
     *,
     compiled: bool,
     rounds: int,
-    curve: Sequence[float],
 ) -> Iterator[tuple[list[Row], dict[str, Cell]]]:
     """Run the models one after the other; yield all that is known after each."""
-    settings: dict[str, Cell] = {"scale": scale, "rounds": rounds}
+    settings: dict[str, Cell] = {
+        "scale": scale,
+        "rounds": rounds,
+        "activations left": "peak without parameters, buffers and the batch, as a "
+        "share of the plain one; gradients count",
+        "published": "what others have published at that share, see LITERATURE",
+    }
     rows: list[Row] = []
     for name in names:
         start = time.perf_counter()
         problem = Problem(CASES[name], scale, device)
-        found = rows_of(problem, compiled=compiled, curve=curve, rounds=rounds)
+        found = rows_of(problem, compiled=compiled, rounds=rounds)
         del problem
         free_device(device)
         rows += found
@@ -217,13 +271,22 @@ def draw(record: Path) -> None:
     print(f"Drawn in {drawn}." if drawn else "Not drawn: matplotlib is not installed.")
 
 
+def models_in(text: str) -> list[str]:
+    """Return the models that a list with commas names."""
+    names = text.split(",")
+    for name in names:
+        if name not in CASES:
+            known = ", ".join(CASES)
+            raise argparse.ArgumentTypeError(f"no model {name!r}; there are {known}")
+    return names
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--scale", choices=("tiny", "large"))
-    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=CASES)
-    parser.add_argument("--compiled", action="store_true", help="torch.compile too")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--curve", nargs="*", type=float, default=CURVE)
+    parser.add_argument("--models", type=models_in, default=list(MODELS))
+    parser.add_argument("--skip-compile", action="store_true")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--draw", type=Path, help="only draw a results file (.json)")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args(arguments)
@@ -238,9 +301,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.models,
         options.scale or ("tiny" if device.type == "cpu" else "large"),
         device,
-        compiled=options.compiled,
+        compiled=not options.skip_compile,
         rounds=options.rounds,
-        curve=options.curve,
     )
     page = options.out
     for rows, settings in known:

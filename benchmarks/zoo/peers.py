@@ -23,7 +23,7 @@ class Compiled:
     def __init__(self, model: nn.Module, budget: float) -> None:
         self._budget = budget
         self._forwards = {
-            name: torch.compile(model.get_submodule(name).forward)
+            name: torch.compile(model.get_submodule(name).forward, dynamic=False)
             for name in block_names(model)
         }
 

@@ -52,12 +52,16 @@ class Problem:
         loss = self.case.loss(output, target)
         loss.backward()
 
+    def given(self) -> list[Tensor]:
+        """Return the tensors of the batch."""
+        inputs, target = self.batch
+        return [*_tensors(inputs), target]
+
     def peak_bytes(self) -> int:
         """Run a step and return the most bytes in use."""
         self.clear()
-        inputs, target = self.batch
         with device_meter(self.device) as meter:
-            meter.track(self.model, *_tensors(inputs), target)
+            meter.track(self.model, *self.given())
             self.step()
             return meter.peak_bytes
 
