@@ -4,6 +4,8 @@ from itertools import pairwise
 from time import process_time
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from benchmarks.graphs import transformer_graph
 from recoup.core.errors import InfeasibleError
@@ -11,9 +13,11 @@ from recoup.core.segments import Action
 from recoup.core.simulation import simulate
 from recoup.planners.every_kth import every_kth
 from recoup.planners.greedy import greedy
-from recoup.planners.plan import floor, frontier, plan
+from recoup.planners.plan import floor, frontier, plan, plan_with
 from recoup.planners.recompute_all import recompute_all
+from recoup.planners.search import Search
 from recoup.planners.square_root import square_root
+from tests.support.graphs import graphs
 
 KEEP = frozenset({Action.KEEP})
 
@@ -76,6 +80,39 @@ def test_on_the_frontier_more_memory_is_always_less_time(graph):
         assert less.simulation.seconds > more.simulation.seconds
     assert solutions[-1].extra_seconds == 0
     assert solutions[0].simulation.peak_bytes == floor(graph).simulation.peak_bytes
+
+
+@settings(max_examples=40, deadline=None)
+@given(graph=graphs(most=10), shares=st.lists(st.floats(0, 1), min_size=2, max_size=4))
+def test_what_a_search_was_asked_never_costs_more_with_more_memory(graph, shares):
+    """In whatever order: what it finds for one budget it knows for all above."""
+    search = Search(graph, KEEP)
+    highest = simulate(graph, ()).peak_bytes
+    lowest = search.floor[1].peak_bytes
+    budgets = [lowest + int(share * (highest - lowest)) for share in shares]
+    for budget_bytes in budgets:
+        plan_with(search, budget_bytes)
+    again = [plan_with(search, b).simulation.seconds for b in sorted(budgets)]
+    assert again == sorted(again, reverse=True)
+
+
+def test_plans_of_a_transformer_made_apart_take_less_time_with_more_memory(graph):
+    highest = simulate(graph, ()).peak_bytes
+    lowest = floor(graph, allow=KEEP).simulation.peak_bytes
+    budgets = [lowest + (highest - lowest) * n // 9 for n in range(10)]
+    times = [plan(graph, b, allow=KEEP).simulation.seconds for b in budgets]
+    assert times == sorted(times, reverse=True)
+
+
+def test_a_search_that_is_asked_in_any_order_answers_as_one_curve(graph):
+    highest = simulate(graph, ()).peak_bytes
+    lowest = floor(graph, allow=KEEP).simulation.peak_bytes
+    budgets = [lowest + (highest - lowest) * n // 5 for n in (4, 1, 5, 0, 2, 3)]
+    search = Search(graph, KEEP)
+    for budget_bytes in budgets:
+        plan_with(search, budget_bytes)
+    again = [plan_with(search, b).simulation.seconds for b in sorted(budgets)]
+    assert again == sorted(again, reverse=True)
 
 
 @pytest.mark.parametrize("share", [0.75, 0.5, 0.3])

@@ -10,7 +10,8 @@ from recoup.api.environment import environment, resident_bytes
 from recoup.core.graph import Graph
 from recoup.core.location import locate
 from recoup.core.segments import Action, Segment
-from recoup.planners.plan import frontier
+from recoup.planners.plan import frontier_with
+from recoup.planners.search import Search
 from recoup.planners.solution import Solution
 from recoup.report.composition import compose
 from recoup.report.findings import Findings
@@ -34,7 +35,8 @@ def fit_findings(
     """
     model = fitted.model
     allow = frozenset({Action.KEEP, *map(Action, fitted.plan.count())})
-    others = frontier(fitted.graph, points=points, allow=allow) if points else ()
+    search = fitted.search or Search(fitted.graph, allow)
+    others = frontier_with(search, points=points) if points else ()
     return compose(
         fitted.graph,
         locate(fitted.graph, fitted.plan),

@@ -58,6 +58,7 @@ class Fit:
         total_seconds: How long all of `fit` took.
         rounds: How many plans were tried on a real step.
         retries: How often a step ran out of memory and was run again.
+        search: The plans of the step that were found on the way.
     """
 
     model: nn.Module
@@ -78,12 +79,12 @@ class Fit:
     rounds: int
     retries: int = 0
     _adapted: Adapted | None = field(default=None, repr=False)
-    _search: Search | None = field(default=None, repr=False)
+    search: Search | None = field(default=None, repr=False, compare=False)
 
     @cached_property
     def floor_bytes(self) -> int:
         """The smallest budget that can be met; looked for when first asked."""
-        search = self._search or Search(self.graph, EXACT)
+        search = self.search or Search(self.graph, EXACT)
         return search.floor[1].peak_bytes + self.reserved_bytes
 
     def remove(self) -> nn.Module:
@@ -264,5 +265,5 @@ def _report(
         total_seconds=0.0,
         rounds=settling.rounds,
         _adapted=tried.adapted,
-        _search=settling.search,
+        search=settling.search,
     )

@@ -93,8 +93,25 @@ def frontier(
         >>> len(frontier(Graph((), 0, (), (), (), (), ())))
         1
     """
+    return frontier_with(Search(graph, allow), points=points, progress=progress)
+
+
+def frontier_with(
+    search: Search,
+    *,
+    points: int = 12,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[Solution, ...]:
+    """Return plans from the smallest peak to that of plain training.
+
+    What the search has found before is on the curve if nothing beats it.
+
+    Examples:
+        >>> search = Search(Graph((), 0, (), (), (), (), ()), EXACT)
+        >>> len(frontier_with(search))
+        1
+    """
     started = perf_counter()
-    search = Search(graph, allow)
     lowest = search.floor[1].peak_bytes
     highest = search.known[0][1].peak_bytes
     step = (highest - lowest) / max(points - 1, 1)
