@@ -1,11 +1,11 @@
 """The dry step: the graph of the real one to the byte, without its memory."""
 
 import resource
-from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from benchmarks.zoo import decoders
 from benchmarks.zoo.case import token_loss
@@ -14,27 +14,16 @@ from recoup.api.fit import fit
 from recoup.api.measuring import measure
 from recoup.cli.gpt import Shape
 from recoup.core.errors import InfeasibleError, UnsupportedError, UsageError
-from recoup.core.graph import Graph
 from recoup.core.simulation import simulate
 from recoup.measure.optimizers import missing_state_bytes
 from recoup.planners.plan import frontier, plan
+from tests.support.graphs import timeless
+from tests.support.odd_models import ODD, odd_batch
 
 NAMES = [
     *("bert", "convnext", "densenet-121", "encoder-decoder", "gpt", "gpt dropout"),
     *("llama", "mixer", "resnet-50", "u-net", "vit"),
 ]
-
-
-def timeless(graph: Graph) -> Graph:
-    """The graph without its times, which a dry one only estimates."""
-    return replace(
-        graph,
-        operations=tuple(replace(o, seconds=0.0) for o in graph.operations),
-        step_seconds=0.0,
-        recording_seconds=0.0,
-        link_bytes_per_second=0.0,
-        estimated_for="",
-    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -58,6 +47,44 @@ def test_a_model_on_the_meta_device_is_measured_as_on_the_processor(name):
     dry = measure(model, batch, loss=case.loss, dry=True, device="a100")
     assert timeless(dry) == timeless(real)
     assert all(p.is_meta and p.grad is None for p in model.parameters())
+
+
+# The one is another model each time; the other writes to a part of a tensor.
+NOT_THE_SAME = {"blocks left out at random", "functions of its own"}
+
+
+@pytest.mark.parametrize("name", sorted(ODD.keys() - NOT_THE_SAME))
+def test_models_that_are_built_in_odd_ways_are_measured_as_they_are(name):
+    odd = ODD[name]
+    model, x = odd.make(), odd_batch()
+    real = measure(model, x, loss=odd.loss)
+    assert timeless(measure(model, x, loss=odd.loss, dry=True)) == timeless(real)
+
+
+def test_a_write_to_a_part_goes_another_way_through_backward_of_the_same_peak():
+    odd = ODD["functions of its own"]
+    model, x = odd.make(), odd_batch()
+    real = timeless(measure(model, x, loss=odd.loss))
+    dry = timeless(measure(model, x, loss=odd.loss, dry=True))
+    assert (dry.operations, dry.values) == (real.operations, real.values)
+    assert dry.backward != real.backward
+    assert simulate(dry, ()).peak_bytes == simulate(real, ()).peak_bytes
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        functional.binary_cross_entropy,
+        functional.mse_loss,
+        functional.smooth_l1_loss,
+        functional.soft_margin_loss,
+    ],
+)
+def test_a_loss_that_keeps_the_memory_it_computed_in_is_known_to(loss):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid())
+    batch = torch.ones(64, 8), torch.ones(64, 8)
+    real = measure(model, batch, loss=loss)
+    assert timeless(measure(model, batch, loss=loss, dry=True)) == timeless(real)
 
 
 def test_a_step_of_ones_own_is_measured_dry():

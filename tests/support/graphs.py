@@ -1,6 +1,7 @@
 """Random graphs of steps and random plans for them, small enough to try everything."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain, combinations, pairwise
 
 from hypothesis import strategies as st
@@ -93,4 +94,16 @@ def hold_sets(graph: Graph, start: int, stop: int) -> Iterator[tuple[int, ...]]:
     ]
     yield from chain.from_iterable(
         combinations(made, size) for size in range(len(made) + 1)
+    )
+
+
+def timeless(graph: Graph) -> Graph:
+    """Return the graph without its times, which a dry one only estimates."""
+    return replace(
+        graph,
+        operations=tuple(replace(o, seconds=0.0) for o in graph.operations),
+        step_seconds=0.0,
+        recording_seconds=0.0,
+        link_bytes_per_second=0.0,
+        estimated_for="",
     )

@@ -1,6 +1,8 @@
 """Tensors without memory, on which operators compute shapes and nothing else."""
 
+import collections
 import functools
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -121,10 +123,10 @@ class Shadows:
         for name, value in attributes.items():
             if name == "_modules" or not storages_in(value):
                 continue
-            if name in ("_parameters", "_buffers") or type(value) in (list, tuple):
-                found[name] = self.within(value)
-            elif isinstance(value, Tensor):
+            if isinstance(value, Tensor):
                 found[name] = self.of(value)
+            elif type(value) in (list, tuple, dict, collections.OrderedDict):
+                found[name] = self.within(value)
         return found
 
     def _outline(self, tensor: Tensor) -> Tensor:
@@ -172,6 +174,40 @@ class FakeMeter(StorageMeter):
             )
         return super().__torch_dispatch__(func, types, args, kwargs)
 
+    def _account(self, func: Any, arguments: Any, result: Any) -> None:
+        if func in _REUSING:
+            args, _ = arguments
+            _enlarge(result, _REUSING[func](args))
+        super()._account(func, arguments, result)
+
+
+def _enlarge(result: Tensor, elements: int) -> None:
+    """Give a result the storage that its kernel leaves it with."""
+    storage = result.untyped_storage()
+    storage.resize_(max(storage.nbytes(), elements * result.element_size()))
+
+
+def _both_elements(args: tuple[Any, ...]) -> int:
+    return math.prod(torch.broadcast_shapes(args[0].shape, args[1].shape))
+
+
+def _first_elements(args: tuple[Any, ...]) -> int:
+    return args[0].numel()
+
+
+_REUSING = {
+    getattr(torch.ops.aten, name).default: elements
+    for elements, names in (
+        (
+            _both_elements,
+            "binary_cross_entropy mse_loss smooth_l1_loss soft_margin_loss",
+        ),
+        (_first_elements, "col2im im2col"),
+    )
+    for name in names.split()
+}
+"""Operators that compute something larger, or like their argument, where their result
+will be: its storage keeps that size."""
 
 _SIZED_BY_KERNELS = frozenset(
     getattr(torch.ops.aten, name).default
