@@ -172,7 +172,7 @@ class Tracer(OperatorMode):
         numbers: dict[int, int] = {}
 
         def note(tensor: Tensor) -> Any:
-            if self._in_backward:  # another forward after it, or a double backward
+            if self._in_backward and current_backward() == -1:  # another forward
                 packed = pack(tensor)
                 numbers.pop(id(packed), None)
                 return packed
