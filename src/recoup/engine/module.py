@@ -12,6 +12,11 @@ from torch import nn
 from recoup.backend.compiled import call_slot, is_compiled
 from recoup.core.errors import UnsupportedError, UsageError
 from recoup.engine.active import begin, end, skip, transform_advice
+from recoup.engine.interruption import (
+    begin_call,
+    end_call,
+    end_interrupted_calls,
+)
 from recoup.engine.options import Options
 from recoup.engine.policies import Policy, recomputes_beside
 from recoup.engine.rerun import rerun
@@ -154,16 +159,17 @@ class Attached:
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Open a region, if the module's flag says so."""
         del args, kwargs
+        owner = begin_call(self)
         if module.__dict__.get(_FLAG, False):
             key = _key(module) if self.options.verify == "first" else _UNVERIFIED
-            begin(self, self.name, self.options, key)
+            begin(owner, self.name, self.options, key)
         else:
-            skip(self)
+            skip(owner)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         """Close the region, after an exception too."""
         del module, args, output
-        end(self)
+        end(end_call(self))
         # torch silences what a hook raises after an exception: we can only add to it.
         error = sys.exc_info()[1]
         advice = transform_advice(self.name, error)
@@ -173,6 +179,7 @@ class Attached:
     def take_off(self, module: nn.Module) -> None:
         """Remove the hooks."""
         del module
+        end_interrupted_calls()
         for handle in self.handles:
             handle.remove()
 

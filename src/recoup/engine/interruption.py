@@ -1,0 +1,62 @@
+"""Calls that an interrupt ended: their regions are closed when the next call begins.
+
+After an exception torch runs a module's hooks that are always called, but not after a
+`KeyboardInterrupt`. What such a call began would stay open and record for good.
+"""
+
+import sys
+import threading
+from types import FrameType
+
+import torch
+
+from recoup.engine.active import end, is_innermost, is_open
+
+
+class _Calls(threading.local):
+    """The calls under way on this thread: who began in them, and in which frame."""
+
+    def __init__(self) -> None:
+        self.stack: list[tuple[object, FrameType]] = []
+
+
+_CALLS = _Calls()
+
+
+def begin_call(caller: object) -> object:
+    """Take note of a call, from a module's hook; return who begins something in it.
+
+    Costs nothing but the note, unless it is inside another call: then a walk through
+    the frames that are running.
+    """
+    if torch.compiler.is_compiling():
+        return caller
+    if _CALLS.stack:
+        end_interrupted_calls()
+    owner = object()
+    # Two up is torch's frame that runs the hooks and then forward. It is kept itself,
+    # since its identity is soon another one's.
+    _CALLS.stack.append((owner, sys._getframe(2)))  # noqa: SLF001 (of Python)
+    return owner
+
+
+def end_call(caller: object) -> object:
+    """Take note that the last call has ended; return who began something in it."""
+    if torch.compiler.is_compiling() or not _CALLS.stack:
+        return caller
+    return _CALLS.stack.pop()[0]
+
+
+def end_interrupted_calls() -> None:
+    """End what was begun in calls that are no longer under way."""
+    running: set[FrameType] = set()
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 (of Python)
+    while frame is not None:
+        running.add(frame)
+        frame = frame.f_back
+    while _CALLS.stack and _CALLS.stack[-1][1] not in running:
+        owner = _CALLS.stack[-1][0]
+        if is_open(owner) and not is_innermost(owner):
+            return
+        _CALLS.stack.pop()
+        end(owner)
