@@ -11,7 +11,7 @@ it fetches all of that when it first needs any, and lets go of each after its la
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from recoup.core.graph import Graph, Operation, Save
+from recoup.core.graph import BEFORE, Graph, Operation, Save
 from recoup.core.segments import Action, Segment
 
 
@@ -88,7 +88,8 @@ class Footprint:
     def hold(self, graph: Graph, save: Save) -> None:
         """Keep a value's storage until it is released."""
         storage = graph.values[save.value].storage
-        self.holds[storage] = max(self.holds.get(storage, -1), save.released)
+        if save.released > self.holds.get(storage, BEFORE):
+            self.holds[storage] = save.released
 
 
 def footprint(graph: Graph, segment: Segment) -> Footprint:
@@ -171,17 +172,13 @@ def _run_segment(
         own.extend(_run_segment(graph, inner, total, depth=depth + 1))
     made = [s for s in own if graph.values[s.value].producer in inside]
     nested = depth > 0
-    end = max((max(save.used, save.released) for save in own), default=0)
+    end = max((_last_use(save) for save in own), default=0)
     asked = [
         save if nested else Save(save.value, save.used, end)
         for save in own
         if graph.values[save.value].producer not in inside
     ]
-    copied_bytes = sum(
-        graph.operations[number].state_bytes
-        for inner in segment.inner
-        for number in graph.operations_between(inner.start, inner.stop)
-    )
+    copied_bytes = _copied_bytes(graph, segment)
     if copied_bytes:
         total.remade.append((copied_bytes, inside.stop, end))
     if not made:
@@ -196,12 +193,8 @@ def _run_segment(
     total.starts.append((segment, roots))
     # What a nested one holds is with those around it: asking for that, too, replays.
     first = min((s.used for s in (made if nested else wanted)), default=end)
-    used: dict[int, int] = {}
-    released: dict[int, int] = {}
-    for save in made:
-        used[save.value] = min(save.used, used.get(save.value, save.used))
-        until = max(save.used, save.released)
-        released[save.value] = max(until, released.get(save.value, first))
+    used = {} if nested else _first_uses(made)
+    released = _last_uses(made) if nested else {}
     read = {value for number in operations for value in graph.operations[number].reads}
     for value in roots:
         if nested:
@@ -221,6 +214,39 @@ def _run_segment(
         planned = Replay(segment, first, tuple(operations), 0, 0.0, depth=depth)
         _add_replay(graph, total, planned, wanted)
     return asked
+
+
+def _copied_bytes(graph: Graph, segment: Segment) -> int:
+    """Return the bytes of running statistics that inner segments update."""
+    return sum(
+        graph.operations[number].state_bytes
+        for inner in segment.inner
+        for number in graph.operations_between(inner.start, inner.stop)
+    )
+
+
+def _first_uses(saves: Iterable[Save]) -> dict[int, int]:
+    """Return the first moment at which each value is asked for."""
+    found: dict[int, int] = {}
+    for save in saves:
+        if save.value not in found or save.used < found[save.value]:
+            found[save.value] = save.used
+    return found
+
+
+def _last_uses(saves: Iterable[Save]) -> dict[int, int]:
+    """Return the last moment at which each value is asked for or held."""
+    found: dict[int, int] = {}
+    for save in saves:
+        last = _last_use(save)
+        if save.value not in found or last > found[save.value]:
+            found[save.value] = last
+    return found
+
+
+def _last_use(save: Save) -> int:
+    """Return the last moment at which a value is asked for or held."""
+    return save.released if save.released >= save.used else save.used
 
 
 def without_idle_actions(graph: Graph, segment: Segment) -> Segment:
