@@ -1,6 +1,7 @@
 """The demonstration tells equal runs from unequal ones, and ends well in any case."""
 
 import functools
+import json
 import os
 import re
 import signal
@@ -47,6 +48,16 @@ def test_one_table_with_equal_runs_and_status_zero(capsys, tmp_path):
     for name in ("peak memory", "saved for backward"):
         assert re.fullmatch(r"[\d.]+ [KMG]iB", row(output, name)[0])
     assert re.fullmatch(r"[\d.]+ (ms|s)", row(output, "time of a step")[1])
+
+
+def test_one_object_for_programs(capsys):
+    assert demo.main(["--small", "--steps", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["losses_equal"] is True
+    assert found["gradients_equal"] is True
+    assert found["fitted"]["peak_bytes"] <= found["budget_bytes"]
+    assert found["plain"]["peak_bytes"] // 2 == found["budget_bytes"]
+    assert found["plain"]["losses"] == found["fitted"]["losses"]
 
 
 def test_a_wrong_gradient_is_shown_and_gives_status_one(capsys, monkeypatch):

@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor
 from recoup.api.fit import Fit, fit
 from recoup.cli.corpus import encode, read_text
 from recoup.cli.gpt import GPT, Shape
+from recoup.cli.outputs import as_json
 from recoup.core.errors import RecoupError
 from recoup.core.units import print_bytes, print_seconds
 from recoup.measure.step import Step, StepCost, measure_step
@@ -62,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     try:
-        return _demonstrate(_settings(options), options.page)
+        return _demonstrate(_settings(options), options.page, in_json=options.json)
     except KeyboardInterrupt:
         _complain("Interrupted: nothing was written, there is nothing to clean up.")
         return INTERRUPTED
@@ -177,6 +178,21 @@ def comparison_table(settings: Settings, plain: Outcome, fitted: Outcome) -> Tab
     return table
 
 
+def comparison_numbers(
+    settings: Settings, plain: Outcome, fitted: Outcome
+) -> dict[str, Any]:
+    """Return both outcomes side by side, for programs."""
+    return {
+        "device": device_name(settings.device),
+        "steps": settings.steps,
+        "budget_bytes": plain.cost.peak_bytes // 2,
+        "plain": {**asdict(plain.cost), "losses": plain.losses},
+        "fitted": {**asdict(fitted.cost), "losses": fitted.losses},
+        "losses_equal": losses_equal(plain, fitted),
+        "gradients_equal": gradients_equal(plain, fitted),
+    }
+
+
 def device_name(device: torch.device) -> str:
     """Return what a person calls the device."""
     if device.type == "cuda":
@@ -208,8 +224,9 @@ def repeatable(*, strictly: bool = True) -> Generator[None, None, None]:
         _deterministic.fill_uninitialized_memory = fills
 
 
-def _demonstrate(settings: Settings, target: Path | None) -> int:
-    console = Console()
+def _demonstrate(settings: Settings, target: Path | None, *, in_json: bool) -> int:
+    # With JSON, standard output is for that alone.
+    console = Console(stderr=in_json)
     with Progress(
         TextColumn("{task.description:>6}"),
         BarColumn(),
@@ -218,7 +235,10 @@ def _demonstrate(settings: Settings, target: Path | None) -> int:
         transient=True,
     ) as progress:
         plain, fitted, note = _compare_repeatably(settings, progress)
-    console.print(comparison_table(settings, plain, fitted))
+    if in_json:
+        print(as_json(comparison_numbers(settings, plain, fitted)))
+    else:
+        console.print(comparison_table(settings, plain, fitted))
     if fitted.report is not None:
         console.print(f"The plan: {fitted.report}", highlight=False, markup=False)
         _write_page(fitted.report, target, console)
@@ -269,6 +289,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--page", type=Path, help="write a page about the plan to this file (HTML)"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object, not a table"
     )
     return parser
 
