@@ -1,9 +1,8 @@
 """Captures: the tensors a step uses without being given them, found and verified.
 
 They are searched where Python keeps them (closures, defaults, bound objects, modules,
-named globals, containers), and tapes are walked: an edge that leads to a tensor that
-was not found is an error, because its gradient would be lost. A tape that has as many
-nodes a step as one that was walked is taken to be like it.
+named globals, containers), and every tape is walked: an edge that leads to a tensor
+that was not found is an error, because its gradient would be lost.
 """
 
 from collections.abc import Iterable
@@ -23,6 +22,8 @@ Edge = tuple[Node, int]
 
 def captured_tensors(function: Any) -> list[Tensor]:
     """Return the tensors that require gradients and that a function can see.
+
+    Or those that several objects can see, in a list.
 
     Costs some microseconds for each object on the way.
 
@@ -53,7 +54,6 @@ class Captures:
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self.tensors = list({id(tensor): tensor for tensor in tensors}.values())
         self._replaced: dict[int, Tensor] = {}
-        self._known: list[tuple[int, int]] = []
         self.sources = self.tensors
         if _depend_on_each_other(self.tensors):
             self.sources = [tensor.detach().requires_grad_() for tensor in self.tensors]
@@ -62,14 +62,6 @@ class Captures:
                 for tensor, twin in zip(self.tensors, self.sources, strict=True)
             }
         self._edges = {_edge_of(source) for source in self.sources}
-
-    def knows(self, nodes: int, steps: int) -> bool:
-        """Return whether a tape with as many nodes a step was found to be right."""
-        return any(nodes * known[1] == known[0] * steps for known in self._known)
-
-    def remember(self, nodes: int, steps: int) -> None:
-        """Take it that a tape with so many nodes for so many steps is right."""
-        self._known.append((nodes, steps))
 
     def replaced(self) -> AbstractContextManager[Any]:
         """Return a context in which operators see the sources."""
@@ -88,29 +80,25 @@ class Captures:
         """
         known = self._edges | {_edge_of(tensor) for tensor in given}
         known_nodes = {node for node, _ in known}
-        waiting = [
-            edge
+        waiting = {
+            edge[0]
             for result in results
             if isinstance(result, Tensor) and result.requires_grad
             if (edge := _edge_of(result)) not in known
-        ]
-        seen: set[Node] = set()
+        }
+        seen: set[Node | None] = {None, *waiting}
         while waiting:
-            node = waiting.pop()[0]
-            if node in seen:
-                continue
-            seen.add(node)
+            node = waiting.pop()
             behind = node.next_functions
             if not behind:
                 _refuse(node, name)
             for edge in behind:
                 after = edge[0]
-                if after is None or after in seen:
-                    continue
                 # The nodes first: most edges are spared the second lookup.
-                if after in known_nodes and edge in known:
+                if after in seen or (after in known_nodes and edge in known):
                     continue
-                waiting.append((after, edge[1]))
+                seen.add(after)
+                waiting.add(after)
 
 
 def _refuse(node: Node, name: str) -> None:

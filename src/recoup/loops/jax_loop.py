@@ -16,7 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from recoup.core.errors import UnsupportedError, UsageError
+from recoup.core.errors import (
+    CaptureError,
+    MismatchError,
+    UnsupportedError,
+    UsageError,
+)
+from recoup.engine.captures import Captures as Variables
 from recoup.loops.feeds import Stacked
 from recoup.loops.jax_table import (
     KEEP,
@@ -39,7 +45,7 @@ from recoup.loops.jax_trees import (
 )
 from recoup.loops.plans import Plan
 from recoup.loops.slots import Checkpoints, Slots
-from recoup.loops.steps import Step
+from recoup.loops.steps import KindError, Step
 from recoup.schedules.revolve import Revolve
 from recoup.schedules.schedule import Schedule
 
@@ -84,7 +90,7 @@ def run_jax(
         return pull(cotangent)[0]
 
     checkpoints = Checkpoints(
-        slots, _same, pull_back, hidden=None if plan.shows_beginning else 0
+        slots, _sealed, pull_back, hidden=None if plan.shows_beginning else 0
     )
     return final, (outputs if step.with_outputs else None), checkpoints
 
@@ -132,8 +138,17 @@ def _closed(
     step = step if feed is not None else bare
     first = jax.tree.map(lambda rows: rows[0], feed)
     index = jnp.zeros((), jnp.int32)
+    seen = Variables(step.function)
     _require_same_types(call, state, index, first, step.name)
     closed, constants = jax.closure_convert(call, state, index, first)
+    try:
+        seen.check(step.name)
+    except CaptureError as error:
+        raise MismatchError(
+            f"{step.name!r} changes a variable that it captures. JAX traces a step "
+            "once and runs that for all, so the change would happen once. Make it a "
+            "part of the state, or ask for the index with with_index=True."
+        ) from error
     rows, first_reverse, positions = table(schedule.actions())
     counts = schedule.counts()
     loop = Loop(
@@ -327,7 +342,7 @@ def _require_same_types(
     after, _ = jax.eval_shape(call, state, index, first)
     before = jax.eval_shape(lambda: state)
     if jax.tree.structure(after) != jax.tree.structure(before):
-        raise UsageError(
+        raise KindError(
             f"{name!r} returned a state that is built otherwise than the initial one. "
             "Return the same structure, as in a scan."
         )
@@ -342,3 +357,24 @@ def _require_same_types(
 
 def _same(held: Any) -> Any:
     return held
+
+
+@jax.custom_vjp
+def _sealed(state: Tree) -> Tree:
+    """Return a checkpoint; no derivative passes through it."""
+    return state
+
+
+def _seal(state: Tree) -> tuple[Tree, None]:
+    return state, None
+
+
+def _break_seal(*_: Any) -> Tree:
+    raise UnsupportedError(
+        "a derivative is asked of a checkpoint of a loop, which is a value alone. Let "
+        "the step return it as an output with with_outputs=True, or say "
+        "jax.lax.stop_gradient(checkpoints[position])."
+    )
+
+
+_sealed.defvjp(_seal, _break_seal)

@@ -222,7 +222,10 @@ def _kind_of(leaves: list[Any], step: Step) -> str:
     if visible(step.function, Tensor) and not any(map(_is_array, arrays)):
         return "torch"
     jax = sys.modules.get("jax")
-    if jax is not None and any(isinstance(leaf, jax.Array) for leaf in arrays):
+    if jax is not None and (
+        any(isinstance(leaf, jax.Array) for leaf in arrays)
+        or visible(step.function, jax.Array)
+    ):
         return "jax"
     return "numpy"
 

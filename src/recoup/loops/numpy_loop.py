@@ -7,12 +7,16 @@ from typing import Any
 
 from recoup.core.errors import CaptureError, ClearedError, UnsupportedError, UsageError
 from recoup.loops import drive
-from recoup.loops.numpy_machine import NumpyMachine, is_continuous
+from recoup.loops.numpy_machine import (
+    NumpyMachine,
+    hides_arrays,
+    is_continuous,
+    traced_arrays,
+)
 from recoup.loops.plans import Plan
 from recoup.loops.slots import Checkpoints, Slots
-from recoup.loops.steps import Step
+from recoup.loops.steps import KindError, Step
 from recoup.loops.trees import flatten, unflatten
-from recoup.loops.visible import visible
 from recoup.schedules.actions import Action, Reverse
 
 
@@ -35,7 +39,7 @@ def run_numpy(
     Returns:
         The final state, the stacked outputs (None without), and the checkpoints.
     """
-    leaves, structure = flatten(initial_state)
+    leaves, structure = flatten(_opened(initial_state))
     fed = [] if step.feed is None else step.feed.leaves
     boxes = boxes_of(step, captures)
     machine = NumpyMachine(
@@ -112,7 +116,7 @@ class NumpyRun:
         self._fresh = True
         leaves, structure = flatten(state)
         if structure != self.structure:
-            raise UsageError(
+            raise KindError(
                 f"{machine.step.name!r} returned a state that is built otherwise than "
                 "the initial one. Return the same structure, as in a scan."
             )
@@ -122,6 +126,9 @@ class NumpyRun:
                 "closure, defaults or objects: its gradient would be lost. Make it a "
                 "variable of the function around the step, or a part of the state."
             )
+        if traced:
+            machine.refuse_remains()
+            _refuse_hidden([*values[: self.leaf_count], *leaves], machine.step.name)
         results = [*leaves, *(machine.outputs() if machine.rows else [])]
         self.continuous = [p for p, r in enumerate(results) if is_continuous(r)]
         self.constants = [None if is_continuous(r) else r for r in results]
@@ -141,6 +148,7 @@ class NumpyRun:
         self._begin(cotangents)
         try:
             self._reverse(self.slots)
+            machine.refuse_remains()
             return [
                 *machine.state_cotangents,
                 *machine.feed_cotangents,
@@ -240,16 +248,41 @@ class NumpyRun:
 
 def boxes_of(step: Step, captures: Sequence[Any]) -> list[Any]:
     """Return the traced arrays that a step captures, each once."""
-    tracer = sys.modules.get("autograd.tracer")
-    if tracer is None:
-        return []
-    found = [*captures, *visible(step.function, tracer.Box)]
-    return list({id(box): box for box in found if tracer.isbox(box)}.values())
+    found = [*captures, *traced_arrays(step.function)]
+    return list({id(box): box for box in found if _is_box(box)}.values())
 
 
 def _is_box(value: Any) -> bool:
     tracer = sys.modules.get("autograd.tracer")
     return tracer is not None and tracer.isbox(value)
+
+
+def _refuse_hidden(leaves: Sequence[Any], name: str) -> None:
+    for leaf in leaves:
+        if not is_continuous(leaf) and hides_arrays(leaf):
+            raise UsageError(
+                f"the state of the loop over {name!r} has a {type(leaf).__name__} that "
+                "holds arrays: their gradients would be lost. Build it of tuples, "
+                "lists, dictionaries and arrays of numbers."
+            )
+
+
+def _opened(tree: Any) -> Any:
+    """Return a tree whose traced tuples, lists and dictionaries are plain ones."""
+    builtins = sys.modules.get("autograd.builtins")
+    if builtins is None:
+        return tree
+    leaves, structure = flatten(tree)
+    return unflatten(structure, [_opened_box(leaf, builtins) for leaf in leaves])
+
+
+def _opened_box(leaf: Any, builtins: Any) -> Any:
+    if isinstance(leaf, builtins.SequenceBox):
+        parts = [_opened(leaf[place]) for place in range(len(leaf))]
+        return parts if isinstance(_plain(leaf), list) else tuple(parts)
+    if isinstance(leaf, builtins.DictBox):
+        return {name: _opened(leaf[name]) for name in leaf}
+    return leaf
 
 
 def _require_derivatives(machine: NumpyMachine) -> None:

@@ -1,16 +1,17 @@
 """NumPy machine: holds, runs and reverses the steps of one loop on arrays."""
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from recoup.core.errors import MismatchError, UnsupportedError, UsageError
+from recoup.core.errors import CaptureError, MismatchError, UnsupportedError, UsageError
 from recoup.loops.feeds import Feed
 from recoup.loops.steps import Step
 from recoup.loops.trees import Structure, flatten, unflatten
-from recoup.loops.visible import rebuilt
+from recoup.loops.visible import rebuilt, visible
 from recoup.loops.witness import Witness
 
 Held = tuple[Structure, list[Any]]
@@ -44,6 +45,7 @@ class NumpyMachine:
         self.values: list[Any] = list(captured)
         self.sweeping = True
         self.in_place = False
+        self.outside: list[Any] | None = None
         self.rows: list[list[Any]] = []
         self.output_structure: Structure = None
         self.witnesses: dict[int, Witness] = {}
@@ -131,6 +133,27 @@ class NumpyMachine:
                 'switch the check off with verify="off".'
             )
 
+    def refuse_remains(self) -> None:
+        """Raise if the step has kept arrays in what it captures.
+
+        Raises:
+            CaptureError: A gradient would be lost.
+        """
+        function = self.seeing(self.values).function
+        known = None if self.outside is None else {id(array) for array in self.outside}
+        found = [
+            array
+            for array in visible(function, np.ndarray)
+            if known is not None and self._verify != "off" and id(array) not in known
+        ]
+        if found or traced_arrays(function):
+            raise CaptureError(
+                f"{self.step.name!r} keeps an array outside of the state: it is made "
+                "without a trace, and made again in backward, so its gradient would be "
+                "lost. Return it as a part of the state, or as an output with "
+                "with_outputs=True; keep numbers for a log."
+            )
+
     def outputs(self) -> list[Any]:
         """Return the stacked leaves of the outputs."""
         return [np.stack(column) for column in zip(*self.rows, strict=True)]
@@ -153,6 +176,8 @@ class NumpyMachine:
         self.in_place = any(before.differs(copies))
         if step.with_outputs:
             self._put(output)
+        # What the first step has made for itself is a cache of its own.
+        self.outside = visible(step.function, np.ndarray)
         return state
 
     def _reverse_by_vjp(self, state: Any, start: int, stop: int) -> None:
@@ -184,6 +209,19 @@ class NumpyMachine:
             )
 
 
+def traced_arrays(thing: Any) -> list[Any]:
+    """Return the arrays that HIPS autograd traces and that an object can see."""
+    tracer = sys.modules.get("autograd.tracer")
+    return [] if tracer is None else visible(thing, tracer.Box)
+
+
+def hides_arrays(leaf: Any) -> bool:
+    """Return whether a leaf of a state is an object with arrays inside."""
+    if isinstance(leaf, np.ndarray):
+        return leaf.dtype.kind == "O"
+    return bool(visible(leaf, np.ndarray) or traced_arrays(leaf))
+
+
 def _copied(leaf: Any) -> Any:
     return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
@@ -200,4 +238,4 @@ def is_continuous(value: Any) -> bool:
     """Return whether a value has derivatives: a float, complex or an array of them."""
     if isinstance(value, (float, complex)):
         return True
-    return isinstance(value, np.ndarray) and value.dtype.kind in "fc"
+    return isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "fc"

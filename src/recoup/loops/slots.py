@@ -68,6 +68,9 @@ class Checkpoints(Mapping[int, Any]):
     besides and not among them. Backward frees the states as it uses them, so that a
     variable that still names the checkpoints does not keep memory.
 
+    They are values: no gradient passes through them. What a loss needs besides the
+    final state is an output of the steps (`with_outputs`).
+
     Args:
         slots: Where the states are.
         take: Makes a state of what is held.

@@ -10,6 +10,10 @@ from recoup.loops.feeds import Feed
 Function = Callable[..., Any]
 
 
+class KindError(UsageError):
+    """A state is built otherwise at one end of the loop than at the other."""
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One step of a loop.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recoup.backend.graph import nodes_made, pull_gradients
+from recoup.backend.graph import pull_gradients
 from recoup.loops.captures import Captures
 from recoup.loops.steps import Step
 from recoup.loops.trees import Structure, flatten, unflatten
@@ -59,7 +59,6 @@ def record(
         in_place: The step writes to its state, so it must not get the graph's leaves.
     """
     start, stop = span
-    made_before = nodes_made()
     before = [_watched(leaf) for leaf in leaves]
     passed = [_copied(leaf) for leaf in before] if in_place else before
     given: list[tuple[Tensor, tuple[int, int | None]]] = []
@@ -77,10 +76,7 @@ def record(
                 outputs.append(output_leaves)
     after, structure = flatten(state)
     tape = Tape(start, stop, before, after, structure, given, outputs, output_structure)
-    nodes = nodes_made() - made_before
-    if not captures.knows(nodes, stop - start):
-        captures.check(_results(tape), _sources(tape), _name(step, start, stop))
-        captures.remember(nodes, stop - start)
+    captures.check(_results(tape), _sources(tape), _name(step, start, stop))
     return tape
 
 

@@ -63,7 +63,9 @@ def run_torch(
             f"carry ({refused}). Use torch.autograd.grad, backward or recoup.grad."
         )
     leaves, _ = flatten(initial_state)
-    found = captured_tensors(step.function)
+    fed = [] if step.feed is None else step.feed.leaves
+    objects = [leaf for leaf in [*leaves, *fed] if not is_tensor(leaf)]
+    found = captured_tensors([step.function, *objects])
     machine = TorchMachine(
         step,
         Captures([*captures, *found]),

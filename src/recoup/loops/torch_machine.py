@@ -13,6 +13,7 @@ from recoup.engine.tiers.protocol import Stored, Tier
 from recoup.loops.captures import Captures
 from recoup.loops.environment import Environment, RandomStates
 from recoup.loops.outputs import OutputStack
+from recoup.loops.outside import Outside
 from recoup.loops.steps import Step
 from recoup.loops.tapes import Cotangents, Tape, pull, record
 from recoup.loops.trees import Structure, flatten, unflatten
@@ -79,6 +80,7 @@ class TorchMachine:
         self.in_place = False
         self.sweeping = True
         self.stack: OutputStack | None = None
+        self.outside: Outside | None = None
         self.cotangents = Cotangents([], [], [])
         # What a lossy tier returns is not what was put in.
         self._verify = verify if all(tier.is_exact for tier in stores) else "off"
@@ -182,8 +184,10 @@ class TorchMachine:
         if all(isinstance(claim, bool) for claim in claims):
             self.conclude()
 
-    def _verifies_first(self) -> bool:
-        return self._verify == "first" and self.sweeping
+    @property
+    def verifies(self) -> bool:
+        """Whether anything is recognised at all."""
+        return self._verify != "off"
 
     def _kept(self, leaf: Any) -> Any:
         if not is_tensor(leaf):
@@ -201,6 +205,8 @@ class TorchMachine:
         self.in_place = versions != now
         if self.stack is not None:
             self.stack.put(0, output)
+        if self.outside is not None and self.verifies:
+            self.outside.settle()
         return state
 
     def _advance_with_outputs(self, state: Any, start: int, stop: int) -> Any:

@@ -1,28 +1,30 @@
 """Torch run: one loop over tensors between its forward and its backward."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from recoup.core.errors import ClearedError, UnsupportedError, UsageError
+from recoup.backend.buffers import buffers_of
+from recoup.backend.storages import has_storage, storage_address
+from recoup.core.errors import CaptureError, ClearedError, UnsupportedError, UsageError
 from recoup.engine.captures import Captures as Variables
 from recoup.engine.recomputing import recomputing
 from recoup.loops import drive
 from recoup.loops.outputs import OutputStack
+from recoup.loops.outside import Outside, holds_other_tensors
 from recoup.loops.plans import Plan
 from recoup.loops.slots import Slots
+from recoup.loops.steps import KindError
 from recoup.loops.tapes import Cotangents, Tape
 from recoup.loops.torch_machine import TorchMachine, is_tensor
 from recoup.loops.trees import flatten, unflatten
+from recoup.loops.visible import visible
 from recoup.schedules.actions import Action, Reverse
-
-
-class KindError(UsageError):
-    """A part of the state was a tensor at one end of the loop and not at the other."""
 
 
 class TorchRun:
@@ -39,6 +41,7 @@ class TorchRun:
         self._machine = machine
         self._plan = plan
         self._steps = 0
+        self._running = False
         self._rest: Iterator[Action] | None = None
         self._make_rest: Callable[[], Iterator[Action]] | None = None
         self._last: Tape | None = None
@@ -67,6 +70,7 @@ class TorchRun:
         """Run the loop from a state without a graph; return the final leaves."""
         machine = self._machine
         state = unflatten(self.structure, leaves)
+        machine.outside = Outside(machine.step.function) if taped else None
         with torch.no_grad(), machine.environment.casting():
             if self._plan.schedule is None:
                 state = self._run_to_condition(state)
@@ -74,11 +78,13 @@ class TorchRun:
                 state = self._run_schedule(state, taped=taped)
         machine.environment.settle()
         machine.sweeping = False
-        if taped:
+        if machine.outside is not None:
+            machine.outside.check(machine.step.name)
+            machine.outside = None
             self._variables = Variables(machine.step.function)
         final, structure = flatten(state)
         if structure != self.structure:
-            raise UsageError(
+            raise KindError(
                 f"{machine.step.name!r} returned a state that is built otherwise than "
                 "the initial one. Return the same structure, as in a scan."
             )
@@ -88,7 +94,14 @@ class TorchRun:
                 "else, or the other way round. Begin with tensors where it returns "
                 "tensors."
             )
-        return [detached(leaf) for leaf in final]
+        odd = holds_other_tensors(final, leaves)
+        if odd is not None:
+            raise KindError(
+                f"{machine.step.name!r} returned a state with a {type(odd).__name__} "
+                "that holds tensors or makes them later: their gradients would be "
+                "lost. Build the state of tuples, lists and dictionaries."
+            )
+        return _apart([detached(leaf) for leaf in final])
 
     def _run_schedule(self, state: Any, *, taped: bool) -> Any:
         machine, schedule = self._machine, self._plan.schedule
@@ -136,16 +149,26 @@ class TorchRun:
         machine = self._machine
         if self._variables is not None:
             self._variables.check(machine.step.name)
+        if self._running:
+            raise CaptureError(
+                f"{machine.step.name!r} uses the result of its own loop when it is run "
+                "again in backward: a variable that it sees was given that name. Name "
+                "the result otherwise."
+            )
+        self._running = True
         self._begin(gradients)
-        with torch.no_grad(), recomputing(), machine.environment.again():
+        outside = Outside(machine.step.function)
+        with torch.no_grad(), recomputing(), self._again():
             try:
                 self._reverse(tensors)
                 machine.conclude()
+                outside.check(machine.step.name)
                 return self._found()
             finally:
                 self.slots.clear()
                 self._rest = None
                 self._last = None
+                self._running = False
                 machine.forget()
 
     def pull_back(self, cotangent: Any) -> Any:
@@ -168,7 +191,7 @@ class TorchRun:
             * (0 if machine.step.feed is None else len(machine.step.feed.leaves)),
         )
         witnesses = dict(machine.witnesses)
-        with torch.no_grad(), recomputing(), machine.environment.again():
+        with torch.no_grad(), recomputing(), self._again():
             try:
                 self._reverse_pending()
                 drive.backward(self._make_rest(), machine, self.slots.copy())
@@ -177,6 +200,24 @@ class TorchRun:
             finally:
                 machine.forget()
                 machine.witnesses = witnesses
+
+    @contextmanager
+    def _again(self) -> Iterator[None]:
+        """Run the block as forward ran; leave generators and buffers as they are."""
+        function = self._machine.step.function
+        buffers = {
+            id(buffer): buffer
+            for module in visible(function, nn.Module)
+            for buffer in buffers_of(module)
+        }
+        contents = [(buffer, buffer.detach().clone()) for buffer in buffers.values()]
+        try:
+            with self._machine.environment.again():
+                yield
+        finally:
+            for buffer, content in contents:
+                # Through `.data`: autograd need not notice that it is as before.
+                buffer.data.copy_(content)
 
     def _reverse_pending(self) -> None:
         machine = self._machine
@@ -194,7 +235,7 @@ class TorchRun:
                 "a second derivative is asked of a loop that captures a tensor and "
                 "another one computed from it. Pass one of them as part of the state."
             )
-        with torch.enable_grad(), recomputing(), machine.environment.again():
+        with torch.enable_grad(), recomputing(), self._again():
             machine.environment.rewind(None)
             results = self._plain_results(tensors)
         return _differentiated(results, gradients, tensors)
@@ -293,6 +334,23 @@ def _differentiated(
     )
     by_input = dict(zip(map(id, wanted), found, strict=True))
     return [by_input.get(id(tensor)) for tensor in inputs]
+
+
+def _apart(leaves: list[Any]) -> list[Any]:
+    """Return the leaves with a copy of those that share memory with another.
+
+    Autograd must see it when one of them is changed in place.
+    """
+    seen: set[int] = set()
+    found: list[Any] = []
+    for leaf in leaves:
+        if is_tensor(leaf) and has_storage(leaf):
+            address = storage_address(leaf)
+            found.append(leaf.clone() if address in seen else leaf)
+            seen.add(address)
+        else:
+            found.append(leaf)
+    return found
 
 
 def detached(leaf: Any) -> Any:

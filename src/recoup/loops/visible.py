@@ -6,6 +6,7 @@ Looked at are closures, defaults, bound objects, modules, named globals and cont
 import copy
 import functools
 import types
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,7 +23,6 @@ _DULL = (
     type(None),
     type,
     types.ModuleType,
-    types.BuiltinFunctionType,
     torch.device,
     torch.dtype,
     torch.Generator,
@@ -164,20 +164,35 @@ def _inside(thing: Any) -> Iterator[Any]:
         yield from (thing.func, *thing.args, *thing.keywords.values())
     elif isinstance(thing, types.MethodType):
         yield from (thing.__func__, thing.__self__)
-    elif isinstance(thing, (list, tuple, set, frozenset)):
+    elif isinstance(thing, types.BuiltinMethodType):
+        yield thing.__self__  # as in `append = items.append`
+    elif isinstance(thing, (list, tuple, set, frozenset, deque)):
         yield from thing
     elif isinstance(thing, dict):
         yield from thing.values()
     elif isinstance(thing, nn.Module):
-        yield from thing.parameters()
-        yield from thing.buffers()
-        for module in thing.modules():
-            yield from vars(module).values()
-            yield getattr(type(module), "forward", None)
-    elif hasattr(thing, "__dict__"):
-        yield from vars(thing).values()
+        yield from _in_module(thing)
+    elif hasattr(thing, "__dict__") or hasattr(type(thing), "__slots__"):
+        yield from getattr(thing, "__dict__", {}).values()
+        for name in _slots_of(type(thing)):
+            yield getattr(thing, name, None)
         if not f"{type(thing).__module__}.".startswith(_LIBRARIES):
             yield vars(type(thing)).get("__call__")
+
+
+def _in_module(thing: nn.Module) -> Iterator[Any]:
+    yield from thing.parameters()
+    yield from thing.buffers()
+    for module in thing.modules():
+        yield from vars(module).values()
+        yield getattr(type(module), "forward", None)
+
+
+def _slots_of(kind: type) -> Iterator[str]:
+    for part in kind.__mro__:
+        names = vars(part).get("__slots__", ())
+        listed = (names,) if isinstance(names, str) else names
+        yield from (name for name in listed if not name.startswith("__"))
 
 
 def _seen_by(function: types.FunctionType) -> Iterator[Any]:

@@ -2,6 +2,7 @@
 
 import ctypes
 import hashlib
+import struct
 from typing import Any
 
 import torch
@@ -39,7 +40,11 @@ class Witness:
 
 def _mark(leaf: Any, tolerance: float | None) -> Any:
     if not isinstance(leaf, Tensor):
-        if tolerance is not None or not hasattr(leaf, "tobytes"):
+        if tolerance is not None:
+            return leaf
+        if isinstance(leaf, (float, complex)):  # NumPy's own are of these types too
+            return struct.pack("dd", leaf.real, leaf.imag)
+        if not hasattr(leaf, "tobytes"):
             return leaf
         return hashlib.blake2b(leaf.tobytes(), digest_size=16).digest(), leaf.shape
     if tolerance is not None:
@@ -60,12 +65,25 @@ def _differs(mark: Any, leaf: Any, tolerance: float | None) -> Any:
         return not torch.allclose(
             mark, leaf.detach(), rtol=tolerance, atol=tolerance, equal_nan=True
         )
-    if tolerance is not None and hasattr(leaf, "tobytes"):
-        return bool((abs(mark - leaf) > tolerance * (1 + abs(leaf))).any())
+    if tolerance is not None and _is_number(leaf):
+        return not _is_close(mark, leaf, tolerance)
     now = _mark(leaf, None)
     if isinstance(now, Tensor) and isinstance(mark, Tensor):
         return now != mark
     return now is not mark and bool(now != mark)
+
+
+def _is_number(leaf: Any) -> bool:
+    return isinstance(leaf, (float, complex)) or hasattr(leaf, "tobytes")
+
+
+def _is_close(mark: Any, leaf: Any, tolerance: float) -> bool:
+    if getattr(mark, "shape", ()) != getattr(leaf, "shape", ()):
+        return False
+    near = abs(mark - leaf) <= tolerance * (1 + abs(leaf))
+    both_nan = (mark != mark) & (leaf != leaf)  # NaN alone is not equal to itself
+    close = near | both_nan
+    return bool(close.all() if hasattr(close, "all") else close)
 
 
 def _digest(leaf: Tensor) -> bytes:

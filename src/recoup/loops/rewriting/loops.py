@@ -5,12 +5,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from recoup.loops.rewriting.names import (
+    changed_names,
+    free_names,
     read_before_written,
     read_names,
+    root_names,
     written_names,
 )
 
 LoopNode = ast.For | ast.While
+
+_INNER = (ast.FunctionDef, ast.Lambda, ast.GeneratorExp)
+_EAGER = ("sum", "any", "all", "max", "min", "list", "tuple", "set", "dict", "sorted")
+_CHANGES = {
+    *("append", "appendleft", "extend", "extendleft", "insert", "add", "update"),
+    *("remove", "discard", "clear", "sort", "reverse"),
+}
+_CHANGES_AND_RETURNS = {"pop", "popleft", "popitem", "setdefault"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +120,8 @@ def _describe(
     body = [s for s in loop.body if append_target(s) not in appended]
     targets = [loop.target] if isinstance(loop, ast.For) else []
     written = written_names([*targets, *loop.body]) - set(appended)
+    # What an operator writes to passes from one iteration to the next as well.
+    written |= changed_names(loop.body) & _local_names(function)
     tests: list[ast.AST] = [loop.test] if isinstance(loop, ast.While) else []
     early = read_before_written(loop.body, written) | (read_names(tests) & written)
     if isinstance(loop, ast.For):
@@ -122,8 +135,83 @@ def _describe(
         appended=appended,
         breaks=_belongs(loop, ast.Break),
         returns=any(isinstance(node, ast.Return) for node in nodes),
-        fault=_fault(loop, function, written, body, first_line),
+        fault=_fault(loop, function, written, body, first_line, set(carried))
+        or _hidden_change(loop, function, written, set(carried), first_line),
     )
+
+
+def _local_names(function: ast.FunctionDef) -> set[str]:
+    arguments = function.args
+    everything = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    everything += [a for a in (arguments.vararg, arguments.kwarg) if a is not None]
+    return {argument.arg for argument in everything} | written_names(function.body)
+
+
+def _hidden_change(
+    loop: LoopNode,
+    function: ast.FunctionDef,
+    written: set[str],
+    carried: set[str],
+    first_line: int,
+) -> str | None:
+    """Return what the loop changes, or what sees its changes, without naming it."""
+    inside = {id(node) for top in loop.body for node in ast.walk(top)}
+    eager = _consumed_at_once(function)
+    writers: set[str] = set()
+    for node in ast.walk(function):
+        if node is function or id(node) in inside or not isinstance(node, _INNER):
+            continue
+        if node.lineno > (loop.end_lineno or loop.lineno):
+            continue
+        if isinstance(node, ast.FunctionDef) and _writes_around(node):
+            writers.add(node.name)
+        seen = sorted(free_names(node) & written)
+        if seen and id(node) not in eager:
+            line = first_line + node.lineno - 1
+            return f"line {line} makes a function or generator that reads {seen[0]!r}"
+    called = sorted(writers & read_names(loop.body))
+    if called:
+        return f"it uses {called[0]!r}, which writes to a variable around it"
+    own, appended = written - carried, _appended(loop)
+    for node in own_statements(loop.body):
+        changed = _container_change(node)
+        if append_target(node) in appended or changed is None:
+            continue
+        roots = root_names(changed)
+        if not roots or not roots <= own:
+            line = first_line + changed.lineno - 1
+            return f"line {line} changes what {ast.unparse(changed)!r} refers to"
+    return None
+
+
+def _consumed_at_once(function: ast.FunctionDef) -> set[int]:
+    """Return the arguments of functions that run through a generator at once."""
+    return {
+        id(argument)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Call)
+        if isinstance(node.func, ast.Name) and node.func.id in _EAGER
+        for argument in node.args
+    }
+
+
+def _writes_around(function: ast.FunctionDef) -> bool:
+    return any(isinstance(n, (ast.Nonlocal, ast.Global)) for n in ast.walk(function))
+
+
+def _container_change(node: ast.AST) -> ast.expr | None:
+    """Return the container that a piece of code changes by one of its methods."""
+    match node:
+        case ast.Expr(
+            value=ast.Call(func=ast.Attribute(value=container, attr=attr))
+        ) if attr in _CHANGES:
+            return container
+        case ast.Call(func=ast.Attribute(value=container, attr=attr)) if (
+            attr in _CHANGES_AND_RETURNS
+        ):
+            return container
+        case _:
+            return None
 
 
 def _read_elsewhere(
@@ -174,8 +262,10 @@ def _fault(
     written: set[str],
     body: list[ast.stmt],
     first_line: int,
+    carried: set[str],
 ) -> str | None:
     appended = _appended(loop)
+    own = written - carried  # made anew in every iteration
     if loop.orelse:
         return "it has an `else`"
     shared = {
@@ -192,8 +282,8 @@ def _fault(
             line = first_line + getattr(node, "lineno", 1) - 1
             return f"line {line} {reason}"
     for node in own_statements(body):
-        if append_target(node) is not None:
-            name = append_target(node)
+        name = append_target(node)
+        if name is not None and name not in own:
             return f"it appends to {name!r} conditionally, repeatedly, or reads it"
     if appended and (_belongs(loop, ast.Break) or _belongs(loop, ast.Continue)):
         return f"it appends to {appended[0]!r} and holds a `break` or `continue`"
@@ -211,6 +301,8 @@ def _node_fault(node: ast.AST) -> str | None:
         case ast.Delete():
             return "deletes a variable"
         case ast.Attribute(ctx=ast.Store()):
+            return "writes to an attribute"
+        case ast.Call(func=ast.Name(id="setattr" | "delattr")):
             return "writes to an attribute"
         case ast.Import() | ast.ImportFrom():
             return "imports"

@@ -21,7 +21,7 @@ def written_names(body: Iterable[ast.AST]) -> set[str]:
             case ast.Name(id=name, ctx=ast.Store() | ast.Del()):
                 found.add(name)
             case ast.Subscript(ctx=ast.Store()):
-                found.update(_root_names(node))
+                found.update(root_names(node))
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
                 found.add(name)
             case ast.ExceptHandler(name=str(name)):
@@ -31,6 +31,54 @@ def written_names(body: Iterable[ast.AST]) -> set[str]:
             case _:
                 pass
     return found
+
+
+def changed_names(body: Iterable[ast.AST]) -> set[str]:
+    """Return the variables whose content code changes, by its look.
+
+    That are those with a method whose name ends as torch's methods in place do, and
+    those given as `out=`.
+
+    Examples:
+        >>> tree = ast.parse("a.mul_(2).add_(b); c = d.exp(); torch.add(c, d, out=e)")
+        >>> sorted(changed_names(tree.body))
+        ['a', 'e']
+    """
+    found: set[str] = set()
+    for node in _own_nodes(body):
+        if not isinstance(node, ast.Call):
+            continue
+        for keyword in node.keywords:
+            if keyword.arg == "out":
+                found |= root_names(keyword.value)
+        if isinstance(node.func, ast.Attribute) and _is_in_place(node.func.attr):
+            found |= root_names(node.func.value)
+    return found
+
+
+def free_names(scope: ast.AST) -> set[str]:
+    """Return the variables of the code around that an inner function reads.
+
+    Examples:
+        >>> scope = ast.parse("lambda a, b=c: a + b + d").body[0].value
+        >>> sorted(free_names(scope))
+        ['c', 'd']
+    """
+    match scope:
+        case ast.FunctionDef(args=arguments, body=body):
+            inside = list[ast.AST](body)
+        case ast.Lambda(args=arguments, body=result):
+            inside = [result]
+        case ast.GeneratorExp(generators=generators):
+            own = written_names([generator.target for generator in generators])
+            return read_names([scope]) - own
+        case _:
+            return set()
+    everything = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    everything += [a for a in (arguments.vararg, arguments.kwarg) if a is not None]
+    own = {argument.arg for argument in everything} | written_names(inside)
+    around = [*arguments.defaults, *(d for d in arguments.kw_defaults if d)]
+    return (read_names(inside) - own) | read_names(around)
 
 
 def read_names(body: Iterable[ast.AST]) -> set[str]:
@@ -96,6 +144,10 @@ def _scan(
     return sure
 
 
+def _is_in_place(method: str) -> bool:
+    return method.endswith("_") and not method.startswith("_")
+
+
 def _own_nodes(body: Iterable[ast.AST]) -> Iterable[ast.AST]:
     waiting = list(body)
     while waiting:
@@ -111,7 +163,8 @@ def _own_nodes(body: Iterable[ast.AST]) -> Iterable[ast.AST]:
         waiting.extend(ast.iter_child_nodes(node))
 
 
-def _root_names(node: ast.AST) -> set[str]:
-    while isinstance(node, (ast.Subscript, ast.Attribute)):
-        node = node.value
+def root_names(node: ast.AST) -> set[str]:
+    """Return the variable that an expression such as `a.b[0].c()` begins with."""
+    while isinstance(node, (ast.Subscript, ast.Attribute, ast.Call)):
+        node = node.func if isinstance(node, ast.Call) else node.value
     return {node.id} if isinstance(node, ast.Name) else set()

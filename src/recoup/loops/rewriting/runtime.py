@@ -11,7 +11,7 @@ from typing import Any
 from recoup.core.errors import RecoupError, UnsupportedError
 from recoup.loops.feeds import Listed
 from recoup.loops.loop import checkpointed_loop
-from recoup.loops.torch_run import KindError
+from recoup.loops.steps import KindError
 from recoup.loops.trees import flatten
 from recoup.schedules.online import Online
 from recoup.schedules.revolve import Revolve
@@ -151,8 +151,9 @@ class Runtime:
             raise error
         warn_about(
             f"the loop at line {line} of {self._options.name!r} runs plain: one of its "
-            "variables is an array at one time and something else at another. Begin "
-            "with an array."
+            "variables is an array at one time and something else at another, is built "
+            "otherwise, or hides arrays. Begin with arrays, in tuples, lists and "
+            "dictionaries."
         )
 
     def _run_to_condition(
@@ -166,7 +167,7 @@ class Runtime:
         if stops:
             return self._stopped(body, carry, test, lambda _: None, None)
         final, _ = checkpointed_loop(
-            _step(body, lists),
+            self._named(_step(body, lists)),
             carry,
             condition=test,
             with_outputs=bool(lists),
@@ -183,7 +184,7 @@ class Runtime:
         lists: Sequence[list[Any]],
     ) -> Ended:
         steps = len(items) - first
-        step = _step(body, lists)
+        step = self._named(_step(body, lists))
         options: dict[str, Any] = {**self._plan(steps), "with_outputs": bool(lists)}
         if isinstance(items, range):
             begin, stride = items.start + first * items.step, items.step
@@ -192,7 +193,7 @@ class Runtime:
                 return step(carry, begin + index * stride)
 
             final, _ = checkpointed_loop(
-                indexed, carry, steps, with_index=True, **options
+                self._named(indexed), carry, steps, with_index=True, **options
             )
         else:
             rest = items[first:] if first else items
@@ -233,7 +234,10 @@ class Runtime:
             return not state[2] and state[1] != most and bool(test(state[0]))
 
         (carry, index, stopped), _ = checkpointed_loop(
-            step, (carry, 0, False), condition=goes_on, schedule=self._online()
+            self._named(step),
+            (carry, 0, False),
+            condition=goes_on,
+            schedule=self._online(),
         )
         if not stopped:
             return None, None, (carry,)
@@ -241,6 +245,11 @@ class Runtime:
         if signal == "break":
             return signal, None, (after,)
         return signal, after, (carry,)
+
+    def _named(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Let messages call the step what the user calls the function."""
+        step.__qualname__ = self._options.name
+        return step
 
     def _plan(self, steps: int) -> dict[str, Any]:
         options = self._options
