@@ -6,7 +6,12 @@ jax = pytest.importorskip("jax", reason="an optional package")
 jnp = pytest.importorskip("jax.numpy")
 np = pytest.importorskip("numpy")
 
-from recoup import UnsupportedError, UsageError, checkpointed_loop  # noqa: E402
+from recoup import (  # noqa: E402
+    MismatchError,
+    UnsupportedError,
+    UsageError,
+    checkpointed_loop,
+)
 from recoup.schedules import Chunked, Even, Revolve, StoreAll  # noqa: E402
 
 
@@ -241,3 +246,36 @@ def test_no_steps_return_the_beginning():
     final, checkpoints = checkpointed_loop(jnp.sin, jnp.ones(2), 0)
     assert final.tolist() == [1.0, 1.0]
     assert checkpoints == {}
+
+
+def test_a_number_as_state_and_a_captured_array():
+    def checkpointed(w):
+        return checkpointed_loop(lambda h: h * w, 1.0, 10)[0]
+
+    assert np.isclose(jax.grad(checkpointed)(0.9), 10 * 0.9**9, rtol=1e-5)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_a_checkpoint_in_the_loss_is_an_error_unless_it_is_a_constant(wrap):
+    def loss(x, constant):
+        final, checkpoints = checkpointed_loop(lambda h: jnp.sin(h), x, 20)
+        kept = checkpoints[list(checkpoints)[0]]
+        return final + (jax.lax.stop_gradient(kept) if constant else kept)
+
+    with pytest.raises(UnsupportedError, match="with_outputs"):
+        wrap(jax.grad(lambda x: loss(x, constant=False)))(1.0)
+    found = wrap(jax.grad(lambda x: loss(x, constant=True)))(1.0)
+    expected = jax.grad(lambda x: checkpointed_loop(jnp.sin, x, 20)[0])(1.0)
+    assert np.isclose(found, expected)
+
+
+def test_the_seeds_counter_is_caught():
+    count = 0
+
+    def step(state):
+        nonlocal count
+        count += 1
+        return state * count
+
+    with pytest.raises(MismatchError, match="traces a step once"):
+        checkpointed_loop(step, jnp.ones(2), 10)

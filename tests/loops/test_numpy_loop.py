@@ -353,3 +353,78 @@ def test_a_budget_for_traced_inputs_and_captures():
 def test_a_budget_that_no_tape_fits_in_is_refused():
     with pytest.raises(UsageError, match="does not hold the tape of one step"):
         checkpointed_loop(anp.sin, np.ones(1000), 10, budget="1kB")
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex128])
+def test_numbers_are_differentiated_whatever_their_type(dtype):
+    def checkpointed(x):
+        final, _ = checkpointed_loop(lambda h: anp.sin(h) * dtype(0.9), x, 30)
+        return anp.real(final)
+
+    def plain(x):
+        for _ in range(30):
+            x = anp.sin(x) * dtype(0.9)
+        return anp.real(x)
+
+    found, expected = (autograd.grad(f)(dtype(1.0)) for f in (checkpointed, plain))
+    assert found == expected != 0
+
+
+def test_a_state_that_is_traced_as_a_whole():
+    def step(state):
+        h, rest = state
+        return anp.sin(h), {"sum": rest["sum"] + anp.sum(h)}
+
+    def checkpointed(state):
+        return checkpointed_loop(step, state, 30)[0][1]["sum"]
+
+    def plain(state):
+        for _ in range(30):
+            state = step(state)
+        return state[1]["sum"]
+
+    begin = (np.ones(3), {"sum": 0.0})
+    found, expected = (autograd.grad(f)(begin) for f in (checkpointed, plain))
+    assert np.array_equal(found[0], expected[0])
+    assert found[1]["sum"] == expected[1]["sum"] == 1
+
+
+def test_what_a_step_keeps_outside_of_the_state_is_an_error():
+    def checkpointed(x):
+        kept = []
+
+        def step(state):
+            kept.append(anp.sin(state))
+            return kept[-1]
+
+        final, _ = checkpointed_loop(step, x, 30)
+        return anp.sum(final) + sum(map(anp.sum, kept))
+
+    with pytest.raises(CaptureError, match="keeps an array outside"):
+        autograd.grad(checkpointed)(np.ones(2))
+    with pytest.raises(CaptureError, match="keeps an array outside"):
+        autograd.grad(checkpointed)(0.5)
+
+
+def test_arrays_of_objects_are_refused_where_a_gradient_would_be_lost():
+    def checkpointed(x):
+        weights = np.array([x * 2.0, x * 3.0], dtype=object)
+        final, _ = checkpointed_loop(lambda h: h * weights, np.ones(2) * x, 10)
+        return final[0] + final[1]
+
+    with pytest.raises((UsageError, CaptureError), match="would be lost"):
+        autograd.grad(checkpointed)(0.9)
+
+
+def test_a_tolerance_does_not_take_not_a_number_for_equal():
+    calls = []
+
+    def step(state):
+        calls.append(1)
+        return state * (np.nan if len(calls) > 30 else 0.5)
+
+    _, checkpoints = checkpointed_loop(
+        step, np.ones(2), 30, tolerance=0.1, vjp=lambda state, cotangent: cotangent
+    )
+    with pytest.raises(MismatchError):
+        checkpoints.pull(np.ones(2))
