@@ -259,7 +259,7 @@ def test_a_number_as_state_and_a_captured_array():
 def test_a_checkpoint_in_the_loss_is_an_error_unless_it_is_a_constant(wrap):
     def loss(x, constant):
         final, checkpoints = checkpointed_loop(lambda h: jnp.sin(h), x, 20)
-        kept = checkpoints[list(checkpoints)[0]]
+        kept = checkpoints[next(iter(checkpoints))]
         return final + (jax.lax.stop_gradient(kept) if constant else kept)
 
     with pytest.raises(UnsupportedError, match="with_outputs"):

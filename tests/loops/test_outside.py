@@ -313,3 +313,23 @@ def test_leaves_that_share_memory_are_taken_apart():
         h = torch.sin(h)
     (expected,) = torch.autograd.grad((3 * h).sum(), begin)
     assert torch.allclose(found, expected, rtol=1e-14)
+
+
+def test_measuring_for_a_budget_leaves_no_trace_and_knows_the_captures_named():
+    def run(**arguments):
+        torch.manual_seed(0)
+        norm = nn.BatchNorm1d(3).double()
+        module = types.ModuleType("hidden")
+        module.weight = torch.tensor(0.9, dtype=torch.float64, requires_grad=True)
+        state = torch.randn(5, 3, dtype=torch.float64)
+        final, _ = checkpointed_loop(
+            lambda h: torch.tanh(norm(h) * module.weight),
+            state,
+            STEPS,
+            captures=[module.weight],
+            **arguments,
+        )
+        (final * torch.arange(3)).sum().backward()
+        return [module.weight.grad, *norm.buffers()]
+
+    assert all(map(torch.equal, run(budget="4KiB"), run(num_checkpoints=0)))

@@ -1,10 +1,11 @@
-"""Source rewriting: what a loop changes without naming it is seen, never passed over."""
+"""Source rewriting: what a loop changes without naming it is found."""
 
 import types
 import warnings
 
 import pytest
 import torch
+from torch import nn
 
 from recoup import CaptureError, UnsupportedError, grad
 
@@ -222,3 +223,45 @@ def test_what_only_shows_when_it_runs_is_an_error_with_its_line(function):
     (note,) = raised.value.__notes__
     places = tuple(f"in the loop at line {line + k} of " for k in (2, 3))
     assert note.startswith(places)
+
+
+def a_function_that_calls_itself(x, depth=2):
+    for _ in range(40):
+        x = torch.sin(x)
+    return x if depth == 0 else a_function_that_calls_itself(x, depth - 1)
+
+
+LAYERS = nn.ModuleList(nn.Linear(1, 1).double() for _ in range(40))
+
+
+def layers_one_after_the_other(x):
+    h = x.reshape(1, 1)
+    for layer in LAYERS:
+        h = torch.tanh(layer(h))
+    return h * layer(h)
+
+
+@pytest.mark.parametrize(
+    "function", [a_function_that_calls_itself, layers_one_after_the_other]
+)
+def test_functions_and_layers_by_name(function):
+    x = torch.tensor(0.7, dtype=torch.float64)
+    expected = grad(function)(x)
+    derivative = grad(function, checkpoint={**PLAIN, "on_unsupported": "raise"})
+    assert torch.allclose(derivative(x), expected, rtol=1e-13)
+
+
+def numbers_in_a_list(x):
+    kept = []
+    for i in range(40):
+        x = torch.sin(x)
+        kept.append((x, i))
+    return sum(part * i for part, i in kept)
+
+
+def test_a_list_of_more_than_tensors_runs_plain_with_a_warning():
+    x = torch.tensor(0.7, dtype=torch.float64)
+    expected = grad(numbers_in_a_list)(x)
+    derivative = grad(numbers_in_a_list, checkpoint=PLAIN)
+    with pytest.warns(UserWarning, match="runs plain"):
+        assert torch.equal(derivative(x), expected)

@@ -5,7 +5,7 @@ named globals, containers), and every tape is walked: an edge that leads to a te
 that was not found is an error, because its gradient would be lost.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from recoup.backend.trees import map_leaves
 from recoup.core.errors import CaptureError
+from recoup.loops.steps import Step
 from recoup.loops.visible import visible
 
 Edge = tuple[Node, int]
@@ -22,8 +23,6 @@ Edge = tuple[Node, int]
 
 def captured_tensors(function: Any) -> list[Tensor]:
     """Return the tensors that require gradients and that a function can see.
-
-    Or those that several objects can see, in a list.
 
     Costs some microseconds for each object on the way.
 
@@ -35,6 +34,18 @@ def captured_tensors(function: Any) -> list[Tensor]:
         True
     """
     return [tensor for tensor in visible(function, Tensor) if tensor.requires_grad]
+
+
+def captured_by(step: Step, leaves: Sequence[Any]) -> list[Tensor]:
+    """Return what a step captures, parts of state and inputs that are objects included.
+
+    Args:
+        step: What to look at.
+        leaves: The leaves of a state.
+    """
+    fed = [] if step.feed is None else step.feed.leaves
+    objects = [leaf for leaf in [*leaves, *fed] if not isinstance(leaf, Tensor)]
+    return captured_tensors([step.function, *objects])
 
 
 class Captures:

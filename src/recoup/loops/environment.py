@@ -1,4 +1,7 @@
-"""Environment: autocast and random state as forward had them, for steps run again."""
+"""Environment: what is around steps when they are run again.
+
+Autocast and random state are as forward had them; buffers of modules stay as they are.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,10 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from recoup.backend.autocast import autocast_as, autocast_states
+from recoup.backend.buffers import buffers_of
 from recoup.backend.rng import default_states, same_state
+from recoup.loops.visible import visible
 
 RandomStates = list[tuple[torch.Generator, Tensor]]
 
@@ -73,3 +78,25 @@ class Environment:
         finally:
             for generator, state in before or ():
                 generator.set_state(state)
+
+
+@contextmanager
+def buffers_kept(function: Any) -> Iterator[None]:
+    """Run the block and put the buffers of the function's modules back.
+
+    Running statistics count the steps of the loop, not those that are run again.
+
+    Costs a copy of the buffers.
+    """
+    buffers = {
+        id(buffer): buffer
+        for module in visible(function, nn.Module)
+        for buffer in buffers_of(module)
+    }
+    contents = [(buffer, buffer.detach().clone()) for buffer in buffers.values()]
+    try:
+        yield
+    finally:
+        for buffer, content in contents:
+            # Through `.data`: autograd need not notice that it is as before.
+            buffer.data.copy_(content)

@@ -235,9 +235,9 @@ def _is_array(leaf: Any) -> bool:
 
 
 def _fit_torch(
-    step: Step, state: Any, steps: int, budget_bytes: int, *_: Any
+    step: Step, state: Any, steps: int, budget_bytes: int, captures: Any, *_: Any
 ) -> Schedule:
-    return fit_torch_budget(step, state, steps, budget_bytes)
+    return fit_torch_budget(step, state, steps, budget_bytes, captures)
 
 
 def _fit_numpy(

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recoup.core.errors import UsageError
+from recoup.loops.steps import KindError
 from recoup.loops.trees import Structure, flatten, unflatten
 
 
@@ -28,14 +28,14 @@ class OutputStack:
         """Take the output of a step; they come in order."""
         leaves, structure = flatten(output)
         if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
-            raise UsageError(
+            raise KindError(
                 f"the outputs of a loop are trees of tensors: step {index} gave "
                 f"{[type(leaf).__name__ for leaf in leaves]}. Return tensors."
             )
         if index == 0:
             self._structure = structure
         elif structure != self._structure:
-            raise UsageError(
+            raise KindError(
                 f"the output of step {index} is built otherwise than that of step 0. "
                 "Return the same structure from every step."
             )

@@ -100,26 +100,28 @@ class Outside:
             )
 
 
-def holds_other_tensors(leaves: list[Any], before: list[Any]) -> Any:
-    """Return an object among the leaves with tensors inside that were not there before.
+def holds_other_tensors(leaves: list[Any], known: list[Any]) -> Any:
+    """Return an object among the leaves with tensors inside that are not known.
 
     Tensors in tuples, lists and dictionaries are leaves themselves; in an object of
     another kind they cannot be told from the outside, and gradients would pass by.
 
+    Args:
+        leaves: The leaves of a state.
+        known: Tensors, and objects whose tensors are known.
+
     Returns:
         The first such object, or None.
     """
-    known = {id(tensor) for tensor in visible([*_others(before)], Tensor)}
-    for leaf in _others(leaves):
+    addresses = {id(tensor) for tensor in visible(known, Tensor)}
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            continue
         if isinstance(leaf, (types.GeneratorType, map, filter, zip)):
             return leaf
-        if any(id(tensor) not in known for tensor in visible(leaf, Tensor)):
+        if any(id(tensor) not in addresses for tensor in visible(leaf, Tensor)):
             return leaf
     return None
-
-
-def _others(leaves: list[Any]) -> list[Any]:
-    return [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
 
 
 def _made_by_hooks(function: Any) -> set[int]:

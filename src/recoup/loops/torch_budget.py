@@ -1,11 +1,13 @@
 """A byte budget for a torch loop: measure one step, choose slots and tape together."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from recoup.loops.captures import Captures, captured_tensors
+from recoup.loops.captures import Captures, captured_by
+from recoup.loops.environment import buffers_kept
 from recoup.loops.steps import Step
 from recoup.loops.tapes import record
 from recoup.loops.trees import flatten
@@ -14,7 +16,13 @@ from recoup.schedules.budget import fit_budget
 from recoup.schedules.revolve import Chunked
 
 
-def fit_torch_budget(step: Step, state: Any, steps: int, budget_bytes: int) -> Chunked:
+def fit_torch_budget(
+    step: Step,
+    state: Any,
+    steps: int,
+    budget_bytes: int,
+    captures: Sequence[Tensor] = (),
+) -> Chunked:
     """Return the schedule for a budget, after running the first step once on a tape.
 
     What autograd keeps for it is counted by unique storage, captured tensors left out;
@@ -25,13 +33,14 @@ def fit_torch_budget(step: Step, state: Any, steps: int, budget_bytes: int) -> C
     state_bytes = sum(leaf.nbytes for leaf in tensors)
     if steps == 0:
         return Chunked(0, slots=1, chunk=1)
-    captures = Captures(captured_tensors(step.function))
+    seen = Captures([*captures, *captured_by(step, leaves)])
     devices = [leaf.device for leaf in tensors if leaf.device.type != "cpu"]
     with (
         torch.random.fork_rng(devices=devices),
-        SavedBytes(*captures.sources) as saved,
+        buffers_kept(step.function),
+        SavedBytes(*seen.sources) as saved,
     ):
-        tape = record(step, leaves, structure, (0, 1), captures, in_place=True)
+        tape = record(step, leaves, structure, (0, 1), seen, in_place=True)
     tape_bytes = max(saved.bytes, state_bytes)
     del tape
     return fit_budget(

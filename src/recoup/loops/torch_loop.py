@@ -9,7 +9,7 @@ from torch import Tensor
 
 from recoup.backend.graph import hooks_refused, records_gradients
 from recoup.core.errors import UnsupportedError
-from recoup.loops.captures import Captures, captured_tensors
+from recoup.loops.captures import Captures, captured_by
 from recoup.loops.environment import Environment
 from recoup.loops.plans import Plan
 from recoup.loops.slots import Checkpoints
@@ -63,9 +63,7 @@ def run_torch(
             f"carry ({refused}). Use torch.autograd.grad, backward or recoup.grad."
         )
     leaves, _ = flatten(initial_state)
-    fed = [] if step.feed is None else step.feed.leaves
-    objects = [leaf for leaf in [*leaves, *fed] if not is_tensor(leaf)]
-    found = captured_tensors([step.function, *objects])
+    found = captured_by(step, leaves)
     machine = TorchMachine(
         step,
         Captures([*captures, *found]),

@@ -7,14 +7,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from recoup.backend.buffers import buffers_of
 from recoup.backend.storages import has_storage, storage_address
 from recoup.core.errors import CaptureError, ClearedError, UnsupportedError, UsageError
 from recoup.engine.captures import Captures as Variables
 from recoup.engine.recomputing import recomputing
 from recoup.loops import drive
+from recoup.loops.environment import buffers_kept
 from recoup.loops.outputs import OutputStack
 from recoup.loops.outside import Outside, holds_other_tensors
 from recoup.loops.plans import Plan
@@ -23,7 +23,6 @@ from recoup.loops.steps import KindError
 from recoup.loops.tapes import Cotangents, Tape
 from recoup.loops.torch_machine import TorchMachine, is_tensor
 from recoup.loops.trees import flatten, unflatten
-from recoup.loops.visible import visible
 from recoup.schedules.actions import Action, Reverse
 
 
@@ -94,7 +93,7 @@ class TorchRun:
                 "else, or the other way round. Begin with tensors where it returns "
                 "tensors."
             )
-        odd = holds_other_tensors(final, leaves)
+        odd = holds_other_tensors(final, [*leaves, *machine.captures.tensors])
         if odd is not None:
             raise KindError(
                 f"{machine.step.name!r} returned a state with a {type(odd).__name__} "
@@ -204,20 +203,9 @@ class TorchRun:
     @contextmanager
     def _again(self) -> Iterator[None]:
         """Run the block as forward ran; leave generators and buffers as they are."""
-        function = self._machine.step.function
-        buffers = {
-            id(buffer): buffer
-            for module in visible(function, nn.Module)
-            for buffer in buffers_of(module)
-        }
-        contents = [(buffer, buffer.detach().clone()) for buffer in buffers.values()]
-        try:
-            with self._machine.environment.again():
-                yield
-        finally:
-            for buffer, content in contents:
-                # Through `.data`: autograd need not notice that it is as before.
-                buffer.data.copy_(content)
+        machine = self._machine
+        with buffers_kept(machine.step.function), machine.environment.again():
+            yield
 
     def _reverse_pending(self) -> None:
         machine = self._machine

@@ -95,8 +95,10 @@ def _compiled(
     names = [RUNTIME, *free]
     factory = ast.parse(f"def _factory({', '.join(names)}):\n pass").body[0]
     assert isinstance(factory, ast.FunctionDef), "parsed just now"
-    result = ast.Return(ast.Name(tree.name, ast.Load()))
-    factory.body = [_without_defaults(tree), result]
+    # Not under its own name, which may stand for a global in the function itself.
+    inner = _without_defaults(tree)
+    inner.name = f"{RUNTIME}_function"
+    factory.body = [inner, ast.Return(ast.Name(inner.name, ast.Load()))]
     module = ast.Module(body=[factory], type_ignores=[])
     ast.fix_missing_locations(module)
     ast.increment_lineno(module, first_line - 1)
