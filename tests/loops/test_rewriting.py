@@ -1,5 +1,6 @@
 """Source rewriting: what a loop changes without naming it is found."""
 
+import functools
 import types
 import warnings
 
@@ -265,3 +266,23 @@ def test_a_list_of_more_than_tensors_runs_plain_with_a_warning():
     derivative = grad(numbers_in_a_list, checkpoint=PLAIN)
     with pytest.warns(UserWarning, match="runs plain"):
         assert torch.equal(derivative(x), expected)
+
+
+def tripled(function):
+    @functools.wraps(function)
+    def inner(x):
+        return 3 * function(x)
+
+    return inner
+
+
+@tripled
+def a_decorated_function(x):
+    for _ in range(40):
+        x = torch.sin(x)
+    return x
+
+
+def test_a_decorator_is_not_taken_away():
+    with pytest.raises(UnsupportedError, match="wrapped by a decorator"):
+        grad(a_decorated_function, checkpoint=PLAIN)

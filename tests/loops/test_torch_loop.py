@@ -651,6 +651,8 @@ def test_structures_must_stay_the_same():
     [
         ({}, "needs seq_length, inputs or a condition"),
         ({"seq_length": -1}, "no negative number of steps"),
+        ({"seq_length": 3.5}, "seq_length= is a whole number"),
+        ({"seq_length": 3, "num_checkpoints": "2"}, "num_checkpoints= is a whole"),
         ({"seq_length": 3, "num_checkpoints": -1}, "no negative number of checkpoints"),
         (
             {"seq_length": 3, "num_checkpoints": 1, "schedule": Even(3, 1)},

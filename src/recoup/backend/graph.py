@@ -94,19 +94,6 @@ class below_autograd:  # noqa: N801 (used as a verb: `with below_autograd():`)
         torch._C._set_grad_enabled(self._gradients)
 
 
-def nodes_made() -> int:
-    """Return a number that every node of a graph made on this thread raises by one.
-
-    Examples:
-        >>> x = torch.ones(2, requires_grad=True)
-        >>> before = nodes_made()
-        >>> y = (x * 2).sin()
-        >>> nodes_made() - before
-        2
-    """
-    return _autograd._get_sequence_nr()
-
-
 class out_of_sight(below_autograd):  # noqa: N801 (used as a verb)
     """Run operators of our own, unseen by dispatch modes and by autograd."""
 

@@ -97,7 +97,7 @@ class Captures:
             if isinstance(result, Tensor) and result.requires_grad
             if (edge := _edge_of(result)) not in known
         }
-        seen: set[Node | None] = {None, *waiting}
+        seen = set(waiting)
         while waiting:
             node = waiting.pop()
             behind = node.next_functions
@@ -105,8 +105,10 @@ class Captures:
                 _refuse(node, name)
             for edge in behind:
                 after = edge[0]
+                if after is None or after in seen:
+                    continue
                 # The nodes first: most edges are spared the second lookup.
-                if after in seen or (after in known_nodes and edge in known):
+                if after in known_nodes and edge in known:
                     continue
                 seen.add(after)
                 waiting.add(after)

@@ -1,5 +1,6 @@
 """The checkpointed loop: one function for torch tensors, NumPy and JAX arrays."""
 
+import operator
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -105,6 +106,8 @@ def checkpointed_loop(  # noqa: PLR0913 (each is a separate wish of the caller)
         (torch.Size([3, 3]), 0)
     """
     checked_verification(verify, tolerance)
+    seq_length = _whole("seq_length", seq_length)
+    num_checkpoints = _whole("num_checkpoints", num_checkpoints)
     leaves, _ = flatten(initial_state)
     feed = _feed(inputs)
     steps = _steps(seq_length, feed, condition)
@@ -129,6 +132,17 @@ def checkpointed_loop(  # noqa: PLR0913 (each is a separate wish of the caller)
     run = _RUNNERS[kind]
     final, outputs, checkpoints = run(step, initial_state, plan, captures, vjp)
     return ((final, outputs) if with_outputs else final), checkpoints
+
+
+def _whole(name: str, value: Any) -> int | None:
+    if value is None:
+        return None
+    try:
+        return operator.index(value)
+    except TypeError as error:
+        raise UsageError(
+            f"{name}= is a whole number: got {value!r}. Give an integer."
+        ) from error
 
 
 def _stores(store: Tier | Sequence[Tier] | None, kind: str) -> tuple[Tier, ...]:

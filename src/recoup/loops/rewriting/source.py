@@ -70,6 +70,12 @@ def _parsed(function: Callable[..., Any]) -> tuple[ast.FunctionDef, int]:
             f"only a plain function can be rewritten: got {type(function).__name__}. "
             "Define one with `def`, or call checkpointed_loop in it."
         )
+    if hasattr(function, "__wrapped__"):
+        raise UnsupportedError(
+            f"{function.__qualname__!r} is wrapped by a decorator, which rewriting its "
+            "source would take away. Give the function without it, or call "
+            "checkpointed_loop in it."
+        )
     try:
         lines, first_line = inspect.getsourcelines(function)
         tree = ast.parse(textwrap.dedent("".join(lines))).body[0]
