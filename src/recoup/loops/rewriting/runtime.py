@@ -2,23 +2,27 @@
 
 import itertools
 import sys
-import types
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from recoup.core.errors import RecoupError, UnsupportedError
 from recoup.loops.feeds import Listed
 from recoup.loops.loop import checkpointed_loop
+from recoup.loops.rewriting.plain import (
+    Body,
+    Carry,
+    Ended,
+    append_row,
+    bound,
+    run_plainly,
+    run_while_plainly,
+)
 from recoup.loops.steps import KindError
 from recoup.loops.trees import flatten
 from recoup.schedules.online import Online
 from recoup.schedules.revolve import Revolve
-
-Carry = tuple[Any, ...]
-Body = Callable[[Carry, Any], tuple[str | None, Any, tuple[Any, ...]]]
-Ended = tuple[str | None, Any, tuple[Carry]]
 
 
 class Undefined:
@@ -75,24 +79,22 @@ class Runtime:
         stops: bool,
     ) -> Ended:
         """Run a `for` loop; return how it ended, with which value, and the carry."""
-        body = _bound(body)
+        body = bound(body)
         items = _sequence(items, line)
         total, first = len(items), 0
         if self._is_plain(total):
-            return _run_plainly(body, carry, iter(items), lists)
+            return run_plainly(body, carry, iter(items), lists)
         if stops and _is_jax((carry, items)):
             self._refuse_to_stop(line)
-            return _run_plainly(body, carry, iter(items), lists)
+            return run_plainly(body, carry, iter(items), lists)
         if not _is_settled(carry):
             signal, carry, row = _checked(body(carry, items[0]), carry)
             if signal is not None:
                 return _ended(signal, carry)
-            _append(lists, row)
+            append_row(lists, row)
             first = 1
         if not _has_arrays((carry, items)) and not lists:
-            return _run_plainly(
-                body, carry, itertools.islice(items, first, None), lists
-            )
+            return run_plainly(body, carry, itertools.islice(items, first, None), lists)
         try:
             with _naming(self._options.name, line):
                 if stops:
@@ -101,7 +103,7 @@ class Runtime:
         except KindError as error:
             self._complain(error, line)
             rest = itertools.islice(items, first, None)
-            return _run_plainly(body, carry, rest, lists)
+            return run_plainly(body, carry, rest, lists)
 
     def run_while(
         self,
@@ -114,27 +116,27 @@ class Runtime:
         stops: bool,
     ) -> Ended:
         """Run a `while` loop; return how it ended, with which value, and the carry."""
-        body, test = _bound(body), _bound(test)
+        body, test = bound(body), bound(test)
         if self._options.strategy == "none":
-            return _run_while_plainly(body, carry, test, lists)
+            return run_while_plainly(body, carry, test, lists)
         if stops and _is_jax(carry):
             self._refuse_to_stop(line)
-            return _run_while_plainly(body, carry, test, lists)
+            return run_while_plainly(body, carry, test, lists)
         if not _is_settled(carry):
             if not test(carry):
                 return None, None, (carry,)
             signal, carry, row = _checked(body(carry, None), carry)
             if signal is not None:
                 return _ended(signal, carry)
-            _append(lists, row)
+            append_row(lists, row)
         if not _has_arrays(carry) and not lists:
-            return _run_while_plainly(body, carry, test, lists)
+            return run_while_plainly(body, carry, test, lists)
         try:
             with _naming(self._options.name, line):
                 return self._run_to_condition(body, carry, test, lists, stops)
         except KindError as error:
             self._complain(error, line)
-            return _run_while_plainly(body, carry, test, lists)
+            return run_while_plainly(body, carry, test, lists)
 
     def _refuse_to_stop(self, line: int) -> None:
         message = (
@@ -304,56 +306,6 @@ def _with_rows(final: Any, lists: Sequence[list[Any]]) -> Carry:
     for listed, stacked in zip(lists, rows or (), strict=False):
         listed.extend(stacked)
     return carry
-
-
-def _append(lists: Sequence[list[Any]], row: Sequence[Any]) -> None:
-    for listed, value in zip(lists, row, strict=False):
-        listed.append(value)
-
-
-def _bound(function: Any) -> Any:
-    """Return the function with the variables around it fixed at what they are now.
-
-    In backward the function around the loop has gone on, and may have changed them.
-    """
-    cells = [_copied(cell) for cell in function.__closure__ or ()]
-    return types.FunctionType(
-        function.__code__, function.__globals__, function.__name__, None, tuple(cells)
-    )
-
-
-def _copied(cell: types.CellType) -> types.CellType:
-    try:
-        return types.CellType(cell.cell_contents)
-    except ValueError:  # no value yet
-        return types.CellType()
-
-
-def _run_plainly(
-    body: Body, carry: Carry, items: Iterable[Any], lists: Sequence[list[Any]]
-) -> Ended:
-    for item in items:
-        signal, after, row = body(carry, item)
-        if signal == "return":
-            return signal, after, (carry,)
-        carry = after
-        if signal == "break":
-            return signal, None, (carry,)
-        _append(lists, row)
-    return None, None, (carry,)
-
-
-def _run_while_plainly(
-    body: Body,
-    carry: Carry,
-    test: Callable[[Carry], Any],
-    lists: Sequence[list[Any]],
-) -> Ended:
-    while test(carry):
-        signal, value, (carry,) = _run_plainly(body, carry, (None,), lists)
-        if signal is not None:
-            return signal, value, (carry,)
-    return None, None, (carry,)
 
 
 def _checked(
