@@ -90,14 +90,17 @@ class Captures:
             CaptureError: A gradient would be lost.
         """
         known = self._edges | {_edge_of(tensor) for tensor in given}
-        known_nodes = {node for node, _ in known}
-        waiting = {
-            edge[0]
-            for result in results
-            if isinstance(result, Tensor) and result.requires_grad
-            if (edge := _edge_of(result)) not in known
-        }
-        seen = set(waiting)
+        # A leaf's node has one way in; a node that computes may have others, unknown.
+        seen: set[Node | None] = {None}
+        seen.update(node for node, _ in known if not node.next_functions)
+        open_nodes = {node for node, _ in known} - seen
+        waiting: list[Node] = []
+        for result in results:
+            if isinstance(result, Tensor) and result.requires_grad:
+                edge = _edge_of(result)
+                if edge not in known and edge[0] not in seen:
+                    seen.add(edge[0])
+                    waiting.append(edge[0])
         while waiting:
             node = waiting.pop()
             behind = node.next_functions
@@ -105,13 +108,11 @@ class Captures:
                 _refuse(node, name)
             for edge in behind:
                 after = edge[0]
-                if after is None or after in seen:
-                    continue
-                # The nodes first: most edges are spared the second lookup.
-                if after in known_nodes and edge in known:
+                if after in seen or (after in open_nodes and edge in known):
                     continue
                 seen.add(after)
-                waiting.add(after)
+                assert after is not None, "seen from the beginning"
+                waiting.append(after)
 
 
 def _refuse(node: Node, name: str) -> None:
