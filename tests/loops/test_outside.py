@@ -333,3 +333,22 @@ def test_measuring_for_a_budget_leaves_no_trace_and_knows_the_captures_named():
         return [module.weight.grad, *norm.buffers()]
 
     assert all(map(torch.equal, run(budget="4KiB"), run(num_checkpoints=0)))
+
+
+def test_a_hook_on_a_captured_tensor_is_called_once():
+    def run(loop):
+        weight = torch.tensor(0.9, dtype=torch.float64, requires_grad=True)
+        calls = []
+        weight.register_hook(lambda gradient: calls.append(1) or gradient * 2)
+        final = loop(lambda h: torch.sin(h) * weight, start())
+        final.sum().backward()
+        return weight.grad, len(calls)
+
+    def plain(step, state):
+        for _ in range(STEPS):
+            state = step(state)
+        return state
+
+    found = run(lambda step, state: checkpointed_loop(step, state, STEPS)[0])
+    assert found == run(plain)
+    assert found[1] == 1

@@ -94,6 +94,18 @@ class below_autograd:  # noqa: N801 (used as a verb: `with below_autograd():`)
         torch._C._set_grad_enabled(self._gradients)
 
 
+def has_hooks(tensor: Tensor) -> bool:
+    """Return whether something is to be called with the tensor's gradient.
+
+    Examples:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> before, _ = has_hooks(x), x.register_hook(lambda gradient: gradient * 2)
+        >>> before, has_hooks(x)
+        (False, True)
+    """
+    return bool(tensor._backward_hooks)
+
+
 class out_of_sight(below_autograd):  # noqa: N801 (used as a verb)
     """Run operators of our own, unseen by dispatch modes and by autograd."""
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
+from recoup.backend.graph import has_hooks
 from recoup.backend.trees import map_leaves
 from recoup.core.errors import CaptureError
 from recoup.loops.steps import Step
@@ -57,16 +58,17 @@ class Captures:
     Attributes:
         tensors: The tensors themselves; gradients go there.
         sources: What the tapes use in their place: the tensors themselves, unless
-            one of them was computed from another. Then twins without a graph, or else
-            a gradient would pass from the one to the other on the tape and again behind
-            it.
+            one of them was computed from another or has a hook. Then twins without a
+            graph, or else a gradient would pass from the one to the other on the tape
+            and again behind it, and the hook would be called for every tape.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self.tensors = list({id(tensor): tensor for tensor in tensors}.values())
         self._replaced: dict[int, Tensor] = {}
         self.sources = self.tensors
-        if _depend_on_each_other(self.tensors):
+        hooked = any(map(has_hooks, self.tensors))
+        if hooked or _depend_on_each_other(self.tensors):
             self.sources = [tensor.detach().requires_grad_() for tensor in self.tensors]
             self._replaced = {
                 id(tensor): twin

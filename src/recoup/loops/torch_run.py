@@ -220,8 +220,9 @@ class TorchRun:
         machine = self._machine
         if machine.captures.sources is not machine.captures.tensors:
             raise UnsupportedError(
-                "a second derivative is asked of a loop that captures a tensor and "
-                "another one computed from it. Pass one of them as part of the state."
+                "a second derivative is asked of a loop that captures a tensor with a "
+                "hook, or a tensor and another one computed from it. Take the hook "
+                "away, or pass one of the tensors as part of the state."
             )
         with torch.enable_grad(), recomputing(), self._again():
             machine.environment.rewind(None)
