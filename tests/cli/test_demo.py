@@ -60,6 +60,17 @@ def test_one_object_for_programs(capsys):
     assert found["plain"]["losses"] == found["fitted"]["losses"]
 
 
+@pytest.mark.parametrize(
+    ("load", "device", "is_busy"),
+    [(0.0, "cpu", False), (1000.0, "cpu", True), (1000.0, "meta", False)],
+)
+def test_other_work_is_told_of_where_times_suffer(monkeypatch, load, device, is_busy):
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
+    warning = demo.other_work(torch.device(device))
+    assert ("load 1000.0" in warning) is is_busy
+    assert bool(warning) is is_busy
+
+
 def test_a_wrong_gradient_is_shown_and_gives_status_one(capsys, monkeypatch):
     def wrong(settings, budget_bytes, model, optimizer, text):
         # Right in forward, wrong in backward by the least there is.

@@ -200,6 +200,18 @@ def device_name(device: torch.device) -> str:
     return "the processor" if device.type == "cpu" else str(device)
 
 
+def other_work(device: torch.device) -> str:
+    """Return a warning if the processors are at work for others, where times suffer."""
+    processors = os.cpu_count() or 1
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if device.type != "cpu" or load < processors / 2:
+        return ""
+    return (
+        f"Other programs were running when this began (load {load:.1f} on {processors} "
+        "processors), and threads wait for each other: the times say little."
+    )
+
+
 @contextmanager
 def repeatable(*, strictly: bool = True) -> Generator[None, None, None]:
     """Ask torch for kernels that give the same bits twice.
@@ -227,6 +239,7 @@ def repeatable(*, strictly: bool = True) -> Generator[None, None, None]:
 def _demonstrate(settings: Settings, target: Path | None, *, in_json: bool) -> int:
     # With JSON, standard output is for that alone.
     console = Console(stderr=in_json)
+    busy = other_work(settings.device)
     with Progress(
         TextColumn("{task.description:>6}"),
         BarColumn(),
@@ -242,6 +255,8 @@ def _demonstrate(settings: Settings, target: Path | None, *, in_json: bool) -> i
     if fitted.report is not None:
         console.print(f"The plan: {fitted.report}", highlight=False, markup=False)
         _write_page(fitted.report, target, console)
+    if busy:
+        console.print(busy, markup=False, highlight=False)
     if note:
         console.print(f"Some bits may differ by chance: {note}", markup=False)
     same = losses_equal(plain, fitted) and gradients_equal(plain, fitted)
