@@ -188,7 +188,7 @@ def test_a_cache_that_the_first_step_makes_is_no_harm():
     for _ in range(STEPS):
         state = twin(state)
     state.sum().backward()
-    assert torch.equal(model.weight.grad, twin.weight.grad)
+    assert torch.equal(model.weight.grad, twin.weight.grad)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
@@ -208,7 +208,7 @@ def test_weights_that_a_hook_computes_are_no_harm():
     found, expected = gradients(checkpointed=True), gradients(checkpointed=False)
     assert len(found) == 3
     for one, other in zip(found, expected, strict=True):
-        assert torch.allclose(one, other, rtol=1e-12)
+        assert torch.allclose(one, other, rtol=1e-12)  # pyright: ignore[reportArgumentType]
 
 
 def test_running_statistics_are_those_of_the_plain_loop():
@@ -234,7 +234,7 @@ def test_running_statistics_are_those_of_the_plain_loop():
 
 def test_a_hidden_capture_that_some_steps_use_is_an_error():
     module = types.ModuleType("hidden")
-    module.weight = torch.tensor(0.9, dtype=torch.float64, requires_grad=True)
+    module.weight = torch.tensor(0.9, dtype=torch.float64, requires_grad=True)  # pyright: ignore[reportAttributeAccessIssue]
     known = torch.tensor(0.8, dtype=torch.float64, requires_grad=True)
 
     def step(state, index):
@@ -283,7 +283,7 @@ def test_parameters_of_a_module_in_the_state_get_their_gradients():
     for _ in range(STEPS):
         h = torch.tanh(layer(h))
     h.sum().backward()
-    assert all(map(torch.equal, found, (p.grad for p in layer.parameters())))
+    assert all(map(torch.equal, found, (p.grad for p in layer.parameters())))  # pyright: ignore[reportArgumentType]
 
 
 def test_a_result_given_the_name_of_what_a_step_sees_is_an_error():
@@ -320,7 +320,7 @@ def test_measuring_for_a_budget_leaves_no_trace_and_knows_the_captures_named():
         torch.manual_seed(0)
         norm = nn.BatchNorm1d(3).double()
         module = types.ModuleType("hidden")
-        module.weight = torch.tensor(0.9, dtype=torch.float64, requires_grad=True)
+        module.weight = torch.tensor(0.9, dtype=torch.float64, requires_grad=True)  # pyright: ignore[reportAttributeAccessIssue]
         state = torch.randn(5, 3, dtype=torch.float64)
         final, _ = checkpointed_loop(
             lambda h: torch.tanh(norm(h) * module.weight),

@@ -111,14 +111,14 @@ def a_function_that_leaves_the_loop(x):
     for _ in range(40):
         x = torch.sin(x)
         last = lambda: x * 2  # noqa: E731, B023 (late binding is the point)
-    return last()
+    return last()  # pyright: ignore[reportPossiblyUnboundVariable]
 
 
 def a_generator_that_leaves_the_loop(x):
     for _ in range(40):
         x = torch.sin(x)
         parts = (x * k for k in range(3))
-    return sum(parts)
+    return sum(parts)  # pyright: ignore[reportPossiblyUnboundVariable]
 
 
 def a_list_that_grows(x):
@@ -167,8 +167,8 @@ def a_write_by_an_operator(x):
 def a_list_of_each_iteration(x):
     for _ in range(40):
         parts = []
-        parts.append(torch.sin(x))
-        parts.append(torch.cos(x))
+        parts.append(torch.sin(x))  # pyright: ignore[reportArgumentType]
+        parts.append(torch.cos(x))  # pyright: ignore[reportArgumentType]
         x = sum(parts) / 2
     return x
 
@@ -239,7 +239,7 @@ def layers_one_after_the_other(x):
     h = x.reshape(1, 1)
     for layer in LAYERS:
         h = torch.tanh(layer(h))
-    return h * layer(h)
+    return h * layer(h)  # pyright: ignore[reportPossiblyUnboundVariable]
 
 
 @pytest.mark.parametrize(
