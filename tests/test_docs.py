@@ -1,14 +1,19 @@
 """The documentation names every public name, lists pages that exist, and builds."""
 
 import importlib.util
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
 
 import recoup
+from recoup.cli.main import run
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
@@ -28,6 +33,69 @@ def test_the_listed_pages_exist():
     assert len(LISTED) > 10
     for page in LISTED:
         assert (ROOT / "docs" / page).is_file(), page
+
+
+def code_of(page: str) -> str:
+    """The one block of a page that is code without a prompt."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    (code,) = (block for block in blocks if ">>>" not in block)
+    return code
+
+
+def test_every_block_of_code_is_run():
+    """Those with a prompt are doctests; the others are run below."""
+    pages = [path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob("*.md")]
+    without = {
+        str(page)
+        for page in pages
+        for block in re.findall(
+            r"```py\w*\n(.*?)```",
+            (ROOT / "docs" / page).read_text(encoding="utf-8"),
+            flags=re.DOTALL,
+        )
+        if ">>>" not in block
+    }
+    assert without == {"start.md", "guides/fit.md", "guides/distributed.md"}
+
+
+def test_the_file_of_the_first_page_is_measured(tmp_path, capsys):
+    file = tmp_path / "steps.py"
+    file.write_text(code_of("start.md"), encoding="utf-8")
+    assert run(["measure", f"{file}:make", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["plain_peak_bytes"] > 0
+
+
+def test_the_call_with_offload_of_the_guide():
+    model, batch = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.ones(2, 4)
+    variables = {"model": nn.Sequential(model, Sum()), "batch": batch}
+    exec(compile(code_of("guides/fit.md"), "fit.md", "exec"), variables)
+    assert variables["report"].measured_peak_bytes > 0
+
+
+def test_the_order_of_sharding_and_optimizer_of_the_guide():
+    distributed.init_process_group(
+        "gloo", store=distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        variables = {
+            "torch": torch,
+            "fully_shard": fully_shard,
+            "Trainer": recoup.Trainer,
+            "model": nn.Linear(2, 2),
+            "settings": recoup.TrainerSettings(),
+            "loss_fn": nn.functional.mse_loss,
+        }
+        code = compile(code_of("guides/distributed.md"), "distributed.md", "exec")
+        exec(code, variables)
+        assert isinstance(variables["trainer"], recoup.Trainer)
+    finally:
+        distributed.destroy_process_group()
+
+
+class Sum(nn.Module):
+    def forward(self, x):
+        return x.sum()
 
 
 @pytest.mark.slow
