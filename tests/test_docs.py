@@ -75,7 +75,10 @@ def test_the_call_with_offload_of_the_guide():
 
 def test_the_order_of_sharding_and_optimizer_of_the_guide():
     distributed.init_process_group(
-        "gloo", store=distributed.HashStore(), rank=0, world_size=1
+        "gloo",
+        store=distributed.HashStore(),  # pyright: ignore[reportPrivateImportUsage]
+        rank=0,
+        world_size=1,
     )
     try:
         variables = {
