@@ -31,14 +31,7 @@ def peak_bytes_of(model: nn.Module, step, *resident: Tensor) -> int:
     return peak_bytes
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        # Which steps `fit` sees is a matter of chance there: it failed once.
-        pytest.param(name, marks=pytest.mark.sweep) if "random" in name else name
-        for name in ODD
-    ],
-)
+@pytest.mark.parametrize("name", ODD)
 def test_models_of_unusual_kinds_fit_and_give_the_gradients_of_their_twin(name):
     odd = ODD[name]
     model, batch = odd.make(), odd_batch()
