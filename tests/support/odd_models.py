@@ -302,7 +302,7 @@ ODD = {
     "blocks in blocks": Odd(Nested),
     "functions of its own": Odd(Custom),
     "no modules inside": Odd(Single, share=0.9),
-    "blocks left out at random": Odd(Skipping, share=0.99),
+    "blocks left out at random": Odd(Skipping, share=0.9),
 }
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from recoup.train.randomness import (
+from recoup.backend.randomness import (
     RandomStates,
     random_states,
     restore_random_states,

@@ -128,8 +128,8 @@ class _Arena:
         if self._tell is not None:
             self._tell(name, len(self.entries), self._total)
         try:
-            with untouched(self._step.model), context(self._step.model):
-                entry = self._measured(name)
+            with untouched(self._step) as step, context(step.model):
+                entry = self._measured(name, step)
         except InfeasibleError as error:
             least = print_bytes(error.floor_bytes)
             entry = Entry(name, failure=f"cannot be met, the least is {least}")
@@ -141,13 +141,13 @@ class _Arena:
 
     def time_again(self) -> None:
         """Time all who ran once more, in turn, so that all meet the same weather."""
-        step = self._step
         for _ in range(_ROUNDS):
             for number, context in enumerate(self._contexts):
                 entry = self.entries[number]
                 if entry.seconds is None:
                     continue
-                with untouched(step.model), context(step.model):
+                with untouched(self._step) as step, context(step.model):
+                    step.begin()
                     step.run()
                     seconds = min(entry.seconds, time_step(step))
                 self.entries[number] = replace(entry, seconds=seconds)
@@ -157,9 +157,8 @@ class _Arena:
         if self._step.device.type != "cpu":
             torch.accelerator.empty_cache()
 
-    def _measured(self, name: str) -> Entry:
-        step = self._step
-        step.model.zero_grad(set_to_none=True)
+    def _measured(self, name: str, step: TrainingStep) -> Entry:
+        step.begin()
         step.run()
         gradients = [
             None if p.grad is None else p.grad.to("cpu", copy=True)

@@ -221,16 +221,19 @@ def fit(  # noqa: PLR0913 (a step can be described in several ways)
     """
     started = time.perf_counter()
     described = training_step(model, batch, loss=loss, step=step, device=device)
-    with progress_for(progress, runs=_RUNS) as course, untouched(model):
-        described = replace(described, run=course.counting(described.run))
-        settling = Settling(described, frozenset(allow), verify, course)
+    with (
+        progress_for(progress, runs=_RUNS) as course,
+        untouched(described) as repeated,
+    ):
+        counted = replace(repeated, run=course.counting(repeated.run))
+        settling = Settling(counted, frozenset(allow), verify, course)
         settling.reserve(optimizer)
         settling.measure(blocks)
         plain_bytes = simulate(settling.graph, ()).peak_bytes
         asked_bytes = budget_bytes(budget, plain_bytes, described.device)
         attempt = settling.settle(asked_bytes)
         try:
-            report = _report(described, settling, asked_bytes, attempt)
+            report = _report(counted, settling, asked_bytes, attempt)
         except BaseException:
             attempt.adapted.remove()
             raise

@@ -194,8 +194,9 @@ class CheckpointManager(ScopeManager):
         self._busy = True
         depth = self._depth
         try:
-            with torch.enable_grad(), untouched(model):
-                graph = measure_floor(_step(model, args, kwargs))
+            described = _step(model, args, kwargs)
+            with torch.enable_grad(), untouched(described) as repeated:
+                graph = measure_floor(repeated)
         finally:
             self._busy = False
             self._depth = depth

@@ -71,8 +71,8 @@ def measure(  # noqa: PLR0913 (a step can be described in several ways)
             f"to measure for {device!r} without being there, give dry=True as well."
         )
     described = training_step(model, batch, loss=loss, step=step, device=device)
-    with untouched(model):
-        return measure_floor(described, names=blocks)
+    with untouched(described) as repeated:
+        return measure_floor(repeated, names=blocks)
 
 
 def _figures(device: torch.device | str | None) -> Figures:

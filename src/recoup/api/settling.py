@@ -179,7 +179,7 @@ class Settling:
             self._step.model, self.graph, made, self._allow, verify=self._verify
         )
         try:
-            self._step.model.zero_grad(set_to_none=True)
+            self._step.begin()
             self._step.run()
             cost = run_step(self._step, resident=self._resident)
         except BaseException:

@@ -16,7 +16,7 @@ from recoup.measure.graphs import graph_of
 from recoup.measure.observation import Instruments, observe
 from recoup.measure.recording import recording_seconds
 from recoup.measure.roofline import Roofline
-from recoup.measure.training import training_step
+from recoup.measure.training import training_step, untouched
 
 _HOST = torch.device("cpu")
 
@@ -52,7 +52,8 @@ def measure_dry(
     given = shadows.within(batch)
     with shadows.instead_of(model), _explained(), shadows.mode:
         stood_in = training_step(model, given, loss=loss, step=step)
-        seen = observe(stood_in, instruments, names=names)
+        with untouched(stood_in) as repeated:
+            seen = observe(repeated, instruments, names=names)
     graph = graph_of(seen.trace, seen.timer.seconds, blocks=seen.cuts)
     backward_seconds = sum(map(seen.timer.seconds, seen.trace.backward_timings))
     return replace(

@@ -82,7 +82,7 @@ def observe(
             raise UsageError(f"the model has no module {name!r} to take as a block.")
     cuts = every_kth(chosen) if _are_leaves(step.model, chosen) else chosen
     with cut(step, Cuts(cuts)):
-        step.model.zero_grad(set_to_none=True)
+        step.begin()
         step.run()
     trace, timer = _trace(step, cuts, resident, instruments)
     if not trace.model_calls:
@@ -110,7 +110,7 @@ def _trace(
     instruments: Instruments,
 ) -> tuple[Trace, Timer]:
     timer = instruments.timer()
-    step.model.zero_grad(set_to_none=True)
+    step.begin()
     storages = storages_in((step.model, step.batch, list(resident)))
     with instruments.meter() as meter:
         meter.track(step.model, *tensors(step.batch), *tensors(list(resident)))

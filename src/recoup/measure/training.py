@@ -3,15 +3,15 @@
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from recoup.backend.rng import default_states
 from recoup.backend.stash import Stash
 from recoup.core.errors import UsageError
+from recoup.measure.beginning import Beginning
 
 _DEFAULTS = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -25,12 +25,20 @@ class TrainingStep:
         run: Runs forward and backward once.
         batch: The tensors it runs on, in any structure; they count as resident.
         device: Where it computes.
+        beginning: Where its runs begin, inside `untouched`.
     """
 
     model: nn.Module
     run: Callable[[], object]
     batch: Any
     device: torch.device
+    beginning: Beginning | None = None
+
+    def begin(self) -> None:
+        """Drop gradients, and make the next run the same step as those before it."""
+        self.model.zero_grad(set_to_none=True)
+        if self.beginning is not None:
+            self.beginning.next()
 
 
 def training_step(
@@ -90,31 +98,34 @@ def training_step(
 
 
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """Put back what steps inside the block change: gradients, buffers, generators.
+def untouched(step: TrainingStep) -> Iterator[TrainingStep]:
+    """Yield a step whose runs leave nothing changed: gradients, buffers, generators.
 
-    Gradients are taken off, so that each step starts as one after `zero_grad` does. On
-    an accelerator they wait on the host: a step makes new ones in their place.
+    After each `TrainingStep.begin` it is the same step again, with the same random
+    numbers. Gradients are taken off, so that each run starts as one after `zero_grad`
+    does. On an accelerator they wait on the host: a step makes new ones in their place.
     """
+    model = step.model
     gradients = [(p, p.grad) for p in model.parameters()]
     stash = Stash(gradient for _, gradient in gradients if gradient is not None)
-    buffers = [(b, b.detach().clone()) for b in model.buffers()]
-    states = default_states([_device_of(model)])
+    beginning = Beginning(model, _devices_of(step))
     for parameter, _ in gradients:
         parameter.grad = None
     try:
-        yield
+        yield replace(step, beginning=beginning)
     finally:
         for parameter, _ in gradients:
             parameter.grad = None
         stash.restore()
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
-        for generator, state in states:
-            generator.set_state(state)
+        beginning.restore()
+
+
+def _devices_of(step: TrainingStep) -> list[torch.device]:
+    model = step.model
+    found = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    return [device for device in {*found, step.device} if device.type != "meta"]
 
 
 def _device_of(model: nn.Module) -> torch.device:

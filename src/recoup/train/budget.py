@@ -11,7 +11,7 @@ from recoup.core.plan import Plan
 from recoup.core.units import parse_bytes, print_bytes
 from recoup.measure.floor import run_step
 from recoup.measure.optimizers import missing_state_bytes
-from recoup.measure.training import TrainingStep, untouched
+from recoup.measure.training import TrainingStep, training_step, untouched
 from recoup.train.processes import Processes, Report
 from recoup.train.units import UnitPlan, units_of
 
@@ -46,6 +46,7 @@ def fit_together(
     if units:
         return _fit_units(model, units, run, agreed_bytes, optimizer, processes)
     fitted, floor_bytes = None, 0
+    step = training_step(model, step=run)
 
     def run_in_step() -> None:
         processes.tell(Report(batches=1))
@@ -64,7 +65,7 @@ def fit_together(
         if processes.count == 1:
             raise
     finally:
-        _follow(run, processes)
+        _follow(step, processes)
     floor_bytes = max(processes.gather(floor_bytes))
     if fitted is None or floor_bytes:
         if fitted is not None:
@@ -80,12 +81,12 @@ def fit_together(
         if not processes.is_first:
             fitted.adopt(Plan.from_json(plan))
         # A plan is verified when it first runs, which takes memory: not in training.
-        with untouched(model):
-            run()
+        with untouched(step) as repeated:
+            repeated.run()
     return fitted
 
 
-def _follow(run: Callable[[], object], processes: Processes) -> None:
+def _follow(step: TrainingStep, processes: Processes) -> None:
     """Run along until every process has measured enough.
 
     A sharded model exchanges parameters in forward: who is done earlier has to take
@@ -93,8 +94,10 @@ def _follow(run: Callable[[], object], processes: Processes) -> None:
     """
     if processes.count == 1:
         return
-    while any(report.batches for report in processes.tell(Report())):
-        run()
+    with untouched(step) as repeated:
+        while any(report.batches for report in processes.tell(Report())):
+            repeated.begin()
+            repeated.run()
 
 
 def _fit_units(
@@ -105,16 +108,17 @@ def _fit_units(
     optimizer: Optimizer,
     processes: Processes,
 ) -> UnitPlan:
-    device = next(iter(model.parameters())).device
-    step = TrainingStep(model, run, None, device)
+    step = training_step(model, step=run)
     moments = [dict(state) for state in optimizer.state.values()]
-    reserved_bytes = max(processes.gather(missing_state_bytes(optimizer, device)))
-
-    def measure() -> int:
-        run_step(step)
-        return max(processes.gather(run_step(step, resident=moments).peak_bytes))
+    reserved_bytes = max(processes.gather(missing_state_bytes(optimizer, step.device)))
 
     plan = UnitPlan(units)
-    with untouched(model):
+    with untouched(step) as repeated:
+
+        def measure() -> int:
+            run_step(repeated)
+            cost = run_step(repeated, resident=moments)
+            return max(processes.gather(cost.peak_bytes))
+
         plan.settle(budget_bytes, measure, reserved_bytes)
     return plan

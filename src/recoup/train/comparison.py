@@ -14,11 +14,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from recoup.backend.memory import is_out_of_memory
+from recoup.backend.randomness import random_states, restore_random_states
 from recoup.core.errors import UsageError
 from recoup.core.units import print_bytes, print_seconds
 from recoup.precision.formats import resolve_precision
 from recoup.train.batches import LossFunction
-from recoup.train.randomness import random_states, restore_random_states
+from recoup.train.results import StepResult
 from recoup.train.settings import TrainerSettings
 from recoup.train.trainer import Trainer
 
@@ -121,7 +122,12 @@ def compare_configurations(
     name = "bf16" if dtype is torch.bfloat16 else "fp16"
     make = functools.partial(Trainer, model, optimizer, loss_fn=loss_fn)
     rows: list[ComparisonRow] = []
-    with _untouched(model, optimizer, device):
+    with _untouched(model, optimizer, device) as rewind:
+
+        def step(trainer: Trainer) -> StepResult:
+            rewind()
+            return trainer.step(batch)
+
         for title, mixed, recomputed in _ROWS:
             settings = TrainerSettings(
                 precision=name if mixed else "fp32",
@@ -129,7 +135,7 @@ def compare_configurations(
                 recover_from_out_of_memory=False,
                 measure_memory=False,
             )
-            rows.append(_measure(title, settings, make, batch, repeats=repeats))
+            rows.append(_measure(title, settings, make, step, repeats=repeats))
     return Comparison(name, tuple(rows))
 
 
@@ -137,7 +143,7 @@ def _measure(
     title: str,
     settings: TrainerSettings,
     make: Callable[..., Trainer],
-    batch: Any,
+    step: Callable[[Trainer], StepResult],
     *,
     repeats: int,
 ) -> ComparisonRow:
@@ -146,11 +152,11 @@ def _measure(
         # On the CPU measuring memory takes time: each has steps of its own.
         trainer = make(settings=settings)
         for _ in range(2):
-            trainer.step(batch)
-        seconds = [_timed(trainer, batch) for _ in range(repeats)]
+            step(trainer)
+        seconds = [_timed(trainer, step) for _ in range(repeats)]
         trainer.release()
         trainer = make(settings=replace(settings, measure_memory=True))
-        peak_bytes = trainer.step(batch).peak_bytes
+        peak_bytes = step(trainer).peak_bytes
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
@@ -161,10 +167,10 @@ def _measure(
     return ComparisonRow(title, peak_bytes, statistics.median(seconds))
 
 
-def _timed(trainer: Trainer, batch: Any) -> float:
+def _timed(trainer: Trainer, step: Callable[[Trainer], StepResult]) -> float:
     _synchronize(trainer.device)
     start = time.perf_counter()
-    trainer.step(batch)
+    step(trainer)
     _synchronize(trainer.device)
     return time.perf_counter() - start
 
@@ -178,15 +184,23 @@ def _synchronize(device: torch.device) -> None:
 @contextmanager
 def _untouched(
     model: nn.Module, optimizer: Optimizer, device: torch.device
-) -> Iterator[None]:
-    """Put parameters, buffers, optimizer and generators back at the end."""
+) -> Iterator[Callable[[], None]]:
+    """Put parameters, buffers, optimizer and generators back at the end.
+
+    Yields a function that puts the generators back at once: a model that leaves blocks
+    out at random shall leave out the same ones in every step that is compared.
+    """
     tensors = [*model.parameters(), *model.buffers()]
     copies = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
     gradients = [parameter.grad for parameter in model.parameters()]
     state = copy.deepcopy(optimizer.state_dict())
     states = random_states(device)
+
+    def rewind() -> None:
+        restore_random_states(states, device)
+
     try:
-        yield
+        yield rewind
     finally:
         with torch.no_grad():
             for tensor, before in zip(tensors, copies, strict=True):
@@ -194,7 +208,7 @@ def _untouched(
         for parameter, gradient in zip(model.parameters(), gradients, strict=True):
             parameter.grad = gradient
         optimizer.load_state_dict(state)
-        restore_random_states(states, device)
+        rewind()
 
 
 def _share(value: float, base: float | None) -> str:

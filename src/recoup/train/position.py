@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from recoup.core.errors import SnapshotError, UsageError
-from recoup.train.batches import sample_count
-from recoup.train.randomness import (
+from recoup.backend.randomness import (
     RandomStates,
     random_states,
     restore_random_states,
 )
+from recoup.core.errors import SnapshotError, UsageError
+from recoup.train.batches import sample_count
 
 _log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from recoup.backend.buffers import buffers_of
 from recoup.backend.foreach import copy_all
-from recoup.train.randomness import (
+from recoup.backend.randomness import (
     RandomStates,
     random_states,
     restore_random_states,

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from recoup.core.errors import SnapshotError
-from recoup.train.processes import Processes, unwrapped
-from recoup.train.randomness import (
+from recoup.backend.randomness import (
     RandomStates,
     random_states,
     restore_random_states,
 )
+from recoup.core.errors import SnapshotError
+from recoup.train.processes import Processes, unwrapped
 from recoup.train.sharding import shard_like, whole_tree
 
 _HAS = {True: "has", False: "has not"}

@@ -2,6 +2,7 @@
 
 import random
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,8 +43,8 @@ class RandomStates:
         )
 
 
-def random_states(device: torch.device, *, with_numpy: bool = True) -> RandomStates:
-    """Return the states of all generators that a step on a device may draw from.
+def random_states(*devices: torch.device, with_numpy: bool = True) -> RandomStates:
+    """Return the states of all generators that a step on devices may draw from.
 
     NumPy's counts only if NumPy has been imported. It alone costs more than a hundred
     microseconds, the others together ten.
@@ -59,21 +60,20 @@ def random_states(device: torch.device, *, with_numpy: bool = True) -> RandomSta
     return RandomStates(
         python=random.getstate(),
         numpy=None if numpy is None else numpy.random.get_state(),
-        torch=tuple(generator.get_state() for generator in _generators(device)),
+        torch=tuple(generator.get_state() for generator in _generators(devices)),
     )
 
 
-def restore_random_states(states: RandomStates, device: torch.device) -> None:
-    """Put every generator back into the state it had."""
+def restore_random_states(states: RandomStates, *devices: torch.device) -> None:
+    """Put every generator back into the state it had; the devices are the same."""
     random.setstate(states.python)
-    for generator, state in zip(_generators(device), states.torch, strict=False):
+    for generator, state in zip(_generators(devices), states.torch, strict=False):
         generator.set_state(state)
     numpy = sys.modules.get("numpy")
     if numpy is not None and states.numpy is not None:
         numpy.random.set_state(states.numpy)
 
 
-def _generators(device: torch.device) -> list[torch.Generator]:
-    if device.type in ("cpu", "meta"):
-        return [torch.default_generator]
-    return [torch.default_generator, default_generator(device)]
+def _generators(devices: Sequence[torch.device]) -> list[torch.Generator]:
+    found = [torch.default_generator, *map(default_generator, devices)]
+    return list({id(generator): generator for generator in found}.values())
