@@ -258,6 +258,18 @@ ITERATING = [
     over_a_generator,
     over_a_tensor_with_a_break,
 ]
+USED_TWICE = [
+    nested_loops,
+    nested_loops_with_breaks,
+    a_variable_changed_after_the_loop,
+    a_break,
+    an_early_return,
+    over_a_list,
+]
+"""Their second argument is used in a loop and outside of it, or in one more than once:
+its gradient is added up in another order. The worst of 30 random arguments to each was
+8.6e-16 of a number; the first argument's was the same to the bit."""
+
 SHORT = {"min_loop_size": 2, "num_checkpoints": 4, "on_unsupported": "raise"}
 
 
@@ -288,18 +300,11 @@ def test_a_rewritten_loop_gives_the_plain_gradient(function, counted):
     assert not counted
     found = grad(function, (0, 1), checkpoint=SHORT)(*arguments)
     assert counted
-    for one, other in zip(found, expected, strict=True):
-        # What is used inside and outside of a loop is added up in another order.
-        assert torch.allclose(one, other, rtol=1e-13, atol=1e-17)
-        assert torch.equal(one, other) or function in (
-            nested_loops,
-            nested_loops_with_breaks,
-            a_variable_changed_after_the_loop,
-            a_break,
-            a_break_at_once,
-            an_early_return,
-            over_a_list,
-        )
+    assert torch.equal(found[0], expected[0])
+    if function in USED_TWICE:
+        assert torch.allclose(found[1], expected[1], rtol=2**-50, atol=0)
+    else:
+        assert torch.equal(found[1], expected[1])
 
 
 @pytest.mark.parametrize(
@@ -504,8 +509,9 @@ def test_an_error_in_a_loop_names_the_line_of_the_source():
 def test_numpy_functions_need_no_change():
     pytest.importorskip("autograd", reason="an optional package")
     generator = np.random.default_rng(0)
-    x, b = generator.normal(size=(2, 6))
-    w = generator.normal(size=(6, 6)) * 0.3
+    x, b = generator.normal(size=(2, 6)) * [[1.0], [0.01]]
+    # A rotation that grows a little: the gradient of 151 steps does not vanish.
+    w = np.linalg.qr(generator.normal(size=(6, 6)))[0] * 1.1
     derivative = grad_with_checkpointing(
         numpy_guide, num_checkpoints=9, wrt=(0, 1, 2), on_unsupported="raise"
     )
@@ -513,8 +519,9 @@ def test_numpy_functions_need_no_change():
     expected = grad(numpy_guide, (0, 1, 2))(x, w, b)
     for one, other in zip(found, expected, strict=True):
         assert np.array_equal(one, other)
-    numeric = (numpy_guide(x + 1e-6, w, b).sum() - numpy_guide(x, w, b).sum()) / 1e-6
-    assert found[0].sum() == pytest.approx(numeric, rel=1e-4)
+    more, less = (numpy_guide(x + step, w, b).sum() for step in (1e-6, -1e-6))
+    # A difference of numbers near 1 has 1e-16 / 1e-6 of rounding.
+    assert found[0].sum() == pytest.approx((more - less) / 2e-6, rel=1e-8, abs=0)
 
 
 def numpy_guide(x, w, b):

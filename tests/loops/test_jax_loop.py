@@ -111,7 +111,8 @@ def test_inputs_outputs_and_the_index():
     found = differentiate(begin, rows, checkpointed)
     expected = differentiate(begin, rows, plainly)
     assert int(found[1]) == int(expected[1]) == 6
-    # XLA fuses the two programs otherwise, so the last bit may differ.
+    # XLA fuses the two programs otherwise, so the last bit of a term may differ.
+    # Measured: 1.5e-8 of numbers up to 0.6, which is 2.9e-6 of one where terms cancel.
     for one, other in zip(
         jax.tree.leaves(found[0]), jax.tree.leaves(expected[0]), strict=True
     ):
@@ -252,7 +253,10 @@ def test_a_number_as_state_and_a_captured_array():
     def checkpointed(w):
         return checkpointed_loop(lambda h: h * w, 1.0, 10)[0]
 
-    assert np.isclose(jax.grad(checkpointed)(0.9), 10 * 0.9**9, rtol=1e-5)
+    def plainly(w):
+        return jax.lax.fori_loop(0, 10, lambda _, h: h * w, 1.0)
+
+    assert jax.grad(checkpointed)(0.9) == jax.grad(plainly)(0.9)
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])

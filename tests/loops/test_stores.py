@@ -86,7 +86,10 @@ def test_a_lossy_tier_gives_gradients_near_the_plain_ones():
     expected, _ = gradients(20)
     found, _ = gradients(20, store=Half())
     assert not torch.equal(found[0], expected[0])
-    torch.testing.assert_close(found[0], expected[0], rtol=0.05, atol=0.01)
+    # A state in bfloat16 is within 2**-8 of itself; the steps from there to the next
+    # one multiply what that does to their derivatives. Measured: 4.5e-4 of gradients
+    # up to 0.19, and 6e-3 of any.
+    torch.testing.assert_close(found[0], expected[0], rtol=0.02, atol=0.001)
 
 
 def test_a_store_is_for_torch():
