@@ -6,6 +6,7 @@ import re
 import shutil
 import statistics
 import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -43,6 +44,40 @@ def in_turns(
             if turn >= warmup:
                 results[name].append(result)
     return results
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How long a step takes, in seconds.
+
+    Attributes:
+        alone: With the device idle before it, as where every loss is looked at.
+        in_a_row: Among steps that are issued one after the other, as training does: the
+            host works ahead while the device computes.
+    """
+
+    alone: float
+    in_a_row: float
+
+
+def pace_of(step: Callable[[], object], device: torch.device, *, steps: int) -> Pace:
+    """Run a step by itself, then several in a row."""
+    synchronize(device)
+    start = time.perf_counter()
+    step()
+    synchronize(device)
+    alone = time.perf_counter() - start
+    start = time.perf_counter()
+    for _ in range(steps):
+        step()
+    synchronize(device)
+    return Pace(alone, (time.perf_counter() - start) / steps)
 
 
 def describe_machine(device: torch.device) -> dict[str, str]:

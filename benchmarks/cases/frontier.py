@@ -21,6 +21,7 @@ from torch import nn
 import recoup
 from benchmarks.harness import (
     Cell,
+    Pace,
     Row,
     Spread,
     describe_machine,
@@ -48,6 +49,23 @@ LITERATURE = {
 """What others have published: the overhead at a share of the activations' bytes."""
 
 COMPILED_BUDGETS = (0.5, 0.2)
+
+STEPS_IN_A_ROW = 6
+
+
+@dataclass(frozen=True)
+class Times:
+    """The times of a contender's steps."""
+
+    alone: Spread
+    in_a_row: Spread
+
+    @staticmethod
+    def of(paces: Sequence[Pace]) -> "Times":
+        return Times(
+            Spread.of([pace.alone for pace in paces]),
+            Spread.of([pace.in_a_row for pace in paces]),
+        )
 
 
 @dataclass(frozen=True)
@@ -104,10 +122,10 @@ def peak_of(problem: Problem, enter: Context) -> int:
         return problem.peak_bytes()
 
 
-def seconds_of(problem: Problem, enter: Context) -> float:
+def pace_with(problem: Problem, enter: Context) -> Pace:
     around: AbstractContextManager[Any] = enter(problem.model)
     with around:
-        return problem.seconds()
+        return problem.pace(steps=STEPS_IN_A_ROW)
 
 
 def resident_bytes(problem: Problem) -> int:
@@ -173,13 +191,13 @@ def contenders_of(
 
 def rows_of(problem: Problem, *, compiled: bool, rounds: int) -> list[Row]:
     contenders, absent = contenders_of(problem, compiled=compiled)
-    steps: Mapping[str, Callable[[], float]] = {
-        name: partial(seconds_of, problem, contender.enter)
+    steps: Mapping[str, Callable[[], Pace]] = {
+        name: partial(pace_with, problem, contender.enter)
         for name, contender in contenders.items()
     }
     times = {
-        name: Spread.of(seconds)
-        for name, seconds in in_turns(steps, warmup=2, rounds=rounds).items()
+        name: Times.of(paces)
+        for name, paces in in_turns(steps, warmup=1, rounds=rounds).items()
     }
     rows = [row_of(problem, name, contenders, times) for name in contenders]
     rows += [
@@ -193,16 +211,18 @@ def row_of(
     problem: Problem,
     name: str,
     contenders: Mapping[str, Contender],
-    times: Mapping[str, Spread],
+    times: Mapping[str, "Times"],
 ) -> Row:
-    contender, spread = contenders[name], times[name]
+    contender, spread = contenders[name], times[name].in_a_row
+    plain_seconds = times["plain"].in_a_row.median
     row: dict[str, Cell] = {
         "model": problem.case.name,
         "contender": name,
         "peak MiB": round(contender.peak_bytes / 2**20, 2),
         "step ms": round(1e3 * spread.median, 2),
         "least to largest": f"{1e3 * spread.least:.2f} to {1e3 * spread.largest:.2f}",
-        "overhead": f"{spread.median / times['plain'].median - 1:+.1%}",
+        "overhead": f"{spread.median / plain_seconds - 1:+.1%}",
+        "alone ms": round(1e3 * times[name].alone.median, 2),
         "activations left": f"{activations_left(problem, contender, contenders):.0%}",
         "published": contender.published,
     }
@@ -216,12 +236,13 @@ def row_of(
         "fit s": round(report.total_seconds, 1),
     }
     if contender.beside is not None:
-        peer = times[contender.beside]
+        peer = times[contender.beside].in_a_row
+        alone = times[name].alone.median / times[contender.beside].alone.median
         fits = contender.peak_bytes <= contenders[contender.beside].peak_bytes
         row["time by its time"] = round(spread.median / peer.median, 3)
         row["beside it"] = (
             f"{spread.median / peer.median - 1:+.1%} time at "
-            f"{'no more' if fits else 'MORE'} memory"
+            f"{'no more' if fits else 'MORE'} memory ({alone - 1:+.1%} alone)"
         )
     return row
 
@@ -247,6 +268,8 @@ def measure(
     settings: dict[str, Cell] = {
         "scale": scale,
         "rounds": rounds,
+        "step ms": f"of {STEPS_IN_A_ROW} in a row, as training issues them; alone: "
+        "with the device idle before it",
         "activations left": "peak without parameters, buffers and the batch, as a "
         "share of the plain one; gradients count",
         "published": "what others have published at that share, see LITERATURE",

@@ -13,13 +13,16 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 
-from benchmarks.cases.overhead import elsewhere, step_gradients, synchronize
+from benchmarks.cases.overhead import elsewhere, step_gradients
 from benchmarks.harness import (
+    Pace,
     Row,
     Spread,
     describe_machine,
     in_turns,
     markdown_table,
+    pace_of,
+    synchronize,
     write_results,
 )
 from benchmarks.models import LARGE, MEDIUM, WIDE, Problem
@@ -30,6 +33,8 @@ from recoup.engine.tiers.host import pool_of
 SHARES = (0.125, 0.25, 0.5, 0.75, 1.0)
 WINDOWS_BYTES = (128 << 20, 2 << 30)
 """Beside the default, measured with a quarter moved."""
+
+STEPS_IN_A_ROW = 3
 
 
 class Share(ExactTier):
@@ -97,6 +102,17 @@ class Measured:
     back_bytes: int
 
 
+def measured_steps(problem: Problem, run_block: RunBlock) -> tuple[Measured, Pace]:
+    """Measure one step by itself, and the time of one among several in a row."""
+
+    def step() -> None:
+        problem.clear_gradients()
+        problem.loss(run_block).backward()
+
+    measured = measured_step(problem, run_block)
+    return measured, pace_of(step, problem.tokens.device, steps=STEPS_IN_A_ROW)
+
+
 def measured_step(
     problem: Problem, run_block: RunBlock, *, apart: bool = False
 ) -> Measured:
@@ -130,7 +146,7 @@ def measured_step(
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What no schedule of the copies can beat.
+    """What no schedule of the copies can beat, when steps follow each other.
 
     A value leaves after it is made, and what is made last is needed first: so what
     leaves hides behind forward, and what comes back behind backward.
@@ -166,11 +182,15 @@ def link(device: torch.device) -> tuple[float, float]:
     return rates[0], rates[1]
 
 
-def bound_of(problem: Problem, device: torch.device, *, rounds: int) -> Bound:
+def bound_of(
+    problem: Problem, plain_seconds: float, device: torch.device, *, rounds: int
+) -> Bound:
+    """Return the bound, given the time of a plain step among others in a row."""
     steps = [measured_step(problem, run_plain, apart=True) for _ in range(rounds + 2)]
     forward = Spread.of([step.forward_seconds for step in steps[2:]]).median
     whole = Spread.of([step.seconds for step in steps[2:]]).median
-    return Bound(forward, whole - forward, *link(device))
+    forward *= plain_seconds / whole
+    return Bound(forward, plain_seconds - forward, *link(device))
 
 
 def rows_of(
@@ -178,13 +198,14 @@ def rows_of(
 ) -> list[Row]:
     # Small values are few bytes and many copies.
     host = Host(smallest_bytes=1 << 20 if device.type == "cuda" else 1 << 16)
-    bound = bound_of(problem, device, rounds=rounds)
-    steps: dict[str, Callable[[], Measured]] = {
-        name: partial(measured_step, problem, run)
+    steps: dict[str, Callable[[], tuple[Measured, Pace]]] = {
+        name: partial(measured_steps, problem, run)
         for name, run in contenders(host).items()
     }
-    results = in_turns(steps, warmup=2, rounds=rounds)
-    plain_bytes = max(run.peak_bytes for run in results["plain"])
+    results = in_turns(steps, warmup=1, rounds=rounds)
+    plain_bytes = max(run.peak_bytes for run, _ in results["plain"])
+    plain = Spread.of([pace.in_a_row for _, pace in results["plain"]])
+    bound = bound_of(problem, plain.median, device, rounds=rounds)
     rows = [
         row_of(label, name, runs, plain_bytes, bound) for name, runs in results.items()
     ]
@@ -193,17 +214,23 @@ def rows_of(
 
 
 def row_of(
-    label: str, name: str, runs: Sequence[Measured], plain_bytes: int, bound: Bound
+    label: str,
+    name: str,
+    runs: Sequence[tuple[Measured, Pace]],
+    plain_bytes: int,
+    bound: Bound,
 ) -> Row:
-    step = Spread.of([1e3 * run.seconds for run in runs])
-    host = Spread.of([1e3 * run.host_seconds for run in runs])
-    peak_bytes = max(run.peak_bytes for run in runs)
-    last = runs[-1]
+    step = Spread.of([1e3 * pace.in_a_row for _, pace in runs])
+    alone = Spread.of([1e3 * run.seconds for run, _ in runs])
+    host = Spread.of([1e3 * run.host_seconds for run, _ in runs])
+    peak_bytes = max(run.peak_bytes for run, _ in runs)
+    last = runs[-1][0]
     row: dict[str, Any] = {
         "model": label,
         "contender": name,
         "step ms": round(step.median, 2),
         "least to largest": f"{step.least:.1f} to {step.largest:.1f}",
+        "alone ms": round(alone.median, 2),
         "host ms": round(host.median, 2),
         "peak GiB": round(peak_bytes / 2**30, 3) if peak_bytes else None,
     }
@@ -243,13 +270,15 @@ def measure(device: torch.device, *, small: bool) -> tuple[list[Row], dict[str, 
     rows: list[Row] = []
     for label, shape in shapes.items():
         problem = Problem.make(shape, batch, device=device, dtype=dtype)
-        rounds = {LARGE: 9, WIDE: 5}.get(shape, 2)
+        rounds = {LARGE: 6, WIDE: 4}.get(shape, 2)
         rows += rows_of(label, problem, device=device, rounds=rounds)
         del problem
         if on_gpu:
             torch.cuda.empty_cache()
     out, back = link(device)
     settings = {
+        "step ms": f"of {STEPS_IN_A_ROW} in a row, as training issues them, and the "
+        "bound likewise; alone: with the device idle before it",
         "models": "; ".join(f"{name}: {shape}" for name, shape in shapes.items()),
         "batch": f"{batch}, {dtype}",
         "link": f"{out / 1e9:.1f} GB/s out, {back / 1e9:.1f} GB/s back",

@@ -21,11 +21,15 @@ from benchmarks.harness import (
     describe_machine,
     in_turns,
     markdown_table,
+    pace_of,
+    synchronize,
     write_results,
 )
 from benchmarks.models import LARGE, MEDIUM, TINY, Problem
 from recoup.backend.dispatch import OperatorMode
 from recoup.cli.gpt import Block, RunBlock, Shape, run_plain
+
+STEPS_IN_A_ROW = 6
 
 
 def timed_step(problem: Problem, run_block: RunBlock) -> tuple[float, float, int]:
@@ -45,17 +49,32 @@ def timed_step(problem: Problem, run_block: RunBlock) -> tuple[float, float, int
     return seconds, host_seconds, peak_bytes
 
 
+def seconds_in_a_row(problem: Problem, run_block: RunBlock) -> float:
+    """Return the seconds of a step among several that follow each other."""
+
+    def step() -> None:
+        problem.clear_gradients()
+        problem.loss(run_block).backward()
+
+    return pace_of(step, problem.tokens.device, steps=STEPS_IN_A_ROW).in_a_row
+
+
 def step_columns(problem: Problem, *, rounds: int) -> dict[str, Row]:
     """Measure whole steps of all contenders, in turns."""
     steps = {n: partial(timed_step, problem, run) for n, run in CONTENDERS.items()}
+    rows = {n: partial(seconds_in_a_row, problem, run) for n, run in CONTENDERS.items()}
+    paces = in_turns(rows, warmup=1, rounds=max(1, rounds // 3))
     columns: dict[str, Row] = {}
     for name, runs in in_turns(steps, warmup=3, rounds=rounds).items():
+        in_a_row = Spread.of([1e3 * seconds for seconds in paces[name]])
         step = Spread.of([1e3 * seconds for seconds, _, _ in runs])
         host = Spread.of([1e3 * seconds for _, seconds, _ in runs])
         peak_bytes = max(peak for _, _, peak in runs)
         columns[name] = {
-            "step ms": round(step.median, 2),
-            "least to largest": f"{step.least:.2f} to {step.largest:.2f}",
+            "step ms": round(in_a_row.median, 2),
+            "least to largest": f"{in_a_row.least:.2f} to {in_a_row.largest:.2f}",
+            "alone ms": round(step.median, 2),
+            "alone, least to largest": f"{step.least:.2f} to {step.largest:.2f}",
             "host ms": round(host.median, 2),
             "peak GiB": round(peak_bytes / 2**30, 3) if peak_bytes else None,
         }
@@ -179,11 +198,6 @@ def is_kernel(event: Any) -> bool:
     return on_device and not event.name.startswith(("Memcpy", "Memset"))
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
 def merge(parts: Sequence[dict[str, Row]]) -> list[Row]:
     """Join the columns of several measurements into one row a contender."""
     return [
@@ -209,6 +223,8 @@ def measure(device: torch.device, *, small: bool) -> tuple[list[Row], dict[str, 
     tiny = Problem.make(TINY, 1, device=torch.device("cpu"), dtype=torch.float32)
     settings = {
         "step": f"{shape}, batch {batch}, {dtype}",
+        "step ms": f"of {STEPS_IN_A_ROW} in a row, as training issues them; alone: "
+        "with the device idle before it",
         "us per operator": f"{TINY}, batch 1, {count_operators(tiny)} operators",
     }
     return merge(parts), settings

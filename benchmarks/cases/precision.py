@@ -14,11 +14,14 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.harness import (
+    Pace,
     Row,
     Spread,
     describe_machine,
     in_turns,
     markdown_table,
+    pace_of,
+    synchronize,
     write_results,
 )
 from benchmarks.resnet import ResNet
@@ -33,6 +36,7 @@ TYPES: dict[Precision, torch.dtype | None] = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
+STEPS_IN_A_ROW = 6
 LOSS_SCALE = 1024.0
 """Small enough for the first steps not to overflow: a skipped one takes less time."""
 
@@ -138,34 +142,32 @@ class ByTrainer:
         self._trainer = None
 
 
-def timed_steps(
-    contender: ByHand | ByTrainer, device: torch.device, *, warmup: int, steps: int
-) -> list[tuple[float, int]]:
-    """Return the seconds, until the device is done, and the peak bytes of some steps.
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The times of a contender's steps, and their peak."""
 
-    A training run makes its trainer once: what that does in its first steps (verify
-    regions, copy buffers, warm up a loss scale) is warm-up here.
+    pace: Pace
+    peak_bytes: int
+
+
+def measured_steps(
+    contender: ByHand | ByTrainer, device: torch.device, *, warmup: int, steps: int
+) -> Measured:
+    """Run some steps, after what a training run does once.
+
+    What a trainer does in its first steps (verify regions, copy buffers, warm up a loss
+    scale) is warm-up here.
     """
     contender.prepare()
     for _ in range(warmup):
         contender.step()
-    found = [timed_step(contender, device) for _ in range(steps)]
-    contender.close()
-    return found
-
-
-def timed_step(
-    contender: ByHand | ByTrainer, device: torch.device
-) -> tuple[float, int]:
-    synchronize(device)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    start = time.perf_counter()
-    contender.step()
-    synchronize(device)
-    seconds = time.perf_counter() - start
     on_gpu = device.type == "cuda"
-    return seconds, torch.cuda.max_memory_allocated(device) if on_gpu else 0
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    pace = pace_of(contender.step, device, steps=steps)
+    peak_bytes = torch.cuda.max_memory_allocated(device) if on_gpu else 0
+    contender.close()
+    return Measured(pace, peak_bytes)
 
 
 def table_rows(problem: Problem, *, rounds: int) -> list[Row]:
@@ -178,7 +180,13 @@ def table_rows(problem: Problem, *, rounds: int) -> list[Row]:
                 "Trainer": ByTrainer(problem, precision, recompute=recompute),
             }
             measures = {
-                name: partial(timed_steps, contender, problem.device, warmup=2, steps=3)
+                name: partial(
+                    measured_steps,
+                    contender,
+                    problem.device,
+                    warmup=2,
+                    steps=STEPS_IN_A_ROW,
+                )
                 for name, contender in contenders.items()
             }
             results = in_turns(measures, warmup=0, rounds=rounds)
@@ -188,17 +196,21 @@ def table_rows(problem: Problem, *, rounds: int) -> list[Row]:
                 "checkpointing": "yes" if recompute else "no",
             }
             for name, measured in results.items():
-                steps = [step for some in measured for step in some]
-                spread = Spread.of([1e3 * seconds for seconds, _ in steps])
-                peak_bytes = max(peak for _, peak in steps)
+                spread = Spread.of([1e3 * run.pace.in_a_row for run in measured])
+                alone = Spread.of([1e3 * run.pace.alone for run in measured])
+                peak_bytes = max(run.peak_bytes for run in measured)
                 row[f"{name} ms"] = round(spread.median, 2)
                 row[f"{name} least to largest"] = (
                     f"{spread.least:.2f} to {spread.largest:.2f}"
                 )
+                row[f"{name} alone ms"] = round(alone.median, 2)
                 row[f"{name} GiB"] = (
                     round(peak_bytes / 2**30, 3) if peak_bytes else None
                 )
             row["time"] = round(row["Trainer ms"] / row["by hand ms"], 3)
+            row["time alone"] = round(
+                row["Trainer alone ms"] / row["by hand alone ms"], 3
+            )
             print(markdown_table([row]).splitlines()[-1], flush=True)
             rows.append(row)
     return rows
@@ -265,11 +277,6 @@ def host_seconds(step: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true", help="seconds, no meaning")
@@ -288,7 +295,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in ("GPT", "ResNet-50"):
         if name.lower()[:3] in parts:
             problem = make_problem(name, device, small=small)
-            rows += table_rows(problem, rounds=1 if small else 3)
+            rows += table_rows(problem, rounds=1 if small else 5)
             del problem
     print(markdown_table(rows))
     machine, settings = (
@@ -297,6 +304,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "GPT": f"{SMALL_SHAPE if small else GPT_SHAPE}, batch {2 if small else 16}",
             "ResNet-50": "2 x 3 x 32 x 32" if small else "192 x 3 x 224 x 224",
             "optimizer": "AdamW, fused on a GPU",
+            "ms": f"of {STEPS_IN_A_ROW} steps in a row, as training issues them; "
+            "alone: with the device idle before it",
         },
     )
     for theme, found in (("precision", rows), ("trainer-overhead", overhead)):

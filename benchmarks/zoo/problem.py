@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.harness import Pace, pace_of, synchronize
 from benchmarks.zoo.case import Case, Pair, Scale
 from recoup.backend.memory import device_meter
 
@@ -74,6 +75,15 @@ class Problem:
         synchronize(self.device)
         return time.perf_counter() - start
 
+    def pace(self, *, steps: int) -> Pace:
+        """Run a step by itself and several in a row, and return their times."""
+
+        def step() -> None:
+            self.clear()
+            self.step()
+
+        return pace_of(step, self.device, steps=steps)
+
     def cost(self, *, warmup: int = 1, rounds: int = 3) -> Cost:
         """Return the peak of one step and the median time of some."""
         for _ in range(warmup):
@@ -91,11 +101,6 @@ def call(model: nn.Module, inputs: Any) -> Any:
     if isinstance(inputs, dict):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def free_device(device: torch.device) -> None:
