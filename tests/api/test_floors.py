@@ -1,8 +1,16 @@
 """The floor: what one process is told, another one reaches."""
 
 import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
 
+import recoup
 from benchmarks.zoo.cases import CASES
+from recoup import InfeasibleError
+from recoup.backend.memory import StorageMeter
+from recoup.measure import floor as measured_floor
 from tests.support.fitting import outcome_of
 from tests.support.floors import floor_of, floors_elsewhere
 
@@ -34,3 +42,53 @@ def test_below_the_floor_the_error_names_a_budget_that_is_met(elsewhere):
     assert not refused.fits
     assert refused.floor_bytes <= elsewhere["lstm"][0]
     assert outcome_of(CASES["lstm"], refused.floor_bytes).fits
+
+
+class Residual(nn.Module):
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layers(x)
+
+
+def layer(kind: str, width: int) -> nn.Module:
+    if kind == "mlp":
+        wide = nn.Linear(width, 3 * width), nn.GELU(), nn.Linear(3 * width, width)
+        return Residual(nn.LayerNorm(width), *wide)
+    if kind == "statistics":
+        return nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.ReLU())
+    if kind == "random":
+        return Residual(nn.Linear(width, width), nn.Tanh(), nn.Dropout(0.3))
+    return nn.Sequential(nn.Linear(width, width), nn.ReLU(inplace=True))
+
+
+QUICK = [phase for phase in Phase if phase not in (Phase.shrink, Phase.explain)]
+
+KINDS = st.lists(
+    st.sampled_from(["mlp", "statistics", "random", "in place"]),
+    min_size=1,
+    max_size=6,
+)
+
+
+@pytest.mark.parametrize("block_bytes", [1, 512])
+@settings(max_examples=15, phases=QUICK)
+@given(kinds=KINDS, width=st.integers(3, 40), rows=st.integers(2, 70))
+def test_the_budget_that_an_error_tells_is_met(block_bytes, kinds, width, rows):
+    """By a meter that counts bytes, and by one that rounds as allocators do."""
+
+    def meter(_: object) -> StorageMeter:
+        return StorageMeter(block_bytes=block_bytes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measured_floor, "device_meter", meter)
+        model = nn.Sequential(*(layer(kind, width) for kind in kinds))
+        batch = torch.ones(rows, width)
+        with pytest.raises(InfeasibleError) as caught:
+            recoup.fit(model, batch, 1, loss=Tensor.sum)
+        told_bytes = caught.value.floor_bytes
+        _, report = recoup.fit(model, batch, told_bytes, loss=Tensor.sum)
+        report.remove()
+    assert report.measured_peak_bytes <= told_bytes

@@ -3,9 +3,11 @@
 import pytest
 
 from benchmarks.zoo.cases import CASES
+from recoup.backend.memory import StorageMeter
 from recoup.core.simulation import simulate
 from recoup.engine.plans import Applied
 from recoup.engine.runs import Cuts
+from recoup.measure import floor
 from recoup.measure.blocks import block_names
 from recoup.measure.floor import measure_floor, run_step
 from recoup.measure.graphs import recompute_all
@@ -37,3 +39,17 @@ def test_a_replay_does_not_meet_what_the_operator_after_it_takes(name):
     finally:
         applied.remove()
     assert simulate(graph, recompute_all(graph)).peak_bytes == measured
+
+
+@pytest.mark.parametrize("name", ["llama", "u-net"])
+def test_storages_count_as_the_blocks_that_an_allocator_gives(name, monkeypatch):
+    monkeypatch.setattr(floor, "device_meter", lambda _: StorageMeter(block_bytes=512))
+    step = described(name)
+    graph = measure_floor(step)
+    applied = Applied(step.model, Cuts(block_names(step.model)))
+    try:
+        measured = run_step(step).peak_bytes
+    finally:
+        applied.remove()
+    assert simulate(graph, recompute_all(graph)).peak_bytes == measured
+    assert simulate(graph, ()).peak_bytes == run_step(step).peak_bytes

@@ -15,6 +15,9 @@ _SHARE_OF_DEVICE = 0.95
 """Of a device's free memory, the rest is left to fragments of the allocator."""
 
 
+_TWO_BLOCKS_BYTES = 2 << 20
+
+
 def budget_bytes(budget: Budget, plain_peak_bytes: int, device: torch.device) -> int:
     """Return a budget in bytes.
 
@@ -53,6 +56,28 @@ def budget_bytes(budget: Budget, plain_peak_bytes: int, device: torch.device) ->
     return budget
 
 
+def told_bytes(floor_bytes: int, device: torch.device) -> int:
+    """Return the smallest budget to tell of, when the smallest plan takes so much.
+
+    On the CPU bytes are counted exactly, and it is the same. An allocator may count up
+    to 1 MiB more of a block of more than 1 MiB, by what happens to be free, so that the
+    same plan takes a little more or less each time. A margin is added for as much as
+    two such blocks, but at most a hundredth and at least a thousandth of it all.
+
+    Examples:
+        >>> told_bytes(1000, torch.device("cpu"))
+        1000
+        >>> told_bytes(1 << 30, torch.device("cuda")) - (1 << 30) == 2 << 20
+        True
+        >>> told_bytes(8_000_000_000, torch.device("cuda"))
+        8008000000
+    """
+    if device.type == "cpu":
+        return floor_bytes
+    usual_bytes = min(_TWO_BLOCKS_BYTES, floor_bytes // 100)
+    return floor_bytes + max(usual_bytes, floor_bytes // 1000)
+
+
 def infeasible_with(
     error: InfeasibleError, aside_bytes: int, budget_bytes: int
 ) -> InfeasibleError:
@@ -76,8 +101,9 @@ def infeasible_with(
     floor_bytes = error.floor_bytes + aside_bytes
     return InfeasibleError(
         f"a budget of {print_bytes(budget_bytes)} cannot be met: "
-        f"{print_bytes(aside_bytes)} of it are set aside for an optimizer's state and "
-        f"for what a real step took beyond its plan. Give it {floor_bytes} bytes. "
+        f"{print_bytes(aside_bytes)} of it are set aside for an optimizer's state, for "
+        "what a real step took beyond its plan, and for blocks that an accelerator's "
+        f"allocator does not divide. Give it {floor_bytes} bytes. "
         f"Of the rest: {error}",
         budget_bytes=budget_bytes,
         floor_bytes=floor_bytes,

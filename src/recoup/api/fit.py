@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from recoup.api.adaptation import Adapted
-from recoup.api.budgets import Budget, budget_bytes
+from recoup.api.budgets import Budget, budget_bytes, told_bytes
 from recoup.api.findings import fit_findings
 from recoup.api.progress import Progress, progress_for
 from recoup.api.settling import Attempt, Settling
@@ -24,7 +24,12 @@ from recoup.core.simulation import simulate
 from recoup.core.units import print_bytes, print_seconds
 from recoup.engine.verification import Verify
 from recoup.measure.floor import time_step
-from recoup.measure.training import TrainingStep, training_step, untouched
+from recoup.measure.training import (
+    TrainingStep,
+    device_of,
+    training_step,
+    untouched,
+)
 from recoup.planners.plan import EXACT
 from recoup.planners.search import Search
 from recoup.report.findings import Findings
@@ -83,9 +88,13 @@ class Fit:
 
     @cached_property
     def floor_bytes(self) -> int:
-        """The smallest budget that can be met; looked for when first asked."""
+        """The smallest budget that can be met, as predicted; found when first asked.
+
+        On an accelerator with a margin for what its allocator rounds; see `told_bytes`.
+        """
         search = self.search or Search(self.graph, EXACT)
-        return search.floor[1].peak_bytes + self.reserved_bytes
+        needed_bytes = search.floor[1].peak_bytes + self.reserved_bytes
+        return told_bytes(needed_bytes, device_of(self.model))
 
     def remove(self) -> nn.Module:
         """Take the plan off the model, which is then as it was before `fit`."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch.optim import Optimizer
 
 from recoup.api.adaptation import Adapted
-from recoup.api.budgets import infeasible_with
+from recoup.api.budgets import infeasible_with, told_bytes
 from recoup.api.progress import Progress
 from recoup.core.errors import InfeasibleError
 from recoup.core.graph import Graph
@@ -152,8 +152,9 @@ class Settling:
         tried = self._try(solution, budget_left)
         if tried.cost.peak_bytes > budget_left:
             tried.adapted.remove()
-            wrong_bytes = tried.cost.peak_bytes - solution.simulation.peak_bytes
-            more_bytes = self.reserved_bytes + wrong_bytes
+            needed_bytes = tried.cost.peak_bytes + self.reserved_bytes
+            told = told_bytes(needed_bytes, self._step.device)
+            more_bytes = told - solution.simulation.peak_bytes
             raise infeasible_with(error, more_bytes, asked_bytes) from None
         return tried
 

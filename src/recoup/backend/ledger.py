@@ -19,6 +19,9 @@ class StorageLedger:
     only queues the death: it runs wherever the last owner lets go, in any thread, and
     must take no lock. Every method first books the queued deaths.
 
+    Args:
+        block_bytes: Round every storage up to a multiple.
+
     Examples:
         >>> ledger = StorageLedger()
         >>> ones = torch.ones(10)
@@ -31,7 +34,8 @@ class StorageLedger:
         (0, 40, 40)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, block_bytes: int = 1) -> None:
+        self._block_bytes = block_bytes
         # Reentrant, because a garbage collection inside may run foreign finalizers.
         self._lock = threading.RLock()
         self._entries: dict[int, _Entry] = {}
@@ -87,11 +91,15 @@ class StorageLedger:
             entry = self._entries.get(id(storage))
             if entry is None:
                 return False
-            now_bytes = storage.nbytes()
+            now_bytes = self.counted_bytes(storage.nbytes())
             self._live_bytes += now_bytes - entry.counted_bytes
             self._peak_bytes = max(self._peak_bytes, self._live_bytes)
             entry.counted_bytes = now_bytes
             return True
+
+    def counted_bytes(self, nbytes: int) -> int:
+        """Return what a storage of so many bytes counts."""
+        return rounded_up(nbytes, self._block_bytes)
 
     def watch_resizes(self) -> None:
         """Notice `UntypedStorage.resize_` at once, until `unwatch_resizes`."""
@@ -106,6 +114,16 @@ class StorageLedger:
             entry = self._deaths.popleft()
             del self._entries[entry.key]
             self._live_bytes -= entry.counted_bytes
+
+
+def rounded_up(nbytes: int, multiple: int) -> int:
+    """Return the smallest multiple that is not below a number of bytes.
+
+    Examples:
+        >>> [rounded_up(nbytes, 512) for nbytes in (0, 1, 512, 513)]
+        [0, 512, 512, 1024]
+    """
+    return -(-nbytes // multiple) * multiple
 
 
 def storages_in(tree: Any) -> list[torch.UntypedStorage]:

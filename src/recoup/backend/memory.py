@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
 from recoup.backend.dispatch import OperatorMode
-from recoup.backend.ledger import StorageLedger, storages_in
+from recoup.backend.ledger import StorageLedger, rounded_up, storages_in
 
 
 class MemoryMeter(Protocol):
@@ -34,6 +34,10 @@ class MemoryMeter(Protocol):
 
     def track(self, *things: Tensor | nn.Module) -> None:
         """Count what existed before, where the meter would not know of it."""
+        ...
+
+    def counted_bytes(self, nbytes: int) -> int:
+        """Return what a storage of so many bytes counts."""
         ...
 
 
@@ -68,12 +72,19 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
+_BLOCK_BYTES = 512
+"""Torch's caching allocators give memory in multiples of it."""
+
+
 class AllocatorMeter:
     """Read live and peak bytes from the allocator of an accelerator.
 
-    The figures are those of the whole process on that device, rounded up to the
-    allocator's blocks (512 bytes on CUDA). Entering starts a new peak, which is a
-    process-wide setting; after leaving, `peak_bytes` stays what it was at the end.
+    The figures are those of the whole process on that device. What is counted of a
+    storage is its block: rounded up to 512 bytes, and if it is larger than 1 MiB up
+    to 1 MiB more, because a free block that leaves less than that over is given away
+    whole. Which free block is found depends on what ran before. Entering starts a new
+    peak, which is a process-wide setting; after leaving, `peak_bytes` stays what it was
+    at the end.
 
     Examples:
         >>> meter = AllocatorMeter("cuda:0")  # then: with meter: step()
@@ -110,6 +121,10 @@ class AllocatorMeter:
     def track(self, *things: Tensor | nn.Module) -> None:
         """Do nothing: the allocator counts what existed before as well."""
 
+    def counted_bytes(self, nbytes: int) -> int:
+        """Return the size of the smallest block for so many bytes."""
+        return rounded_up(nbytes, _BLOCK_BYTES)
+
 
 def _allocated(device: torch.device, which: str) -> int:
     """Return the current or the peak bytes of an accelerator's allocator."""
@@ -141,6 +156,7 @@ class StorageMeter(OperatorMode):
 
     Args:
         device: Count only storages there; by default those of every device.
+        block_bytes: Round every storage up to a multiple, as allocators do.
 
     Examples:
         >>> with StorageMeter() as meter:
@@ -149,10 +165,12 @@ class StorageMeter(OperatorMode):
         (4, 8000)
     """
 
-    def __init__(self, device: torch.device | str | None = None) -> None:
+    def __init__(
+        self, device: torch.device | str | None = None, *, block_bytes: int = 1
+    ) -> None:
         super().__init__()
         self._device = None if device is None else torch.device(device)
-        self._ledger = StorageLedger()
+        self._ledger = StorageLedger(block_bytes=block_bytes)
 
     def __enter__(self) -> Self:
         self._ledger.watch_resizes()
@@ -190,6 +208,10 @@ class StorageMeter(OperatorMode):
         """
         for storage in storages_in(things):
             self._add(storage)
+
+    def counted_bytes(self, nbytes: int) -> int:
+        """Return what a storage of so many bytes counts."""
+        return self._ledger.counted_bytes(nbytes)
 
     def __torch_dispatch__(
         self,

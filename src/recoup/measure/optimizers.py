@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from recoup.backend.fakes import NEEDS_CONTENTS, without_memory
 from recoup.backend.ledger import storages_in
+from recoup.backend.memory import device_meter
 
 
 def state_bytes(optimizer: Optimizer) -> int:
@@ -54,8 +55,9 @@ def _bytes_of_step(
         {**group, "params": [twin_of(p) for p in group["params"]]} for group in groups
     ]
     type(optimizer).step(twin)
+    counted_bytes = device_meter(device).counted_bytes
     return sum(
-        storage.nbytes()
+        counted_bytes(storage.nbytes())
         for tensor in _state_tensors(twin)
         if tensor.device.type == device.type
         for storage in storages_in(tensor)

@@ -242,11 +242,13 @@ class Tracer(OperatorMode):
         out, timing = self._timer.run(call)
         peak_bytes = self._meter.peak_bytes
         workspace_bytes = peak_bytes - self._meter.live_bytes
+        states = _state_sizes(facts, args)
         written = _written(facts, args, kwargs)
         makes = [self._overwrite(storage, moment) for storage in written]
         for storage in storages_in(out):
             if self._lookup(storage) is None:
-                number = self._admit(storage, nbytes=storage.nbytes(), born=moment)
+                nbytes = self._meter.counted_bytes(storage.nbytes())
+                number = self._admit(storage, nbytes=nbytes, born=moment)
                 makes.append(trace.storages[number].value)
         trace.operations.append(
             TracedOperation(
@@ -257,7 +259,7 @@ class Tracer(OperatorMode):
                 peak_bytes=peak_bytes,
                 own_bytes=peak_bytes - before_bytes,
                 workspace_bytes=max(0, workspace_bytes),
-                state_bytes=_state_bytes(facts, args),
+                state_bytes=sum(map(self._meter.counted_bytes, states)),
             )
         )
         return out
@@ -341,12 +343,12 @@ def _written(
     return storages_in(found)
 
 
-def _state_bytes(facts: Facts, args: tuple[Any, ...]) -> int:
-    """Return the bytes of running statistics that an operator updates."""
+def _state_sizes(facts: Facts, args: tuple[Any, ...]) -> list[int]:
+    """Return the sizes of running statistics that an operator updates, in bytes."""
     if facts.training_at >= 0 and not args[facts.training_at]:
-        return 0
+        return []
     sizes = (s.nbytes() for s in storages_in([args[at] for at in facts.statistics]))
-    return sum(nbytes for nbytes in sizes if nbytes <= STATE_BYTES)
+    return [nbytes for nbytes in sizes if nbytes <= STATE_BYTES]
 
 
 def _shapes(tree: Any) -> Any:

@@ -66,7 +66,7 @@ def training_step(
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"this takes a model: got {type(model).__name__}.")
-    where = torch.device(device) if device is not None else _device_of(model)
+    where = torch.device(device) if device is not None else device_of(model)
     if step is not None:
         if batch is not None or loss is not None:
             raise UsageError("give either a step, or a batch with a loss: got both.")
@@ -128,7 +128,8 @@ def _devices_of(step: TrainingStep) -> list[torch.device]:
     return [device for device in {*found, step.device} if device.type != "meta"]
 
 
-def _device_of(model: nn.Module) -> torch.device:
+def device_of(model: nn.Module) -> torch.device:
+    """Return where a model is: its first parameter or buffer, or the CPU."""
     for tensor in (*model.parameters(), *model.buffers()):
         return tensor.device
     return torch.device("cpu")

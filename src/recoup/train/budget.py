@@ -5,6 +5,7 @@ from collections.abc import Callable
 from torch import nn
 from torch.optim import Optimizer
 
+from recoup.api.budgets import infeasible_with, told_bytes
 from recoup.api.fit import Fit, fit
 from recoup.core.errors import InfeasibleError
 from recoup.core.plan import Plan
@@ -120,5 +121,10 @@ def _fit_units(
             cost = run_step(repeated, resident=moments)
             return max(processes.gather(cost.peak_bytes))
 
-        plan.settle(budget_bytes, measure, reserved_bytes)
+        try:
+            plan.settle(budget_bytes, measure, reserved_bytes)
+        except InfeasibleError as error:
+            margin_bytes = told_bytes(error.floor_bytes, step.device)
+            margin_bytes -= error.floor_bytes
+            raise infeasible_with(error, margin_bytes, budget_bytes) from None
     return plan
