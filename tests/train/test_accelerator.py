@@ -95,6 +95,42 @@ def test_a_step_without_a_scaler_never_waits_for_the_device(
     trainer.step(batch)
 
 
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("norm", [False, True], ids=["layer norm", "batch norm"])
+def test_a_step_with_a_fused_optimizer_waits_for_the_one_before_at_most(
+    recompute, norm, request
+):
+    torch.manual_seed(0)
+    model = Classifier(32, dropout=0.0, norm=norm).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    settings = TrainerSettings(precision="fp16", use_gradient_checkpointing=recompute)
+    trainer = Trainer(model, optimizer, settings, functional.cross_entropy)
+    batch = on_device(64)
+    for _ in range(3):
+        trainer.step(batch)
+    request.getfixturevalue("no_synchronisation")
+    results = [trainer.step(batch) for _ in range(3)]
+    assert [result.outcome.is_known for result in results] == [True, True, False]
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["layer norm", "batch norm"])
+def test_an_overflow_that_only_the_device_knows_of_leaves_nothing_behind(norm):
+    torch.manual_seed(0)
+    model = Classifier(32, dropout=0.0, norm=norm).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    settings = TrainerSettings(precision="fp16", initial_loss_scale=1024.0)
+    trainer = Trainer(model, optimizer, settings, functional.cross_entropy)
+    trainer.step(on_device(16))
+    before = [t.detach().clone() for t in model.state_dict().values()]
+    inputs, targets = on_device(16, seed=1)
+    inputs[0] = math.inf
+    result = trainer.step((inputs, targets))
+    assert not result.outcome.is_known
+    assert all(map(torch.equal, before, model.state_dict().values()))
+    assert result.skipped
+    assert trainer.skipped_steps == 1
+
+
 def test_an_overflow_leaves_nothing_behind_with_a_fused_optimizer_too():
     for fused in (False, True):
         trainer = make(fused=fused, precision="fp16", average_decay=0.9)

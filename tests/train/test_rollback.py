@@ -3,6 +3,7 @@
 import random
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -57,6 +58,23 @@ def test_buffers_of_every_type_are_put_back_and_parameters_are_not(device):
         rollback.restore()
         assert all(map(torch.equal, model.buffers(), before))
         assert all((parameter == shift).all() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_a_device_puts_buffers_back_by_a_flag_of_its_own(device, bad):
+    model = nn.BatchNorm1d(3).to(device)
+    rollback = Rollback(model, device)
+    before = [buffer.clone() for buffer in model.buffers()]
+    rollback.remember()
+    inputs = torch.full((8, 3), torch.inf if bad else 2.0, device=device)
+    model(inputs)
+    after = [buffer.clone() for buffer in model.buffers()]
+    assert rollback.can_choose(device if device.index is not None else inputs.device)
+    rollback.choose(torch.tensor([bad], device=device))
+    expected = before if bad else after
+    assert all(map(torch.equal, model.buffers(), expected))
+    torch.rand(1, device=device)
+    assert not rollback.can_choose(inputs.device)
 
 
 def test_a_buffer_that_came_later_is_remembered_too():

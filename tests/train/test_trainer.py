@@ -128,6 +128,46 @@ def test_a_step_with_bad_gradients_leaves_nothing_behind(bad, settings):
     assert result.scale == (65536.0 if trainer.scaler else None)
 
 
+def fused_trainer(*, norm: bool, dropout: float) -> Trainer:
+    """Make a trainer whose optimizer decides by itself whether it steps."""
+    torch.manual_seed(0)
+    model = Classifier(norm=norm, dropout=dropout)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
+    settings = TrainerSettings(precision="fp16", initial_loss_scale=1024.0)
+    return Trainer(model, optimizer, settings, functional.cross_entropy)
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["layer norm", "batch norm"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_step_that_only_the_device_knows_to_be_bad_leaves_nothing_behind(
+    norm, dropout, bad, caplog
+):
+    good, spoilt = batches(4), batches(1, seed=9)[0]
+    spoilt[0][3, 1] = bad
+    trainer = fused_trainer(norm=norm, dropout=dropout)
+    trainer.step(good[0])
+    trainer.step(good[1])
+    before = remains(trainer)
+    result = trainer.step(spoilt)
+    # Who draws random numbers must know at once whether to draw them again.
+    assert result.outcome.is_known == (dropout > 0)
+    assert list(tree_differences(before, remains(trainer), where="")) == []
+    assert not trainer.step(good[2]).outcome.is_known or dropout > 0
+    assert result.outcome.is_known
+    assert "Gradient overflow detected" in caplog.text
+    assert (result.stepped, result.skipped, trainer.skipped_steps) == (False, True, 1)
+
+
+def test_the_progress_of_steps_that_only_the_device_knows_is_shown(capsys):
+    spoilt = batches(1, seed=9)[0]
+    spoilt[0][0] = math.inf
+    trainer = fused_trainer(norm=True, dropout=0.0)
+    trainer.settings = TrainerSettings(precision="fp16", show_progress=True)
+    assert trainer.fit([spoilt, *batches(2)]).skipped == 1
+    assert "epoch 1" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("place", [0, 2, 5])
 def test_a_run_with_a_skipped_step_ends_as_the_run_without_it(place):
     data, spoilt = batches(6), batches(1, seed=9)[0]

@@ -34,3 +34,29 @@ def lerp_all(targets: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -
         [0.25, 0.25]
     """
     _lerp(list(targets), list(ends), weight)
+
+
+def choose_all(
+    targets: Sequence[Tensor], sources: Sequence[Tensor], flag: Tensor
+) -> None:
+    """Copy each source to its target if the flag is set on their device.
+
+    The host need not know the flag. All are of one type and on one device.
+
+    Examples:
+        >>> targets = [torch.zeros(2), torch.zeros(())]
+        >>> sources = [torch.ones(2), torch.ones(())]
+        >>> choose_all(targets, sources, torch.tensor([False]))
+        >>> choose_all(targets[:1], sources[:1], torch.tensor([True]))
+        >>> [target.tolist() for target in targets]
+        [[1.0, 1.0], 0.0]
+    """
+    sizes = [target.numel() for target in targets]
+    now, other = (
+        torch.cat([each.reshape(-1) for each in some]) for some in (targets, sources)
+    )
+    chosen = torch.where(flag, other, now).split(sizes)
+    copy_all(
+        targets,
+        [piece.view(each.shape) for piece, each in zip(chosen, targets, strict=True)],
+    )

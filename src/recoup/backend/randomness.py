@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recoup.backend.rng import default_generator
+from recoup.backend.rng import default_generator, same_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +72,23 @@ def restore_random_states(states: RandomStates, *devices: torch.device) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None and states.numpy is not None:
         numpy.random.set_state(states.numpy)
+
+
+def same_random_states(states: RandomStates, *devices: torch.device) -> bool:
+    """Return whether no generator was drawn from since; NumPy's is not looked at.
+
+    Examples:
+        >>> before = random_states(torch.device("cpu"))
+        >>> same_random_states(before, torch.device("cpu"))
+        True
+        >>> _ = torch.rand(3)
+        >>> same_random_states(before, torch.device("cpu"))
+        False
+    """
+    now = (generator.get_state() for generator in _generators(devices))
+    return random.getstate() == states.python and all(
+        map(same_state, states.torch, now)
+    )
 
 
 def _generators(devices: Sequence[torch.device]) -> list[torch.Generator]:

@@ -201,17 +201,21 @@ class GradientScaler(OpenScaler):
         """
         if not self.is_enabled():
             return False
-        chosen = [
-            outcome
-            for outcome in self._outcomes.values()
-            if optimizer is None or outcome.optimizer() is optimizer
-        ]
-        if not chosen:
-            raise UsageError(
-                "step_was_skipped speaks of the last step: this scaler has taken none "
-                "of that optimizer yet. Call scaler.step(optimizer) first."
-            )
-        return any(outcome.was_skipped() for outcome in chosen)
+        return any(outcome.was_skipped() for outcome in self._last_steps(optimizer))
+
+    def skip_flag(self, optimizer: Optimizer) -> bool | Tensor:
+        """Return whether the optimizer's last step was skipped, without waiting.
+
+        Returns:
+            The answer if the host knows it. After the step of a fused optimizer a flag
+            of one element on its device.
+
+        Raises:
+            UsageError: No step of it was taken with this scaler yet.
+        """
+        if not self.is_enabled():
+            return False
+        return self._last_steps(optimizer)[0].skipped
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """End the iteration: adapt the scale to what was found, within its bounds.
@@ -287,6 +291,19 @@ class GradientScaler(OpenScaler):
         # Optimizers do not travel with the scaler, and so neither do their outcomes.
         state["_outcomes"] = {}
         return state
+
+    def _last_steps(self, optimizer: Optimizer | None) -> list["_Outcome"]:
+        chosen = [
+            outcome
+            for outcome in self._outcomes.values()
+            if optimizer is None or outcome.optimizer() is optimizer
+        ]
+        if not chosen:
+            raise UsageError(
+                "step_was_skipped speaks of the last step: this scaler has taken none "
+                "of that optimizer yet. Call scaler.step(optimizer) first."
+            )
+        return chosen
 
     def _overflow(self, flags: list[Tensor]) -> bool | Tensor:
         """Return whether the iteration overflowed: on the host, if it knows already."""

@@ -58,8 +58,6 @@ class Processes:
         self.count = distributed.get_world_size() if shared else 1
         self.rank = distributed.get_rank() if shared else 0
         self._group: Any = None
-        if self.count > 1:
-            self._group = distributed.new_group(backend="gloo")
         # torch fails on a first backward that does not synchronise a static graph.
         self._may_accumulate = not getattr(model, "static_graph", False)
         self.may_recover = self.count == 1 or (
@@ -67,6 +65,15 @@ class Processes:
             and self._may_accumulate
             and not any(isinstance(m, nn.SyncBatchNorm) for m in model.modules())
         )
+
+    def connect(self) -> None:
+        """Meet the others, before anything is told; all must call it together.
+
+        Whoever refuses to train does so before: a process that goes away while others
+        connect to it leaves them with an error that names no reason.
+        """
+        if self.count > 1:
+            self._group = distributed.new_group(backend="gloo")
 
     @property
     def is_first(self) -> bool:

@@ -13,6 +13,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from recoup.train.outcome import Outcome
 from recoup.train.results import StepResult
 
 _SECONDS_BETWEEN_READS = 0.5
@@ -21,7 +22,7 @@ _SECONDS_BETWEEN_READS = 0.5
 class ProgressBar:
     """Shows epoch, steps, loss and skipped steps on standard error.
 
-    A loss is read from the device at most twice a second: reading makes the host wait
+    The device is asked for numbers at most twice a second: asking makes the host wait
     for it.
 
     Args:
@@ -42,6 +43,7 @@ class ProgressBar:
             )
             self._task = self._progress.add_task("", total=None, facts="")
         self._skipped = 0
+        self._uncounted: list[Outcome] = []
         self._read_at = -_SECONDS_BETWEEN_READS
 
     def begin_epoch(self, number: int, *, steps: int | None, done: int) -> None:
@@ -55,11 +57,13 @@ class ProgressBar:
         """Count a step."""
         if self._progress is None:
             return
-        self._skipped += result.skipped
+        self._uncounted.append(result.outcome)
         self._progress.advance(self._task)
         now = time.monotonic()
         if now - self._read_at >= _SECONDS_BETWEEN_READS:
             self._read_at = now
+            self._skipped += sum(outcome.skipped for outcome in self._uncounted)
+            self._uncounted = []
             facts = f"loss {result.loss:.4g}"
             if self._skipped:
                 facts += f", {self._skipped} skipped"

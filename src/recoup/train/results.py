@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from recoup.train.outcome import Outcome
 from recoup.train.peaks import Peak
 from recoup.train.sharding import whole
 
@@ -17,24 +18,28 @@ class StepResult:
 
     Attributes:
         number: Which step it was, from 1; skipped ones count.
-        stepped: Whether the parameters moved; False if the gradients overflowed.
         parts: How many pieces the step's batches were computed in.
         seconds: The host's time. It does not wait for an accelerator.
     """
 
     number: int
-    stepped: bool
     parts: int
     seconds: float
     loss_tensor: Tensor = field(repr=False)
     norm_tensor: Tensor | None = field(repr=False)
     used_scale: Tensor | float | None = field(repr=False)
     peak: Peak = field(repr=False)
+    outcome: Outcome = field(repr=False)
+
+    @property
+    def stepped(self) -> bool:
+        """Whether the parameters moved; False if the gradients overflowed."""
+        return not self.outcome.skipped
 
     @property
     def skipped(self) -> bool:
         """Whether the parameters stayed as they were."""
-        return not self.stepped
+        return self.outcome.skipped
 
     @property
     def peak_bytes(self) -> int | None:

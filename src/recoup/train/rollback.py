@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from recoup.backend.buffers import buffers_of
-from recoup.backend.foreach import copy_all
+from recoup.backend.foreach import choose_all, copy_all
 from recoup.backend.randomness import (
     RandomStates,
     random_states,
     restore_random_states,
+    same_random_states,
 )
 
 
@@ -63,6 +64,22 @@ class Rollback:
         with torch.no_grad():
             for group, copies in self._groups:
                 copy_all(group, copies)
+
+    def can_choose(self, device: torch.device) -> bool:
+        """Return whether a device could put everything back by itself.
+
+        No generator was drawn from since the last `remember`: hosts keep their states.
+        """
+        assert self._states is not None, "remembered before"
+        return all(
+            group[0].device == device for group, _ in self._groups
+        ) and same_random_states(self._states, self._device)
+
+    def choose(self, flag: Tensor) -> None:
+        """Put buffers back if the flag is set on their device, without waiting."""
+        with torch.no_grad():
+            for group, copies in self._groups:
+                choose_all(group, copies, flag)
 
 
 def _same(some: list[Tensor], others: list[Tensor]) -> bool:

@@ -14,6 +14,7 @@ from recoup.core.errors import PeerError, UnsupportedError
 from recoup.precision.scaler import GradientScaler
 from recoup.precision.scope import MixedPrecisionScope
 from recoup.train.batches import LossFunction, compute_loss, sample_count, to_device
+from recoup.train.outcome import Outcome
 from recoup.train.peaks import Peaks
 from recoup.train.processes import Processes, Report
 from recoup.train.recovery import Recovery
@@ -129,21 +130,20 @@ class Stepper:
             self._rollback.remember()
         with self.peaks.next() as peak:
             loss, parts = self._gradients(batches, reports, careful=careful)
-            stepped, norm, scale = self._move()
-        if not stepped:
-            self._rollback.restore()
+            outcome, norm, scale = self._move()
+        self._take_back(outcome)
         self._clear_gradients()
         if self.processes.count > 1:
             self._known_shapes |= _shapes(batches)
         return StepResult(
             number=number,
-            stepped=stepped,
             parts=parts,
             seconds=time.perf_counter() - start,
             loss_tensor=loss,
             norm_tensor=norm,
             used_scale=scale,
             peak=peak,
+            outcome=outcome,
         )
 
     def rehearse(self, batches: Sequence[Any]) -> None:
@@ -229,7 +229,19 @@ class Stepper:
             del loss, weighted, scaled, part
         return _mean(losses, weights)
 
-    def _move(self) -> tuple[bool, Tensor | None, Tensor | float | None]:
+    def _take_back(self, outcome: Outcome) -> None:
+        """Undo what forward changed, if the step was skipped.
+
+        What only the device knows so far it undoes by itself: the host need not wait
+        for it, and issues the next step meanwhile.
+        """
+        flag = outcome.flag
+        if flag is not None and self._rollback.can_choose(flag.device):
+            self._rollback.choose(flag)
+        elif outcome.skipped:
+            self._rollback.restore()
+
+    def _move(self) -> tuple[Outcome, Tensor | None, Tensor | float | None]:
         """Unscale, clip, and step if everything is finite."""
         settings, scaler = self._settings, self.scaler
         scale = None
@@ -243,15 +255,17 @@ class Stepper:
         norm = self._clip()
         if scaler is not None:
             scaler.step(self._optimizer)
-            stepped = not scaler.step_was_skipped(self._optimizer)
+            skipped = scaler.skip_flag(self._optimizer)
+            if self.processes.count > 1:
+                skipped = scaler.step_was_skipped(self._optimizer)
             scaler.update()
-            return stepped, norm, scale
+            return Outcome(skipped), norm, scale
         if settings.skip_nonfinite:
             assert norm is not None, "computed for this"
             if not bool(whole(norm).isfinite()):
-                return False, norm, scale
+                return Outcome(True), norm, scale
         self._optimizer.step()
-        return True, norm, scale
+        return Outcome(False), norm, scale
 
     def _clip(self) -> Tensor | None:
         settings = self._settings

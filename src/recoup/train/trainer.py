@@ -20,6 +20,7 @@ from recoup.train.blocks import checkpoint_blocks, uncheckpoint_blocks
 from recoup.train.budget import fit_together
 from recoup.train.compatibility import check_parts, check_types
 from recoup.train.interruption import Interruption
+from recoup.train.outcome import Outcome
 from recoup.train.position import Position, make_loader
 from recoup.train.processes import Report, unwrapped
 from recoup.train.progress import ProgressBar
@@ -100,7 +101,8 @@ class Trainer:
         inner = unwrapped(model)
         self.average = None if decay is None else ParameterAverage(inner, decay=decay)
         self._steps = 0
-        self._skipped = 0
+        self._known_skips = 0
+        self._unknown: Outcome | None = None
         self._checkpointed: list[nn.Module] = []
         if self.settings.use_gradient_checkpointing:
             self._require_blocks()
@@ -108,6 +110,7 @@ class Trainer:
             _log.info(
                 "Mixed Precision Training enabled: %s", self._stepper.precision.dtype
             )
+        self._stepper.processes.connect()
 
     @property
     def scaler(self) -> GradientScaler | None:
@@ -131,8 +134,12 @@ class Trainer:
 
     @property
     def skipped_steps(self) -> int:
-        """Steps so far that were skipped because gradients were not finite."""
-        return self._skipped
+        """Steps so far that were skipped because gradients were not finite.
+
+        Waits for the last step of a fused optimizer in float16.
+        """
+        self._settle()
+        return self._known_skips
 
     @property
     def epoch(self) -> int:
@@ -193,7 +200,7 @@ class Trainer:
         loader = make_loader(data, self.settings.batch_size)
         if resume:
             self._resume()
-        steps, skipped = self._steps, self._skipped
+        steps, skipped = self._steps, self.skipped_steps
         run = Run(on_step)
         position = self._position
         end = position.first_epoch + epochs
@@ -211,7 +218,7 @@ class Trainer:
         return RunResult(
             epochs=position.epoch,
             steps=self._steps - steps,
-            skipped=self._skipped - skipped,
+            skipped=self.skipped_steps - skipped,
             seconds=time.perf_counter() - start,
             interrupted=interrupted,
             last=run.last,
@@ -231,7 +238,7 @@ class Trainer:
             "version": _VERSION,
             "processes": processes.count,
             "steps": self._steps,
-            "skipped": self._skipped,
+            "skipped": self.skipped_steps,
             "pieces": self._stepper.recovery.pieces,
             "recomputes": len(self._checkpointed),
             "position": self._position.state_dict(),
@@ -268,7 +275,8 @@ class Trainer:
         self._position.load_state_dict(
             state["position"], share=state["processes"] / processes.count
         )
-        self._steps, self._skipped = state["steps"], state["skipped"]
+        self._steps, self._known_skips = state["steps"], state["skipped"]
+        self._unknown = None
         self._stepper.recovery.pieces = state["pieces"]
         if state["recomputes"] > len(self._checkpointed):
             self._checkpointed += checkpoint_blocks(unwrapped(self.model))
@@ -285,13 +293,23 @@ class Trainer:
         self._prepare(batches)
         result = self._stepper.step(batches, reports, number=self._steps + 1)
         self._steps += 1
-        self._skipped += result.skipped
-        if result.stepped:
-            if self.average is not None:
-                self.average.update()
-            if self.scheduler is not None and self.settings.schedule_each == "step":
-                self.scheduler.step()
+        # The one before: by now its device has told, or is a whole step behind.
+        self._settle()
+        self._unknown = result.outcome
+        if self.average is not None and result.stepped:
+            self.average.update()
+        scheduler = self.scheduler if self.settings.schedule_each == "step" else None
+        if scheduler is not None and result.stepped:
+            scheduler.step()
         return result
+
+    def _settle(self) -> None:
+        """Count the last step among the skipped ones, if it was."""
+        outcome, self._unknown = self._unknown, None
+        if outcome is not None and outcome.skipped:
+            self._known_skips += 1
+            if self.scaler is not None:
+                _ = self.scaler.skipped_updates  # which logs it
 
     def _run_epoch(self, loader: Iterable[Any], run: Run) -> bool:
         """Go through the data once; return False if asked to stop before its end."""
