@@ -5,7 +5,7 @@ named globals, containers), and every tape is walked: an edge that leads to a te
 that was not found is an error, because its gradient would be lost.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -75,63 +75,92 @@ class Captures:
                 for tensor, twin in zip(self.tensors, self.sources, strict=True)
             }
         self._edges = {_edge_of(source) for source in self.sources}
+        nodes = {node for node, _ in self._edges}
+        # A leaf's node has one way in; a node that computes may have others, unknown.
+        self._computing = {node for node in nodes if node.next_functions}
+        self._ends: set[Node | None] = {None, *(nodes - self._computing)}
 
     def replaced(self) -> AbstractContextManager[Any]:
         """Return a context in which operators see the sources."""
         return _Replacing(self._replaced) if self._replaced else nullcontext()
 
-    def check(self, results: Iterable[Any], given: Iterable[Tensor], name: str) -> None:
-        """Raise if a tape leads anywhere but to what the step was given or captured.
+    def stray(self, results: Iterable[Any], given: Iterable[Tensor]) -> Tensor | None:
+        """Return a tensor that a tape uses and that was neither given nor captured.
+
+        Every node of the tape is looked at, because any step may be the first to use
+        such a tensor. Costs about half a microsecond for each.
 
         Args:
             results: What the taped steps returned.
-            given: The tensors they were given that require gradients.
-            name: What messages call the steps.
+            given: The tensors they were given that require gradients, all leaves.
 
-        Raises:
-            CaptureError: A gradient would be lost.
+        Returns:
+            The tensor whose gradient would be lost, or None.
         """
-        known = self._edges | {_edge_of(tensor) for tensor in given}
-        # A leaf's node has one way in; a node that computes may have others, unknown.
-        seen: set[Node | None] = {None}
-        seen.update(node for node, _ in known if not node.next_functions)
-        open_nodes = {node for node, _ in known} - seen
+        known = {id(tensor) for tensor in given}
+        seen = set(self._ends)
         waiting: list[Node] = []
         for result in results:
             if isinstance(result, Tensor) and result.requires_grad:
-                edge = _edge_of(result)
-                if edge not in known and edge[0] not in seen:
-                    seen.add(edge[0])
-                    waiting.append(edge[0])
+                node, place = _edge_of(result)
+                if node not in seen and (node, place) not in self._edges:
+                    seen.add(node)
+                    waiting.append(node)
+        for node in self._leaf_nodes(waiting, seen):
+            variable = getattr(node, "variable", None)
+            # None: a function of nothing that requires gradients
+            if variable is not None and id(variable) not in known:
+                return variable
+        return None
+
+    def _leaf_nodes(
+        self, waiting: list[Node], seen: set[Node | None]
+    ) -> Iterator[Node]:
+        """Yield the nodes without further ones behind some nodes, but for known ones.
+
+        Args:
+            waiting: Where to begin; used up.
+            seen: Where not to go; what is visited is added.
+        """
+        computing, edges = self._computing, self._edges
         while waiting:
-            node = waiting.pop()
-            behind = node.next_functions
-            if not behind:
-                _refuse(node, name)
-            for edge in behind:
-                after = edge[0]
-                if after in seen or (after in open_nodes and edge in known):
-                    continue
-                seen.add(after)
-                assert after is not None, "seen from the beginning"
-                waiting.append(after)
+            node: Node | None = waiting.pop()
+            while node is not None:
+                behind = node.next_functions
+                if not behind:
+                    yield node
+                node = None
+                for edge in behind:
+                    after = edge[0]
+                    if after in seen or (after in computing and edge in edges):
+                        continue
+                    seen.add(after)
+                    if node is None:  # a chain needs no list
+                        node = after
+                    elif after is not None:
+                        waiting.append(after)
 
 
-def _refuse(node: Node, name: str) -> None:
-    variable = getattr(node, "variable", None)
-    if variable is None:  # a function of nothing that requires gradients
-        return
-    raise CaptureError(
-        f"{name} of a checkpointed loop use a tensor of shape {tuple(variable.shape)} "
-        f"and type {variable.dtype} that requires a gradient and that was not found in "
+def lost_gradient(tensor: Tensor, name: str) -> CaptureError:
+    """Return the error for a tensor that steps use and that was not found.
+
+    Args:
+        tensor: The tensor.
+        name: What the message calls the steps.
+    """
+    return CaptureError(
+        f"{name} of a checkpointed loop use a tensor of shape {tuple(tensor.shape)} "
+        f"and type {tensor.dtype} that requires a gradient and that was not found in "
         "the function's closure, defaults, globals or modules: its gradient would be "
         "lost. Name it: checkpointed_loop(..., captures=[tensor])."
     )
 
 
 def _edge_of(tensor: Tensor) -> Edge:
-    edge = get_gradient_edge(tensor)
-    return edge.node, edge.output_nr
+    node = tensor.grad_fn
+    if node is not None:
+        return node, tensor.output_nr
+    return get_gradient_edge(tensor).node, 0
 
 
 def _depend_on_each_other(tensors: list[Tensor]) -> bool:

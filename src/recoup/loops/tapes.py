@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from recoup.backend.graph import pull_gradients
-from recoup.loops.captures import Captures
+from recoup.loops.captures import Captures, lost_gradient
 from recoup.loops.steps import Step
 from recoup.loops.trees import Structure, flatten, unflatten
 
@@ -76,7 +76,9 @@ def record(
                 outputs.append(output_leaves)
     after, structure = flatten(state)
     tape = Tape(start, stop, before, after, structure, given, outputs, output_structure)
-    captures.check(_results(tape), _sources(tape), _name(step, start, stop))
+    stray = captures.stray(_results(tape), _sources(tape))
+    if stray is not None:
+        raise lost_gradient(stray, f"the steps {start} to {stop - 1} ({step.name!r})")
     return tape
 
 
@@ -200,7 +202,3 @@ def _results(tape: Tape) -> list[Any]:
 def _sources(tape: Tape) -> list[Tensor]:
     watched = [leaf for leaf in tape.before if _is_watched(leaf)]
     return watched + [part for part, _ in tape.given]
-
-
-def _name(step: Step, start: int, stop: int) -> str:
-    return f"the steps {start} to {stop - 1} ({step.name!r})"
