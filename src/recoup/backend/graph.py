@@ -106,6 +106,22 @@ def has_hooks(tensor: Tensor) -> bool:
     return bool(tensor._backward_hooks)
 
 
+class recording:  # noqa: N801 (used as a verb: `with recording():`)
+    """Run operators with a graph.
+
+    Written out: `torch.enable_grad` costs as much as a small operator.
+    """
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        self._before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(True)
+
+    def __exit__(self, *error: object) -> None:
+        torch._C._set_grad_enabled(self._before)
+
+
 class out_of_sight(below_autograd):  # noqa: N801 (used as a verb)
     """Run operators of our own, unseen by dispatch modes and by autograd."""
 

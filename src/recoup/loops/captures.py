@@ -6,7 +6,7 @@ that was not found is an error, because its gradient would be lost.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
@@ -80,9 +80,14 @@ class Captures:
         self._computing = {node for node in nodes if node.next_functions}
         self._ends: set[Node | None] = {None, *(nodes - self._computing)}
 
+    @property
+    def are_replaced(self) -> bool:
+        """Whether the sources are others than the tensors."""
+        return bool(self._replaced)
+
     def replaced(self) -> AbstractContextManager[Any]:
         """Return a context in which operators see the sources."""
-        return _Replacing(self._replaced) if self._replaced else nullcontext()
+        return _Replacing(self._replaced)
 
     def stray(self, results: Iterable[Any], given: Iterable[Tensor]) -> Tensor | None:
         """Return a tensor that a tape uses and that was neither given nor captured.

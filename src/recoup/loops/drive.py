@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol, assert_never
+from typing import Any, Protocol
 
 from recoup.loops.slots import Slots
 from recoup.schedules.actions import (
@@ -75,19 +75,17 @@ def _look_ahead(rest: Iterator[Action], waiting: deque[Action], slots: Slots) ->
 
 
 def _do(action: Action, machine: Machine, slots: Slots, state: Any) -> Any:
-    match action:
-        case Advance(start, stop):
-            return machine.advance(state, start, stop)
-        case Snapshot(step, slot, tier):
-            slots.put(slot, step, machine.hold(state, step, tier))
-            return state
-        case Restore(_, slot):
-            return machine.take(slots.get(slot))
-        case Reverse(start, stop):
-            machine.reverse(state, start, stop)
-            return None
-        case Free(slot):
-            slots.free(slot)
-            return state
-        case _:
-            assert_never(action)
+    # Not by patterns: those cost as much as a small operator.
+    if isinstance(action, Advance):
+        return machine.advance(state, action.start, action.stop)
+    if isinstance(action, Reverse):
+        machine.reverse(state, action.start, action.stop)
+        return None
+    if isinstance(action, Restore):
+        return machine.take(slots.get(action.slot))
+    if isinstance(action, Snapshot):
+        held = machine.hold(state, action.step, action.tier)
+        slots.put(action.slot, action.step, held)
+        return state
+    slots.free(action.slot)
+    return state

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recoup.backend.graph import pull_gradients
+from recoup.backend.graph import pull_gradients, recording
 from recoup.loops.captures import Captures, lost_gradient
 from recoup.loops.steps import Step
 from recoup.loops.trees import Structure, flatten, unflatten
@@ -61,25 +61,31 @@ def record(
     start, stop = span
     before = [_watched(leaf) for leaf in leaves]
     passed = [_copied(leaf) for leaf in before] if in_place else before
-    given: list[tuple[Tensor, tuple[int, int | None]]] = []
-    outputs: list[list[Any]] = []
-    output_structure: Structure = None
-    with torch.enable_grad(), captures.replaced():
+    tape = Tape(start, stop, before, [], structure, [], [], None)
+    with recording():
         state = unflatten(structure, passed)
-        if step.feed is None and not step.with_outputs:
-            state = step.advance(state, start, stop)
+        if captures.are_replaced:
+            with captures.replaced():
+                state = _run(step, state, tape)
         else:
-            for index in range(start, stop):
-                tree = _watched_input(step, index, given)
-                state, output = step.run(state, index, tree)
-                output_leaves, output_structure = flatten(output)
-                outputs.append(output_leaves)
-    after, structure = flatten(state)
-    tape = Tape(start, stop, before, after, structure, given, outputs, output_structure)
+            state = _run(step, state, tape)
+    tape.after, tape.structure = flatten(state)
     stray = captures.stray(_results(tape), _sources(tape))
     if stray is not None:
         raise lost_gradient(stray, f"the steps {start} to {stop - 1} ({step.name!r})")
     return tape
+
+
+def _run(step: Step, state: Any, tape: Tape) -> Any:
+    """Run the steps of a tape, and note there what they are given and put out."""
+    if step.feed is None and not step.with_outputs:
+        return step.advance(state, tape.start, tape.stop)
+    for index in range(tape.start, tape.stop):
+        tree = _watched_input(step, index, tape.given)
+        state, output = step.run(state, index, tree)
+        leaves, tape.output_structure = flatten(output)
+        tape.outputs.append(leaves)
+    return state
 
 
 @dataclass(slots=True)
@@ -108,18 +114,15 @@ def pull(tape: Tape, cotangents: Cotangents, captures: Captures, feed: Any) -> N
     """
     results: list[Tensor] = []
     gradients: list[Tensor] = []
-    for place, leaf in enumerate(tape.after):
-        _ask(leaf, cotangents.state[place], results, gradients)
-    for row, outputs in enumerate(tape.outputs):
-        for place, leaf in enumerate(outputs):
-            whole = cotangents.outputs[place] if cotangents.outputs else None
-            part = None if whole is None else whole[tape.start + row]
-            _ask(leaf, part, results, gradients)
+    _ask(tape.after, cotangents.state, results, gradients)
+    if cotangents.outputs:
+        for row, leaves in enumerate(tape.outputs, tape.start):
+            parts = [None if w is None else w[row] for w in cotangents.outputs]
+            _ask(leaves, parts, results, gradients)
     if not results:
         cotangents.state = [None] * len(tape.before)
         return
-    for source, total in zip(captures.sources, cotangents.captures, strict=True):
-        _ask(source, total, results, gradients)
+    _ask(captures.sources, cotangents.captures, results, gradients)
     watched = [place for place, leaf in enumerate(tape.before) if _is_watched(leaf)]
     inputs = [tape.before[place] for place in watched]
     inputs += [part for part, _ in tape.given]
@@ -129,17 +132,23 @@ def pull(tape: Tape, cotangents: Cotangents, captures: Captures, feed: Any) -> N
     for place, gradient in zip(watched, found, strict=False):
         state[place] = gradient
     cotangents.state = state
-    for (_, place), gradient in zip(tape.given, found[len(watched) :], strict=False):
+    rest = found[len(watched) :]
+    for (_, place), gradient in zip(tape.given, rest, strict=False):
         _add_input(cotangents.feed, feed, place, gradient)
-    cotangents.captures = list(found[len(watched) + len(tape.given) :])
+    cotangents.captures = list(rest[len(tape.given) :])
 
 
 def _ask(
-    result: Any, gradient: Tensor | None, results: list[Tensor], gradients: list[Tensor]
+    leaves: Sequence[Any],
+    cotangents: Sequence[Tensor | None],
+    results: list[Tensor],
+    gradients: list[Tensor],
 ) -> None:
-    if gradient is not None and isinstance(result, Tensor) and result.requires_grad:
-        results.append(result)
-        gradients.append(gradient)
+    """Add the leaves that have a cotangent to what is pulled back."""
+    for leaf, gradient in zip(leaves, cotangents, strict=True):
+        if gradient is not None and isinstance(leaf, Tensor) and leaf.requires_grad:
+            results.append(leaf)
+            gradients.append(gradient)
 
 
 def _add_input(
@@ -163,10 +172,10 @@ def _add_input(
 def _watched(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
-    alias = leaf.detach()
-    if alias.is_floating_point() or alias.is_complex():
-        alias.requires_grad_()
-    return alias
+    kind = leaf.dtype
+    if kind.is_floating_point or kind.is_complex:
+        return leaf.detach().requires_grad_()
+    return leaf.detach()
 
 
 def _copied(leaf: Any) -> Any:
@@ -196,6 +205,8 @@ def _watched_input(
 
 
 def _results(tape: Tape) -> list[Any]:
+    if not tape.outputs:
+        return tape.after
     return [*tape.after, *(leaf for leaves in tape.outputs for leaf in leaves)]
 
 

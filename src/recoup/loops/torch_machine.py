@@ -118,20 +118,24 @@ class TorchMachine:
                     f"{self.step.name!r} holds was changed in place. Return new "
                     "tensors from the step, or write to a clone."
                 )
-        leaves = [_fetched(leaf) for leaf in held.leaves]
+        leaves = list(held.leaves)
+        if self._stores:
+            leaves = [_fetched(leaf) for leaf in leaves]
         if self.in_place:
             return [leaf.clone() if is_tensor(leaf) else leaf for leaf in leaves]
         return leaves
 
     def advance(self, state: Any, start: int, stop: int) -> Any:
         """Run steps without a graph."""
-        with torch.no_grad():
-            if self.sweeping and start == 0:
-                state = self._first(state)
-                start = 1
-            if self.sweeping and self.stack is not None:
-                return self._advance_with_outputs(state, start, stop)
-            return self.step.advance(state, start, stop)
+        if torch.is_grad_enabled():  # a step has switched it on for good
+            with torch.no_grad():
+                return self.advance(state, start, stop)
+        if self.sweeping and start == 0:
+            state = self._first(state)
+            start = 1
+        if self.sweeping and self.stack is not None:
+            return self._advance_with_outputs(state, start, stop)
+        return self.step.advance(state, start, stop)
 
     def tape(self, state: Any, start: int, stop: int) -> Tape:
         """Run steps with a graph."""
@@ -180,8 +184,10 @@ class TorchMachine:
         if witness is None:
             return
         claims = witness.differs([_detached(leaf) for leaf in tape.after])
-        self._claims.extend((tape.start, tape.stop, claim) for claim in claims)
-        if all(isinstance(claim, bool) for claim in claims):
+        for claim in claims:
+            if claim is not False:  # known to be wrong, or not known yet
+                self._claims.append((tape.start, tape.stop, claim))
+        if any(claim is True for claim in claims):
             self.conclude()
 
     @property

@@ -91,10 +91,7 @@ class Chunked:
 
     def actions(self) -> Iterator[Action]:
         """Return what to do, in order."""
-        chunks = -(-self.steps // self.chunk)
-        first = self.steps - chunks * self.chunk
-        for action in _stretch_actions(chunks, self.slots):
-            yield _scaled(action, first, self.chunk)
+        return _stretch_actions(self.steps, self.slots, self.chunk)
 
     def counts(self) -> Counts:
         """Return what the schedule costs, by the closed formula."""
@@ -118,28 +115,31 @@ def stretch_actions(start: int, stop: int, *, slots: Sequence[int]) -> Iterator[
         stop: The step after its last.
         slots: The slots that may be used; the first is freed at the end.
     """
-    actions = _stretch_actions(stop - start, len(slots))
+    actions = _stretch_actions(stop - start, len(slots), 1)
     next(actions)  # the snapshot of the beginning, which is there
     yield Restore(start, slots[0])
     for action in actions:
         yield _moved(action, start, slots)
 
 
-def _stretch_actions(steps: int, slots: int) -> Iterator[Action]:
+def _stretch_actions(steps: int, slots: int, chunk: int) -> Iterator[Action]:
+    """Reverse `steps` steps by Revolve on chunks; the first chunk may be shorter."""
     if steps == 0:
         return
+    end = -(-steps // chunk)
+    before_first = steps - end * chunk  # where a full first chunk would begin
     held = [0]
-    current, end = 0, steps
+    current, step = 0, 0
     yield Snapshot(0, 0)
     while True:
         while end - current > 1:
-            stop = current + first_cut(end - current, slots - len(held) + 1)
-            yield Advance(current, stop)
-            current = stop
+            current += first_cut(end - current, slots - len(held) + 1)
+            start, step = step, before_first + current * chunk
+            yield Advance(start, step)
             if end - current > 1:
-                yield Snapshot(current, len(held))
+                yield Snapshot(step, len(held))
                 held.append(current)
-        yield Reverse(current, end)
+        yield Reverse(step, before_first + end * chunk)
         end = current
         if held[-1] == end:
             held.pop()
@@ -147,21 +147,8 @@ def _stretch_actions(steps: int, slots: int) -> Iterator[Action]:
         if not held:
             return
         current = held[-1]
-        yield Restore(current, len(held) - 1)
-
-
-def _scaled(action: Action, first: int, chunk: int) -> Action:
-    match action:
-        case Advance(start, stop):
-            return Advance(max(first + start * chunk, 0), first + stop * chunk)
-        case Reverse(start, stop):
-            return Reverse(max(first + start * chunk, 0), first + stop * chunk)
-        case Snapshot(step, slot):
-            return Snapshot(max(first + step * chunk, 0), slot)
-        case Restore(step, slot):
-            return Restore(max(first + step * chunk, 0), slot)
-        case Free():
-            return action
+        step = max(before_first + current * chunk, 0)
+        yield Restore(step, len(held) - 1)
 
 
 def _moved(action: Action, steps: int, slots: Sequence[int]) -> Action:
