@@ -50,19 +50,30 @@ def forward(
     return state, None
 
 
-def backward(actions: Iterable[Action], machine: Machine, slots: Slots) -> None:
+def backward(
+    actions: Iterable[Action], machine: Machine, slots: Slots, *, ahead: bool = False
+) -> None:
     """Carry out the rest.
 
-    The next state to be restored is known while steps are being reversed, so a tier
-    can begin to bring it back.
+    Args:
+        actions: What is left to do.
+        machine: What does it.
+        slots: Where the states are.
+        ahead: Bringing a state back takes time. The next one to be restored is known
+            while steps are being reversed, so a tier can begin then.
     """
     state = None
+    for action in _prefetching(actions, slots) if ahead else actions:
+        state = _do(action, machine, slots, state)
+
+
+def _prefetching(actions: Iterable[Action], slots: Slots) -> Iterator[Action]:
     rest = iter(actions)
     waiting: deque[Action] = deque()
     while action := (waiting.popleft() if waiting else next(rest, None)):
         if isinstance(action, Reverse):
             _look_ahead(rest, waiting, slots)
-        state = _do(action, machine, slots, state)
+        yield action
 
 
 def _look_ahead(rest: Iterator[Action], waiting: deque[Action], slots: Slots) -> None:

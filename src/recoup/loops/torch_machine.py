@@ -92,13 +92,20 @@ class TorchMachine:
     def hold(self, state: Any, step: int, tier: int) -> Held:
         """Return what keeps a state: the tensors themselves, or copies of them."""
         leaves, structure = flatten(state)
-        kept = [self._kept(leaf) for leaf in leaves]
+        kept = [
+            leaf
+            if not isinstance(leaf, Tensor)
+            else leaf.detach().clone()
+            if self.in_place
+            else leaf.detach()
+            for leaf in leaves
+        ]
         watched = self._verify == "always" or (
             self._verify == "first" and self.sweeping
         )
         if watched and step > 0:
             self.witnesses[step] = Witness(kept, self._tolerance)
-        versions = [version_of(leaf) if is_tensor(leaf) else 0 for leaf in kept]
+        versions = [version_of(x) if isinstance(x, Tensor) else 0 for x in kept]
         if self._stores and step > 0:
             store = self._stores[min(tier, len(self._stores) - 1)]
             kept = [_placed(leaf, store) for leaf in kept]
@@ -112,13 +119,13 @@ class TorchMachine:
     def leaves_of(self, held: Held) -> list[Any]:
         """Return the leaves of a state that is held."""
         for leaf, version in zip(held.leaves, held.versions, strict=True):
-            if is_tensor(leaf) and version_of(leaf) != version:
+            if isinstance(leaf, Tensor) and version_of(leaf) != version:
                 raise ChangedTensorError(
                     f"a state of shape {tuple(leaf.shape)} that the loop over "
                     f"{self.step.name!r} holds was changed in place. Return new "
                     "tensors from the step, or write to a clone."
                 )
-        leaves = list(held.leaves)
+        leaves = held.leaves
         if self._stores:
             leaves = [_fetched(leaf) for leaf in leaves]
         if self.in_place:
@@ -194,11 +201,6 @@ class TorchMachine:
     def verifies(self) -> bool:
         """Whether anything is recognised at all."""
         return self._verify != "off"
-
-    def _kept(self, leaf: Any) -> Any:
-        if not is_tensor(leaf):
-            return leaf
-        return leaf.detach().clone() if self.in_place else leaf.detach()
 
     def _first(self, state: Any) -> Any:
         """Run the first step on a copy, and see whether it writes to it."""

@@ -193,7 +193,8 @@ class TorchRun:
         with torch.no_grad(), recomputing(), self._again():
             try:
                 self._reverse_pending()
-                drive.backward(self._make_rest(), machine, self.slots.copy())
+                slots, ahead = self.slots.copy(), bool(self._plan.stores)
+                drive.backward(self._make_rest(), machine, slots, ahead=ahead)
                 machine.conclude()
                 return unflatten(self.structure, machine.cotangents.state)
             finally:
@@ -275,7 +276,8 @@ class TorchRun:
             last, self._last, self._pending = self._last, None, None
             machine.pull(last)
             del last
-        drive.backward(self._rest, machine, self.slots)
+        ahead = bool(self._plan.stores)
+        drive.backward(self._rest, machine, self.slots, ahead=ahead)
 
     def _initial(self, tensors: Sequence[Tensor]) -> Any:
         leaves = list(self._constants)

@@ -23,12 +23,16 @@ def flatten(tree: Any) -> tuple[list[Any], Structure]:
         >>> unflatten(structure, [10, 20, 30])
         {'h': 10, 'rest': (20, [30])}
     """
+    if not isinstance(tree, (tuple, list, dict)):
+        return [tree], _LEAF
     leaves: list[Any] = []
     return leaves, _take_apart(tree, leaves)
 
 
 def unflatten(structure: Structure, leaves: list[Any]) -> Any:
     """Return the tree of this structure with these leaves."""
+    if structure is _LEAF:
+        return leaves[0]
     return _put_together(structure, iter(leaves))
 
 

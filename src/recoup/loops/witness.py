@@ -86,11 +86,15 @@ def _is_close(mark: Any, leaf: Any, tolerance: float) -> bool:
     return bool(close.all() if hasattr(close, "all") else close)
 
 
-def _digest(leaf: Tensor) -> bytes:
-    whole = leaf.detach().resolve_conj().resolve_neg().contiguous()
+def _digest(leaf: Tensor) -> tuple[bytes, torch.Size, torch.dtype]:
+    whole = leaf.detach()
+    if whole.is_conj() or whole.is_neg():
+        whole = whole.resolve_conj().resolve_neg()
+    whole = whole.contiguous()
+    size = whole.nbytes
+    if not size:
+        return b"", leaf.shape, leaf.dtype
     # NumPy would do, but torch works without it, and it knows no bfloat16.
-    octets = (ctypes.c_char * whole.nbytes).from_address(whole.data_ptr())
-    seen = hashlib.blake2b(f"{tuple(leaf.shape)}{leaf.dtype}".encode(), digest_size=16)
-    if whole.nbytes:
-        seen.update(octets)
-    return seen.digest()
+    octets = (ctypes.c_char * size).from_address(whole.data_ptr())
+    seen = hashlib.blake2b(octets, digest_size=16).digest()
+    return seen, leaf.shape, leaf.dtype
