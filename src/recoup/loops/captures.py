@@ -80,13 +80,8 @@ class Captures:
         self._computing = {node for node in nodes if node.next_functions}
         self._ends: set[Node | None] = {None, *(nodes - self._computing)}
 
-    @property
-    def are_replaced(self) -> bool:
-        """Whether the sources are others than the tensors."""
-        return bool(self._replaced)
-
     def replaced(self) -> AbstractContextManager[Any]:
-        """Return a context in which operators see the sources."""
+        """Return a context in which operators see the sources, if they are others."""
         return _Replacing(self._replaced)
 
     def stray(self, results: Iterable[Any], given: Iterable[Tensor]) -> Tensor | None:

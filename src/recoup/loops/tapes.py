@@ -21,6 +21,7 @@ class Tape:
         start: The first step.
         stop: The step after the last.
         before: The leaves of the state before, each a leaf of the graph if it can be.
+        watched: Which of them are.
         after: The leaves of the state after.
         structure: The structure of the state after.
         given: For each step, the leaves of its input that require gradients, and
@@ -32,6 +33,7 @@ class Tape:
     start: int
     stop: int
     before: list[Any]
+    watched: list[int]
     after: list[Any]
     structure: Structure
     given: list[tuple[Tensor, tuple[int, int | None]]]
@@ -59,16 +61,16 @@ def record(
         in_place: The step writes to its state, so it must not get the graph's leaves.
     """
     start, stop = span
-    before = [_watched(leaf) for leaf in leaves]
+    before, watched = _watched(leaves)
     passed = [_copied(leaf) for leaf in before] if in_place else before
-    tape = Tape(start, stop, before, [], structure, [], [], None)
+    tape = Tape(start, stop, before, watched, [], structure, [], [], None)
     with recording():
         state = unflatten(structure, passed)
-        if captures.are_replaced:
+        if captures.sources is captures.tensors:
+            state = _run(step, state, tape)
+        else:
             with captures.replaced():
                 state = _run(step, state, tape)
-        else:
-            state = _run(step, state, tape)
     tape.after, tape.structure = flatten(state)
     stray = captures.stray(_results(tape), _sources(tape))
     if stray is not None:
@@ -123,16 +125,13 @@ def pull(tape: Tape, cotangents: Cotangents, captures: Captures, feed: Any) -> N
         cotangents.state = [None] * len(tape.before)
         return
     _ask(captures.sources, cotangents.captures, results, gradients)
-    watched = [place for place, leaf in enumerate(tape.before) if _is_watched(leaf)]
-    inputs = [tape.before[place] for place in watched]
-    inputs += [part for part, _ in tape.given]
-    inputs += captures.sources
+    inputs = _sources(tape) + captures.sources
     found = pull_gradients(results, inputs, gradients)
     state: list[Tensor | None] = [None] * len(tape.before)
-    for place, gradient in zip(watched, found, strict=False):
+    for place, gradient in zip(tape.watched, found, strict=False):
         state[place] = gradient
     cotangents.state = state
-    rest = found[len(watched) :]
+    rest = found[len(tape.watched) :]
     for (_, place), gradient in zip(tape.given, rest, strict=False):
         _add_input(cotangents.feed, feed, place, gradient)
     cotangents.captures = list(rest[len(tape.given) :])
@@ -169,22 +168,24 @@ def _add_input(
     total[row] = gradient
 
 
-def _watched(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    kind = leaf.dtype
-    if kind.is_floating_point or kind.is_complex:
-        return leaf.detach().requires_grad_()
-    return leaf.detach()
+def _watched(leaves: list[Any]) -> tuple[list[Any], list[int]]:
+    """Return the leaves as leaves of a graph, and which of them can be."""
+    found: list[Any] = []
+    places: list[int] = []
+    for leaf in leaves:
+        alias = leaf
+        if isinstance(leaf, Tensor):
+            alias = leaf.detach()
+            if leaf.dtype.is_floating_point or leaf.dtype.is_complex:
+                alias.requires_grad_()
+                places.append(len(found))
+        found.append(alias)
+    return found, places
 
 
 def _copied(leaf: Any) -> Any:
     with torch.enable_grad():
         return leaf.clone() if isinstance(leaf, Tensor) else leaf
-
-
-def _is_watched(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 def _watched_input(
@@ -211,5 +212,7 @@ def _results(tape: Tape) -> list[Any]:
 
 
 def _sources(tape: Tape) -> list[Tensor]:
-    watched = [leaf for leaf in tape.before if _is_watched(leaf)]
-    return watched + [part for part, _ in tape.given]
+    sources: list[Tensor] = [tape.before[place] for place in tape.watched]
+    if tape.given:
+        sources += [part for part, _ in tape.given]
+    return sources

@@ -157,7 +157,8 @@ class TorchMachine:
     def reverse(self, state: Any, start: int, stop: int) -> None:
         """Run steps with a graph and pull the cotangents back through them."""
         tape = self.tape(state, start, stop)
-        self._recognise(tape)
+        if self.witnesses:
+            self._recognise(tape)
         self.pull(tape)
 
     def pull(self, tape: Tape) -> None:
