@@ -8,7 +8,9 @@ bisection.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cached_property
+from itertools import chain
+from math import inf
 
 import numpy as np
 from scipy.sparse import csr_array
@@ -20,7 +22,7 @@ from recoup.core.graph import Graph
 # so that no flow overflows; prices are exact to one part in 2**30 of their sum.
 _SCALE = 2**30
 
-_FEW_EDGES = 256
+_FEW_EDGES = 512
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,11 @@ class Demand:
     price_bytes: Mapping[int, int]
     operation_seconds: float = 0.0
     strict: bool = True
+
+    @cached_property
+    def network(self) -> "Network":
+        """What depends on what, for minimum cuts."""
+        return Network(self)
 
     def bytes_of(self, value: int) -> int:
         """Return what holding a value costs."""
@@ -93,54 +100,34 @@ def choose(
 
     Costs one maximum flow over the operations that what is demanded depends on.
     """
-    graph = demand.graph
-    network = _Network()
-    pending = list(demand.values)
-    network.demand(pending)
-    seen: set[int] = set()
-    while pending:
-        value = pending.pop()
-        if value in seen:
-            continue
-        seen.add(value)
-        if demand.is_forced(value):
-            network.add(("value", value), _SINK, price(value))
-            continue
-        producer = graph.values[value].producer
-        network.add(
-            ("value", value),
-            ("operation", producer),
-            price(value) if demand.may_hold(value) else None,
-        )
-        operation = graph.operations[producer]
-        extra = penalty.get(producer, 0.0) if penalty else demand.operation_seconds
-        if network.once(("operation", producer), operation.seconds + extra):
-            for read in operation.reads:
-                network.add(("operation", producer), ("value", read), None)
-            pending.extend(operation.reads)
-    reached = network.source_side()
-    return frozenset(
-        value
-        for value in seen
-        if ("value", value) in reached
-        and not demand.is_forced(value)
-        and ("operation", graph.values[value].producer) not in reached
+    network = demand.network
+    operations = demand.graph.operations
+    extra = demand.operation_seconds
+    return network.held_at(
+        [price(value) for value in network.values],
+        [
+            operations[number].seconds
+            + (penalty.get(number, 0.0) if penalty else extra)
+            for number in network.operations
+        ],
     )
 
 
 def evaluate(demand: Demand, held: Iterable[int]) -> Choice:
     """Return what holding some values costs; those that nobody needs are left out."""
     graph = demand.graph
-    allowed = set(held)
+    forced = demand.network.forced
+    ends = forced.union(held)
     replayed: set[int] = set()
     used: set[int] = set()
     stack = list(demand.values)
     while stack:
         value = stack.pop()
-        if demand.is_forced(value) or value in allowed:
+        if value in ends:
             used.add(value)
-        elif graph.values[value].producer not in replayed:
-            producer = graph.values[value].producer
+            continue
+        producer = graph.values[value].producer
+        if producer not in replayed:
             replayed.add(producer)
             stack.extend(graph.operations[producer].reads)
     by_storage: dict[int, int] = {}
@@ -148,7 +135,7 @@ def evaluate(demand: Demand, held: Iterable[int]) -> Choice:
         storage = graph.values[value].storage
         by_storage[storage] = max(by_storage.get(storage, 0), demand.bytes_of(value))
     return Choice(
-        frozenset(value for value in used if not demand.is_forced(value)),
+        frozenset(used - forced),
         sum(by_storage.values()),
         sum(graph.operations[number].seconds for number in replayed)
         + demand.operation_seconds * len(replayed),
@@ -220,64 +207,100 @@ def _turns(first: Choice, middle: Choice, last: Choice) -> bool:
     ) * (first.held_bytes - middle.held_bytes)
 
 
-_Node = tuple[str, int]
-_SOURCE: _Node = ("source", 0)
-_SINK: _Node = ("sink", 0)
+_SOURCE, _SINK = 0, 1
 
 
-class _Network:
-    """A flow network; a capacity of None is infinite."""
+class Network:
+    """The flow network of a demand: of its prices, capacities alone depend.
 
-    def __init__(self) -> None:
-        self._numbers: dict[_Node, int] = {_SOURCE: 0, _SINK: 1}
-        self._joined: set[_Node] = set()
-        self._finite: dict[tuple[int, int], float] = {}
-        self._infinite: set[tuple[int, int]] = set()
+    Attributes:
+        values: All values that replays could need, by their place.
+        operations: All operations that they could run.
+        forced: The values that are held in any case.
+    """
 
-    def demand(self, values: Iterable[int]) -> None:
-        """Put values on the source's side."""
-        for value in values:
-            self.add(_SOURCE, ("value", value), None)
+    def __init__(self, demand: Demand) -> None:
+        graph = demand.graph
+        places: dict[int, int] = {}
+        self.forced: set[int] = set()
+        nodes: dict[int, int] = {}
+        pending = list(demand.values)
+        while pending:
+            value = pending.pop()
+            if value in places:
+                continue
+            places[value] = len(places)
+            if demand.is_forced(value):
+                self.forced.add(value)
+                continue
+            producer = graph.values[value].producer
+            if producer not in nodes:
+                nodes[producer] = len(nodes)
+                pending.extend(graph.operations[producer].reads)
+        self.values = list(places)
+        self.operations = list(nodes)
+        # Values are numbered from 2 on, operations after them.
+        first = 2 + len(places)
+        self._size = first + len(nodes)
+        ends = {operation: first + place for operation, place in nodes.items()}
+        self._finite = [
+            *(
+                (2 + place, ends.get(graph.values[value].producer, _SINK))
+                for value, place in places.items()
+            ),
+            *((node, _SINK) for node in ends.values()),
+        ]
+        self._may_cut = [
+            *(value in self.forced or demand.may_hold(value) for value in places),
+            *(True for _ in nodes),
+        ]
+        self._infinite = [
+            *((_SOURCE, 2 + places[value]) for value in dict.fromkeys(demand.values)),
+            *(
+                (first + place, 2 + places[read])
+                for place, number in enumerate(nodes)
+                for read in dict.fromkeys(graph.operations[number].reads)
+            ),
+        ]
 
-    def once(self, node: _Node, seconds: float) -> bool:
-        """Join a node to the sink unless it is known; return whether it was not."""
-        if node in self._joined:
-            return False
-        self._joined.add(node)
-        self.add(node, _SINK, seconds)
-        return True
+    def held_at(
+        self, prices: Sequence[float], seconds: Sequence[float]
+    ) -> frozenset[int]:
+        """Return the values that the cheapest choice holds, but for forced ones.
 
-    def add(self, tail: _Node, head: _Node, capacity: float | None) -> None:
-        """Add an edge, or the capacity of one that is known."""
-        numbers = self._numbers
-        edge = (
-            numbers.setdefault(tail, len(numbers)),
-            numbers.setdefault(head, len(numbers)),
-        )
-        if capacity is None:
-            self._infinite.add(edge)
-        elif capacity > 0:
-            self._finite[edge] = self._finite.get(edge, 0.0) + capacity
-
-    def source_side(self) -> set[_Node]:
-        """Return the nodes that a minimum cut leaves with the source."""
-        finite = [edge for edge in self._finite if edge not in self._infinite]
-        capacities = np.array([self._finite[edge] for edge in finite])
+        Args:
+            prices: What holding each value costs.
+            seconds: What replaying each operation costs.
+        """
+        edges: list[tuple[int, int]] = []
+        finite: list[float] = []
+        infinite = list(self._infinite)
+        costs = chain(prices, seconds)
+        for edge, may_cut, cost in zip(self._finite, self._may_cut, costs, strict=True):
+            if not may_cut or cost == inf:
+                infinite.append(edge)
+            elif cost > 0:
+                edges.append(edge)
+                finite.append(cost)
+        capacities = np.array(finite)
         total = float(capacities.sum()) or 1.0
         whole = np.rint(capacities * (_SCALE / total)).astype(np.int64)
         boundless = int(whole.sum()) + 1
-        edges = finite + list(self._infinite)
-        amounts = [*whole.tolist(), *([boundless] * len(self._infinite))]
-        size = len(self._numbers)
+        amounts = [*whole.tolist(), *([boundless] * len(infinite))]
+        edges += infinite
         search = reached_by_paths if len(edges) <= _FEW_EDGES else _reached_by_scipy
-        reached = search(size, edges, amounts)
-        return {node for node, number in self._numbers.items() if number in reached}
+        reached = search(self._size, edges, amounts)
+        return frozenset(
+            value
+            for value, (node, operation) in zip(self.values, self._finite, strict=False)
+            if node in reached and operation not in reached and operation != _SINK
+        )
 
 
 def reached_by_paths(
     size: int, edges: Sequence[tuple[int, int]], capacities: Sequence[int]
 ) -> set[int]:
-    """Return what node 0 reaches beside a maximum flow to node 1: shortest paths.
+    """Return what node 0 reaches beside a maximum flow to node 1 (Dinitz).
 
     For small networks this is faster than to hand them to SciPy.
 
@@ -285,30 +308,61 @@ def reached_by_paths(
         >>> reached_by_paths(4, [(0, 2), (2, 3), (3, 1)], [5, 2, 7])
         {0, 2}
     """
-    room: list[dict[int, int]] = [{} for _ in range(size)]
-    for (tail, head), capacity in zip(edges, capacities, strict=True):
-        room[tail][head] = room[tail].get(head, 0) + capacity
-        room[head].setdefault(tail, 0)
+    heads: list[int] = []
+    room: list[int] = []
+    leaving: list[list[int]] = [[] for _ in range(size)]
+    for number, (tail, head) in enumerate(edges):
+        heads += (head, tail)
+        room += (capacities[number], 0)
+        leaving[tail].append(2 * number)
+        leaving[head].append(2 * number + 1)
     while True:
-        came: dict[int, int] = {0: 0}
-        queue = [0]
+        levels = [-1] * size
+        levels[_SOURCE] = 0
+        queue = [_SOURCE]
         for node in queue:
-            for head, left in room[node].items():
-                if left > 0 and head not in came:
-                    came[head] = node
-                    queue.append(head)
-            if 1 in came:
+            for edge in leaving[node]:
+                if room[edge] and levels[heads[edge]] < 0:
+                    levels[heads[edge]] = levels[node] + 1
+                    queue.append(heads[edge])
+        if levels[_SINK] < 0:
+            return set(queue)
+        _fill(heads, room, leaving, levels)
+
+
+def _fill(
+    heads: list[int], room: list[int], leaving: list[list[int]], levels: list[int]
+) -> None:
+    """Send as much as fits along paths from level to level, none of them twice."""
+    tried = [0] * len(leaving)
+    path: list[int] = []
+    node = _SOURCE
+    while True:
+        if node == _SINK:
+            flow = min(room[edge] for edge in path)
+            full = len(path)
+            for place in range(len(path) - 1, -1, -1):
+                room[path[place]] -= flow
+                room[path[place] ^ 1] += flow
+                if not room[path[place]]:
+                    full = place
+            node = heads[path[full] ^ 1]
+            del path[full:]
+            continue
+        edges, next_level = leaving[node], levels[node] + 1
+        for number in range(tried[node], len(edges)):
+            edge = edges[number]
+            if room[edge] and levels[heads[edge]] == next_level:
+                tried[node] = number
+                path.append(edge)
+                node = heads[edge]
                 break
         else:
-            return set(queue)
-        path = [1]
-        while path[-1]:
-            path.append(came[path[-1]])
-        steps = [(tail, head) for head, tail in pairwise(path)]
-        flow = min(room[tail][head] for tail, head in steps)
-        for tail, head in steps:
-            room[tail][head] -= flow
-            room[head][tail] += flow
+            tried[node] = len(edges)
+            if not path:
+                return
+            node = heads[path.pop() ^ 1]
+            tried[node] += 1
 
 
 def _reached_by_scipy(

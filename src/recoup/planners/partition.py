@@ -21,7 +21,7 @@ Path = tuple[tuple[Stretch, Option], ...]
 
 _LABELS = 128
 _SETS = 16
-_LONG = 1500
+_LONG = 1000
 
 
 class Partition:
