@@ -1,5 +1,8 @@
 """What regions inside regions take is predicted, and never less than they take."""
 
+import random
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
@@ -31,7 +34,8 @@ def peaks_of(model: nn.Module, segments_for) -> tuple[int, int]:
     batch = torch.ones(32, 16)
 
     def step() -> None:
-        model(batch).sum().backward()
+        output = model(batch)  # in use until the end, as in the step that is measured
+        output.sum().backward()
 
     graph = recoup.measure(model, batch, loss=torch.Tensor.sum)
     segments = segments_for(graph)
@@ -61,9 +65,46 @@ def test_nested_regions_take_what_was_predicted(normalised, held):
     predicted, measured = peaks_of(
         stack(normalised=normalised), lambda graph: nested(graph, held)
     )
-    # What an inner replay starts from is taken to live until that has ended, and it
-    # is let go of at its last use: here, the 32 x 16 numbers between two blocks.
-    assert 0 <= predicted - measured <= 32 * 16 * 4
+    assert predicted == measured
+
+
+def at_random(graph, seed: int, depth: int) -> tuple[Segment, ...]:
+    """Return the whole model as a segment with others inside, as chance has it."""
+    chance = random.Random(seed)
+
+    def segment(start: int, stop: int, depth: int) -> Segment:
+        inside = graph.operations_between(start, stop)
+        made = [v for n in inside for v in graph.operations[n].makes]
+        made = [v for v in made if graph.values[v].holdable]
+        kept = chance.sample(made, min(len(made), chance.choice([0, 0, 1, 2, 3])))
+        inner: tuple[Segment, ...] = ()
+        if depth and stop - start > 1:
+            count = min(stop - start + 1, chance.choice([2, 2, 3, 4]))
+            places = sorted(chance.sample(range(start, stop + 1), count))
+            inner = tuple(segment(a, b, depth - 1) for a, b in pairwise(places))
+        return Segment(start, stop, dict.fromkeys(kept, Action.KEEP), inner)
+
+    whole = segment(0, len(graph.boundaries) - 1, depth)
+    return (without_idle_actions(graph, whole),)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_regions_three_deep_take_what_was_predicted(seed):
+    predicted, measured = peaks_of(
+        stack(normalised=False), lambda graph: at_random(graph, seed, depth=3)
+    )
+    assert predicted == measured
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_with_running_statistics_they_do_not_take_more(seed):
+    predicted, measured = peaks_of(
+        stack(normalised=True), lambda graph: at_random(graph, seed, depth=3)
+    )
+    # The statistics of a layer are 512 bytes. A region that is in another and has
+    # others in it is taken to have a copy for as long as it lives; it has one in
+    # backward only, until that is asked for. The worst of 60 seeds was three copies.
+    assert 0 <= predicted - measured <= 3 * 512
 
 
 def test_statistics_that_an_outer_region_copies_are_counted():

@@ -1,12 +1,14 @@
 """Runs a plan step by step: allocates, holds, hands over, replays and frees.
 
-It shares nothing with `recoup.core.simulation` but the graph and the segments.
+It does what the engine does, object by object: see `recoup.engine.region`. With
+`recoup.core.simulation` it shares nothing but the graph and the segments.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from recoup.core.graph import Graph
+from recoup.core.graph import Graph, Save
 from recoup.core.segments import Segment
 
 
@@ -46,22 +48,33 @@ class Block:
 
 @dataclass(eq=False)
 class Ticket:
-    """A claim on a value: used from one moment, given back at another.
+    """Stands for one value in a region, as long as somebody may ask for it."""
 
-    One that an inner region replays from, and nobody else needs, is given back by that
-    replay: it has no moment of its own.
-    """
-
+    region: "Region"
     value: int
-    used: int
-    released: int
 
-    @property
-    def last(self) -> int:
-        return max(self.used, self.released)
+    def ask(self) -> Block | None:
+        """Return where the value is; None if it was there all the time."""
+        return self.region.give(self)
+
+    def die(self) -> None:
+        self.region.tickets.remove(self)
+        self.region.end_if_unused()
 
 
-NEVER = -1
+@dataclass(eq=False)
+class Kept:
+    """A tensor from outside that autograd saved in a region, which keeps it."""
+
+    region: "Region"
+    ticket: Ticket | None
+
+    def ask(self) -> Block | None:
+        return None if self.ticket is None else self.ticket.ask()
+
+    def die(self) -> None:
+        self.region.autograd_keeps -= 1
+        self.region.end_if_unused()
 
 
 @dataclass(eq=False)
@@ -72,14 +85,16 @@ class Region:
     segment: Segment
     parent: "Region | None"
     tickets: list[Ticket] = field(default_factory=list)
-    held: set[int] = field(default_factory=set)
+    kept: list[int] = field(default_factory=list)
+    autograd_keeps: int = 0
+    handed_over: list[Ticket] = field(default_factory=list)
+    starts: dict[int, Ticket] = field(default_factory=dict)
     program: list[int] = field(default_factory=list)
-    live: dict[int, Block] = field(default_factory=dict)
-    replayed: bool = False
-    blocks: list[Block] = field(default_factory=list)
-    open_tickets: int = 0
+    held: set[int] = field(default_factory=set)
     copied: list[int] = field(default_factory=list)
-    starts: list[Ticket] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
+    live: dict[int, Block | None] | None = None
+    pending: Counter[int] = field(default_factory=Counter)
 
     @property
     def inside(self) -> range:
@@ -90,87 +105,83 @@ class Region:
     def makes(self, value: int) -> bool:
         return self.machine.graph.values[value].producer in self.inside
 
-    def keeps(self, value: int) -> bool:
-        graph = self.machine.graph
-        operation = graph.operations[graph.values[value].producer]
-        return value in self.segment.actions or not operation.replayable
+    def records(self, value: int) -> bool:
+        producer = self.machine.graph.values[value].producer
+        return self.makes(value) and self.machine.graph.operations[producer].replayable
 
-    def is_spoilt(self, value: int) -> bool:
-        """Return whether it comes from outside and is written over: it is copied."""
-        return not self.makes(value) and not self.machine.graph.values[value].holdable
+    def remakes(self, value: int) -> bool:
+        return self.records(value) and value not in self.segment.actions
 
-    def copy_spoilt(self) -> None:
-        graph = self.machine.graph
-        for value in self.copied:
-            block = self.machine.memory.allocate(graph.bytes_of(value))
-            self.blocks.append(block.take())
+    def save(self, save: Save) -> Ticket | Kept:
+        """Take what autograd saves."""
+        if self.records(save.value):
+            return self.ticket(save.value)
+        self.autograd_keeps += 1
+        if self.parent is None:
+            self.kept.append(save.value)
+            return Kept(self, None)
+        ticket = self.parent.ticket(save.value)
+        self.handed_over.append(ticket)
+        return Kept(self, ticket)
+
+    def ticket(self, value: int) -> Ticket:
+        found = Ticket(self, value)
+        self.tickets.append(found)
+        return found
 
     def close(self) -> None:
-        """Decide what to hold; what a region around takes over, it gets as tickets."""
+        """Plan the replay; hold what it starts from, or hand that over."""
         graph = self.machine.graph
         needed: set[int] = set()
-        roots: list[int] = []
-
-        def need(value: int) -> None:
-            if not self.makes(value) or self.keeps(value):
-                if value not in roots:
-                    roots.append(value)
-                return
-            producer = graph.values[value].producer
-            if producer not in needed:
-                needed.add(producer)
-                for read in graph.operations[producer].reads:
-                    need(read)
-
-        mine = [ticket for ticket in self.tickets if self.makes(ticket.value)]
-        others = [ticket for ticket in self.tickets if not self.makes(ticket.value)]
-        for ticket in mine:
-            need(ticket.value)
+        roots: set[int] = set()
+        to_do = [ticket.value for ticket in self.tickets]
+        while to_do:
+            value = to_do.pop()
+            if not self.remakes(value):
+                roots.add(value)
+            elif graph.values[value].producer not in needed:
+                needed.add(graph.values[value].producer)
+                to_do += graph.operations[graph.values[value].producer].reads
         self.program = sorted(needed)
-        self.open_tickets = len(self.tickets)
         if self.parent is None:
-            spoilt = {v for v in roots if self.is_spoilt(v)}
-            self.held = {*roots, *(ticket.value for ticket in others)} - spoilt
-            self.held |= {ticket.value for ticket in others}
-            self.copied = sorted(spoilt)
-            return
-        self.parent.tickets += others
-        self.tickets = mine
-        first = min((ticket.used for ticket in mine), default=0)
-        for value in roots:
-            last = [t.last for t in mine if t.value == value]
-            ticket = Ticket(value, first, max(last, default=NEVER))
-            self.parent.tickets.append(ticket)
-            if not last:
-                self.starts.append(ticket)
+            # What is written over is copied.
+            self.copied = [
+                v for v in roots if not self.makes(v) and not graph.values[v].holdable
+            ]
+            self.held = (roots - set(self.copied)) | set(self.kept)
+        else:
+            self.starts = {value: self.parent.ticket(value) for value in roots}
+            self.handed_over += self.starts.values()
 
-    def use(self, ticket: Ticket) -> None:
-        if self.replayed or not self.makes(ticket.value):
-            return
-        # What an inner region keeps is with those around it: asking is a replay.
-        if self.parent is None and self.keeps(ticket.value):
-            return
-        self.replayed = True
-        if self.parent is not None:
-            # What it starts from is claimed at this moment; make sure it is there.
-            for claim in self.parent.tickets:
-                if claim.used <= self.machine.moment:
-                    self.parent.use(claim)
-        wanted = {t.value for t in self.tickets if not self.keeps_or_outside(t.value)}
-        self.run(wanted)
-        for start in self.starts:
-            holder = self.parent
-            while holder is not None and start not in holder.tickets:
-                holder = holder.parent  # one that did not make it passed it on
-            assert holder is not None, "it handed over what it starts from"
-            holder.release(start)
+    def copy_spoilt(self) -> None:
+        for value in self.copied:
+            nbytes = self.machine.graph.bytes_of(value)
+            self.blocks.append(self.machine.memory.allocate(nbytes).take())
 
-    def keeps_or_outside(self, value: int) -> bool:
-        return not self.makes(value) or self.keeps(value)
+    def give(self, ticket: Ticket) -> Block | None:
+        """Return a value, for the first time that a ticket asks for it."""
+        if self.parent is None and not self.remakes(ticket.value):
+            return None
+        if self.live is None:
+            self.live = self.replay()
+        block = self.live[ticket.value]
+        if block is not None:
+            block.take()
+        self.pending[ticket.value] -= 1
+        if not self.pending[ticket.value] and block is not None:
+            block.let_go()
+        return block
 
-    def run(self, wanted: set[int]) -> None:
+    def replay(self) -> dict[int, Block | None]:
         graph, memory = self.machine.graph, self.machine.memory
-        present: dict[int, Block] = {}
+        fetched = {value: ticket.ask() for value, ticket in self.starts.items()}
+        present = {
+            graph.values[value].storage: block
+            for value, block in fetched.items()
+            if block is not None
+        }
+        self.pending = Counter(ticket.value for ticket in self.tickets)
+        wanted = {graph.values[value].storage for value in self.pending}
         for place, number in enumerate(self.program):
             operation = graph.operations[number]
             for value in operation.makes:
@@ -182,30 +193,30 @@ class Region:
             self.machine.seconds += operation.seconds
             later = {
                 graph.values[value].storage
-                for other in self.program[place + 1 :]
-                for value in (
-                    *graph.operations[other].reads,
-                    *graph.operations[other].makes,
+                for other in map(
+                    graph.operations.__getitem__, self.program[place + 1 :]
                 )
+                for value in (*other.reads, *other.makes)
             }
-            kept = {graph.values[value].storage for value in wanted}
-            for storage in [s for s in present if s not in later | kept]:
+            for storage in [s for s in present if s not in later | wanted]:
                 present.pop(storage).let_go()
-        for value in wanted:
-            self.live[value] = present[graph.values[value].storage].take()
+        live = {
+            value: present.get(graph.values[value].storage) for value in self.pending
+        }
+        for block in live.values():
+            if block is not None:
+                block.take()
         for block in present.values():
             block.let_go()
+        return live
 
-    def release(self, ticket: Ticket) -> None:
-        self.open_tickets -= 1
-        rest = [t for t in self.tickets if t.value == ticket.value and t is not ticket]
-        self.tickets.remove(ticket)
-        if not rest and ticket.value in self.live:
-            self.live.pop(ticket.value).let_go()
-        if not self.tickets:
-            for block in self.blocks:
-                block.let_go()
-            self.blocks = []
+    def end_if_unused(self) -> None:
+        if self.tickets or self.autograd_keeps:
+            return
+        for block in self.blocks:
+            block.let_go()
+        for ticket in self.handed_over:
+            ticket.die()
 
 
 class Machine:
@@ -214,30 +225,21 @@ class Machine:
     def __init__(self, graph: Graph, segments: tuple[Segment, ...]) -> None:
         self.graph = graph
         self.memory = Memory()
-        self.moment = 0
         self.seconds = 0.0
         self.regions: list[Region] = []
-        self.plain: list[Ticket] = []
-        covered: set[int] = set()
+        self.saved: dict[int, Ticket | Kept] = {}
         for segment in segments:
-            self._open(segment, None, covered)
-        self.plain = [
-            Ticket(save.value, save.used, save.released)
-            for number, save in enumerate(graph.saves)
-            if number not in covered
-        ]
+            self._open(segment, None)
 
-    def _open(self, segment: Segment, parent: Region | None, covered: set[int]) -> None:
+    def _open(self, segment: Segment, parent: Region | None) -> None:
         region = Region(self, segment, parent)
         for inner in segment.inner:
-            self._open(inner, region, covered)
+            self._open(inner, region)
         first = self.graph.boundaries[segment.start].saves
         last = self.graph.boundaries[segment.stop].saves
         for number in range(first, last):
-            if number not in covered:
-                save = self.graph.saves[number]
-                region.tickets.append(Ticket(save.value, save.used, save.released))
-                covered.add(number)
+            if number not in self.saved:
+                self.saved[number] = region.save(self.graph.saves[number])
         region.close()
         self.regions.append(region)
 
@@ -246,43 +248,34 @@ class Machine:
         graph = self.graph
         dying: dict[int, list[Callable[[], None]]] = {}
         found: list[int] = []
-        half = len(graph.operations)
-        for self.moment in range(graph.moments):
+        for moment in range(graph.moments):
             self.memory.peak = self.memory.used
             for storage, block in enumerate(graph.storages):
-                if max(block.born, 0) == self.moment:
+                if max(block.born, 0) == moment:
                     self._allocate(storage, dying)
             for region in self.regions:
-                if region.inside.start == self.moment:
+                if region.inside.start == moment:
                     region.copy_spoilt()
-            if self.moment >= half:
-                self._backward()
-            found.append(self.memory.peak + graph.other_bytes[self.moment])
-            for let_go in dying.pop(self.moment, ()):
+            for number, ticket in self.saved.items():
+                save = graph.saves[number]
+                if save.used == moment:
+                    block = ticket.ask()
+                    if block is not None:
+                        dying.setdefault(save.replayed_until, []).append(block.let_go)
+                    dying.setdefault(save.released, []).append(ticket.die)
+            found.append(self.memory.peak + graph.other_bytes[moment])
+            for let_go in dying.pop(moment, ()):
                 let_go()
-            self._release()
         return found
 
     def _allocate(self, storage: int, dying: dict[int, list]) -> None:
         graph = self.graph
         block = self.memory.allocate(graph.storages[storage].bytes).take()
         dying.setdefault(graph.storages[storage].dies, []).append(block.let_go)
-        for ticket in self.plain:
-            if graph.values[ticket.value].storage == storage:
+        for number, save in enumerate(graph.saves):
+            if number not in self.saved and graph.values[save.value].storage == storage:
                 block.take()
-                dying.setdefault(ticket.released, []).append(block.let_go)
+                dying.setdefault(save.released, []).append(block.let_go)
         for region in self.regions:
             if any(graph.values[value].storage == storage for value in region.held):
                 region.blocks.append(block.take())
-
-    def _backward(self) -> None:
-        for region in self.regions:
-            for ticket in region.tickets:
-                if ticket.used == self.moment:
-                    region.use(ticket)
-
-    def _release(self) -> None:
-        for region in self.regions:
-            for ticket in list(region.tickets):
-                if ticket.released == self.moment:
-                    region.release(ticket)

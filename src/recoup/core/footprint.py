@@ -3,41 +3,23 @@
 A region holds what was made outside and is read by its replay until the last tensor
 saved in it is released; so it holds what it was told to keep. Its replay runs when
 backward first asks for a value that it does not hold, makes everything that is asked
-for later at once, and frees what is only needed on the way at its last use. What an
-inner region holds it passes on to the one around it, which holds it or drops it again:
-it fetches all of that when it first needs any, and lets go of each after its last use.
+for later at once, and frees what is only needed on the way at its last use.
+
+What an inner region holds it passes on to the one around it, which holds it or drops it
+again. So nothing is at hand there: whatever it is asked for, be it only on the way to a
+region inside, it replays first. A replay begins by fetching all that it starts from, or
+that was passed through it, and lets go of each after its last use. As long as an inner
+region lives, so do those around it, and what the outermost holds.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from recoup.core.graph import BEFORE, Graph, Operation, Save
+from recoup.core.graph import BEFORE, THROUGH, Claim, Graph, Save
+from recoup.core.replays import Passing, Replay, replayed, run_again, spikes
 from recoup.core.segments import Action, Segment
-
-
-@dataclass(frozen=True)
-class Replay:
-    """One replay of a segment.
-
-    Attributes:
-        segment: What is replayed.
-        moment: The moment of backward before which it runs.
-        operations: What runs, in order.
-        peak_bytes: The most that its own values and workspaces take.
-        seconds: How long it takes.
-        left_bytes: What is still in use when it has run.
-        awaited_bytes: What the operator of that moment takes, after the replay.
-        depth: How many segments are around it.
-    """
-
-    segment: Segment
-    moment: int
-    operations: tuple[int, ...]
-    peak_bytes: int
-    seconds: float
-    left_bytes: int = 0
-    awaited_bytes: int = 0
-    depth: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +51,7 @@ class Footprint:
         replays: What is run again.
         recorded: How many operators of forward are recorded, once for each region.
         starts: What each segment's replay starts from, inner segments first.
-        passing: Bytes that inner replays before a moment start from and that are gone
-            when the moment's operator runs.
+        passing: What replays make and inner ones let go of.
     """
 
     holds: dict[int, int] = field(default_factory=dict[int, int])
@@ -83,7 +64,7 @@ class Footprint:
     starts: list[tuple[Segment, list[int]]] = field(
         default_factory=list[tuple[Segment, list[int]]]
     )
-    passing: dict[int, int] = field(default_factory=dict[int, int])
+    passing: list[Passing] = field(default_factory=list[Passing])
 
     def hold(self, graph: Graph, save: Save) -> None:
         """Keep a value's storage until it is released."""
@@ -100,39 +81,6 @@ def footprint(graph: Graph, segment: Segment) -> Footprint:
     result = Footprint()
     add_segment(graph, segment, result)
     return result
-
-
-def replayed(
-    graph: Graph, inside: range, demanded: Iterable[int], held: Mapping[int, object]
-) -> tuple[list[int], list[int]]:
-    """Return the operations that demanded values need, and the values these start from.
-
-    Args:
-        graph: The step.
-        inside: The operations of the segment.
-        demanded: The values to make.
-        held: The values made in the segment that are held.
-
-    Returns:
-        The operations, in order; and what they read, or what is demanded, that is held
-        or comes from outside.
-    """
-    required: set[int] = set()
-    roots: dict[int, None] = {}
-    stack = list(demanded)
-    while stack:
-        value = stack.pop()
-        producer = graph.values[value].producer
-        if (
-            producer not in inside
-            or value in held
-            or not graph.operations[producer].replayable
-        ):
-            roots[value] = None
-        elif producer not in required:
-            required.add(producer)
-            stack.extend(graph.operations[producer].reads)
-    return sorted(required), list(roots)
 
 
 def total_footprint(graph: Graph, segments: Sequence[Segment]) -> Footprint:
@@ -157,67 +105,117 @@ def total_footprint(graph: Graph, segments: Sequence[Segment]) -> Footprint:
 
 def add_segment(graph: Graph, segment: Segment, total: Footprint) -> None:
     """Add what one segment that is in no other does to what others do."""
-    for save in _run_segment(graph, segment, total, depth=0):
-        total.hold(graph, save)
+    planned: list[_Planned] = []
+    before = len(total.passing)
+    _add_region(graph, _Region(segment, 0), total, planned)
+    _add_replays(graph, total, planned, total.passing[before:])
 
 
-def _run_segment(
-    graph: Graph, segment: Segment, total: Footprint, *, depth: int
-) -> list[Save]:
-    """Account for a segment; return what it asks of those around it."""
+class _Region(NamedTuple):
+    """A segment as it runs, and how many are around it."""
+
+    segment: Segment
+    depth: int
+
+
+class _Planned(NamedTuple):
+    """A replay whose peak is not known yet, and the storages that outlive it."""
+
+    region: _Region
+    moment: int
+    operations: Sequence[int]
+    wanted: set[int]
+    left_bytes: int
+
+
+def _add_region(
+    graph: Graph, region: _Region, total: Footprint, planned: list[_Planned]
+) -> list[Claim]:
+    """Account for a region; return what it may ask of the one around it."""
+    segment, depth = region
     inside = graph.operations_between(segment.start, segment.stop)
-    own = _own_saves(graph, segment)
     total.recorded += len(inside)
+    claims, kept = _own_claims(graph, region)
     for inner in segment.inner:
-        own.extend(_run_segment(graph, inner, total, depth=depth + 1))
-    made = [s for s in own if graph.values[s.value].producer in inside]
-    nested = depth > 0
-    end = max((_last_use(save) for save in own), default=0)
-    asked = [
-        save if nested else Save(save.value, save.used, end)
-        for save in own
-        if graph.values[save.value].producer not in inside
-    ]
+        claims += _add_region(graph, _Region(inner, depth + 1), total, planned)
+    end = max((claim.dies for claim in (*claims, *kept)), default=0)
     copied_bytes = _copied_bytes(graph, segment)
     if copied_bytes:
         total.remade.append((copied_bytes, inside.stop, end))
-    if not made:
-        total.starts.append((segment, []))
-        return asked
-    wanted = [s for s in made if not _is_held(graph, segment, s.value)]
     # The engine plans one replay for all that is saved, held or not: what leads to a
     # held value is not part of it.
     operations, roots = replayed(
-        graph, inside, [save.value for save in made], segment.actions
+        graph, inside, [claim.value for claim in claims], segment.actions
     )
     total.starts.append((segment, roots))
-    # What a nested one holds is with those around it: asking for that, too, replays.
-    first = min((s.used for s in (made if nested else wanted)), default=end)
-    used = {} if nested else _first_uses(made)
-    released = _last_uses(made) if nested else {}
-    read = {value for number in operations for value in graph.operations[number].reads}
-    for value in roots:
-        if nested:
-            # What only the replay reads is gone when it has run, before `first` does.
-            asked.append(Save(value, first, released.get(value, first - 1)))
-            continue
-        moment = min(used.get(value, end), first if value in read else end)
-        offloaded = segment.actions.get(value) is Action.OFFLOAD
-        if offloaded and graph.values[value].producer in inside:
-            storage = graph.values[value].storage
-            total.offloads.append(Offload(storage, inside.stop, moment, end))
-        elif graph.values[value].producer not in inside and _is_spoilt(graph, value):
-            total.remade.append((graph.bytes_of(value), inside.start, end))
-        else:
-            asked.append(Save(value, moment, end))
+    made = [c for c in claims if graph.values[c.value].producer in inside]
+    wanted = [c for c in made if not _is_held(graph, segment, c.value)]
+    # What an inner one holds is with those around it: asking for that, too, replays.
+    first = min((c.used for c in (claims if depth else wanted)), default=end)
     if wanted:
-        planned = Replay(segment, first, tuple(operations), 0, 0.0, depth=depth)
-        _add_replay(graph, total, planned, wanted)
-    return asked
+        storages, left_bytes = _leave(graph, total, (first, depth), wanted)
+        planned.append(_Planned(region, first, operations, storages, left_bytes))
+    read = {value for n in operations for value in graph.operations[n].reads}
+    if depth:
+        gone = _last_uses(claims)
+        for value in read.intersection(roots):
+            gone[value] = max((first, depth), gone.get(value, (first, depth)))
+        return [
+            *(claim._replace(dies=end) for claim in kept),
+            *(Claim(value, first, gone[value], end) for value in roots),
+        ]
+    for claim in kept:
+        total.hold(graph, Save(claim.value, claim.used, end))
+    used = _first_uses(claims)
+    for value in roots:
+        moment = min(used.get(value, end), first if value in read else end)
+        _hold_root(graph, segment, total, Save(value, moment, end))
+    return []
+
+
+def _own_claims(graph: Graph, region: _Region) -> tuple[list[Claim], list[Claim]]:
+    """Return what autograd saves in a region and in none of its inner ones.
+
+    Returns:
+        What it asks the region for; and what it has from elsewhere: from outside, and,
+        in an inner region, what no replay makes.
+    """
+    segment, depth = region
+    inside = graph.operations_between(segment.start, segment.stop)
+    claims: list[Claim] = []
+    kept: list[Claim] = []
+    values, operations = graph.values, graph.operations
+    for claim in _own_saves(graph, segment):
+        producer = values[claim.value].producer
+        if producer in inside and (not depth or operations[producer].replayable):
+            claims.append(claim)
+        else:
+            kept.append(claim)
+    return claims, kept
+
+
+def _hold_root(graph: Graph, segment: Segment, total: Footprint, root: Save) -> None:
+    """Account for what the outermost region holds."""
+    value = graph.values[root.value]
+    inside = graph.operations_between(segment.start, segment.stop)
+    if value.producer not in inside and not value.holdable:
+        # It is written over: only a copy can be held.
+        total.remade.append((graph.bytes_of(root.value), inside.start, root.released))
+    elif value.producer in inside and segment.actions.get(root.value) is Action.OFFLOAD:
+        total.offloads.append(
+            Offload(value.storage, inside.stop, root.used, root.released)
+        )
+    else:
+        total.hold(graph, root)
 
 
 def _copied_bytes(graph: Graph, segment: Segment) -> int:
-    """Return the bytes of running statistics that inner segments update."""
+    """Return the bytes of running statistics that inner segments update.
+
+    The outermost region holds a copy from its end on. One that is inside, too, and has
+    others inside gets a copy of that copy, but only in backward, from a replay around
+    it until it is asked for: it is taken to have it as long as it lives.
+    """
     return sum(
         graph.operations[number].state_bytes
         for inner in segment.inner
@@ -225,28 +223,122 @@ def _copied_bytes(graph: Graph, segment: Segment) -> int:
     )
 
 
-def _first_uses(saves: Iterable[Save]) -> dict[int, int]:
+def _first_uses(claims: Iterable[Claim]) -> dict[int, int]:
     """Return the first moment at which each value is asked for."""
     found: dict[int, int] = {}
-    for save in saves:
-        if save.value not in found or save.used < found[save.value]:
-            found[save.value] = save.used
+    for claim in claims:
+        if claim.value not in found or claim.used < found[claim.value]:
+            found[claim.value] = claim.used
     return found
 
 
-def _last_uses(saves: Iterable[Save]) -> dict[int, int]:
-    """Return the last moment at which each value is asked for or held."""
-    found: dict[int, int] = {}
-    for save in saves:
-        last = _last_use(save)
-        if save.value not in found or last > found[save.value]:
-            found[save.value] = last
+def _last_uses(claims: Iterable[Claim]) -> dict[int, tuple[int, int]]:
+    """Return when the last claim on each value has been served."""
+    found: dict[int, tuple[int, int]] = {}
+    for claim in claims:
+        if claim.value not in found or claim.gone > found[claim.value]:
+            found[claim.value] = claim.gone
     return found
 
 
-def _last_use(save: Save) -> int:
-    """Return the last moment at which a value is asked for or held."""
-    return save.released if save.released >= save.used else save.used
+def _own_saves(graph: Graph, segment: Segment) -> Sequence[Claim]:
+    """Return what autograd saves in the segment but in none of its inner ones."""
+    first, last = graph.boundaries[segment.start], graph.boundaries[segment.stop]
+    if not segment.inner:
+        return graph.claims[first.saves : last.saves]
+    inner: set[int] = set()
+    for child in segment.inner:
+        inner.update(
+            range(
+                graph.boundaries[child.start].saves, graph.boundaries[child.stop].saves
+            )
+        )
+    return [graph.claims[n] for n in range(first.saves, last.saves) if n not in inner]
+
+
+def _is_held(graph: Graph, segment: Segment, value: int) -> bool:
+    producer = graph.values[value].producer
+    return value in segment.actions or not graph.operations[producer].replayable
+
+
+def _leave(
+    graph: Graph, total: Footprint, made: tuple[int, int], wanted: Sequence[Claim]
+) -> tuple[set[int], int]:
+    """Account for what a replay leaves in use: its values live until the last claim.
+
+    Args:
+        graph: The step.
+        total: What is added to.
+        made: The moment and the depth of the replay.
+        wanted: What it is asked for.
+
+    Returns:
+        The storages that outlive it; and the bytes still in use at its moment.
+    """
+    gone: dict[int, tuple[int, int]] = {}
+    for claim in wanted:
+        storage = graph.values[claim.value].storage
+        if storage not in gone or claim.gone > gone[storage]:
+            gone[storage] = claim.gone
+    moment = made[0]
+    left_bytes = 0
+    for storage, (until, depth) in gone.items():
+        nbytes = graph.storages[storage].bytes
+        last = until
+        if depth != THROUGH:
+            total.passing.append(Passing(storage, nbytes, made, (until, depth)))
+            last -= 1
+        if last >= moment:
+            left_bytes += nbytes
+            total.remade.append((nbytes, moment, last))
+    return set(gone), left_bytes
+
+
+def _add_replays(
+    graph: Graph,
+    total: Footprint,
+    planned: Sequence[_Planned],
+    passing: Sequence[Passing],
+) -> None:
+    """Work out what replays take: each lets go of what passes to it at its last use.
+
+    Of several at one moment and depth it is not known which is the last.
+    """
+    places = Counter((one.moment, one.region.depth) for one in planned)
+    for one in planned:
+        fetched: dict[int, int] = {}
+        if passing and places[one.moment, one.region.depth] == 1:
+            fetched = _fetched(graph, one, passing)
+        peak_bytes, seconds = run_again(graph, one.operations, one.wanted, fetched)
+        replay = Replay(
+            one.region.segment,
+            one.moment,
+            tuple(one.operations),
+            peak_bytes,
+            seconds,
+            left_bytes=one.left_bytes,
+            awaited_bytes=graph.own_bytes[one.moment] if graph.own_bytes else 0,
+            depth=one.region.depth,
+            fetched_bytes=sum(fetched.values()),
+        )
+        total.replays.append(replay)
+
+
+def _fetched(
+    graph: Graph, replay: _Planned, passing: Sequence[Passing]
+) -> dict[int, int]:
+    """Return the storages that a replay lets go of, with their sizes.
+
+    One that it writes to is not among them: it gets a copy.
+    """
+    place = (replay.moment, replay.region.depth)
+    made = {
+        graph.values[value].storage
+        for number in replay.operations
+        for value in graph.operations[number].makes
+    }
+    found = {one.storage: one.bytes for one in passing if one.gone == place}
+    return {storage: n for storage, n in found.items() if storage not in made}
 
 
 def without_idle_actions(graph: Graph, segment: Segment) -> Segment:
@@ -275,124 +367,6 @@ def without_idle_actions(graph: Graph, segment: Segment) -> Segment:
     return rebuilt(segment)
 
 
-def _is_spoilt(graph: Graph, value: int) -> bool:
-    """Return whether a value is written over, so that only a copy can be held."""
-    return not graph.values[value].holdable
-
-
-def _own_saves(graph: Graph, segment: Segment) -> list[Save]:
-    """Return what autograd saves in the segment but in none of its inner ones."""
-    first, last = graph.boundaries[segment.start], graph.boundaries[segment.stop]
-    if not segment.inner:
-        return list(graph.saves[first.saves : last.saves])
-    inner: set[int] = set()
-    for child in segment.inner:
-        inner.update(
-            range(
-                graph.boundaries[child.start].saves, graph.boundaries[child.stop].saves
-            )
-        )
-    return [graph.saves[n] for n in range(first.saves, last.saves) if n not in inner]
-
-
-def _is_held(graph: Graph, segment: Segment, value: int) -> bool:
-    producer = graph.values[value].producer
-    return value in segment.actions or not graph.operations[producer].replayable
-
-
-def _add_replay(
-    graph: Graph, total: Footprint, planned: Replay, wanted: Sequence[Save]
-) -> None:
-    """Account for a replay: its values live on until they are released."""
-    moment = planned.moment
-    released: dict[int, int] = {}
-    fetched: dict[int, int] = {}
-    for save in wanted:
-        storage = graph.values[save.value].storage
-        until = max(save.replayed_until, released.get(storage, moment - 1))
-        released[storage] = until
-        if save.released < save.used:
-            fetched[storage] = max(save.used, fetched.get(storage, moment))
-    peak_bytes, seconds = run_again(graph, planned.operations, set(released))
-    left_bytes = 0
-    for storage, until in released.items():
-        nbytes = graph.storages[storage].bytes
-        if fetched.get(storage, until) > until:
-            passes = fetched[storage]
-            total.passing[passes] = total.passing.get(passes, 0) + nbytes
-        if until >= moment:
-            left_bytes += nbytes
-            total.remade.append((nbytes, moment, until))
-    total.replays.append(
-        replace(
-            planned,
-            peak_bytes=peak_bytes,
-            seconds=seconds,
-            left_bytes=left_bytes,
-            awaited_bytes=graph.own_bytes[moment] if graph.own_bytes else 0,
-        )
-    )
-
-
-def run_again(
-    graph: Graph, operations: Sequence[int], wanted: set[int]
-) -> tuple[int, float]:
-    """Return the peak bytes and the seconds of running operations again.
-
-    Args:
-        graph: The step.
-        operations: What runs, in order.
-        wanted: The storages that outlive the replay.
-    """
-    last: dict[int, int] = {}
-    for number in operations:
-        for value in _mentioned(graph.operations[number]):
-            last[graph.values[value].storage] = number
-    live: set[int] = set()
-    live_bytes = peak_bytes = 0
-    seconds = 0.0
-    for number in operations:
-        operation = graph.operations[number]
-        for value in operation.makes:
-            storage = graph.values[value].storage
-            if storage not in live:
-                live.add(storage)
-                live_bytes += graph.storages[storage].bytes
-        peak_bytes = max(peak_bytes, live_bytes + operation.workspace_bytes)
-        seconds += operation.seconds
-        for value in _mentioned(operation):
-            storage = graph.values[value].storage
-            if storage in live and storage not in wanted and last[storage] == number:
-                live.discard(storage)
-                live_bytes -= graph.storages[storage].bytes
-    return peak_bytes, seconds
-
-
-def _mentioned(operation: Operation) -> tuple[int, ...]:
-    return operation.reads + operation.makes
-
-
 def spikes_of(total: Footprint) -> dict[int, int]:
-    """Return what replays take at a moment beyond all that is in use there.
-
-    A segment is replayed after the one around it, whose values it starts from: what
-    the inner one leaves is not there yet when the outer one runs. Nothing is assumed
-    about the order of segments that lie side by side. All of them run before the
-    moment's operator, and meet nothing of what that takes.
-    """
-    at: dict[int, list[Replay]] = {}
-    for replay in total.replays:
-        at.setdefault(replay.moment, []).append(replay)
-    spikes: dict[int, int] = {}
-    for moment, together in at.items():
-        after = 0
-        peak = 0
-        for depth in sorted({replay.depth for replay in together}):
-            level = [replay for replay in together if replay.depth == depth]
-            after += sum(replay.left_bytes for replay in level)
-            spike = max(replay.peak_bytes - replay.left_bytes for replay in level)
-            passing = total.passing.get(moment, 0) if depth else 0
-            peak = max(peak, after + spike + passing)
-        awaited = min(replay.awaited_bytes for replay in together)
-        spikes[moment] = max(0, peak - after - awaited)
-    return spikes
+    """Return what replays take at a moment beyond all that is in use there."""
+    return spikes(total.replays, total.passing)

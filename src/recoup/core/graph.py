@@ -4,9 +4,11 @@ A step is a row of *moments*: the operators of forward in order, then those of b
 Everything else refers to them by number.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 from recoup.core.errors import UsageError
 
@@ -90,6 +92,27 @@ class Save:
     def replayed_until(self) -> int:
         """The last moment at which a replayed copy of it is in use."""
         return self.released if self.finished == BEFORE else self.finished
+
+
+THROUGH = sys.maxsize
+"""The depth of no replay: what goes then is there while the moment's operator runs."""
+
+
+class Claim(NamedTuple):
+    """What autograd, or a region for its replay, may ask for.
+
+    Attributes:
+        value: What it stands for.
+        used: The moment at which it is asked for.
+        gone: When a replayed copy of it is let go of: a moment, and the depth of the
+            replay before it that does so, or `THROUGH`.
+        dies: The last moment at which the claim exists.
+    """
+
+    value: int
+    used: int
+    gone: tuple[int, int]
+    dies: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +219,14 @@ class Graph:
         """Bytes of the storages that autograd saves, each once."""
         saved = {self.values[save.value].storage for save in self.saves}
         return sum(self.storages[storage].bytes for storage in saved)
+
+    @cached_property
+    def claims(self) -> tuple[Claim, ...]:
+        """What autograd may ask for: one claim for each tensor it saved."""
+        return tuple(
+            Claim(save.value, save.used, (save.replayed_until, THROUGH), save.released)
+            for save in self.saves
+        )
 
     def bytes_of(self, value: int) -> int:
         """Return the bytes of a value's storage."""
