@@ -99,6 +99,16 @@ def timed(recurrence: Recurrence, loop: Loop, steps: int) -> float:
     return time.perf_counter() - start
 
 
+def timed_untaped(recurrence: Recurrence, steps: int) -> float:
+    """Return the seconds of the loop without a graph, what an evaluation more costs."""
+    synchronize(recurrence.device)
+    start = time.perf_counter()
+    with torch.no_grad():
+        plain_loop(recurrence.step, recurrence.state.detach(), steps)
+    synchronize(recurrence.device)
+    return time.perf_counter() - start
+
+
 def measured(recurrence: Recurrence, loop: Loop, steps: int) -> dict[str, Any]:
     """Return evaluations, peak bytes beyond what was there, and the gradients."""
     recurrence.calls = 0
@@ -114,10 +124,14 @@ def torch_rows(
 ) -> list[Row]:
     """Measure all contenders in turns, and compare their gradients with the plain ones.
 
-    The first contender is the plain loop.
+    The first contender is the plain loop. Beside the time stands what evaluations alone
+    would take: the plain loop, and every evaluation beyond it at the price of one
+    without a graph.
     """
     runs = {n: partial(timed, recurrence, run, steps) for n, run in contenders.items()}
+    runs["untaped"] = partial(timed_untaped, recurrence, steps)
     seconds = in_turns(runs, warmup=1, rounds=rounds)
+    untaped = 1e3 * Spread.of(seconds["untaped"]).median
     expected: tuple[Tensor, ...] | None = None
     base = 0.0
     rows: list[Row] = []
@@ -127,12 +141,14 @@ def torch_rows(
         expected = found["gradients"] if expected is None else expected
         base = spread.median if not rows else base
         equal = all(map(torch.equal, found["gradients"], expected))
+        again = found["calls"] / steps - 1
         rows.append(
             {
                 "loop": name,
                 "ms": round(spread.median, 2),
                 "least to largest": f"{spread.least:.1f} to {spread.largest:.1f}",
                 "times plain": round(spread.median / base, 2),
+                "by evaluations": round(1 + again * untaped / base, 2),
                 "evaluations": found["calls"],
                 "peak MiB": round(found["peak"] / 2**20, 2),
                 "gradients": "bitwise" if equal else "rounding",
