@@ -74,11 +74,11 @@ class Captures:
                 id(tensor): twin
                 for tensor, twin in zip(self.tensors, self.sources, strict=True)
             }
-        self._edges = {_edge_of(source) for source in self.sources}
-        nodes = {node for node, _ in self._edges}
+        edges = {_edge_of(source) for source in self.sources}
         # A leaf's node has one way in; a node that computes may have others, unknown.
-        self._computing = {node for node in nodes if node.next_functions}
-        self._ends: set[Node | None] = {None, *(nodes - self._computing)}
+        ends = {node for node, _ in edges if not node.next_functions}
+        self._ends: set[Node | None] = {None, *ends}
+        self._computed = {edge for edge in edges if edge[0] not in ends}
 
     def replaced(self) -> AbstractContextManager[Any]:
         """Return a context in which operators see the sources, if they are others."""
@@ -103,7 +103,7 @@ class Captures:
         for result in results:
             if isinstance(result, Tensor) and result.requires_grad:
                 node, place = _edge_of(result)
-                if node not in seen and (node, place) not in self._edges:
+                if node not in seen and (node, place) not in self._computed:
                     seen.add(node)
                     waiting.append(node)
         for node in self._leaf_nodes(waiting, seen):
@@ -122,7 +122,7 @@ class Captures:
             waiting: Where to begin; used up.
             seen: Where not to go; what is visited is added.
         """
-        computing, edges = self._computing, self._edges
+        computed = self._computed
         while waiting:
             node: Node | None = waiting.pop()
             while node is not None:
@@ -130,9 +130,8 @@ class Captures:
                 if not behind:
                     yield node
                 node = None
-                for edge in behind:
-                    after = edge[0]
-                    if after in seen or (after in computing and edge in edges):
+                for after, place in behind:
+                    if after in seen or (computed and (after, place) in computed):
                         continue
                     seen.add(after)
                     if node is None:  # a chain needs no list

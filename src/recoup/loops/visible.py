@@ -25,7 +25,6 @@ _DULL = (
     types.ModuleType,
     torch.device,
     torch.dtype,
-    torch.Generator,
 )
 _LIBRARIES = ("torch.", "numpy.", "math.", "builtins.")
 
