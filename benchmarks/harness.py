@@ -1,5 +1,6 @@
 """Run contenders in turns, describe the machine, and write down what came out."""
 
+import argparse
 import json
 import platform
 import re
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+
+from benchmarks.zoo.case import Scale
 
 Cell = str | int | float | None
 Row = Mapping[str, Cell]
@@ -78,6 +81,49 @@ def pace_of(step: Callable[[], object], device: torch.device, *, steps: int) -> 
         step()
     synchronize(device)
     return Pace(alone, (time.perf_counter() - start) / steps)
+
+
+def parsed(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None
+) -> argparse.Namespace:
+    """Return the options of a case's command line; `--out` is the same for all."""
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    return parser.parse_args(arguments)
+
+
+def device_at_hand(*, threads: int | None = 1) -> torch.device:
+    """Return the accelerator, or else the processor.
+
+    Args:
+        threads: How many the processor may use then; None: all. A second one only adds
+            noise where the question is the host's time.
+    """
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is not None:
+        return device
+    if threads is not None:
+        torch.set_num_threads(threads)
+    return torch.device("cpu")
+
+
+def scale_for(device: torch.device, asked: Scale | None) -> Scale:
+    """Return the size of models that was asked for, or one that suits the device."""
+    return asked or ("tiny" if device.type == "cpu" else "large")
+
+
+def publish(
+    theme: str,
+    rows: Sequence[Row],
+    *,
+    device: torch.device,
+    settings: Mapping[str, Cell],
+    folder: Path,
+) -> None:
+    """Write the rows with the machine they are from, and say where they are."""
+    page = write_results(
+        theme, rows, machine=describe_machine(device), settings=settings, folder=folder
+    )
+    print(f"Written to {page} and the .json beside it.")
 
 
 def describe_machine(device: torch.device) -> dict[str, str]:

@@ -3,14 +3,20 @@
 import argparse
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 import recoup
-from benchmarks.harness import Row, describe_machine, markdown_table, write_results
+from benchmarks.harness import (
+    Row,
+    device_at_hand,
+    markdown_table,
+    parsed,
+    publish,
+    scale_for,
+)
 from benchmarks.zoo.case import Case, Scale, cast
 from benchmarks.zoo.cases import CASES
 from benchmarks.zoo.problem import Problem, free_device
@@ -70,26 +76,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--scale", choices=("tiny", "large"))
     parser.add_argument("--models", nargs="*", default=NAMES, choices=CASES)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    options = parser.parse_args(arguments)
-    device = torch.accelerator.current_accelerator(check_available=True)
-    device = device or torch.device("cpu")
-    if device.type == "cpu":
-        torch.set_num_threads(1)
-    scale: Scale = options.scale or ("tiny" if device.type == "cpu" else "large")
+    options = parsed(parser, arguments)
+    device = device_at_hand()
+    scale = scale_for(device, options.scale)
     rows: list[Row] = []
     for name in options.models:
         rows.append(row_of(CASES[name], scale, device, figures_for(device)))
         print(markdown_table(rows[-1:]), flush=True)
         free_device(device)
-        page = write_results(
+        publish(
             "dry",
             rows,
-            machine=describe_machine(device),
+            device=device,
             settings={"scale": scale, "figures": figures_for(device)},
             folder=options.out,
         )
-        print(f"Written to {page} and the .json beside it.")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,10 @@ from benchmarks.harness import (
     Cell,
     Row,
     describe_machine,
+    device_at_hand,
     markdown_table,
+    parsed,
+    scale_for,
     write_results,
 )
 from benchmarks.zoo.case import Case, Scale
@@ -159,13 +162,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--scale", choices=("tiny", "large"))
     parser.add_argument("--models", nargs="*", default=list(CASES), choices=CASES)
     parser.add_argument("--shares", nargs="*", type=float, default=SHARES)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    options = parser.parse_args(arguments)
-    device = torch.accelerator.current_accelerator(check_available=True)
-    device = device or torch.device("cpu")
-    if device.type == "cpu":
-        torch.set_num_threads(1)
-    scale: Scale = options.scale or ("tiny" if device.type == "cpu" else "large")
+    options = parsed(parser, arguments)
+    device = device_at_hand()
+    scale = scale_for(device, options.scale)
     measure(options.models, scale, device, shares=options.shares, folder=options.out)
 
 

@@ -25,8 +25,11 @@ from benchmarks.harness import (
     Row,
     Spread,
     describe_machine,
+    device_at_hand,
     in_turns,
     markdown_table,
+    parsed,
+    scale_for,
     write_results,
 )
 from benchmarks.plots import draw_frontiers
@@ -311,18 +314,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--skip-compile", action="store_true")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--draw", type=Path, help="only draw a results file (.json)")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    options = parser.parse_args(arguments)
+    options = parsed(parser, arguments)
     if options.draw is not None:
         draw(options.draw)
         return
-    device = torch.accelerator.current_accelerator(check_available=True)
-    device = device or torch.device("cpu")
-    if device.type == "cpu":
-        torch.set_num_threads(1)
+    device = device_at_hand()
     known = measure(
         options.models,
-        options.scale or ("tiny" if device.type == "cpu" else "large"),
+        scale_for(device, options.scale),
         device,
         compiled=not options.skip_compile,
         rounds=options.rounds,

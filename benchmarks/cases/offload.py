@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,12 +17,13 @@ from benchmarks.harness import (
     Pace,
     Row,
     Spread,
-    describe_machine,
+    device_at_hand,
     in_turns,
     markdown_table,
     pace_of,
+    parsed,
+    publish,
     synchronize,
-    write_results,
 )
 from benchmarks.models import LARGE, MEDIUM, WIDE, Problem
 from recoup import CheckpointScope, ExactTier, Host, Stored, tier_usage
@@ -291,21 +291,12 @@ def measure(device: torch.device, *, small: bool) -> tuple[list[Row], dict[str, 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true", help="seconds, no meaning")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    options = parser.parse_args(arguments)
-    device = torch.accelerator.current_accelerator(check_available=True)
-    device = device or torch.device("cpu")
+    options = parsed(parser, arguments)
+    device = device_at_hand(threads=None)
     rows, settings = measure(device, small=options.small)
     print(markdown_table(rows))
     print(settings)
-    page = write_results(
-        "offload",
-        rows,
-        machine=describe_machine(device),
-        settings=settings,
-        folder=options.out,
-    )
-    print(f"Written to {page} and the .json beside it.")
+    publish("offload", rows, device=device, settings=settings, folder=options.out)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,12 +17,13 @@ from benchmarks.harness import (
     Result,
     Row,
     Spread,
-    describe_machine,
+    device_at_hand,
     in_turns,
     markdown_table,
     pace_of,
+    parsed,
+    publish,
     synchronize,
-    write_results,
 )
 from benchmarks.models import LARGE, MEDIUM, TINY, Problem
 from recoup.backend.dispatch import OperatorMode
@@ -233,20 +233,11 @@ def measure(device: torch.device, *, small: bool) -> tuple[list[Row], dict[str, 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true", help="seconds, no meaning")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    options = parser.parse_args(arguments)
-    device = torch.accelerator.current_accelerator(check_available=True)
-    device = device or torch.device("cpu")
-    if device.type == "cpu":
-        # The question is the host's time; a second thread only adds noise to it.
-        torch.set_num_threads(1)
+    options = parsed(parser, arguments)
+    device = device_at_hand()
     rows, settings = measure(device, small=options.small)
     print(markdown_table(rows))
-    machine = describe_machine(device)
-    page = write_results(
-        "overhead", rows, machine=machine, settings=settings, folder=options.out
-    )
-    print(f"Written to {page} and the .json beside it.")
+    publish("overhead", rows, device=device, settings=settings, folder=options.out)
 
 
 if __name__ == "__main__":

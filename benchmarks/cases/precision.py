@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,12 +16,13 @@ from benchmarks.harness import (
     Pace,
     Row,
     Spread,
-    describe_machine,
+    device_at_hand,
     in_turns,
     markdown_table,
     pace_of,
+    parsed,
+    publish,
     synchronize,
-    write_results,
 )
 from benchmarks.resnet import ResNet
 from recoup import Trainer, TrainerSettings
@@ -281,12 +281,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true", help="seconds, no meaning")
     parser.add_argument("--parts", default="gpt,res", help="of: gpt, res")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    options = parser.parse_args(arguments)
-    device = torch.accelerator.current_accelerator(check_available=True)
-    device = device or torch.device("cpu")
-    if device.type == "cpu":
-        torch.set_num_threads(1)
+    options = parsed(parser, arguments)
+    device = device_at_hand()
     small = options.small or device.type == "cpu"
     parts = options.parts.split(",")
     overhead = overhead_rows(device, rounds=50 if small else 300)
@@ -298,23 +294,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
             rows += table_rows(problem, rounds=1 if small else 5)
             del problem
     print(markdown_table(rows))
-    machine, settings = (
-        describe_machine(device),
-        {
-            "GPT": f"{SMALL_SHAPE if small else GPT_SHAPE}, batch {2 if small else 16}",
-            "ResNet-50": "2 x 3 x 32 x 32" if small else "192 x 3 x 224 x 224",
-            "optimizer": "AdamW, fused on a GPU",
-            "ms": f"of {STEPS_IN_A_ROW} steps in a row, as training issues them; "
-            "alone: with the device idle before it",
-        },
-    )
+    settings = {
+        "GPT": f"{SMALL_SHAPE if small else GPT_SHAPE}, batch {2 if small else 16}",
+        "ResNet-50": "2 x 3 x 32 x 32" if small else "192 x 3 x 224 x 224",
+        "optimizer": "AdamW, fused on a GPU",
+        "ms": f"of {STEPS_IN_A_ROW} steps in a row, as training issues them; "
+        "alone: with the device idle before it",
+    }
     for theme, found in (("precision", rows), ("trainer-overhead", overhead)):
-        if not found:
-            continue
-        page = write_results(
-            theme, found, machine=machine, settings=settings, folder=options.out
-        )
-        print(f"Written to {page} and the .json beside it.")
+        if found:
+            publish(theme, found, device=device, settings=settings, folder=options.out)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,9 @@ from recoup.core.units import print_seconds
 Progress = Callable[[str], None]
 """Called with what is being done now, in a few words."""
 
+Show = Callable[[str, int, int], None]
+"""Called with what is being done, how much of it is done, and how much there is."""
+
 
 class Course:
     """How far work has come that consists of running a step several times.
@@ -24,9 +27,7 @@ class Course:
             will be.
     """
 
-    def __init__(
-        self, runs: int, show: Callable[[str, int, int], None] | None = None
-    ) -> None:
+    def __init__(self, runs: int, show: Show | None = None) -> None:
         self._show = show
         self._runs = runs
         self._done = 0
@@ -84,20 +85,28 @@ def progress_for(
     if not shown:
         yield Course(runs)
         return
+    with bar("recoup: starting", runs) as show:
+        yield Course(
+            runs, lambda doing, done, total: show(f"recoup: {doing}", done, total)
+        )
+
+
+@contextmanager
+def bar(doing: str, total: int | None = None) -> Generator[Show]:
+    """Show a bar with the time that is left, in a terminal; give what moves it."""
     with Bars(
-        TextColumn("recoup: {task.description}"),
+        TextColumn("{task.description}"),
         BarColumn(),
         TimeRemainingColumn(),
         console=Console(stderr=True),
         transient=True,
     ) as bars:
-        task = bars.add_task("starting", total=runs)
-        yield Course(
-            runs,
-            lambda doing, done, total: bars.update(
-                task, description=doing, completed=done, total=total
-            ),
-        )
+        task = bars.add_task(doing, total=total)
+
+        def show(doing: str, done: int, total: int) -> None:
+            bars.update(task, description=doing, completed=done, total=total)
+
+        yield show
 
 
 def _told(progress: Progress, runs: int) -> Course:

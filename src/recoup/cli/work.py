@@ -1,19 +1,19 @@
 """The work behind the commands: everything that needs torch."""
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from recoup.api.budgets import budget_bytes, infeasible_with
 from recoup.api.contest import Entry, contest
 from recoup.api.findings import graph_findings
 from recoup.api.fit import Fit, fit
 from recoup.api.measuring import measure
+from recoup.api.progress import bar
 from recoup.cli.targets import Target
 from recoup.core.errors import InfeasibleError, UsageError
 from recoup.core.graph import Graph
@@ -126,12 +126,14 @@ def frontier_findings(
     """Measure a step, and work out the fastest plans for many budgets."""
     graph = measure_target(target, way)
     allow = _allowed(offload=offload)
-    with _bar("planning") as tell:
+    with bar("planning") as show:
         others = frontier(
             graph,
             points=points,
             allow=allow,
-            progress=lambda done, total: tell(f"for {total} budgets", done, total),
+            progress=lambda done, total: show(
+                f"planning for {total} budgets", done, total
+            ),
         )
     return graph_findings(graph, target.model, others=others, title=target.name)
 
@@ -140,7 +142,7 @@ def compare_target(
     target: Target, budgets: Sequence[str | float], *, offload: bool
 ) -> tuple[Entry, ...]:
     """Measure recoup and PyTorch's own ways on the user's step, side by side."""
-    with _bar("measuring") as tell:
+    with bar("measuring") as show:
         return contest(
             target.model,
             target.batch,
@@ -148,7 +150,7 @@ def compare_target(
             loss=target.loss,
             step=target.step,
             offload=offload,
-            tell=tell,
+            tell=lambda name, done, total: show(f"measuring {name}", done, total),
         )
 
 
@@ -202,23 +204,3 @@ def _allowed(*, offload: bool) -> frozenset[Action]:
 def _status(doing: str) -> Generator[None]:
     with Console(stderr=True).status(f"recoup: {doing}"):
         yield
-
-
-@contextmanager
-def _bar(doing: str) -> Generator[Callable[[str, int, int], None]]:
-    """Show a bar with the time that is left, in a terminal."""
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    ) as progress:
-        task = progress.add_task(doing, total=None)
-
-        def tell(name: str, done: int, total: int) -> None:
-            progress.update(
-                task, description=f"{doing} {name}", completed=done, total=total
-            )
-
-        yield tell
