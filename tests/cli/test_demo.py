@@ -7,23 +7,12 @@ import re
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
-from rich.progress import Progress
 
-from recoup.cli import demo
-from recoup.cli.corpus import encode, read_text
-from recoup.cli.gpt import Shape
+from recoup.cli import demo, training
 from recoup.core.errors import UsageError
-
-TINY = demo.Settings(
-    Shape(layers=2, width=16, heads=2, vocabulary=60, context=8, dropout=0.5),
-    batch=2,
-    steps=3,
-    device=torch.device("cpu"),
-)
 
 
 def row(output, name):
@@ -80,7 +69,7 @@ def test_a_wrong_gradient_is_shown_and_gives_status_one(capsys, monkeypatch):
             )
         )
 
-    monkeypatch.setattr(demo, "fit_to_budget", wrong)
+    monkeypatch.setattr(training, "fit_to_budget", wrong)
     assert demo.main(["--small", "--steps", "1"]) == 1
     output = capsys.readouterr().out
     assert row(output, "loss curves equal")[1] == "yes"
@@ -91,57 +80,9 @@ def test_a_wrong_loss_is_shown_and_gives_status_one(capsys, monkeypatch):
     def wrong(settings, budget_bytes, model, optimizer, text):
         torch.rand(1)
 
-    monkeypatch.setattr(demo, "fit_to_budget", wrong)
+    monkeypatch.setattr(training, "fit_to_budget", wrong)
     assert demo.main(["--small", "--steps", "2"]) == 1
     assert row(capsys.readouterr().out, "loss curves equal")[1] == "no"
-
-
-def test_both_runs_start_from_the_same_seed_and_learn():
-    settings = replace(TINY, steps=30)
-    with Progress(disable=True) as progress:
-        first = demo.train(settings, demo.keep_plain, progress, label="first")
-        torch.rand(7)
-        second = demo.train(settings, demo.keep_plain, progress, label="second")
-    assert demo.losses_equal(first, second)
-    assert demo.gradients_equal(first, second)
-    assert first.losses[-1] < first.losses[0]
-
-
-def test_one_bit_makes_gradients_differ():
-    with Progress(disable=True) as progress:
-        one = demo.train(TINY, demo.keep_plain, progress, label="one")
-    first, *others = one.gradients
-    other = replace(one, gradients=(first.nextafter(first + 1), *others))
-    assert demo.gradients_equal(one, one)
-    assert not demo.gradients_equal(one, other)
-
-
-def test_a_batch_predicts_the_next_character():
-    text = encode(read_text())
-    tokens, targets = demo.draw_batch(text, TINY)
-    assert tokens.shape == targets.shape == (2, 8)
-    assert torch.equal(tokens[:, 1:], targets[:, :-1])
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-@pytest.mark.parametrize("strictly", [True, False])
-def test_torch_is_left_as_it_was_found(enabled, strictly):
-    def state():
-        return (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-            torch.utils.deterministic.fill_uninitialized_memory,  # pyright: ignore[reportAttributeAccessIssue]
-        )
-
-    untouched = state()
-    torch.use_deterministic_algorithms(enabled, warn_only=enabled)
-    try:
-        before = state()
-        with demo.repeatable(strictly=strictly):
-            assert state() == (True, not strictly, False)
-        assert state() == before
-    finally:
-        torch.use_deterministic_algorithms(untouched[0], warn_only=untouched[1])
 
 
 def test_a_kernel_that_does_not_repeat_is_noted(capsys, monkeypatch):
@@ -149,7 +90,7 @@ def test_a_kernel_that_does_not_repeat_is_noted(capsys, monkeypatch):
         # An operator that torch has in no repeatable form, on the processor either.
         torch.zeros(4).put_(torch.tensor([0]), torch.ones(1), accumulate=False)
 
-    monkeypatch.setattr(demo, "fit_to_budget", unrepeatable)
+    monkeypatch.setattr(training, "fit_to_budget", unrepeatable)
     assert demo.main(["--small", "--steps", "1"]) == 0
     output = " ".join(capsys.readouterr().out.split())
     assert "put_" in output.split("Some bits may differ by chance:")[1]
@@ -175,7 +116,7 @@ def test_an_error_is_one_sentence_and_status_one(capsys, monkeypatch, error, sen
     def fail(settings, budget_bytes, model, optimizer, text):
         raise error
 
-    monkeypatch.setattr(demo, "fit_to_budget", fail)
+    monkeypatch.setattr(training, "fit_to_budget", fail)
     assert demo.main(["--small", "--steps", "1"]) == 1
     message = capsys.readouterr().err
     assert message.endswith(f"{sentence}\n")
