@@ -7,6 +7,7 @@ import torch
 
 from recoup import Disk, Half, Host, UsageError, checkpointed_loop
 from recoup.backend.memory import StorageMeter
+from recoup.engine.tiers.protocol import ExactTier, Stored
 from recoup.schedules import Chunked, Multistage, Revolve
 
 WIDTH = 20_000  # 160 kB: worth moving
@@ -80,6 +81,64 @@ def test_pulling_leaves_what_is_in_the_tier(tmp_path):
     (third,) = torch.autograd.grad(final, state, ones)
     assert torch.equal(first, second)
     assert torch.equal(first, third)
+
+
+class Shelf(ExactTier):
+    """A tier that writes down what is asked of it."""
+
+    def __init__(self, events):
+        self.events = events
+
+    def takes(self, nbytes):
+        return True
+
+    def put(self, storage, guard=None):
+        return OnShelf(storage.clone(), self.events)
+
+
+class OnShelf(Stored):
+    def __init__(self, storage, events):
+        self._storage = storage
+        self._events = events
+
+    @property
+    def nbytes(self):
+        return self._storage.nbytes
+
+    def get(self):
+        self._events.append(("get", id(self)))
+        return self._storage
+
+    def drop(self):
+        pass
+
+    def prefetch(self):
+        self._events.append(("prefetch", id(self)))
+
+
+@pytest.mark.parametrize("how", ["backward", "pull"])
+def test_a_state_is_on_its_way_while_the_steps_before_it_are_reversed(how):
+    events = []
+
+    def step(state):
+        if torch.is_grad_enabled():
+            events.append(("taped", None))
+        return state.sin()
+
+    state = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    final, checkpoints = checkpointed_loop(
+        step, state, 20, schedule=Chunked(20, slots=4, chunk=2), store=Shelf(events)
+    )
+    events.clear()
+    if how == "backward":
+        final.sum().backward()
+    else:
+        checkpoints.pull(torch.ones_like(final))
+    fetched = [place for place, (what, _) in enumerate(events) if what == "get"]
+    assert len(fetched) >= 3
+    for place in fetched[1:]:  # before the first one, forward has made the tape
+        asked = [p for p in range(place) if events[p] == ("prefetch", events[place][1])]
+        assert ("taped", None) in events[max(asked) : place]
 
 
 def test_a_lossy_tier_gives_gradients_near_the_plain_ones():
