@@ -19,14 +19,8 @@ from recoup.engine.observers import Watched
 from recoup.engine.recomputing import is_recomputing
 from recoup.engine.region import STATE_BYTES, Region
 from recoup.engine.values import Hold
-from recoup.measure.trace import (
-    Trace,
-    TracedBoundary,
-    TracedOperation,
-    TracedSave,
-    TracedStorage,
-    TracedValue,
-)
+from recoup.measure.lives import Lives
+from recoup.measure.trace import Trace, TracedBoundary, TracedOperation, TracedSave
 
 
 class Tracer(OperatorMode):
@@ -52,17 +46,8 @@ class Tracer(OperatorMode):
         self._timer = timer
         self._timings: dict[Any, int] = {}
         self._facts: dict[Any, Facts] = {}
-        self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
-        self._deaths: list[int] = []
-        self._named: dict[int, weakref.ref[Tensor]] = {}
-        self._unnamed: list[int] = []
-        self._copies: list[weakref.ref[Any]] = []
+        self._lives = Lives(self.trace, resident)
         self._in_backward = False
-        # What is saved without a storage is nothing that a plan could act on.
-        self.trace.storages.append(TracedStorage(0, -1, value=0))
-        self.trace.values.append(TracedValue(0, -1))
-        for storage in resident:
-            self._admit(storage, nbytes=0, born=-1)
 
     def __torch_dispatch__(
         self,
@@ -80,7 +65,7 @@ class Tracer(OperatorMode):
             return func(*args, **kwargs)
         if not self._in_backward and current_backward() != -1:
             self._in_backward = True
-        self._bury()
+        self._lives.bury()
         if self._in_backward:
             self._meter.reset_peak()
             before_bytes = self._meter.live_bytes
@@ -147,7 +132,7 @@ class Tracer(OperatorMode):
         if not self._in_backward and hooks and getattr(hooks[0], "is_noting", False):
             trace = self.trace
             for tensor in passed:
-                self._follow(tensor)
+                self._lives.follow(tensor)
             trace.boundaries.append(
                 TracedBoundary(
                     len(trace.operations),
@@ -161,7 +146,7 @@ class Tracer(OperatorMode):
 
     def close(self) -> Trace:
         """Return the trace, when the step has ended and the mode was left."""
-        self._bury()
+        self._lives.bury()
         return self.trace
 
     def _noting(
@@ -177,7 +162,7 @@ class Tracer(OperatorMode):
                 numbers.pop(id(packed), None)
                 return packed
             number = len(trace.saves)
-            trace.saves.append(TracedSave(self._value_of(tensor)))
+            trace.saves.append(TracedSave(self._lives.value_of(tensor)))
             packed = pack(tensor)
             trace.saves[number].by_region = isinstance(packed, Hold)
             numbers[id(packed)] = number
@@ -192,41 +177,11 @@ class Tracer(OperatorMode):
             save = trace.saves[number]
             if save.used is None:
                 save.used = trace.moment
-                self._follow_copy(save, found)
+                self._lives.follow_copy(save, found)
             return found
 
         note.is_noting = True  # pyright: ignore[reportFunctionMemberAccess]
         return note, fetch
-
-    def _follow(self, tensor: Tensor) -> None:
-        """See how long a tensor lives whose storage a region may hold for longer.
-
-        A region holds an alias, so the tensor itself dies when the model's code lets go
-        of it.
-        """
-        known = self._named.get(id(tensor))
-        storages = storages_in(tensor)
-        if not storages or (known is not None and known() is tensor):
-            return
-        number = self._number(storages[0], born=-1)
-        self.trace.storages[number].names += 1
-        unnamed = self._unnamed
-        reference = weakref.ref(tensor, lambda _: unnamed.append(number))
-        self._named[id(tensor)] = reference
-
-    def _follow_copy(self, save: TracedSave, tensor: Tensor) -> None:
-        """See how long a replayed copy of a saved tensor exists."""
-        trace = self.trace
-        for storage in storages_in(tensor):
-            if self._lookup(storage) is None:
-                reference = weakref.ref(storage, lambda _: _finish(trace, save))
-                self._copies.append(reference)
-
-    def _value_of(self, tensor: Tensor) -> int:
-        storages = storages_in(tensor)
-        if not storages:
-            return 0
-        return self.trace.storages[self._number(storages[0], born=-1)].value
 
     def _forward(
         self, facts: Facts, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -235,7 +190,7 @@ class Tracer(OperatorMode):
         moment = len(trace.operations)
         # A replay makes a tensor like another without the other.
         given = storages_in((args[1:] if facts.shape_only else args, kwargs))
-        reads = [trace.storages[self._number(s, born=-1)].value for s in given]
+        reads = [self._lives.value_in(storage) for storage in given]
         self._meter.reset_peak()
         before_bytes = self._meter.live_bytes
         call = partial(func, *args, **kwargs)
@@ -244,12 +199,11 @@ class Tracer(OperatorMode):
         workspace_bytes = peak_bytes - self._meter.live_bytes
         states = _state_sizes(facts, args)
         written = _written(facts, args, kwargs)
-        makes = [self._overwrite(storage, moment) for storage in written]
+        makes = [self._lives.overwrite(storage, moment) for storage in written]
         for storage in storages_in(out):
-            if self._lookup(storage) is None:
+            if not self._lives.knows(storage):
                 nbytes = self._meter.counted_bytes(storage.nbytes())
-                number = self._admit(storage, nbytes=nbytes, born=moment)
-                makes.append(trace.storages[number].value)
+                makes.append(self._lives.admit(storage, nbytes=nbytes, born=moment))
         trace.operations.append(
             TracedOperation(
                 name=facts.name,
@@ -274,47 +228,6 @@ class Tracer(OperatorMode):
             known = self._timings[key] = self._timer.again(call, timing)
         return known
 
-    def _lookup(self, storage: torch.UntypedStorage) -> int | None:
-        known = self._known.get(id(storage))
-        if known is None or known[0]() is not storage:
-            return None
-        return known[1]
-
-    def _number(self, storage: torch.UntypedStorage, *, born: int) -> int:
-        number = self._lookup(storage)
-        return self._admit(storage, nbytes=0, born=born) if number is None else number
-
-    def _admit(self, storage: torch.UntypedStorage, *, nbytes: int, born: int) -> int:
-        trace = self.trace
-        number = len(trace.storages)
-        value = len(trace.values)
-        trace.storages.append(TracedStorage(nbytes, born, value=value))
-        trace.values.append(TracedValue(number, born))
-        deaths = self._deaths
-        reference = weakref.ref(storage, lambda _: deaths.append(number))
-        self._known[id(storage)] = (reference, number)
-        return number
-
-    def _overwrite(self, storage: torch.UntypedStorage, moment: int) -> int:
-        trace = self.trace
-        number = self._number(storage, born=-1)
-        trace.values[trace.storages[number].value].overwritten = True
-        value = len(trace.values)
-        trace.values.append(TracedValue(number, moment))
-        trace.storages[number].value = value
-        return value
-
-    def _bury(self) -> None:
-        """Book the deaths since the last moment."""
-        last = self.trace.moment - 1
-        for number in self._deaths:
-            self.trace.storages[number].dies = last
-        self._deaths.clear()
-        for number in self._unnamed:
-            self.trace.storages[number].names -= 1
-            self.trace.storages[number].unnamed = last
-        self._unnamed.clear()
-
 
 class _Kept:
     """A saved tensor in no region, without its graph, which it would keep alive."""
@@ -325,10 +238,6 @@ class _Kept:
 
 def _release(trace: Trace, number: int) -> None:
     trace.saves[number].released = trace.moment - 1
-
-
-def _finish(trace: Trace, save: TracedSave) -> None:
-    save.finished = trace.moment - 1
 
 
 def _written(
