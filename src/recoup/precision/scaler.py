@@ -2,9 +2,7 @@
 
 import ctypes
 import logging
-from dataclasses import dataclass
 from typing import Any
-from weakref import ref
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -20,6 +18,7 @@ from recoup.precision.conditions import (
     require_gradients,
 )
 from recoup.precision.known_scale import KnownScale
+from recoup.precision.outcomes import Outcomes
 
 _log = logging.getLogger(__name__)
 # A healthy run overflows once every few thousand steps, a sick one at every step.
@@ -92,9 +91,8 @@ class GradientScaler(OpenScaler):
         )
         self._min_scale, self._max_scale = float(min_scale), float(max_scale)
         self._dynamic = dynamic
-        self._outcomes: dict[int, _Outcome] = {}
+        self._outcomes = Outcomes()
         self._known: KnownScale | None = KnownScale(float(init_scale))
-        self._iteration_is_over = False
         self._total_updates = 0
         self._known_overflows = 0
         self._unread_overflows: Tensor | None = None
@@ -179,16 +177,14 @@ class GradientScaler(OpenScaler):
                 "not be scaled. Use bfloat16, which needs no scaler, or an optimizer "
                 "without a closure."
             )
-        if self._iteration_is_over:
-            self._outcomes.clear()
-            self._iteration_is_over = False
+        self._outcomes.begin_step()
         require_gradients(optimizer)
-        self._outcomes.pop(id(optimizer), None)
+        self._outcomes.discard(optimizer)
         result = super().step(optimizer, **kwargs)
-        if id(optimizer) not in self._outcomes:
+        if optimizer not in self._outcomes:
             # Fused: the device decides for itself. `update` adds to the flags in place.
             flags = self.overflow_flags(optimizer)
-            self._outcomes[id(optimizer)] = _Outcome(ref(optimizer), _any(flags))
+            self._outcomes.add(optimizer, skipped=_any(flags))
         return result
 
     def step_was_skipped(self, optimizer: Optimizer | None = None) -> bool:
@@ -201,7 +197,7 @@ class GradientScaler(OpenScaler):
         """
         if not self.is_enabled():
             return False
-        return any(outcome.was_skipped() for outcome in self._last_steps(optimizer))
+        return any(outcome.was_skipped() for outcome in self._outcomes.last(optimizer))
 
     def skip_flag(self, optimizer: Optimizer) -> bool | Tensor:
         """Return whether the optimizer's last step was skipped, without waiting.
@@ -215,7 +211,7 @@ class GradientScaler(OpenScaler):
         """
         if not self.is_enabled():
             return False
-        return self._last_steps(optimizer)[0].skipped
+        return self._outcomes.last(optimizer)[0].skipped
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """End the iteration: adapt the scale to what was found, within its bounds.
@@ -244,12 +240,12 @@ class GradientScaler(OpenScaler):
             super().update(new_scale)
             self._know(new_scale, overflowed)
             self._stay_within_bounds()
-        self._iteration_is_over = True
+        self._outcomes.end_iteration()
         self._count(overflowed, checked=bool(flags))
 
     def decided(self, optimizer: Optimizer, *, skipped: bool) -> None:
         """Take note of a step that the host has decided about."""
-        self._outcomes[id(optimizer)] = _Outcome(ref(optimizer), skipped)
+        self._outcomes.add(optimizer, skipped=skipped)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state: torch's five entries, the bounds, and the statistics."""
@@ -289,34 +285,13 @@ class GradientScaler(OpenScaler):
         self._known_overflows = self.skipped_updates
         state = super().__getstate__()
         # Optimizers do not travel with the scaler, and so neither do their outcomes.
-        state["_outcomes"] = {}
+        state["_outcomes"] = Outcomes()
         return state
-
-    def _last_steps(self, optimizer: Optimizer | None) -> list["_Outcome"]:
-        chosen = [
-            outcome
-            for outcome in self._outcomes.values()
-            if optimizer is None or outcome.optimizer() is optimizer
-        ]
-        if not chosen:
-            raise UsageError(
-                "step_was_skipped speaks of the last step: this scaler has taken none "
-                "of that optimizer yet. Call scaler.step(optimizer) first."
-            )
-        return chosen
 
     def _overflow(self, flags: list[Tensor]) -> bool | Tensor:
         """Return whether the iteration overflowed: on the host, if it knows already."""
-        known = [outcome.skipped for outcome in self._outcomes.values()]
-        if known and not self._iteration_is_over:
-            if any(skipped is True for skipped in known):
-                return True
-            # An optimizer that was unscaled and not stepped has flags of its own.
-            if all(skipped is False for skipped in known) and (
-                len(known) == self.checked_optimizers
-            ):
-                return False
-        return _any(flags)
+        known = self._outcomes.overflowed(self.checked_optimizers)
+        return _any(flags) if known is None else known
 
     def _know(
         self,
@@ -371,18 +346,6 @@ class GradientScaler(OpenScaler):
             )
         else:
             _log.warning("Gradient overflow detected. Reducing scale to %g", scale)
-
-
-@dataclass(slots=True)
-class _Outcome:
-    """What became of an optimizer's step: known on the host, or on the device."""
-
-    optimizer: ref[Optimizer]
-    skipped: bool | Tensor
-
-    def was_skipped(self) -> bool:
-        self.skipped = bool(self.skipped)
-        return self.skipped
 
 
 def _any(flags: list[Tensor]) -> Tensor:

@@ -1,0 +1,105 @@
+"""Outcomes: what became of the optimizers' steps, as far as the host knows."""
+
+from dataclasses import dataclass
+from weakref import ref
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from recoup.core.errors import UsageError
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of an optimizer's step: known on the host, or on the device.
+
+    Attributes:
+        optimizer: Whose step it was.
+        skipped: Whether it was skipped; a flag on the device, if that alone knows.
+    """
+
+    optimizer: ref[Optimizer]
+    skipped: bool | Tensor
+
+    def was_skipped(self) -> bool:
+        """Return whether it was skipped; synchronises if the device alone knows."""
+        self.skipped = bool(self.skipped)
+        return self.skipped
+
+
+class Outcomes:
+    """The last step of each optimizer, until an iteration after it begins.
+
+    Examples:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.ones(1)])
+        >>> outcomes = Outcomes()
+        >>> outcomes.add(optimizer, skipped=True)
+        >>> [outcome.was_skipped() for outcome in outcomes.last(optimizer)]
+        [True]
+        >>> outcomes.overflowed(checked_optimizers=1)
+        True
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[int, Outcome] = {}
+        self._iteration_is_over = False
+
+    def __contains__(self, optimizer: Optimizer) -> bool:
+        return id(optimizer) in self._found
+
+    def add(self, optimizer: Optimizer, *, skipped: bool | Tensor) -> None:
+        """Take note of a step."""
+        self._found[id(optimizer)] = Outcome(ref(optimizer), skipped)
+
+    def discard(self, optimizer: Optimizer) -> None:
+        """Forget the optimizer's last step, because another one begins."""
+        self._found.pop(id(optimizer), None)
+
+    def clear(self) -> None:
+        """Forget all steps."""
+        self._found.clear()
+
+    def begin_step(self) -> None:
+        """Take note that a step begins; the first of an iteration ends the last one."""
+        if self._iteration_is_over:
+            self.clear()
+            self._iteration_is_over = False
+
+    def end_iteration(self) -> None:
+        """Take note that no more steps belong to this iteration."""
+        self._iteration_is_over = True
+
+    def last(self, optimizer: Optimizer | None) -> list[Outcome]:
+        """Return the last steps: of one optimizer, or of all.
+
+        Raises:
+            UsageError: There are none.
+        """
+        chosen = [
+            outcome
+            for outcome in self._found.values()
+            if optimizer is None or outcome.optimizer() is optimizer
+        ]
+        if not chosen:
+            raise UsageError(
+                "step_was_skipped speaks of the last step: this scaler has taken none "
+                "of that optimizer yet. Call scaler.step(optimizer) first."
+            )
+        return chosen
+
+    def overflowed(self, checked_optimizers: int) -> bool | None:
+        """Return whether a gradient overflowed in this iteration, if the host knows.
+
+        Args:
+            checked_optimizers: How many had their gradients checked. One that was
+                unscaled and not stepped has no outcome.
+        """
+        if self._iteration_is_over:
+            return None
+        known = [outcome.skipped for outcome in self._found.values()]
+        if any(skipped is True for skipped in known):
+            return True
+        if known and all(skipped is False for skipped in known):
+            return False if len(known) == checked_optimizers else None
+        return None
