@@ -18,7 +18,10 @@ def plan(
 ) -> Solution:
     """Return the fastest plan known whose peak is within a budget.
 
-    For several budgets of one graph, `plan_with` a search that remembers is faster.
+    For several budgets of one graph, `plan_with` a search that remembers is faster, and
+    never slower for more memory. Separate calls know nothing of each other: of two
+    neighbouring budgets the larger one may get a plan that is some tenths of a percent
+    slower (docs/design/planning.md).
 
     Args:
         graph: One step, as measured.

@@ -24,6 +24,10 @@ Plan = tuple[tuple[Segment, ...], Simulation, str]
 _CLOSE = 0.005
 """A plan this close to the bound, as a share of the step, is not searched further."""
 
+_FAR = 0.1
+"""A plan further from the bound than this is followed by nested ones: just above the
+smallest budget for which no nesting is needed it may still pay."""
+
 _EFFORT = 20_000
 """Operators in stretches of two or three places: what the partition may look at."""
 
@@ -57,14 +61,17 @@ class Search:
         if not blocks_of(self.graph):
             return None
         self._try_everything(budget_bytes)
-        if not self._is_close(budget_bytes, bound):
+        if not self._is_close(budget_bytes, bound, share=_CLOSE):
             self._solve_blocks(budget_bytes)
-        if not self._is_close(budget_bytes, bound):
+        if not self._is_close(budget_bytes, bound, share=_CLOSE):
             self._solve_partition(self._partition, budget_bytes)
         if self.best(budget_bytes) is None:
             self.add(*self.floor)
-            if self.best(budget_bytes) is not None:
-                self._solve_partition(self._nested_partition, budget_bytes)
+            nests = self.best(budget_bytes) is not None
+        else:
+            nests = not self._is_close(budget_bytes, bound, share=_FAR)
+        if nests:
+            self._solve_partition(self._nested_partition, budget_bytes)
         self._refine(budget_bytes)
         return self.best(budget_bytes)
 
@@ -95,12 +102,12 @@ class Search:
         plan = lowest_plan(self.graph, self._places, reach=self._reach)
         return plan, simulate(self.graph, plan), "floor"
 
-    def _is_close(self, budget_bytes: int, bound: float) -> bool:
+    def _is_close(self, budget_bytes: int, bound: float, *, share: float) -> bool:
         best = self.best(budget_bytes)
         if best is None:
             return False
         extra = best[1].seconds - self.graph.step_seconds
-        return extra - bound <= _CLOSE * self.graph.step_seconds
+        return extra - bound <= share * self.graph.step_seconds
 
     @cached_property
     def _block_level(self) -> OneLevel:
