@@ -120,13 +120,15 @@ def test_a_model_of_random_depth_is_planned_for_the_step_it_is_checked_on(source
 class Counting(nn.Module):
     """Blocks of which one more is used in every step, after the first few."""
 
+    steps: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.blocks = blocks(8)
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
 
     def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks[: 4 + int(self.steps)]:
+        for block in list(self.blocks)[: 4 + int(self.steps)]:
             x = block(x)
         self.steps += 1
         return x

@@ -19,6 +19,8 @@ PROCESSOR = torch.device("cpu")
 class Drawing(nn.Module):
     """Draws from every generator, and counts its calls in a buffer."""
 
+    calls: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(2))
