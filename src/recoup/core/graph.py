@@ -80,7 +80,9 @@ class Save:
         used: The first moment of backward that needs it.
         released: The last moment at which autograd holds it.
         finished: The last moment at which a replayed copy of it is in use, which
-            autograd does not hold; `BEFORE`: when it is released.
+            autograd does not hold; `BEFORE`: when it is released. One copy may have
+            served several saves of a value when that was measured: then it is the
+            last of theirs, and too late for a plan that has them in several regions.
     """
 
     value: int
