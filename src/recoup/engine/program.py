@@ -116,10 +116,12 @@ def needed(
         value = stack.pop()
         if value.hold is not None:
             roots[value] = None
-        elif value.producer not in required:
-            assert value.producer >= 0, "a value without a producer is held"
-            required.add(value.producer)
-            stack.extend(operations[value.producer].reads())
+            continue
+        producer = value.producer
+        if producer not in required:
+            assert producer >= 0, "a value without a producer is held"
+            required.add(producer)
+            operations[producer].collect_reads(stack)
     return sorted(required), list(roots)
 
 

@@ -63,7 +63,11 @@ class Recorder(OperatorMode):
             operation = record_call(tape, kernel, args, kwargs)
         except NotImplementedError:
             return self._unrecorded(kernel, args, kwargs)
-        out = self._run(kernel, args, kwargs)
+        # Written out: this is the way of nearly every operator.
+        if tape.lazy_bits_seen:
+            out = run_complex(kernel.run, args, kwargs)
+        else:
+            out = kernel.run(*args, **kwargs) if kwargs else kernel.run(*args)
         tape.append(operation, out, ragged=_seeds(out) if kernel.quiet else ())
         return out
 

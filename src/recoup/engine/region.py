@@ -157,18 +157,20 @@ class Region:
         if type(found) is Hold:
             self._kept.append(found)
             return found
-        value, layout = found if type(found) is tuple else (found, None)
-        assert isinstance(value, Value), "a reference begins with its value"
-        if value.hold is None:
+        if type(found) is Value:
+            value, layout = found, None
+        else:
+            value, layout = found
+        hold = value.hold
+        if hold is None:
             if not self.options.recompute and value not in tape.forced:
-                value.hold = Hold(alias(tensor), value.geometry)
-                tape.placement.place_saved(value.hold)
+                hold = value.hold = Hold(alias(tensor), value.geometry)
+                tape.placement.place_saved(hold)
             elif self._check is not None and value not in tape.unverified:
                 self._fingerprint(value, tensor, layout)
         if value.demand == 0:
             tape.saved[value] = None
         value.demand += 1
-        hold = value.hold
         if hold is not None:
             if hold.stored is not None:
                 hold.stored.claims += 1

@@ -68,14 +68,15 @@ class Tape:
         self.placement = placement
         self._watch = watch
         self._current: dict[int, Value] = {}
+        self._pinned: tuple[int, ...] = ()
         self.lazy_bits_seen = False
 
     def close(self) -> None:
         """Let go of the storages' identities: no more recording."""
         self.late.settle()
         self.attached.part()
-        for address in self._current:
-            free_weak_reference(address)
+        # Unpinned with the tape: that takes its time, and backward has more of it.
+        self._pinned += tuple(self._current)
         self._current = {}
 
     def finish(self) -> None:
@@ -83,7 +84,9 @@ class Tape:
         self.tainted = self.written = self.unverified = self.forced = set()
 
     def __del__(self) -> None:
-        self.close()
+        for addresses in (self._pinned, self._current):
+            for address in addresses:
+                free_weak_reference(address)
 
     def value_of(self, tensor: Tensor) -> Value | None:
         """Return the value that the tensor names now, if the tape knows it."""
@@ -116,10 +119,19 @@ class Tape:
             found = self.view(tensor)
             self.placement.place_input(found[0], storage.nbytes())
             return found
+        held = None if value is None else value.hold
+        if (
+            held is not None
+            and held.tensor is tensor
+            and tensor.requires_grad
+            and held.geometry is None
+            and held.version == tensor._version
+        ):
+            return held  # a parameter, or a view of one, as an operation used it
         hold = self.attached.hold(tensor)
         if value is None:
             value = self._admit(tensor, storage)
-        if value.hold is None:
+        if held is None:
             # One that was given up lies as it was made wherever it was used before.
             lies = value.geometry
             value.hold = hold if lies is None else self.attached.hold(tensor, lies)
@@ -143,9 +155,10 @@ class Tape:
             value = self._admit(tensor, storage)
         elif self.tainted and read and value in self.tainted:
             self._give_up(value)
-        elif value.hold is not None or value.producer != OUTSIDE:
-            if value.is_spare:
-                value.is_spare = False
+        elif value.producer != OUTSIDE:
+            return self._viewed(value, tensor)
+        elif value.hold is not None:
+            value.is_spare = False
             return self._viewed(value, tensor)
         if value.hold is None and value.producer == OUTSIDE:
             value.hold = self.attached.hold(tensor, value.geometry)

@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Sequence
 from copy import copy
-from typing import Any
+from typing import Any, final
 
 from torch import Generator, Tensor
 
@@ -33,6 +33,7 @@ MOVED = -2
 """The version of a tensor that was given other memory after it was used."""
 
 
+@final
 class Value:
     """One storage at one version, as a region saw it.
 
@@ -131,11 +132,23 @@ class Operation:
     def reads(self) -> list[Value]:
         """Return the values it takes."""
         found: list[Value] = []
+        self.collect_reads(found)
+        return found
+
+    def collect_reads(self, found: list[Value]) -> None:
+        """Append the values it takes to a list."""
+        args = self.args
         for place in self.places:
-            _collect(self.args[place], found)
+            reference = args[place]
+            # Written out for the common kinds: a call costs as much as all the rest.
+            if type(reference) is Value:
+                found.append(reference)
+            elif type(reference) is tuple:
+                found.append(reference[0])
+            else:
+                _collect(reference, found)
         for name in self.names:
             _collect(self.kwargs[name], found)
-        return found
 
     @property
     def operator(self) -> Operator:
@@ -154,6 +167,7 @@ def _collect(reference: Any, found: list[Value]) -> None:
             _collect(element, found)
 
 
+@final
 class Hold:
     """Keeps one value: a tensor with its version, or what became of it elsewhere.
 
