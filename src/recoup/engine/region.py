@@ -171,11 +171,10 @@ class Region:
         if value.demand == 0:
             tape.saved[value] = None
         value.demand += 1
-        if hold is not None:
-            if hold.stored is not None:
-                hold.stored.claims += 1
-            elif hold.tier is not None:
-                self._store(value)
+        if hold is not None and hold.stored is not None:
+            hold.stored.claims += 1
+        elif hold is not None and hold.tier is not None:
+            self._store(value)
         return Saved(self, value, layout)
 
     def keep(self, value: Value, tensor: Tensor, store: Tier | None) -> None:

@@ -17,6 +17,7 @@ from recoup.backend.storages import (
     free_weak_reference,
     lazy_bits,
     take_weak_reference,
+    version_of,
     weak_reference_to,
 )
 from recoup.engine.attached import Attached
@@ -125,7 +126,7 @@ class Tape:
             and held.tensor is tensor
             and tensor.requires_grad
             and held.geometry is None
-            and held.version == tensor._version
+            and held.version == version_of(tensor)
         ):
             return held  # a parameter, or a view of one, as an operation used it
         hold = self.attached.hold(tensor)
