@@ -69,13 +69,17 @@ class Pace:
     in_a_row: float
 
 
+LONGEST_ROW_SECONDS = 1.0
+
+
 def pace_of(step: Callable[[], object], device: torch.device, *, steps: int) -> Pace:
-    """Run a step by itself, then several in a row."""
+    """Run a step by itself, then several in a row: fewer of those that take long."""
     synchronize(device)
     start = time.perf_counter()
     step()
     synchronize(device)
     alone = time.perf_counter() - start
+    steps = max(2, min(steps, round(LONGEST_ROW_SECONDS / alone)))
     start = time.perf_counter()
     for _ in range(steps):
         step()

@@ -200,7 +200,7 @@ def rows_of(problem: Problem, *, compiled: bool, rounds: int) -> list[Row]:
     }
     times = {
         name: Times.of(paces)
-        for name, paces in in_turns(steps, warmup=1, rounds=rounds).items()
+        for name, paces in in_turns(steps, warmup=0, rounds=rounds).items()
     }
     rows = [row_of(problem, name, contenders, times) for name in contenders]
     rows += [
@@ -271,7 +271,7 @@ def measure(
     settings: dict[str, Cell] = {
         "scale": scale,
         "rounds": rounds,
-        "step ms": f"of {STEPS_IN_A_ROW} in a row, as training issues them; alone: "
+        "step ms": f"of {STEPS_IN_A_ROW} at most in a row, as training issues them; alone: "
         "with the device idle before it",
         "activations left": "peak without parameters, buffers and the batch, as a "
         "share of the plain one; gradients count",

@@ -277,7 +277,7 @@ def measure(device: torch.device, *, small: bool) -> tuple[list[Row], dict[str, 
             torch.cuda.empty_cache()
     out, back = link(device)
     settings = {
-        "step ms": f"of {STEPS_IN_A_ROW} in a row, as training issues them, and the "
+        "step ms": f"of {STEPS_IN_A_ROW} at most in a row, as training issues them, and the "
         "bound likewise; alone: with the device idle before it",
         "models": "; ".join(f"{name}: {shape}" for name, shape in shapes.items()),
         "batch": f"{batch}, {dtype}",

@@ -291,14 +291,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in ("GPT", "ResNet-50"):
         if name.lower()[:3] in parts:
             problem = make_problem(name, device, small=small)
-            rows += table_rows(problem, rounds=1 if small else 5)
+            rows += table_rows(problem, rounds=1 if small else 3)
             del problem
     print(markdown_table(rows))
     settings = {
         "GPT": f"{SMALL_SHAPE if small else GPT_SHAPE}, batch {2 if small else 16}",
         "ResNet-50": "2 x 3 x 32 x 32" if small else "192 x 3 x 224 x 224",
         "optimizer": "AdamW, fused on a GPU",
-        "ms": f"of {STEPS_IN_A_ROW} steps in a row, as training issues them; "
+        "ms": f"of {STEPS_IN_A_ROW} steps at most in a row, as training issues them; "
         "alone: with the device idle before it",
     }
     for theme, found in (("precision", rows), ("trainer-overhead", overhead)):
