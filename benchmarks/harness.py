@@ -130,6 +130,14 @@ def publish(
     print(f"Written to {page} and the .json beside it.")
 
 
+def describe_pace(steps: int) -> str:
+    """Return what the columns of times mean, for the settings of a run."""
+    return (
+        f"of {steps} at most in a row, as training issues them; alone: with the device "
+        "idle before it"
+    )
+
+
 def describe_machine(device: torch.device) -> dict[str, str]:
     """Return what a reader needs to judge or repeat the numbers."""
     return {

@@ -25,6 +25,7 @@ from benchmarks.harness import (
     Row,
     Spread,
     describe_machine,
+    describe_pace,
     device_at_hand,
     in_turns,
     markdown_table,
@@ -271,8 +272,7 @@ def measure(
     settings: dict[str, Cell] = {
         "scale": scale,
         "rounds": rounds,
-        "step ms": f"of {STEPS_IN_A_ROW} at most in a row, as training issues them; alone: "
-        "with the device idle before it",
+        "step ms": describe_pace(STEPS_IN_A_ROW),
         "activations left": "peak without parameters, buffers and the batch, as a "
         "share of the plain one; gradients count",
         "published": "what others have published at that share, see LITERATURE",

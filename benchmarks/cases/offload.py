@@ -277,8 +277,7 @@ def measure(device: torch.device, *, small: bool) -> tuple[list[Row], dict[str, 
             torch.cuda.empty_cache()
     out, back = link(device)
     settings = {
-        "step ms": f"of {STEPS_IN_A_ROW} at most in a row, as training issues them, and the "
-        "bound likewise; alone: with the device idle before it",
+        "step ms": describe_pace(STEPS_IN_A_ROW),
         "models": "; ".join(f"{name}: {shape}" for name, shape in shapes.items()),
         "batch": f"{batch}, {dtype}",
         "link": f"{out / 1e9:.1f} GB/s out, {back / 1e9:.1f} GB/s back",

@@ -223,8 +223,7 @@ def measure(device: torch.device, *, small: bool) -> tuple[list[Row], dict[str, 
     tiny = Problem.make(TINY, 1, device=torch.device("cpu"), dtype=torch.float32)
     settings = {
         "step": f"{shape}, batch {batch}, {dtype}",
-        "step ms": f"of {STEPS_IN_A_ROW} at most in a row, as training issues them; alone: "
-        "with the device idle before it",
+        "step ms": describe_pace(STEPS_IN_A_ROW),
         "us per operator": f"{TINY}, batch 1, {count_operators(tiny)} operators",
     }
     return merge(parts), settings

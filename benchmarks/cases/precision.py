@@ -298,8 +298,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "GPT": f"{SMALL_SHAPE if small else GPT_SHAPE}, batch {2 if small else 16}",
         "ResNet-50": "2 x 3 x 32 x 32" if small else "192 x 3 x 224 x 224",
         "optimizer": "AdamW, fused on a GPU",
-        "ms": f"of {STEPS_IN_A_ROW} steps at most in a row, as training issues them; "
-        "alone: with the device idle before it",
+        "ms": describe_pace(STEPS_IN_A_ROW),
     }
     for theme, found in (("precision", rows), ("trainer-overhead", overhead)):
         if found:
