@@ -17,6 +17,7 @@ from benchmarks.harness import (
     Result,
     Row,
     Spread,
+    describe_pace,
     device_at_hand,
     in_turns,
     markdown_table,

@@ -16,6 +16,7 @@ from benchmarks.harness import (
     Pace,
     Row,
     Spread,
+    describe_pace,
     device_at_hand,
     in_turns,
     markdown_table,
