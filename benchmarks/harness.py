@@ -79,12 +79,19 @@ def pace_of(step: Callable[[], object], device: torch.device, *, steps: int) -> 
     step()
     synchronize(device)
     alone = time.perf_counter() - start
+    return Pace(alone, seconds_in_a_row(step, device, steps=steps, alone=alone))
+
+
+def seconds_in_a_row(
+    step: Callable[[], object], device: torch.device, *, steps: int, alone: float
+) -> float:
+    """Return the time of a step among several, given what one takes by itself."""
     steps = max(2, min(steps, round(LONGEST_ROW_SECONDS / alone)))
     start = time.perf_counter()
     for _ in range(steps):
         step()
     synchronize(device)
-    return Pace(alone, (time.perf_counter() - start) / steps)
+    return (time.perf_counter() - start) / steps
 
 
 def parsed(

@@ -21,9 +21,9 @@ from benchmarks.harness import (
     device_at_hand,
     in_turns,
     markdown_table,
-    pace_of,
     parsed,
     publish,
+    seconds_in_a_row,
     synchronize,
 )
 from benchmarks.models import LARGE, MEDIUM, WIDE, Problem
@@ -36,6 +36,7 @@ WINDOWS_BYTES = (128 << 20, 2 << 30)
 """Beside the default, measured with a quarter moved."""
 
 STEPS_IN_A_ROW = 3
+SHAPES = {"2048": LARGE, "4096": WIDE}
 
 
 class Share(ExactTier):
@@ -111,7 +112,10 @@ def measured_steps(problem: Problem, run_block: RunBlock) -> tuple[Measured, Pac
         problem.loss(run_block).backward()
 
     measured = measured_step(problem, run_block)
-    return measured, pace_of(step, problem.tokens.device, steps=STEPS_IN_A_ROW)
+    seconds = seconds_in_a_row(
+        step, problem.tokens.device, steps=STEPS_IN_A_ROW, alone=measured.seconds
+    )
+    return measured, Pace(measured.seconds, seconds)
 
 
 def measured_step(
@@ -261,17 +265,21 @@ def gradients_agree(shape: Shape, batch: int, device: torch.device) -> bool:
     )
 
 
-def measure(device: torch.device, *, small: bool) -> tuple[list[Row], dict[str, Any]]:
+def measure(
+    device: torch.device, *, small: bool, widths: Sequence[str]
+) -> tuple[list[Row], dict[str, Any]]:
     on_gpu = device.type == "cuda"
     full = on_gpu and not small
-    shapes = {"d 2048": LARGE, "d 4096": WIDE} if full else {"small": MEDIUM}
+    shapes = {f"d {width}": SHAPES[width] for width in widths}
+    if not full:
+        shapes = {"small": MEDIUM}
     batch = 8 if full else 2
     dtype = torch.bfloat16 if on_gpu else torch.float32
     agree = elsewhere(gradients_agree, LARGE if full else MEDIUM, batch, device)
     rows: list[Row] = []
     for label, shape in shapes.items():
         problem = Problem.make(shape, batch, device=device, dtype=dtype)
-        rounds = {LARGE: 6, WIDE: 4}.get(shape, 2)
+        rounds = {LARGE: 5, WIDE: 3}.get(shape, 2)
         rows += rows_of(label, problem, device=device, rounds=rounds)
         del problem
         if on_gpu:
@@ -291,9 +299,10 @@ def measure(device: torch.device, *, small: bool) -> tuple[list[Row], dict[str, 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true", help="seconds, no meaning")
+    parser.add_argument("--widths", nargs="+", choices=SHAPES, default=list(SHAPES))
     options = parsed(parser, arguments)
     device = device_at_hand(threads=None)
-    rows, settings = measure(device, small=options.small)
+    rows, settings = measure(device, small=options.small, widths=options.widths)
     print(markdown_table(rows))
     print(settings)
     publish("offload", rows, device=device, settings=settings, folder=options.out)

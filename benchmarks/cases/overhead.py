@@ -30,7 +30,7 @@ from benchmarks.models import LARGE, MEDIUM, TINY, Problem
 from recoup.backend.dispatch import OperatorMode
 from recoup.cli.gpt import Block, RunBlock, Shape, run_plain
 
-STEPS_IN_A_ROW = 6
+STEPS_IN_A_ROW = 4
 
 
 def timed_step(problem: Problem, run_block: RunBlock) -> tuple[float, float, int]:
@@ -214,7 +214,7 @@ def measure(device: torch.device, *, small: bool) -> tuple[list[Row], dict[str, 
     batch = 8 if on_gpu else 2
     dtype = torch.bfloat16 if on_gpu else torch.float32
     problem = Problem.make(shape, batch, device=device, dtype=dtype)
-    parts = [step_columns(problem, rounds=3 if small else 15)]
+    parts = [step_columns(problem, rounds=3 if small else 9)]
     parts.append(elsewhere(gradient_columns, shape, batch, device, dtype))
     if on_gpu:
         parts.append(kernel_columns(problem))
