@@ -1,16 +1,23 @@
 """The measured step: its graph says to the byte what a real step takes."""
 
+import time
+from functools import partial
+
 import pytest
+import torch
+from torch import nn
 
 from benchmarks.zoo.cases import CASES
-from recoup.backend.memory import StorageMeter
+from recoup.backend.memory import StorageMeter, device_meter
+from recoup.backend.timers import OperatorTimer
 from recoup.core.simulation import simulate
 from recoup.engine.plans import Applied
 from recoup.engine.runs import Cuts
 from recoup.measure import floor
 from recoup.measure.blocks import block_names
 from recoup.measure.floor import measure_floor, run_step
-from recoup.measure.graphs import recompute_all
+from recoup.measure.graphs import graph_of, recompute_all
+from recoup.measure.observation import Instruments, observe
 from recoup.measure.training import training_step
 
 NAMES = ["bert", "convnext", "densenet-121", "llama", "resnet-50", "u-net"]
@@ -53,3 +60,39 @@ def test_storages_count_as_the_blocks_that_an_allocator_gives(name, monkeypatch)
         applied.remove()
     assert simulate(graph, recompute_all(graph)).peak_bytes == measured
     assert simulate(graph, ()).peak_bytes == run_step(step).peak_bytes
+
+
+class Interrupted(OperatorTimer):
+    """A clock beside which something else runs once, in an operator of some name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__("cpu")
+        self._name = name
+        self._met = 0
+
+    def run(self, call):
+        interrupted = str(call.func).startswith(self._name)
+        self._met += interrupted
+
+        def slowed(*args, **kwargs):
+            if self._met == 2:
+                time.sleep(0.2)
+            return call(*args, **kwargs)
+
+        return super().run(partial(slowed) if interrupted else call)
+
+
+@pytest.mark.parametrize("name", ["aten.native_batch_norm", "aten.relu_"])
+def test_an_interruption_of_an_operator_that_may_not_run_again_does_not_count(name):
+    def block() -> nn.Module:
+        return nn.Sequential(nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.Linear(8, 8))
+
+    model, batch = nn.Sequential(*(block() for _ in range(4))), torch.randn(4, 8)
+    step = training_step(model, batch, loss=lambda output: output.sum())
+    instruments = Instruments(
+        meter=lambda: device_meter(step.device), timer=lambda: Interrupted(name)
+    )
+    seen = observe(step, instruments)
+    graph = graph_of(seen.trace, seen.timer.seconds, blocks=seen.cuts)
+    assert sum(op.name.startswith(name) for op in graph.operations) == 4
+    assert graph.forward_seconds < 0.1

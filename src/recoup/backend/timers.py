@@ -23,6 +23,10 @@ class Timer(Protocol):
         """Return the number of a better time for an operator that has run."""
         ...
 
+    def join(self, number: int, other: int) -> None:
+        """Take two times for times of one call: the least is its time."""
+        ...
+
     def seconds(self, number: int) -> float:
         """Return how long one call took."""
         ...
@@ -49,6 +53,7 @@ class OperatorTimer:
         self._seconds: list[float] = []
         self._events: list[tuple[Any, Any, int]] = []
         self._on_events = self._device.type != "cpu"
+        self._joined: dict[int, list[int]] = {}
 
     def time(self, call: Callable[[], Any], *, repeats: int = 1) -> int:
         """Run a call some times; return a number to ask `seconds` for.
@@ -82,8 +87,15 @@ class OperatorTimer:
             number = self.time(call, repeats=REPEATS)
         return number
 
+    def join(self, number: int, other: int) -> None:
+        """Take two times for times of one call: the least is its time."""
+        self._joined.setdefault(number, [number]).append(other)
+
     def seconds(self, number: int) -> float:
-        """Return how long one call took."""
+        """Return how long one call took, or the fastest of those joined to it."""
+        return min(map(self._one, self._joined.get(number, (number,))))
+
+    def _one(self, number: int) -> float:
         if not self._on_events:
             return self._seconds[number]
         start, stop, repeats = self._events[number]

@@ -219,12 +219,20 @@ class Tracer(OperatorMode):
         return out
 
     def _time_again(self, facts: Facts, call: partial[Any], timing: int) -> int:
-        """Return the timing of an operator, which its first run makes too long."""
-        if facts.writes or facts.random or facts.statistics or facts.opaque:
+        """Return the timing of an operator, which its first run makes too long.
+
+        One that may not run again has the time of the fastest like it in the step.
+        """
+        if facts.opaque:
             return timing
         key = (call.func, _shapes((call.args, tuple(call.keywords.items()))))
         known = self._timings.get(key)
-        if known is None:
+        if facts.writes or facts.random or facts.statistics:
+            if known is None:
+                self._timings[key] = timing
+                return timing
+            self._timer.join(known, timing)
+        elif known is None:
             known = self._timings[key] = self._timer.again(call, timing)
         return known
 
