@@ -14,7 +14,7 @@ def test_what_is_joined_takes_the_least_time_of_all(device):
     def sleep(seconds: float) -> int:
         return timer.time(lambda: (time.sleep(seconds), x + 1))
 
-    x + 1
+    _ = x + 1
     slow, other, fast = sleep(0.05), sleep(0.05), sleep(0.0)
     assert min(timer.seconds(slow), timer.seconds(other)) > timer.seconds(fast)
     timer.join(slow, fast)
