@@ -85,13 +85,35 @@ def pace_of(step: Callable[[], object], device: torch.device, *, steps: int) -> 
 def seconds_in_a_row(
     step: Callable[[], object], device: torch.device, *, steps: int, alone: float
 ) -> float:
-    """Return the time of a step among several, given what one takes by itself."""
+    """Return the time of a step among several, given what one takes by itself.
+
+    The first of the row is not counted: it finds the device idle.
+    """
     steps = max(2, min(steps, round(LONGEST_ROW_SECONDS / alone)))
-    start = time.perf_counter()
+    step()
+    since = mark(device)
     for _ in range(steps):
         step()
-    synchronize(device)
-    return (time.perf_counter() - start) / steps
+    return since() / steps
+
+
+def mark(device: torch.device) -> Callable[[], float]:
+    """Return a clock of the device, which tells the seconds since now.
+
+    Both moments are those at which it has done what it was given until then.
+    """
+    if device.type == "cpu":
+        begun = time.perf_counter()
+        return lambda: time.perf_counter() - begun
+    first, last = (torch.Event(device, enable_timing=True) for _ in range(2))
+    first.record()
+
+    def seconds() -> float:
+        last.record()
+        last.synchronize()
+        return first.elapsed_time(last) / 1000
+
+    return seconds
 
 
 def parsed(
@@ -140,8 +162,8 @@ def publish(
 def describe_pace(steps: int) -> str:
     """Return what the columns of times mean, for the settings of a run."""
     return (
-        f"of {steps} at most in a row, as training issues them; alone: with the device "
-        "idle before it"
+        f"of {steps} at most in a row after a first one, as training issues them; "
+        "alone: with the device idle before it"
     )
 
 
