@@ -109,6 +109,19 @@ def test_with_a_fused_optimizer_one_flag_more_is_read():
     assert more == {"detach": 1, "gt": 1, "_local_scalar_dense": 1}
 
 
+def test_where_a_device_decides_the_host_reads_nothing():
+    by_hand, trainer = contenders("fp16", fused=True)
+    trainer._stepper.learns_late = True  # as on an accelerator
+    for contender in (by_hand, trainer):
+        contender.step(BATCH)
+        contender.step(BATCH)
+    # One is for the step before, which is known by now.
+    more = operators_of(trainer.step) - operators_of(by_hand.step)
+    scale = {"clone": 1, "clamp_": 1}  # which only the device knows
+    overflows = {"gt": 2, "add": 1}
+    assert more == {"detach": 1, "_local_scalar_dense": 1, **scale, **overflows}
+
+
 def checkpointed_contenders():
     """The trainer with regions around blocks, and regions put there by hand."""
     torch.manual_seed(0)

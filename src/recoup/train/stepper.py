@@ -41,6 +41,9 @@ class Stepper:
     The order is: scale the loss, backward, unscale, clip, step if all gradients are
     finite, update the scale. Whatever comes after a step (schedule, average) asks
     `StepResult.stepped`.
+
+    Attributes:
+        learns_late: The host need not know at once whether a device took a step.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class Stepper:
         ]
         self.device = next(iter(model.parameters())).device
         self.processes = Processes(model)
+        self.learns_late = self.processes.count == 1 and self.device.type != "cpu"
         self.precision = MixedPrecisionScope(
             settings.mixed_precision, device=self.device
         )
@@ -255,8 +259,9 @@ class Stepper:
         norm = self._clip()
         if scaler is not None:
             scaler.step(self._optimizer)
-            skipped = scaler.skip_flag(self._optimizer)
-            if self.processes.count > 1:
+            if self.learns_late:
+                skipped = scaler.skip_flag(self._optimizer)
+            else:
                 skipped = scaler.step_was_skipped(self._optimizer)
             scaler.update()
             return Outcome(skipped), norm, scale
