@@ -18,6 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from recoup import (
     Host,
+    PeerError,
     Trainer,
     TrainerSettings,
     UnsupportedError,
@@ -114,6 +115,20 @@ def train(
         "parts": [result.parts for result in results],
         "random": torch.get_rng_state().tolist(),
     }
+
+
+def go_on_alone(rank: int) -> str:
+    """Step, leave the others, and step again."""
+    model = make_model(rank, "replicated")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    trainer = Trainer(model, optimizer, loss_fn=functional.cross_entropy)
+    trainer.step(share(rank, 2, 0))
+    distributed.destroy_process_group()
+    try:
+        trainer.step(share(rank, 2, 1))
+    except PeerError as error:
+        return str(error)
+    return "nothing happened"
 
 
 def train_by_hand(rank: int, kind: str, options: dict[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import copy
 import cProfile
 import gc
 import time
+from weakref import ref
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.nn import functional
 from recoup import Trainer, TrainerSettings, checkpoint_module
 from recoup.engine import region
 from tests.support.counting import Alive, Operators
+from tests.support.training import batches, make_trainer
 
 
 def tiny(*, fused=False, **settings):
@@ -41,6 +43,28 @@ def test_steps_with_everything_leave_nothing_behind():
     data = [(torch.randn(2, 4), torch.randn(2, 4))] * 50
     before, after = (objects_after(trainer, data, epochs=n) for n in (1, 4))
     assert after - before < 50
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"precision": "fp16"},
+        {"budget": "1 MiB"},
+        {"use_gradient_checkpointing": True},
+    ],
+    ids=["plain", "fp16", "budget", "checkpointed"],
+)
+def test_a_trainer_that_nobody_has_is_gone_at_once(settings):
+    # The first one imports half of torch, and frames of imports are cycles.
+    torch.optim.AdamW([torch.ones(1)])
+    trainer = make_trainer(**settings)
+    trainer.fit(batches(3))
+    gone = ref(trainer), ref(trainer.model)
+    trainer.release()
+    del trainer
+    # The collector is off.
+    assert [each() for each in gone] == [None, None]
 
 
 def test_no_memory_of_a_step_outlives_it():

@@ -159,6 +159,11 @@ def test_when_one_process_fails_the_other_does_not_wait(tmp_path, kind, at):
     assert first["seconds"] < 20
 
 
+def test_a_trainer_says_that_its_processes_have_parted(tmp_path):
+    for said in together(cases.go_on_alone, tmp_path):
+        assert "destroy_process_group after the last step" in said
+
+
 @pytest.mark.parametrize("kind", ["static", "sharded"])
 def test_recovery_that_is_asked_for_and_not_possible_is_refused_at_once(tmp_path, kind):
     settings = {"recover_from_out_of_memory": True}

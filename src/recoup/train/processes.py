@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, distributed, nn
@@ -57,7 +58,7 @@ class Processes:
         shared = self.is_replicated or self.is_sharded
         self.count = distributed.get_world_size() if shared else 1
         self.rank = distributed.get_rank() if shared else 0
-        self._group: Any = None
+        self._group: ref[Any] | None = None
         # torch fails on a first backward that does not synchronise a static graph.
         self._may_accumulate = not getattr(model, "static_graph", False)
         self.may_recover = self.count == 1 or (
@@ -73,7 +74,9 @@ class Processes:
         connect to it leaves them with an error that names no reason.
         """
         if self.count > 1:
-            self._group = distributed.new_group(backend="gloo")
+            # Torch keeps it until all groups are destroyed. A group that outlives that,
+            # in a trainer that outlives it, can abort the interpreter when it ends.
+            self._group = ref(distributed.new_group(backend="gloo"))
 
     @property
     def is_first(self) -> bool:
@@ -86,7 +89,7 @@ class Processes:
         Raises:
             PeerError: Another process is gone.
         """
-        if self._group is None:
+        if self.count == 1:
             return [report]
         mine = torch.tensor(
             [
@@ -100,15 +103,15 @@ class Processes:
         )
         told = [torch.empty_like(mine) for _ in range(self.count)]
         with self.watching():
-            distributed.all_gather(told, mine, group=self._group)
+            distributed.all_gather(told, mine, group=self._connected())
         return [_as_report(each.tolist()) for each in told]
 
     def gather(self, thing: Any) -> list[Any]:
         """Return what every process has, to every process."""
-        if self._group is None:
+        if self.count == 1:
             return [thing]
         things: list[Any] = [None] * self.count
-        distributed.all_gather_object(things, thing, group=self._group)
+        distributed.all_gather_object(things, thing, group=self._connected())
         return things
 
     def watching(self) -> AbstractContextManager[None]:
@@ -137,7 +140,7 @@ class Processes:
         """
         model: Any = self._model
         used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)
-        distributed.all_reduce(used, group=self._group)
+        distributed.all_reduce(used, group=self._connected())
         for parameter, count in zip(parameters, used.tolist(), strict=True):
             if not count:
                 continue
@@ -145,6 +148,15 @@ class Processes:
                 parameter.grad = torch.zeros_like(parameter)
             parameter.grad.div_(self.count)
             distributed.all_reduce(parameter.grad, group=model.process_group)
+
+    def _connected(self) -> Any:
+        group = None if self._group is None else self._group()
+        if group is None:
+            raise PeerError(
+                "the processes of this run are no longer connected: their groups were "
+                "destroyed. Call destroy_process_group after the last step."
+            )
+        return group
 
 
 @contextmanager

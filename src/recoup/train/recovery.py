@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakMethod
 
 from torch import nn
 
@@ -74,3 +75,14 @@ class Recovery:
 
 def _has_batch_statistics(model: nn.Module) -> bool:
     return any(isinstance(m, _BATCH_NORMS) and m.training for m in model.modules())
+
+
+def weakly(method: Callable[[], str | None]) -> Callable[[], str | None]:
+    """Return a method that does not keep its object alive, which may keep this one."""
+    weak = WeakMethod(method)
+
+    def call() -> str | None:
+        alive = weak()
+        return None if alive is None else alive()
+
+    return call

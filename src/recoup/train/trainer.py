@@ -24,6 +24,7 @@ from recoup.train.outcome import Outcome
 from recoup.train.position import Position, make_loader
 from recoup.train.processes import Report, unwrapped
 from recoup.train.progress import ProgressBar
+from recoup.train.recovery import weakly
 from recoup.train.results import RunResult, StepResult
 from recoup.train.runs import Run, groups, step_count
 from recoup.train.settings import TrainerSettings
@@ -93,7 +94,7 @@ class Trainer:
             self.settings,
             loss_fn=loss_fn,
             weight_fn=weight_fn,
-            tighten=self._tighten,
+            tighten=weakly(self._tighten),
         )
         check_types(model, self._stepper.scaler)
         self._position = Position(self._stepper.device)
