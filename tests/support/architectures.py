@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -116,8 +117,8 @@ class Architecture:
 
     def build(self, *, dropout: float) -> nn.Module:
         """Make the model with fresh random weights, in training mode."""
-        import transformers
-
+        # By name: type checkers have it only where it is installed.
+        transformers = import_module("transformers")
         default = transformers.AutoConfig.for_model(self.name)
         known = {k: v for k, v in SIZES.items() if hasattr(default, k)}
         settings = known | self.kind.settings | self.own
