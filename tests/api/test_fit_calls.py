@@ -10,6 +10,7 @@ import recoup
 from recoup.backend.memory import StorageMeter
 from recoup.core.plan import Plan
 from recoup.core.simulation import simulate
+from recoup.measure.graphs import recompute_all
 from tests.support.bits import tree_differences
 from tests.support.fitting import gradients_after, state_of
 from tests.support.odd_models import Perceptron, mean_square, odd_batch
@@ -116,7 +117,13 @@ def test_a_pair_of_calls_is_predicted_to_the_byte():
     step = pair(model, x)
     graph = recoup.measure(model, step=step)
     assert graph.model_calls == 2
-    _, report = recoup.fit(model, step=step, budget=0.7)
+    budget_bytes = simulate(graph, ()).peak_bytes // 2
+    # Regions in one of the calls alone do not do: the plan must have some in both.
+    segments = recompute_all(graph)
+    first = [s for s in segments if graph.is_within_call(segments[0].start, s.stop)]
+    assert 0 < len(first) < len(segments)
+    assert simulate(graph, first).peak_bytes > budget_bytes
+    _, report = recoup.fit(model, step=step, budget=budget_bytes)
     assert report.rounds == 1
     assert report.predicted_peak_bytes == report.measured_peak_bytes
     spans = report.plan.spans
