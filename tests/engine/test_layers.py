@@ -71,6 +71,7 @@ class TestTheConfiguration:
             {"checkpoint_every_n_layers": True},
             {"max_checkpoints": -1},
             {"max_checkpoints": None},
+            {"use_mixed_precision": "bf16"},
             {"on_overflow": "explode"},
             {"store": "host"},
         ],
@@ -94,6 +95,15 @@ class TestTheConfiguration:
 
 
 class TestTheTable:
+    def test_layers_are_named_by_anything_that_is_a_whole_number(self):
+        table, x = checkpointer(2), torch.ones(2)
+        output = table.checkpointed_forward(x, torch.arange(4), simple)
+        assert torch.equal(output, sequential(x, range(4)))
+        assert torch.equal(table.get(torch.tensor(2)), sequential(x, range(3)))
+        for wrong in (-1, 1.0, True, "1", None):
+            with pytest.raises(UsageError, match="whole number"):
+                table.save(wrong, x)  # pyright: ignore[reportArgumentType]
+
     def test_what_is_saved_can_be_got(self):
         table = checkpointer()
         activation = torch.tensor([1.0, 2.0, 3.0, 4.0])

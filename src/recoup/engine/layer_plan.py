@@ -1,9 +1,10 @@
 """Which layers of a stack are kept: the configuration, and what follows from it."""
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, SupportsIndex, get_args
 
 import torch
 
@@ -60,6 +61,12 @@ class CheckpointConfig:
             raise UsageError(
                 "max_checkpoints is a whole number, zero or more: got "
                 f"{self.max_checkpoints!r}."
+            )
+        if not isinstance(self.use_mixed_precision, bool):
+            raise UsageError(
+                "use_mixed_precision is True or False: got "
+                f"{self.use_mixed_precision!r}. For another format than float16, name "
+                "it with store=Half(dtype=...)."
             )
         if self.on_overflow not in get_args(Overflow):
             raise UsageError(
@@ -128,10 +135,19 @@ def is_count(number: object) -> bool:
     return isinstance(number, int) and not isinstance(number, bool) and number >= 0
 
 
-def check_layer(layer: int) -> int:
-    """Return a layer's index, or raise if it is none."""
-    if not is_count(layer):
+def check_layer(layer: SupportsIndex) -> int:
+    """Return a layer's index, or raise if it is none.
+
+    Examples:
+        >>> check_layer(torch.tensor(3))
+        3
+    """
+    try:
+        index = operator.index(layer)
+    except TypeError:
+        index = -1
+    if index < 0 or isinstance(layer, bool):
         raise UsageError(
             f"a layer's index is a whole number, zero or more: got {layer!r}."
         )
-    return layer
+    return index

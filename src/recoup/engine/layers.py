@@ -95,7 +95,7 @@ class ActivationCheckpointer:
             CheckpointLimitError: There are `max_checkpoints` already, and
                 `on_overflow` neither evicts nor skips.
         """
-        check_layer(layer)
+        layer = check_layer(layer)
         table, config = self._table, self._config
         is_known = table.find(layer) is not None
         if not is_known and self.num_checkpoints() >= config.max_checkpoints:
@@ -117,8 +117,8 @@ class ActivationCheckpointer:
             MissingCheckpointError: The layer was not kept.
             ChangedTensorError: The activation was changed in place since.
         """
-        limit = self._table.limit
-        if check_layer(layer) >= limit:
+        layer, limit = check_layer(layer), self._table.limit
+        if layer >= limit:
             raise CheckpointIndexError(
                 layer, limit, context="ActivationCheckpointer.get"
             )
@@ -154,7 +154,7 @@ class ActivationCheckpointer:
             UsageError: The interval is `"sqrt"`, and no forward has told yet how many
                 layers there are.
         """
-        check_layer(layer)
+        layer = check_layer(layer)
         count = self._layer_count
         if self._config.checkpoint_every_n_layers == "sqrt" and count is None:
             raise UsageError(
@@ -216,6 +216,7 @@ class ActivationCheckpointer:
             MissingCheckpointError: Nothing is kept, not even the input.
             ChangedTensorError: The checkpoint was changed in place since.
         """
+        target = check_layer(target)
         layers = [check_layer(layer) for layer in layers]
         if target not in layers:
             raise UsageError(
