@@ -375,6 +375,26 @@ def test_a_closure_is_refused_however_it_is_given():
             scaler.step(problem.optimizer, *args, **kwargs)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_closure_that_is_none_is_no_closure(fused):
+    problem = Problem(fused=fused)
+    scaler = GradientScaler("cpu")
+    for args, kwargs in (((None,), {}), ((), {"closure": None})):
+        before = problem.weight.detach().clone()
+        scaler.scale(problem.weight.sum()).backward()
+        scaler.step(problem.optimizer, *args, **kwargs)
+        scaler.update()
+        assert not torch.equal(problem.weight, before)
+
+
+def test_a_scale_that_is_no_number_is_refused():
+    scaler = GradientScaler("cpu")
+    state = scaler.state_dict()
+    with pytest.raises(UsageError, match="not a number"):
+        scaler.load_state_dict({**state, "scale": math.nan, "growth_interval": 7})
+    assert scaler.state_dict() == state
+
+
 def test_an_update_without_a_step_is_refused():
     scaler = GradientScaler("cpu")
     with pytest.raises(UsageError, match="found no scaled gradients"):

@@ -2,6 +2,7 @@
 
 import ctypes
 import logging
+import math
 from typing import Any
 
 from torch import Tensor
@@ -171,12 +172,14 @@ class GradientScaler(OpenScaler):
         """
         if not self.is_enabled():
             return super().step(optimizer, *args, **kwargs)
-        if args or "closure" in kwargs:
+        # Frameworks pass on the closure that they were given: mostly none.
+        if any(each is not None for each in (*args, kwargs.get("closure"))):
             raise UsageError(
                 "a scaled step takes no closure: the gradients that it computes would "
                 "not be scaled. Use bfloat16, which needs no scaler, or an optimizer "
                 "without a closure."
             )
+        kwargs.pop("closure", None)
         self._outcomes.begin_step()
         require_gradients(optimizer)
         self._outcomes.discard(optimizer)
@@ -263,9 +266,17 @@ class GradientScaler(OpenScaler):
 
         What torch's does not have stays as it is, and a scale that it let go out of
         bounds comes back into them.
+
+        Raises:
+            UsageError: The scale is no number. Nothing has been changed.
         """
         if not self.is_enabled():
             return
+        if math.isnan(state_dict.get("scale", 1.0)):
+            raise UsageError(
+                "the state of a scaler was given whose scale is not a number: the run "
+                "that saved it was broken. Load an earlier one."
+            )
         super().load_state_dict(state_dict)
         own = {name: state_dict[name] for name in _OWN_STATE if name in state_dict}
         self._min_scale = float(own.get("min_scale", self._min_scale))
