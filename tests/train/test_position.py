@@ -4,11 +4,12 @@ import logging
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from recoup import UsageError
+from recoup import SnapshotError, UsageError
 from recoup.train.position import Position, make_loader
+from tests.support.training import make_trainer, samples
 
 CPU = torch.device("cpu")
 DATA = TensorDataset(torch.arange(12))
@@ -28,6 +29,35 @@ def test_a_batch_size_that_contradicts_the_loader_is_refused():
     assert make_loader(loader, None) is loader
     with pytest.raises(UsageError, match="the loader has 4"):
         make_loader(loader, 5)
+
+
+class Stream(IterableDataset):
+    """Data without a length."""
+
+    def __iter__(self):
+        yield from zip(*samples(13), strict=True)
+
+
+def test_a_dataset_to_iterate_over_is_gone_through_in_its_order():
+    order = [targets for _, targets in make_loader(Stream(), 5)]
+    assert torch.equal(torch.cat(order), samples(13)[1])
+
+
+def test_a_loader_without_a_length_is_trained_on():
+    result = make_trainer().fit(DataLoader(Stream(), batch_size=5), epochs=2)
+    assert (result.steps, result.epochs) == (6, 2)
+
+
+def test_data_that_is_too_short_leaves_the_random_states(seed):
+    loader = DataLoader(DATA, batch_size=2, shuffle=True)
+    position = Position(CPU)
+    iterator = position.open(loader)
+    position.advance([next(iterator) for _ in range(5)])
+    torch.manual_seed(seed)
+    before = torch.get_rng_state()
+    with pytest.raises(SnapshotError, match="the loader has 3"):
+        position.open(DataLoader(DATA, batch_size=4, shuffle=True))
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("data", [iter([1]), 3, (x for x in [1])])

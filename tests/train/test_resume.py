@@ -201,3 +201,69 @@ def test_a_file_of_something_else_is_refused(tmp_path):
     write_snapshot(tmp_path / "run", {"version": 77})
     with pytest.raises(SnapshotError, match="this version's trainer"):
         make_trainer().load(tmp_path / "run")
+
+
+class AskedError(Exception):
+    """Raised by who is told of a step."""
+
+
+@pytest.mark.parametrize("goes_on", ["in this process", "from a file"])
+@pytest.mark.parametrize("accumulation_steps", [1, 3])
+@pytest.mark.parametrize("stop_at", [1, 3, 4])
+def test_who_is_told_of_a_step_may_save_or_raise_there(
+    tmp_path, stop_at, accumulation_steps, goes_on
+):
+    data = TensorDataset(*samples(37))
+
+    def run(trainer, **options):
+        loader = DataLoader(data, batch_size=5, shuffle=True)
+        return trainer.fit(loader, epochs=2, **options)
+
+    path = tmp_path / "run"
+    settings = {"accumulation_steps": accumulation_steps, "snapshot_path": path}
+    whole, trainer = make_trainer(**settings), make_trainer(**settings)
+    with seeded(4):
+        run(whole)
+        expected = remains(whole)
+
+    def save_and_raise(result):
+        if result.number == stop_at:
+            trainer.save(path)
+            raise AskedError
+
+    with seeded(4):
+        with pytest.raises(AskedError):
+            run(trainer, on_step=save_and_raise)
+        if goes_on == "from a file":
+            torch.manual_seed(99)
+            trainer = make_trainer(seed=99, **settings)
+        run(trainer, resume=goes_on == "from a file")
+        found = remains(trainer)
+    assert trainer.steps == whole.steps
+    assert list(tree_differences(found, expected, where="")) == []
+
+
+def test_a_first_step_that_fails_leaves_the_order_of_its_epoch():
+    data = TensorDataset(*samples(20))
+    fails = True
+
+    def loss_fn(outputs, targets):
+        if fails:
+            raise AskedError
+        return torch.nn.functional.cross_entropy(outputs, targets)
+
+    def run():
+        loader = DataLoader(data, batch_size=5, shuffle=True)
+        return trainer.fit(loader, epochs=1)
+
+    trainer = make_trainer(loss_fn=loss_fn)
+    with seeded(4):
+        with pytest.raises(AskedError):
+            run()
+        fails = False
+        run()
+        found = remains(trainer)
+    trainer = make_trainer(loss_fn=loss_fn)
+    with seeded(4):
+        run()
+    assert list(tree_differences(found, remains(trainer), where="")) == []

@@ -50,6 +50,7 @@ def test_precision_follows_from_two_settings(settings, precision):
         {"initial_loss_scale": 2.0**33},
         {"initial_loss_scale": "large"},
         {"max_gradient_norm": -1.0},
+        {"max_gradient_norm": 0},
         {"max_gradient_norm": math.inf},
         {"average_decay": 1.5},
         {"precision": "fp8"},

@@ -289,6 +289,37 @@ def test_gradients_left_by_others_do_not_count():
     assert list(tree_differences(*ends, where="")) == []
 
 
+def test_parameters_that_the_optimizer_gets_later_are_trained_like_the_others():
+    data, ends = batches(4), []
+    for trained in (True, False):
+        torch.manual_seed(0)
+        model = Classifier(dropout=0.0)
+        optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
+        settings = TrainerSettings(max_gradient_norm=0.01)
+        trainer = Trainer(model, optimizer, settings, functional.cross_entropy)
+        for number, (inputs, targets) in enumerate(data):
+            if number == 1:
+                rest = [*model.stem.parameters(), *model.blocks.parameters()]
+                optimizer.add_param_group({"params": rest})
+            if trained:
+                trainer.step((inputs, targets))
+                continue
+            model.zero_grad()
+            functional.cross_entropy(model(inputs), targets).backward()
+            owned = [p for group in optimizer.param_groups for p in group["params"]]
+            nn.utils.clip_grad_norm_(owned, 0.01)
+            optimizer.step()
+        ends.append(model.state_dict())
+    assert list(tree_differences(*ends, where="")) == []
+
+
+def test_a_run_whose_snapshots_have_no_folder_is_refused_before_it_begins(tmp_path):
+    trainer = make_trainer(snapshot_path=tmp_path / "missing" / "run")
+    with pytest.raises(UsageError, match="no folder"):
+        trainer.fit(batches(2))
+    assert trainer.steps == 0
+
+
 def test_a_model_may_return_its_loss():
     class Own(nn.Module):
         def __init__(self) -> None:

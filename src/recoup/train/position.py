@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from recoup.backend.randomness import (
     RandomStates,
@@ -62,11 +62,16 @@ class Position:
         for generator, state in zip(_generators(loader), states, strict=False):
             generator.set_state(state)
         iterator = iter(loader)
-        if self._seen_elsewhere:
-            self._read_over_samples(iterator)
-        else:
-            self._read_over_batches(iterator)
-        restore_random_states(now, self._device)
+        if not self.batches:
+            # Most loaders draw their order when the first batch is asked for.
+            return iterator
+        try:
+            if self._seen_elsewhere:
+                self._read_over_samples(iterator)
+            else:
+                self._read_over_batches(iterator)
+        finally:
+            restore_random_states(now, self._device)
         return iterator
 
     def advance(self, batches: Sequence[Any]) -> None:
@@ -140,7 +145,8 @@ def make_loader(data: Any, batch_size: int | None) -> Iterable[Any]:
     """Return batches to iterate over, any number of times.
 
     Args:
-        data: A loader, a list of batches, or a dataset, which is shuffled.
+        data: A loader, a list of batches, or a dataset, which is shuffled unless it
+            is one to iterate over.
         batch_size: For a dataset.
 
     Raises:
@@ -159,7 +165,8 @@ def make_loader(data: Any, batch_size: int | None) -> Iterable[Any]:
                 "a dataset was given, and no batch_size. Set it in the settings, or "
                 "give a DataLoader."
             )
-        return DataLoader(data, batch_size=batch_size, shuffle=True)
+        shuffle = not isinstance(data, IterableDataset)
+        return DataLoader(data, batch_size=batch_size, shuffle=shuffle)
     if isinstance(data, DataLoader) and batch_size not in (None, data.batch_size):
         raise UsageError(
             f"batch_size={batch_size} was set, the loader has {data.batch_size}. Leave "

@@ -42,4 +42,9 @@ def groups(batches: Iterator[Any], size: int) -> Iterator[list[Any]]:
 
 def step_count(loader: Iterable[Any], size: int) -> int | None:
     """Return how many steps an epoch has, if the loader knows its length."""
-    return -(-len(loader) // size) if isinstance(loader, Sized) else None
+    if not isinstance(loader, Sized):
+        return None
+    try:
+        return -(-len(loader) // size)
+    except TypeError:  # a loader has a length if its dataset has one
+        return None

@@ -100,6 +100,11 @@ class TrainerSettings:
         _check_between("initial_loss_scale", self.initial_loss_scale, 1.0, 2.0**32)
         if self.max_gradient_norm is not None:
             _check_between("max_gradient_norm", self.max_gradient_norm, 0.0, math.inf)
+            if self.max_gradient_norm == 0:
+                raise UsageError(
+                    "max_gradient_norm=0 would make every gradient zero. Leave it out "
+                    "to clip nothing."
+                )
         if self.average_decay is not None:
             _check_between("average_decay", self.average_decay, 0.0, 1.0)
         if self.schedule_each not in ("step", "epoch"):

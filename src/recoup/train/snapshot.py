@@ -17,11 +17,27 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from recoup.core.errors import SnapshotError
+from recoup.core.errors import SnapshotError, UsageError
 
 _BEGIN = b"recoup snapshot 1\n"
 _END = struct.Struct("<QQI12s")
 _END_MARK = b"end of file\n"
+
+
+def check_folder(path: str | Path | None) -> None:
+    """Raise unless there is a folder for a file, which may not be wanted at all.
+
+    Raises:
+        UsageError: There is none: better known before hours of training than after.
+
+    Examples:
+        >>> check_folder("run.snapshot")
+    """
+    if path is not None and not Path(path).parent.is_dir():
+        raise UsageError(
+            f"snapshots were to be written to {str(path)!r}: there is no folder "
+            f"{str(Path(path).parent)!r}. Make it first."
+        )
 
 
 def write_snapshot(path: str | Path, tree: Any) -> None:

@@ -61,11 +61,6 @@ class Stepper:
         self._settings = settings
         self._loss_fn = loss_fn
         self._weight_fn = weight_fn or _count_samples
-        self._parameters = [
-            parameter
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        ]
         self.device = next(iter(model.parameters())).device
         self.processes = Processes(model)
         self.learns_late = self.processes.count == 1 and self.device.type != "cpu"
@@ -93,6 +88,11 @@ class Stepper:
         )
         self._known_shapes: set[Any] = set()
         self._is_broken = False
+
+    @property
+    def _parameters(self) -> list[Tensor]:
+        """What the optimizer has by now: groups may be added while a run goes on."""
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
 
     def report(self, batches: Sequence[Any], *, stop: bool = False) -> Report:
         """Return what the other processes must know of the next step."""

@@ -28,7 +28,7 @@ from recoup.train.recovery import weakly
 from recoup.train.results import RunResult, StepResult
 from recoup.train.runs import Run, groups, step_count
 from recoup.train.settings import TrainerSettings
-from recoup.train.snapshot import read_snapshot, write_snapshot
+from recoup.train.snapshot import check_folder, read_snapshot, write_snapshot
 from recoup.train.state import apply_state, check_part, collect_state
 from recoup.train.stepper import Stepper, WeightFunction
 from recoup.train.units import UnitPlan
@@ -191,7 +191,8 @@ class Trainer:
             What happened.
 
         Raises:
-            UsageError: The data cannot be gone through.
+            UsageError: The data cannot be gone through, or there is no folder for the
+                snapshots.
             SnapshotError: The snapshot does not fit this trainer.
         """
         start = time.perf_counter()
@@ -199,6 +200,7 @@ class Trainer:
         if epochs < 1:
             raise UsageError(f"epochs is a whole number from 1: got {epochs}.")
         loader = make_loader(data, self.settings.batch_size)
+        check_folder(self.settings.snapshot_path)
         if resume:
             self._resume()
         steps, skipped = self._steps, self.skipped_steps
@@ -327,8 +329,10 @@ class Trainer:
             if len({each.batches for each in reports}) > 1 or not report.batches:
                 break
             run.last = None  # a result that nobody has needs no reading of its peak
-            run.take(self._step(group, reports))
+            result = self._step(group, reports)
+            # First: whoever is told may save, or raise and go on later.
             position.advance(group)
+            run.take(result)
             every = self.settings.snapshot_every_steps
             run.written(self._write(due=bool(every) and self._steps % every == 0))
             if any(each.stop for each in reports) or (
