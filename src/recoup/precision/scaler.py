@@ -173,13 +173,13 @@ class GradientScaler(OpenScaler):
         if not self.is_enabled():
             return super().step(optimizer, *args, **kwargs)
         # Frameworks pass on the closure that they were given: mostly none.
-        if any(each is not None for each in (*args, kwargs.get("closure"))):
+        closure = args[0] if args else kwargs.pop("closure", None)
+        if closure is not None:
             raise UsageError(
                 "a scaled step takes no closure: the gradients that it computes would "
                 "not be scaled. Use bfloat16, which needs no scaler, or an optimizer "
                 "without a closure."
             )
-        kwargs.pop("closure", None)
         self._outcomes.begin_step()
         require_gradients(optimizer)
         self._outcomes.discard(optimizer)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakMethod
 
+import torch
 from torch import nn
 
 from recoup.train.batches import sample_count, split_batch
@@ -27,6 +28,7 @@ class Recovery:
         self._model = model
         self._tighten = tighten
         self.pieces = 1
+        self._reason: str | None = None
 
     def cut(self, batches: Sequence[Any]) -> list[Any]:
         """Return the batches in as many pieces as have turned out to fit."""
@@ -51,6 +53,32 @@ class Recovery:
             _log.warning("A step ran out of memory. From now on %s", done)
         return done
 
+    def refuse_to_split(self, finding: str) -> None:
+        """Compute batches whole from now on, because their parts are something else.
+
+        Args:
+            finding: What was found of a batch, in words.
+
+        Raises:
+            torch.OutOfMemoryError: They are in pieces, because whole they do not fit.
+        """
+        pieces, self.pieces = self.pieces, 1
+        self._reason = (
+            "the batch is not split because its loss is no mean over its samples: "
+            f"{finding}. Let it average; or pass weight_fn=, what a batch weighs in "
+            "the mean"
+        )
+        if pieces > 1:
+            raise torch.OutOfMemoryError(
+                "a step ran out of memory, and its batch cannot be computed in pieces"
+            )
+        _log.warning(
+            "A step of several batches has other gradients than one of all their "
+            "samples: of a batch %s. Let the loss average; or pass weight_fn=, what a "
+            "batch weighs in the mean",
+            finding,
+        )
+
     def why_not(self, batches: Sequence[Any]) -> str:
         """Say why nothing is left to give up."""
         if _has_batch_statistics(self._model):
@@ -58,6 +86,8 @@ class Recovery:
                 "the batch is not split because the model has batch normalisation, "
                 "whose statistics would change"
             )
+        if self._reason is not None:
+            return self._reason
         sizes = [sample_count(batch) for batch in batches]
         if None in sizes:
             return "the batch cannot be split: its tensors have different lengths"
@@ -67,7 +97,8 @@ class Recovery:
         sizes = [sample_count(batch) for batch in batches]
         largest = max((size for size in sizes if size is not None), default=0)
         return (
-            None not in sizes
+            self._reason is None
+            and None not in sizes
             and largest >= 2 * self.pieces
             and not _has_batch_statistics(self._model)
         )

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,11 +14,13 @@ from recoup.backend.trees import tensors
 from recoup.core.errors import PeerError, UnsupportedError
 from recoup.precision.scaler import GradientScaler
 from recoup.precision.scope import MixedPrecisionScope
-from recoup.train.batches import LossFunction, compute_loss, sample_count, to_device
+from recoup.train.batches import LossFunction, compute_loss, to_device
 from recoup.train.outcome import Outcome
 from recoup.train.peaks import Peaks
 from recoup.train.processes import Processes, Report
+from recoup.train.proof import Proof
 from recoup.train.recovery import Recovery
+from recoup.train.reduction import WeightFunction, reduction_of
 from recoup.train.results import StepResult
 from recoup.train.rollback import Rollback
 from recoup.train.settings import TrainerSettings
@@ -30,9 +33,6 @@ _CANNOT_GO_BACK = (
     "processes, a process that runs out of memory cannot go back: the others wait for "
     "it inside forward or backward. Set budget=, or a smaller batch, instead."
 )
-
-WeightFunction = Callable[[Any], float]
-"""Called with a batch; returns its weight among the batches of a step."""
 
 
 class Stepper:
@@ -60,7 +60,7 @@ class Stepper:
         self._optimizer = optimizer
         self._settings = settings
         self._loss_fn = loss_fn
-        self._weight_fn = weight_fn or _count_samples
+        self._reduction = reduction_of(loss_fn, weight_fn)
         self.device = next(iter(model.parameters())).device
         self.processes = Processes(model)
         self.learns_late = self.processes.count == 1 and self.device.type != "cpu"
@@ -76,6 +76,9 @@ class Stepper:
                 dynamic=settings.dynamic_loss_scale,
             )
         self.recovery = Recovery(model, tighten)
+        self._proof: Proof | None = None
+        if loss_fn is not None:
+            self._proof = Proof(loss_fn, self._reduction, self.device)
         self._rollback = Rollback(model, self.device)
         self.peaks = Peaks(
             self.device,
@@ -101,7 +104,7 @@ class Stepper:
             # Alone it has all the weight, whatever that is.
             return Report(batches=1, stop=stop)
         return Report(
-            weight=sum(self._weight_fn(batch) for batch in batches),
+            weight=sum(self._reduction.weigh(batch) for batch in batches),
             batches=len(batches),
             stop=stop,
             is_new=several and not _shapes(batches) <= self._known_shapes,
@@ -212,26 +215,35 @@ class Stepper:
     def _attempt(
         self, parts: Sequence[Any], total: float, *, synchronise: bool
     ) -> Tensor:
-        alone = self.processes.count == 1
-        if alone and len(parts) == 1:
-            weights = [1.0]
-        else:
-            weights = [self._weight_fn(part) for part in parts]
-        own, losses = sum(weights) or 1.0, list[Tensor]()
-        for index, (part, weight) in enumerate(zip(parts, weights, strict=True)):
-            share = weight / (own if alone else total or 1.0)
+        count, reduction = self.processes.count, self._reduction
+        weights = shares = [1.0]
+        if count > 1 or len(parts) > 1:
+            weights = [reduction.weigh(part) for part in parts]
+            shares = reduction.shares(weights, None if count == 1 else total, count)
+        losses: list[Tensor] = []
+        for index, (part, share) in enumerate(zip(parts, shares, strict=True)):
             last = index == len(parts) - 1
             with self.processes.accumulating(last=last and synchronise):
                 part = to_device(part, self.device)
                 with self.precision:
-                    loss = compute_loss(self._model, part, self._loss_fn)
+                    loss = self._loss(part, several=len(parts) > 1 or count > 1)
                 # Multiplying by one would change no bit, and add to the graph.
                 weighted = loss if share == 1.0 else loss * share
                 scaled = self.scaler.scale(weighted) if self.scaler else weighted
                 scaled.backward()
             losses.append(loss.detach())
             del loss, weighted, scaled, part
-        return _mean(losses, weights)
+        return reduction.combine(losses, weights)
+
+    def _loss(self, part: Any, *, several: bool) -> Tensor:
+        """Return the loss of a part; the first time, see whether it may be one."""
+        proof = self._proof
+        if proof is None or proof.is_over or not several:
+            return compute_loss(self._model, part, self._loss_fn)
+        loss = compute_loss(self._model, part, partial(proof.loss, part))
+        if proof.finding is not None:
+            self.recovery.refuse_to_split(proof.finding)
+        return loss
 
     def _take_back(self, outcome: Outcome) -> None:
         """Undo what forward changed, if the step was skipped.
@@ -317,21 +329,9 @@ class Stepper:
             self._rollback.restore()
 
     def _clear_gradients(self) -> None:
-        for parameter in self._parameters:
-            parameter.grad = None
-
-
-def _mean(losses: list[Tensor], weights: list[float]) -> Tensor:
-    if len(losses) == 1:
-        return losses[0]
-    shares = [weight / (sum(weights) or 1.0) for weight in weights]
-    return torch.stack(
-        [loss * share for loss, share in zip(losses, shares, strict=True)]
-    ).sum()
-
-
-def _count_samples(batch: Any) -> float:
-    return float(sample_count(batch) or 1)
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
 
 
 def _moments(optimizer: Optimizer) -> list[Tensor]:

@@ -25,12 +25,13 @@ from recoup.train.position import Position, make_loader
 from recoup.train.processes import Report, unwrapped
 from recoup.train.progress import ProgressBar
 from recoup.train.recovery import weakly
+from recoup.train.reduction import WeightFunction
 from recoup.train.results import RunResult, StepResult
 from recoup.train.runs import Run, groups, step_count
 from recoup.train.settings import TrainerSettings
 from recoup.train.snapshot import check_folder, read_snapshot, write_snapshot
 from recoup.train.state import apply_state, check_part, collect_state
-from recoup.train.stepper import Stepper, WeightFunction
+from recoup.train.stepper import Stepper
 from recoup.train.units import UnitPlan
 
 _log = logging.getLogger(__name__)
@@ -56,8 +57,9 @@ class Trainer:
         loss_fn: Called as `loss_fn(outputs, targets)` on batches that are pairs; by
             default the model is called with the batch and returns its loss.
         scheduler: Advanced after each step that was not skipped, or each epoch.
-        weight_fn: The weight of a batch among those of a step, where that is not its
-            number of samples: the number of tokens that count, for instance.
+        weight_fn: The weight of a batch among those of a step. By default what torch's
+            cross entropy divides by, which leaves out targets of -100; with a model
+            that returns its loss, labels that are not -100; else samples.
 
     Raises:
         UsageError: The parts do not fit together.
