@@ -10,7 +10,7 @@ from recoup.backend.graph import below_autograd
 from recoup.backend.rng import random_state
 from recoup.backend.storages import copy_storage
 from recoup.engine.recomputing import recomputing
-from recoup.engine.values import Layout, Operation, Value
+from recoup.engine.values import OUTSIDE, Layout, Operation, Value
 
 Live = dict[Value | Layout, Tensor]
 """Tensors of a replay: those of values, and views of them by layout."""
@@ -19,43 +19,71 @@ Observe = Callable[[Value, Tensor, str], None]
 """Called with a replayed value, its tensor and the operator that made it."""
 
 
-class Step:
-    """One operation of a program, with what happens to values around it.
-
-    Attributes:
-        operation: What to run.
-        copies: Values it writes to that are needed unchanged: it gets copies.
-        frees: Values that nobody needs after it.
-    """
-
-    __slots__ = ("copies", "frees", "operation")
-
-    def __init__(self, operation: Operation) -> None:
-        self.operation = operation
-        self.copies: list[Value] = []
-        self.frees: list[Value] = []
-
-
 class Program:
     """The operations that certain values need, and nothing else.
 
+    Going back stops at held values: nothing before them is run again. Lives until
+    backward, with few objects: see `Value`.
+
     Args:
-        operations: The operations needed, in order; see `needed`.
-        roots: The held values that these use.
+        operations: What a region ran, in order; producers are places in it.
+        wanted: The values to compute, none of them held in plain sight.
+
+    Attributes:
         wanted: The values to compute.
+        operations: The operations that these need, in order.
+        roots: The held values that they use, in the order of their last use.
     """
 
     def __init__(
-        self,
-        operations: Sequence[Operation],
-        roots: Sequence[Value],
-        wanted: list[Value],
+        self, operations: Sequence[Operation], wanted: Sequence[Value]
     ) -> None:
+        required: set[int] = set()
+        roots: dict[Value, None] = {}
+        for value in wanted:
+            if value.hold is None:
+                required.add(value.producer)
+            else:
+                roots[value] = None
+        self._frees: list[Sequence[Value]] = []
+        self._copies: dict[Operation, list[Value]] = {}
+        self.operations: list[Operation] = []
+        later = set(wanted)
+        # Backwards: whoever reads a value comes after the one that made it.
+        for index in range(max(required, default=-1), -1, -1):
+            if index in required:
+                operation = operations[index]
+                mentioned = operation.reads()
+                for value in mentioned:
+                    if value.hold is None:
+                        required.add(value.producer)
+                    else:
+                        roots[value] = None
+                mentioned.extend(operation.outputs)
+                if operation.writes:
+                    self._note_writes(operation, mentioned, later)
+                frees = [value for value in mentioned if value not in later]
+                later.update(frees)
+                self._frees.append(frees)
+                self.operations.append(operation)
+        assert OUTSIDE not in required, "a value without a producer is held"
+        self._frees.reverse()
+        self.operations.reverse()
         self.wanted = wanted
-        self.steps = [Step(operation) for operation in operations]
-        # What hooks around the region keep: they may run anything to give it back.
-        self._elsewhere = [v for v in roots if v.hold is not None and v.hold.unpack]
-        self._schedule()
+        self.roots = list(roots)
+
+    def _note_writes(
+        self, operation: Operation, mentioned: list[Value], later: set[Value]
+    ) -> None:
+        """Find out which values an operation must not write to itself."""
+        copied = [
+            before
+            for before, _ in operation.writes
+            if before in later or before.hold is not None
+        ]
+        if copied:
+            self._copies[operation] = copied
+        mentioned.extend(after for _, after in operation.writes)
 
     def run(self, observe: Observe | None = None) -> Live:
         """Run the operations again and return the wanted values.
@@ -70,59 +98,23 @@ class Program:
             The wanted values, and the views of them that operations took.
         """
         live: Live = {}
-        for value in self._elsewhere:
-            live[value] = _held(value, "a replay")
+        copies = self._copies
+        # What hooks around the region keep: they may run anything to give it back.
+        for value in self.roots:
+            if value.hold is not None and value.hold.unpack:
+                live[value] = _held(value, "a replay")
         with below_autograd(), recomputing():
-            for step in self.steps:
-                _run_step(step, live)
+            for operation, frees in zip(self.operations, self._frees, strict=True):
+                copied = copies.get(operation, ()) if copies else ()
+                _run_operation(operation, live, copied)
                 if observe is not None:
-                    _show(step.operation, live, observe)
-                for value in step.frees:
+                    _show(operation, live, observe)
+                for value in frees:
                     free(value, live)
             for value in self.wanted:
                 if value not in live:
                     live[value] = _held(value, "a backward operator")
         return live
-
-    def _schedule(self) -> None:
-        """Find out when each value is last used."""
-        later = set(self.wanted)
-        for step in reversed(self.steps):
-            operation = step.operation
-            mentioned = operation.reads()
-            mentioned.extend(operation.outputs)
-            for before, after in operation.writes:
-                if before in later or before.hold is not None:
-                    step.copies.append(before)
-                mentioned.append(after)
-            for value in mentioned:
-                if value not in later:
-                    later.add(value)
-                    step.frees.append(value)
-
-
-def needed(
-    operations: Sequence[Operation], wanted: Iterable[Value]
-) -> tuple[list[int], list[Value]]:
-    """Return the operations that the wanted values need, and the held values these use.
-
-    Going back stops at held values: nothing before them is run again.
-    """
-    required: set[int] = set()
-    # In order: hooks around the region may tell what they get by its place.
-    roots: dict[Value, None] = {}
-    stack = list(wanted)
-    while stack:
-        value = stack.pop()
-        if value.hold is not None:
-            roots[value] = None
-            continue
-        producer = value.producer
-        if producer not in required:
-            assert producer >= 0, "a value without a producer is held"
-            required.add(producer)
-            operations[producer].collect_reads(stack)
-    return sorted(required), list(roots)
 
 
 def derived_from_lossy(
@@ -153,9 +145,8 @@ def free(value: Value, live: Live) -> None:
         live.pop(layout, None)
 
 
-def _run_step(step: Step, live: Live) -> None:
-    operation = step.operation
-    sources = _with_copies(step, live) if step.copies else live
+def _run_operation(operation: Operation, live: Live, copied: Sequence[Value]) -> None:
+    sources = _with_copies(operation, live, copied) if copied else live
     args = operation.args.copy()
     for place in operation.places:
         args[place] = _fill(args[place], sources, operation)
@@ -172,7 +163,7 @@ def _run_step(step: Step, live: Live) -> None:
         with torch.enable_grad():
             out = run(*args, **kwargs)
     else:
-        out = run(*args, **kwargs)
+        out = run(*args, **kwargs) if kwargs else run(*args)
     for value in operation.outputs:
         if value.hold is None:
             place = value.place
@@ -181,12 +172,12 @@ def _run_step(step: Step, live: Live) -> None:
         live[after] = sources[before]
 
 
-def _with_copies(step: Step, live: Live) -> Live:
+def _with_copies(operation: Operation, live: Live, copied: Sequence[Value]) -> Live:
     """Return the live tensors with copies of those that are needed unchanged."""
     sources = live.copy()
-    for value in step.copies:
+    for value in copied:
         free(value, sources)
-        sources[value] = copy_storage(_fetch(value, live, step.operation))
+        sources[value] = copy_storage(_fetch(value, live, operation))
     return sources
 
 

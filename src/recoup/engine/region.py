@@ -26,7 +26,7 @@ from recoup.engine.holding import (
 from recoup.engine.observers import Listener
 from recoup.engine.options import Options
 from recoup.engine.placement import placement_of
-from recoup.engine.program import Live, Program, derived_from_lossy, needed
+from recoup.engine.program import Live, Program, derived_from_lossy
 from recoup.engine.recall import Recall, Saved
 from recoup.engine.recorder import Recorder
 from recoup.engine.tape import Tape
@@ -71,7 +71,7 @@ class Region:
     listeners: tuple[Listener, ...] = ()
     tracer: "Tracer | None" = None
     _roots: list[Value] | None = None
-    _saved_count = 0
+    _program: Program | None = None
     _recall: Recall | None = None
     _watched = -1
     _stores = False
@@ -110,8 +110,10 @@ class Region:
         self._late = tape.late.holds
         self._kept.extend(self._late.values())
         wanted = [value for value in tape.saved if value.demand > 0]
-        indices, roots = needed(tape.operations, wanted)
-        operations = [tape.operations[index] for index in indices]
+        held = [value for value in wanted if value.hold is not None]
+        program = Program(tape.operations, [v for v in wanted if v.hold is None])
+        operations = program.operations
+        roots = list(dict.fromkeys(held + program.roots)) if held else program.roots
         for index, operation in enumerate(operations):
             for value in operation.outputs:
                 value.producer = index
@@ -134,14 +136,13 @@ class Region:
             if hold.tier is not None:
                 self._store(value)
         self._roots = roots
+        self._program = program
         if self._check is not None:
             self._check.excuse(derived_from_lossy(operations, roots))
         if is_watched_from_around():
             self._part_holds(roots)
             hand_over(self.holds())
-        self._saved_count = len(
-            [v for v in wanted if v.hold is None or not v.hold.is_at_hand]
-        )
+            self._program = None  # what was handed over is wanted too
         tape.finish()
 
     def pack(self, tensor: Tensor) -> Saved | Hold:
@@ -236,6 +237,7 @@ class Region:
             for hold in self.holds():
                 hold.drop()
             self._kept = []
+            self._program = None
             self.tape.operations = []
 
     def holds(self) -> list[Hold]:
@@ -243,7 +245,7 @@ class Region:
         roots = self._roots
         if roots is None:
             wanted = [value for value in self.tape.saved if value.demand > 0]
-            roots = needed(self.tape.operations, wanted)[1]
+            roots = Program(self.tape.operations, wanted).roots
         found = [value.hold for value in roots if value.hold is not None]
         known = {id(hold) for hold in found}
         found.extend(hold for hold in self._kept if id(hold) not in known)
@@ -359,11 +361,10 @@ class Region:
             self._stores = True
 
     def _run(self, wanted: list[Value]) -> Live:
-        operations, roots = self.tape.operations, self._roots
-        if roots is None or len(wanted) < self._saved_count:
-            indices, roots = needed(operations, wanted)
-            operations = [operations[index] for index in indices]
-        program = Program(operations, roots, wanted)
+        program = self._program
+        # Fewer are wanted than at first if autograd has let go of some by now.
+        if program is None or len(wanted) < len(program.wanted):
+            program = Program(self.tape.operations, wanted)
         if self._stores:
             self._watch_backward()
         check = self._check
@@ -374,7 +375,7 @@ class Region:
             replayed = {value: live[value] for value in wanted}
             check.compare(self.name, self.tape.operations, replayed)
         self.replays += 1
-        self.replayed_operators += len(program.steps)
+        self.replayed_operators += len(program.operations)
         return live
 
 
