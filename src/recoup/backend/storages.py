@@ -1,12 +1,19 @@
 """Storage identity and geometry: which memory a tensor names, and how it lies there."""
 
 import operator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-address_of = operator.attrgetter("_cdata")
-"""Return the address of a storage object; in C, for the recorder's inner loop."""
+storage_address: Callable[[Tensor], int] = getattr(  # noqa: B009 (no stub names it)
+    torch._C, "_storage_address"
+)
+"""Return the address of the tensor's storage object, its identity.
+
+In C, for the recorder's inner loop. Raises NotImplementedError if the tensor has no
+storage (sparse, wrapper subclass).
+"""
 
 weak_reference_to = operator.methodcaller("_weak_ref")
 """Pin the address of a storage object and return it; see `take_weak_reference`."""
@@ -27,20 +34,6 @@ Geometry = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype, int]
 """How a tensor lies in its storage: shape, strides, offset, type and lazy bits, which
 are 1 for a lazily conjugated tensor, 2 for a lazily negated one, 3 for both. A plain
 tuple, because two are made for every operator that is recorded."""
-
-
-def storage_address(tensor: Tensor) -> int:
-    """Return the address of the tensor's storage object, its identity.
-
-    Raises:
-        NotImplementedError: The tensor has no storage (sparse, wrapper subclass).
-
-    Examples:
-        >>> x = torch.zeros(4)
-        >>> storage_address(x) == storage_address(x[1:])
-        True
-    """
-    return tensor.untyped_storage()._cdata
 
 
 def take_weak_reference(tensor: Tensor) -> int:

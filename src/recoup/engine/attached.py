@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from recoup.backend.storages import Geometry, address_of, alias
+from recoup.backend.storages import Geometry, alias, storage_address
 from recoup.engine.values import MOVED, Hold
 
 
@@ -19,11 +19,14 @@ class Attached:
 
     def hold(self, tensor: Tensor, geometry: Geometry | None = None) -> Hold:
         """Return a hold of a tensor with a storage, to be given back in a geometry."""
-        if tensor.requires_grad or type(tensor) is not Tensor:
+        if tensor.requires_grad:
+            # A leaf has no graph and cannot get one; `alias` knows, but takes longer.
+            return Hold(tensor if tensor.is_leaf else alias(tensor), geometry)
+        if type(tensor) is not Tensor:
             return Hold(alias(tensor), geometry)
         hold = Hold(tensor, geometry)
         if hold.version != -1:  # an inference tensor never gets a graph
-            self._holds.append((hold, address_of(tensor.untyped_storage())))
+            self._holds.append((hold, storage_address(tensor)))
         return hold
 
     def part_from(self, tensor: Tensor) -> None:
@@ -38,7 +41,7 @@ class Attached:
             tensor = hold.tensor
             if tensor is None:
                 continue
-            if address_of(tensor.untyped_storage()) != address:
+            if storage_address(tensor) != address:
                 hold.version = MOVED  # somebody assigned to its `.data`
             hold.tensor = tensor.detach()
         self._holds = []

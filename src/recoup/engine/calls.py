@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from recoup.backend.kernels import Kernel
 from recoup.engine.tape import Tape
 from recoup.engine.values import Operation
 
-_TENSORS = frozenset({Tensor, torch.nn.Parameter})
 _TORCH_KINDS = {torch.device, torch.dtype, torch.layout, torch.memory_format}
 _NO_TENSORS = frozenset({bool, float, int, str, type(None)} | _TORCH_KINDS)
 
@@ -40,10 +40,10 @@ def record_call(
     for position, argument in enumerate(args):
         # Asking `isinstance(…, Tensor)` of a number is dear: torch overloads it.
         kind = type(argument)
-        if kind in _NO_TENSORS:
-            continue
-        if kind in _TENSORS and not overwritten:
+        if (kind is Tensor or kind is Parameter) and not overwritten:
             template[position] = tape.reference(argument)
+        elif kind in _NO_TENSORS:
+            continue
         else:
             found = _refer(tape, argument, overwritten)
             if found is argument:
@@ -53,12 +53,13 @@ def record_call(
             template[position] = found
         places.append(position)
     operation = Operation(kernel, template, kwargs, tuple(places))
-    for name, argument in kwargs.items():
-        if type(argument) not in _NO_TENSORS:
-            found = _refer(tape, argument, overwritten)
-            if found is not argument:
-                operation.names = (*operation.names, name)
-                operation.kwargs = {**operation.kwargs, name: found}
+    if kwargs:
+        for name, argument in kwargs.items():
+            if type(argument) not in _NO_TENSORS:
+                found = _refer(tape, argument, overwritten)
+                if found is not argument:
+                    operation.names = (*operation.names, name)
+                    operation.kwargs = {**operation.kwargs, name: found}
     return operation
 
 

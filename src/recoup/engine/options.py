@@ -1,6 +1,7 @@
 """Options: what is settled about a region before it runs."""
 
 from dataclasses import dataclass
+from functools import cache
 
 from recoup.engine.policies import Policy
 from recoup.engine.tiers.protocol import Tier
@@ -24,3 +25,14 @@ class Options:
     cache: bool = False
     verify: Verify = "first"
     store: Tier | None = None
+
+
+@cache
+def keeping_nothing(*, recompute: bool, cache: bool, verify: Verify) -> Options:
+    """Return options without a policy and a store, made once: scopes come by the layer.
+
+    Examples:
+        >>> keeping_nothing(recompute=True, cache=False, verify="first") == Options()
+        True
+    """
+    return Options(recompute=recompute, cache=cache, verify=verify)

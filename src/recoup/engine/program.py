@@ -53,7 +53,8 @@ class Program:
         for index in range(max(required, default=-1), -1, -1):
             if index in required:
                 operation = operations[index]
-                mentioned = operation.reads()
+                mentioned: list[Value] = []
+                operation.collect_reads(mentioned)
                 for value in mentioned:
                     if value.hold is None:
                         required.add(value.producer)
@@ -208,7 +209,9 @@ def _fill(reference: Any, live: Live, operation: Operation) -> Any:
 def _fetch(value: Value, live: Live, operation: Operation) -> Tensor:
     tensor = live.get(value)
     if tensor is None:
-        tensor = live[value] = _held(value, operation.kernel.facts.name)
+        hold = value.hold
+        assert hold is not None, "a value is run, or held, before it is used"
+        tensor = live[value] = hold.fetch(operation.kernel.facts.name)
     return tensor
 
 

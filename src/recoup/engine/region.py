@@ -85,13 +85,13 @@ class Region:
         self.tape = Tape(placement_of(options.policy, options.store), watch)
         self._key = key
         self._check = check
-        self._recorder = Recorder(self.tape)
         self._kept: list[Hold] = []
         self._late: dict[Value, Hold] = {}
         self._lock = threading.RLock()
 
     def open(self) -> None:
         """Start recording on this thread."""
+        self._recorder = Recorder(self.tape)
         self._recorder.__enter__()
         tracer = self.tracer
         if tracer is None:
@@ -103,6 +103,16 @@ class Region:
         """Stop recording; drop what neither backward nor a replay needs."""
         pop_hooks()
         self._recorder.__exit__(None, None, None)
+        del self._recorder
+        self._program = self._settle()
+        if is_watched_from_around():
+            self._part_holds(self._roots or [])
+            hand_over(self.holds())
+            self._program = None  # what was handed over is wanted too
+        self.tape.finish()
+
+    def _settle(self) -> Program:
+        """Keep what backward and a replay need, and let go of the rest."""
         tape = self.tape
         if self._check is not None:
             self._check.look_again(tape.value_of)
@@ -136,14 +146,9 @@ class Region:
             if hold.tier is not None:
                 self._store(value)
         self._roots = roots
-        self._program = program
         if self._check is not None:
             self._check.excuse(derived_from_lossy(operations, roots))
-        if is_watched_from_around():
-            self._part_holds(roots)
-            hand_over(self.holds())
-            self._program = None  # what was handed over is wanted too
-        tape.finish()
+        return program
 
     def pack(self, tensor: Tensor) -> Saved | Hold:
         """Take a tensor that autograd saves; return what stands for it."""
@@ -195,7 +200,7 @@ class Region:
             self._refuse()
         if type(packed) is Hold:
             return packed.fetch("a backward operator")
-        assert isinstance(packed, Saved), "either one or the other"
+        assert type(packed) is Saved, "either one or the other"
         value, layout = packed.value, packed.layout
         hold = value.hold
         if self._late and value in self._late:
@@ -307,10 +312,10 @@ class Region:
     def _recomputed(self, saved: Saved) -> Tensor:
         value, layout = saved.value, saved.layout
         task = current_backward()
-        if task == -1 and not self.options.cache:
-            return self._alone(saved)
         recall = self._recall
-        if recall is None or not recall.serves(task):
+        if recall is None or (recall.task != task and not recall.serves(task)):
+            if task == -1 and not self.options.cache:
+                return self._alone(saved)
             recall = self._start(task)
         tensor = recall.live.get(value if layout is None else layout)
         if tensor is None:

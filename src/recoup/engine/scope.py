@@ -11,7 +11,7 @@ from recoup.backend.compiled import leave_uncompiled
 from recoup.core.errors import UsageError
 from recoup.engine.active import begin, end, refuse_transform, skip
 from recoup.engine.node import CheckpointNode, held_bytes
-from recoup.engine.options import Options
+from recoup.engine.options import Options, keeping_nothing
 from recoup.engine.policies import Policy, recomputes_beside
 from recoup.engine.tiers.protocol import Tier
 from recoup.engine.verification import Verify, check_verify
@@ -86,16 +86,16 @@ class CheckpointScope:
         self._name = name
         self._key: Hashable = (name, *caller)
         self._recomputes = recomputes_beside(store, policy)
-        self._known_options = Options(
-            recompute=use_recomputation and self._recomputes,
-            policy=policy,
-            cache=cache,
-            verify=verify,
-            store=store,
-        )
+        recompute = use_recomputation and self._recomputes
+        if policy is None and store is None:
+            self._known_options = keeping_nothing(
+                recompute=recompute, cache=cache, verify=verify
+            )
+        else:
+            self._known_options = Options(recompute, policy, cache, verify, store)
         self._nodes: list[CheckpointNode] = []
         self._prune_at = 16
-        self._kept_operators: Counter[str] = Counter()
+        self._kept_operators: Counter[str] | None = None
         self.is_enabled = enabled
         self.use_recomputation = use_recomputation
 
@@ -116,7 +116,7 @@ class CheckpointScope:
 
         What they return is held if backward or a replay needs it.
         """
-        return dict(self._kept_operators)
+        return dict(self._kept_operators or {})
 
     @property
     def memory_bytes(self) -> int:
@@ -153,6 +153,8 @@ class CheckpointScope:
         """
         region = end(self)
         if region is not None and region.tape.unrecorded:
+            if self._kept_operators is None:
+                self._kept_operators = Counter()
             self._kept_operators.update(region.tape.unrecorded)
 
     def _options(self) -> Options:

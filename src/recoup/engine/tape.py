@@ -12,10 +12,10 @@ from recoup.backend.operators import Operator
 from recoup.backend.storages import (
     QUANTIZED,
     Geometry,
-    address_of,
     copy_storage,
     free_weak_reference,
     lazy_bits,
+    storage_address,
     take_weak_reference,
     version_of,
     weak_reference_to,
@@ -91,7 +91,7 @@ class Tape:
 
     def value_of(self, tensor: Tensor) -> Value | None:
         """Return the value that the tensor names now, if the tape knows it."""
-        return self._current.get(address_of(tensor.untyped_storage()))
+        return self._current.get(storage_address(tensor))
 
     def save(self, tensor: Tensor) -> Value | View | Hold:
         """Return what stands for a tensor that autograd saves, or a region inside.
@@ -107,8 +107,7 @@ class Tape:
         Raises:
             NotImplementedError: The tensor has no storage.
         """
-        storage = tensor.untyped_storage()
-        value = self._current.get(address_of(storage))
+        value = self._current.get(storage_address(tensor))
         tainted = bool(self.tainted) and value in self.tainted
         if value is not None and value.producer != OUTSIDE and not tainted:
             return self._viewed(value, tensor)
@@ -118,7 +117,7 @@ class Tape:
             self._give_up(value)
         elif self.placement.moves_inputs and is_activation(tensor):
             found = self.view(tensor)
-            self.placement.place_input(found[0], storage.nbytes())
+            self.placement.place_input(found[0], tensor.untyped_storage().nbytes())
             return found
         held = None if value is None else value.hold
         if (
@@ -131,7 +130,7 @@ class Tape:
             return held  # a parameter, or a view of one, as an operation used it
         hold = self.attached.hold(tensor)
         if value is None:
-            value = self._admit(tensor, storage)
+            value = self._admit(tensor)
         if held is None:
             # One that was given up lies as it was made wherever it was used before.
             lies = value.geometry
@@ -150,10 +149,9 @@ class Tape:
         Raises:
             NotImplementedError: The tensor has no storage.
         """
-        storage = tensor.untyped_storage()
-        value = self._current.get(address_of(storage))
+        value = self._current.get(storage_address(tensor))
         if value is None:
-            value = self._admit(tensor, storage)
+            value = self._admit(tensor)
         elif self.tainted and read and value in self.tainted:
             self._give_up(value)
         elif value.producer != OUTSIDE:
@@ -194,7 +192,8 @@ class Tape:
             self._born(operation, index, None, out)
         elif isinstance(out, (tuple, list)):
             for place, element in enumerate(out):
-                if isinstance(element, Tensor):
+                # Asked of a plain one first: `isinstance` is dear, torch overloads it.
+                if type(element) is Tensor or isinstance(element, Tensor):
                     self._born(operation, index, place, element)
         elif isinstance(out, Tensor):
             self._born(operation, index, None, out)
@@ -318,13 +317,13 @@ class Tape:
                 place = value.place
                 self._watch(value, out if place is None else out[place])
 
-    def _admit(self, tensor: Tensor, storage: torch.UntypedStorage) -> Value:
+    def _admit(self, tensor: Tensor) -> Value:
         if tensor.dtype in _SPECIAL:
             self.geometry(tensor)
         elif not self.lazy_bits_seen and tensor.is_neg():
             self.lazy_bits_seen = True
         value = Value(OUTSIDE, None)
-        self._current[weak_reference_to(storage)] = value
+        self._current[weak_reference_to(tensor.untyped_storage())] = value
         return value
 
     def _give_up(self, value: Value) -> None:

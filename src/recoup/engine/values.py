@@ -270,18 +270,18 @@ class Hold:
 
     def fetch(self, user: str, claim: Claim | None = None) -> Tensor:
         """Return the value, or raise if it was changed; `user` is named then."""
+        tensor = self.tensor
+        if tensor is not None:
+            if version_of(tensor) != self.version:
+                self.check(tensor, user)
+            return tensor if self.geometry is None else shaped(tensor, self.geometry)
         if self.stored is not None:
             assert self.geometry is not None, "set together with stored"
             return shaped(self.stored.fetch(claim), self.geometry)
-        if self.unpack is not None:
-            assert self.geometry is not None, "set together with unpack"
-            self.check(self.guard, user)
-            return shaped(self.unpack(self.packed), self.geometry)
-        assert self.tensor is not None, "either a tensor or hooks hold the value"
-        self.check(self.tensor, user)
-        if self.geometry is None:
-            return self.tensor
-        return shaped(self.tensor, self.geometry)
+        assert self.unpack is not None, "a tensor, a tier or hooks hold the value"
+        assert self.geometry is not None, "set together with unpack"
+        self.check(self.guard, user)
+        return shaped(self.unpack(self.packed), self.geometry)
 
     def check(self, tensor: Tensor | None, user: str) -> None:
         """Raise if the tensor was written to since the region used it."""
