@@ -71,7 +71,9 @@ def test_distributed_samplers_are_told_the_epoch():
     loader = DataLoader(DATA, batch_size=2, sampler=sampler)
     position, orders = Position(CPU), []
     for _ in range(3):
-        orders.append(torch.cat([b for (b,) in position.open(loader)]).tolist())
+        seen = list(position.open(loader))
+        orders.append(torch.cat([batch for (batch,) in seen]).tolist())
+        position.advance(seen)
         position.close()
     assert orders[0] != orders[1] != orders[2]
 

@@ -267,3 +267,38 @@ def test_a_first_step_that_fails_leaves_the_order_of_its_epoch():
     with seeded(4):
         run()
     assert list(tree_differences(found, remains(trainer), where="")) == []
+
+
+@pytest.mark.parametrize("workers_later", [0, 1])
+def test_persistent_workers_do_not_change_the_order_of_a_run_that_goes_on(
+    tmp_path, workers_later
+):
+    data = TensorDataset(*samples(20))
+
+    def loader(workers):
+        return DataLoader(
+            data,
+            batch_size=5,
+            shuffle=True,
+            num_workers=workers,
+            persistent_workers=workers > 0,
+        )
+
+    whole = make_trainer()
+    trainer = make_trainer(snapshot_path=tmp_path / "run", snapshot_every_steps=1)
+    with seeded(4):
+        whole.fit(loader(1), epochs=2)
+        expected = remains(whole)
+
+    def stop(result):
+        if result.number == 7:
+            raise AskedError
+
+    with seeded(4), pytest.raises(AskedError):
+        trainer.fit(loader(1), epochs=2, on_step=stop)
+    trainer = make_trainer(seed=99, snapshot_path=tmp_path / "run")
+    with seeded(12345):
+        trainer.fit(loader(workers_later), epochs=2, resume=True)
+        found = remains(trainer)
+    assert trainer.steps == 8
+    assert list(tree_differences(found, expected, where="")) == []

@@ -320,6 +320,28 @@ def test_a_run_whose_snapshots_have_no_folder_is_refused_before_it_begins(tmp_pa
     assert trainer.steps == 0
 
 
+@pytest.mark.parametrize("epochs", [0, 1.5, "3", True])
+def test_epochs_that_cannot_be_counted_are_refused(epochs):
+    with pytest.raises(UsageError, match="epochs is a whole number from 1"):
+        make_trainer().fit(batches(1), epochs)
+
+
+def test_data_that_is_empty_or_at_its_end_is_refused():
+    class Once:
+        def __init__(self):
+            self.left = iter(batches(2))
+
+        def __iter__(self):
+            return self.left
+
+    with pytest.raises(UsageError, match="epoch 1 has no batch"):
+        make_trainer().fit([])
+    trainer = make_trainer()
+    with pytest.raises(UsageError, match="epoch 2 has no batch"):
+        trainer.fit(Once(), epochs=2)
+    assert (trainer.steps, trainer.epoch) == (2, 1)
+
+
 def test_a_model_may_return_its_loss():
     class Own(nn.Module):
         def __init__(self) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from recoup.backend.loaders import draw_as_if_new
 from recoup.backend.randomness import (
     RandomStates,
     random_states,
@@ -53,6 +54,7 @@ class Position:
                 "random": random_states(self._device).plain(),
                 "generators": [each.get_state() for each in _generators(loader)],
             }
+            draw_as_if_new(loader)
             return iter(loader)
         now = random_states(self._device)
         restore_random_states(
@@ -61,6 +63,7 @@ class Position:
         states = self._beginning["generators"]
         for generator, state in zip(_generators(loader), states, strict=False):
             generator.set_state(state)
+        draw_as_if_new(loader)
         iterator = iter(loader)
         if not self.batches:
             # Most loaders draw their order when the first batch is asked for.
@@ -80,7 +83,17 @@ class Position:
         self.samples += sum(sample_count(batch) or 1 for batch in batches)
 
     def close(self) -> None:
-        """End the epoch."""
+        """End the epoch.
+
+        Raises:
+            UsageError: It had no batch.
+        """
+        if not self.batches:
+            raise UsageError(
+                f"there is nothing to train on: epoch {self.epoch + 1} has no batch. "
+                "Data that can be gone through only once is at its end; so is a loader "
+                "that drops a last batch which is its first."
+            )
         self.epoch += 1
         self.batches = self.samples = 0
         self._beginning = None

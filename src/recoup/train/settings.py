@@ -85,7 +85,7 @@ class TrainerSettings:
             "accumulation_steps",
             "snapshot_every_steps",
         ):
-            _check_count(name, getattr(self, name))
+            check_count(name, getattr(self, name))
         for name in (
             "enable_mixed_precision",
             "dynamic_loss_scale",
@@ -141,7 +141,15 @@ class TrainerSettings:
             )
 
 
-def _check_count(name: str, value: object) -> None:
+def check_count(name: str, value: object) -> None:
+    """Raise unless a setting is a whole number from 1, or may be left out and is.
+
+    Raises:
+        UsageError: It is something else.
+
+    Examples:
+        >>> check_count("epochs", 3)
+    """
     if value is None and name in ("batch_size", "snapshot_every_steps"):
         return
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:

@@ -15,7 +15,7 @@ from recoup.core.errors import SnapshotError
 from recoup.train.processes import Processes, unwrapped
 from recoup.train.sharding import shard_like, whole_tree
 
-_HAS = {True: "has", False: "has not"}
+_WITH = {True: "with", False: "without"}
 
 
 def collect_state(
@@ -78,8 +78,8 @@ def check_part(name: str, *, has: bool, had: bool) -> None:
     """
     if has != had:
         raise SnapshotError(
-            f"the snapshot {_HAS[had]} the state of a {name}, this trainer {_HAS[has]} "
-            "one. Make the trainer as it was."
+            f"the snapshot was written {_WITH[had]} the part {name!r}, this trainer is "
+            f"made {_WITH[has]} it. Make the trainer as it was."
         )
 
 

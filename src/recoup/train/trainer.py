@@ -28,7 +28,7 @@ from recoup.train.recovery import weakly
 from recoup.train.reduction import WeightFunction
 from recoup.train.results import RunResult, StepResult
 from recoup.train.runs import Run, groups, step_count
-from recoup.train.settings import TrainerSettings
+from recoup.train.settings import TrainerSettings, check_count
 from recoup.train.snapshot import check_folder, read_snapshot, write_snapshot
 from recoup.train.state import apply_state, check_part, collect_state
 from recoup.train.stepper import Stepper
@@ -193,14 +193,13 @@ class Trainer:
             What happened.
 
         Raises:
-            UsageError: The data cannot be gone through, or there is no folder for the
-                snapshots.
+            UsageError: The data cannot be gone through or is empty, or there is no
+                folder for the snapshots.
             SnapshotError: The snapshot does not fit this trainer.
         """
         start = time.perf_counter()
         epochs = self.settings.epochs if epochs is None else epochs
-        if epochs < 1:
-            raise UsageError(f"epochs is a whole number from 1: got {epochs}.")
+        check_count("epochs", epochs)
         loader = make_loader(data, self.settings.batch_size)
         check_folder(self.settings.snapshot_path)
         if resume:
@@ -236,7 +235,9 @@ class Trainer:
 
         Raises:
             SnapshotError: The state of the scheduler or optimizer is no plain data.
+            UsageError: There is no such folder.
         """
+        check_folder(path)
         self._stepper.peaks.settle()
         processes = self._stepper.processes
         state = {
