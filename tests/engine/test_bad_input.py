@@ -169,6 +169,25 @@ def test_scopes_closed_out_of_order_are_an_error_and_can_still_be_closed():
     outer.close()
 
 
+def test_generators_that_take_turns_in_their_scopes_leave_none_open():
+    x = leaf()
+
+    def running(name):
+        with CheckpointScope(name):
+            yield x.exp()
+            yield x.sin()
+
+    first, second = running("first"), running("second")
+    next(first), next(second), next(first)
+    with pytest.raises(UsageError, match="take turns"):
+        next(first)
+    assert not open_regions()
+    y = next(second) * 2
+    assert list(second) == []
+    y.sum().backward()
+    assert torch.equal(x.grad, 2 * x.detach().cos())
+
+
 def test_closing_a_scope_that_is_not_open_does_nothing():
     scope = CheckpointScope("closed")
     scope.close()

@@ -83,6 +83,27 @@ def jvp_outside(x: Tensor, tangent: Tensor, region: Region) -> Any:
     return torch.func.jvp(function, (x,), (tangent,))
 
 
+def jvp_of_captured(x: Tensor, tangent: Tensor, region: Region) -> Any:
+    scale = torch.ones(3).mul_(2)  # at another version than a wrapper of it
+
+    def function(t: Tensor) -> Tensor:
+        with region("block"):
+            return (t * scale * x).sin()
+
+    value, derivative = torch.func.jvp(function, (tangent,), (tangent,))
+    return torch.autograd.grad((value * derivative).sum(), x)
+
+
+def jacfwd_outside(x: Tensor, tangent: Tensor, region: Region) -> Any:
+    weight = x[:, None] * torch.randn(3, 3)
+
+    def function(t: Tensor) -> Tensor:
+        with region("block"):
+            return (weight @ t).sin().exp()
+
+    return torch.autograd.grad(torch.func.jacfwd(function)(tangent).sum(), x)
+
+
 def hessian_outside(x: Tensor, tangent: Tensor, region: Region) -> Any:
     def function(t: Tensor) -> Tensor:
         with region("block"):
@@ -108,6 +129,8 @@ TRANSFORMS = [
     vmap_outside,
     jvp_inside,
     jvp_outside,
+    jvp_of_captured,
+    jacfwd_outside,
     hessian_outside,
     functional_call,
 ]
@@ -138,6 +161,8 @@ CARRIED = [
     vmap_outside,
     jvp_inside,
     jvp_outside,
+    jvp_of_captured,
+    jacfwd_outside,
     functional_call,
 ]
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import torch
 
 from recoup.backend.graph import hooks_refused, records_gradients
+from recoup.backend.transforms import outside_transforms
 from recoup.core.errors import UnsupportedError, UsageError
 from recoup.engine.observers import observers
 from recoup.engine.options import Options
@@ -126,18 +127,39 @@ def end(owner: object) -> Region | None:
     """
     stack = _OPEN.stack
     if not stack or stack[-1][0] is not owner:
-        if not any(other is owner for other, _ in stack):
+        if not is_open(owner):
             return None
-        while isinstance(stack[-1][0], Yielding) and stack[-1][0] is not owner:
-            end(stack[-1][0])
-    if stack[-1][0] is not owner:
-        raise UsageError(
-            "a checkpoint region is closed before one that was opened inside it. Close "
-            "the inner one first, or use `with` blocks, which nest by themselves."
-        )
-    region = stack.pop()[1]
+        early = _end_inside(owner)
+        if early:
+            _pop()
+            raise UsageError(
+                "a checkpoint region is closed before one that was opened inside it, "
+                "which is closed now as well. Close the inner one first, or use `with` "
+                "blocks, which nest by themselves (but not those of two generators that "
+                "take turns)."
+            )
+    return _pop()
+
+
+def _end_inside(owner: object) -> bool:
+    """End all inside what the owner began; say whether any of it had to stay open.
+
+    Left open it would record for good: nobody may come to end it.
+    """
+    stack = _OPEN.stack
+    early = False
+    while stack[-1][0] is not owner:
+        early = early or not isinstance(stack[-1][0], Yielding)
+        _pop()
+    return early
+
+
+def _pop() -> Region | None:
+    region = _OPEN.stack.pop()[1]
     if region is not None:
-        region.close()
+        # What a region keeps to the end is none of a torch.func transform's tensors.
+        with outside_transforms():
+            region.close()
         for observer in observers():
             observer.ended(region)
     return region
