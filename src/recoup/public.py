@@ -6,6 +6,7 @@ from recoup.api.fit import (
 )
 from recoup.api.manager import CheckpointManager
 from recoup.api.measuring import (
+    frontier,
     measure,
 )
 from recoup.api.meter import Meter, Reading
@@ -85,7 +86,7 @@ from recoup.loops.savings import (
     should_checkpoint,
 )
 from recoup.measure.advice import Advice, Suggestion, suggest
-from recoup.planners.plan import frontier, plan
+from recoup.planners.plan import plan
 from recoup.precision.ranges import RangeMonitor, RangeReport, RangeRow
 from recoup.precision.scaler import GradientScaler
 from recoup.precision.scope import MixedPrecisionScope

@@ -12,7 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from recoup import CheckpointManager, CheckpointNode, CheckpointScope, UsageError, keep
+from recoup import (
+    CheckpointManager,
+    CheckpointNode,
+    CheckpointProfiler,
+    CheckpointScope,
+    UsageError,
+    keep,
+)
 from recoup.api.manager import chosen
 from recoup.backend.memory import StorageMeter
 from tests.support.twin import leftovers
@@ -232,3 +239,67 @@ def test_equal_sizes_leave_even_gaps(count, budget_bytes):
     if inner:
         assert max(inner) - min(inner) <= 1
         assert max(gaps) <= 2 * (sum(gaps) / len(gaps))
+
+
+class Keyword(nn.Module):
+    """A network that is called by keyword, and fails if it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = network()
+
+    def forward(self, x, *, scale):
+        if scale is None:
+            raise ValueError("no scale")
+        return self.layers(x) * scale
+
+
+class TestCalls:
+    def call(self, model):
+        model.zero_grad()
+        model(X, scale=2.0).square().sum().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    @pytest.mark.parametrize("applied", [False, True])
+    def test_a_model_is_called_by_keyword(self, applied):
+        model, manager = Keyword(), limited(1)
+        expected = self.call(model)
+        with manager:
+            if applied:
+                manager.apply(model)
+            found = self.call(model)
+        manager.remove()
+        assert manager.planned_bytes
+        assert all(map(torch.equal, expected, found))
+
+    def test_the_first_call_after_apply_is_within_the_budget_already(self):
+        model, manager = network(), limited(1)
+        plain_bytes = added_bytes(model)
+        manager.apply(model)
+        regions = []
+        with CheckpointProfiler() as profiler:
+            regions.append(step(model))
+        manager.remove()
+        assert plain_bytes > manager.planned_bytes
+        assert profiler.checkpoint_count() > 0
+
+    @pytest.mark.parametrize("applied", [False, True])
+    def test_a_model_whose_first_call_fails_is_planned_for_at_the_next(self, applied):
+        model, manager = Keyword(), limited(1)
+        with manager:
+            if applied:
+                manager.apply(model)
+            with pytest.raises(ValueError, match="no scale"):
+                model(X, scale=None)
+            assert not manager.planned_bytes
+            self.call(model)
+        assert manager.planned_bytes
+        manager.remove()
+
+    def test_a_model_that_is_applied_twice_is_planned_for_once(self):
+        model, manager = network(), limited(1)
+        expected = step(model)
+        manager.apply(manager.apply(model))
+        assert all(map(torch.equal, expected, step(model)))
+        manager.remove()
+        assert list(leftovers()) == []

@@ -60,6 +60,10 @@ class Adapted:
         """Put the plan in force for a call of the model that is under way already."""
         self._applied.begin(args, kwargs)
 
+    def put_on(self, model: nn.Module) -> None:
+        """Put the plan in force on the model, again after `remove`."""
+        self._applied.put_on(model)
+
     def remove(self) -> None:
         """Take the plan off the model."""
         self._applied.remove()

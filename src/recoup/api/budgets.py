@@ -1,6 +1,8 @@
 """Budgets: what a user may ask for, in bytes."""
 
 import os
+from numbers import Integral, Real
+from typing import Any
 
 import torch
 
@@ -16,6 +18,11 @@ _SHARE_OF_DEVICE = 0.95
 
 
 _TWO_BLOCKS_BYTES = 2 << 20
+
+_HOW_TO_GIVE = (
+    'Give bytes as a whole number or as text, as in "8GiB", a share of the plain peak '
+    "as a float up to 1, or None for what the device has."
+)
 
 
 def budget_bytes(budget: Budget, plain_peak_bytes: int, device: torch.device) -> int:
@@ -35,25 +42,45 @@ def budget_bytes(budget: Budget, plain_peak_bytes: int, device: torch.device) ->
         >>> budget_bytes(0.5, 1000, torch.device("cpu"))
         500
     """
-    if isinstance(budget, bool):
-        raise UsageError(f"a budget is a number of bytes: got {budget!r}.")
+    check_budget(budget)
     if budget is None:
         return free_bytes(device)
-    if isinstance(budget, str):
-        return parse_bytes(budget)
-    if isinstance(budget, float):
-        if not 0 < budget <= 1:
-            raise UsageError(
-                f"a budget given as a share is above 0 and up to 1: got {budget!r}. "
-                'Give bytes as a whole number or as text, as in "8GiB".'
-            )
-        return int(budget * plain_peak_bytes)
-    if budget <= 0:
+    if isinstance(budget, str | Integral):
+        return _whole_bytes(budget)
+    return int(budget * plain_peak_bytes)
+
+
+def check_budget(budget: Budget) -> None:
+    """Raise `UsageError` if it is no budget; costs nothing, so it can be done first.
+
+    Examples:
+        >>> check_budget("0.5 GiB")
+        >>> check_budget("0 GiB")
+        Traceback (most recent call last):
+        recoup.core.errors.UsageError: a budget is a positive number of bytes: got '0...
+    """
+    given: Any = budget  # of any type, whatever the signature says
+    if given is None:
+        return
+    if isinstance(given, bool) or not isinstance(given, str | Real):
         raise UsageError(
-            f"a budget is a positive number of bytes: got {budget!r}. Give it as a "
-            'whole number or as text, as in "8GiB".'
+            f"a budget is a number of bytes: got {given!r} of type "
+            f"{type(given).__name__}. {_HOW_TO_GIVE}"
         )
-    return budget
+    is_share = not isinstance(given, str | Integral)
+    if is_share and not 0 < given <= 1:
+        raise UsageError(
+            f"a budget given as a share is above 0 and up to 1: got {given!r}. "
+            f"{_HOW_TO_GIVE}"
+        )
+    if not is_share and _whole_bytes(given) <= 0:
+        raise UsageError(
+            f"a budget is a positive number of bytes: got {given!r}. {_HOW_TO_GIVE}"
+        )
+
+
+def _whole_bytes(given: Any) -> int:
+    return parse_bytes(given) if isinstance(given, str) else int(given)
 
 
 def told_bytes(floor_bytes: int, device: torch.device) -> int:
@@ -95,16 +122,27 @@ def infeasible_with(
         True
         >>> infeasible_with(error, 2, 6).floor_bytes
         9
+        >>> print(infeasible_with(error, -1, 4))
+        a budget of 4 B cannot be met: a real step of the smallest plan took 6 B, ...
     """
     if not aside_bytes:
         return error
     floor_bytes = error.floor_bytes + aside_bytes
+    if aside_bytes < 0:
+        why = (
+            "a real step of the smallest plan took "
+            f"{print_bytes(floor_bytes)}, {print_bytes(-aside_bytes)} less than was "
+            f"predicted. Give it {floor_bytes} bytes. As predicted: {error}"
+        )
+    else:
+        why = (
+            f"{print_bytes(aside_bytes)} of it are set aside for an optimizer's state, "
+            "for what a real step took beyond its plan, and for blocks that an "
+            f"accelerator's allocator does not divide. Give it {floor_bytes} bytes. "
+            f"Of the rest: {error}"
+        )
     return InfeasibleError(
-        f"a budget of {print_bytes(budget_bytes)} cannot be met: "
-        f"{print_bytes(aside_bytes)} of it are set aside for an optimizer's state, for "
-        "what a real step took beyond its plan, and for blocks that an accelerator's "
-        f"allocator does not divide. Give it {floor_bytes} bytes. "
-        f"Of the rest: {error}",
+        f"a budget of {print_bytes(budget_bytes)} cannot be met: {why}",
         budget_bytes=budget_bytes,
         floor_bytes=floor_bytes,
         moment=error.moment,

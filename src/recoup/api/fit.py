@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from recoup.api.adaptation import Adapted
-from recoup.api.budgets import Budget, budget_bytes, told_bytes
+from recoup.api.budgets import Budget, budget_bytes, check_budget, told_bytes
 from recoup.api.findings import fit_findings
 from recoup.api.progress import Progress, progress_for
 from recoup.api.settling import Attempt, Settling
+from recoup.api.undoing import Undoing
+from recoup.backend.memory import is_out_of_memory
 from recoup.core.errors import UsageError
 from recoup.core.graph import Graph
 from recoup.core.plan import Plan
@@ -36,6 +38,11 @@ from recoup.report.findings import Findings
 from recoup.report.pages import fragment, page
 
 Model = TypeVar("Model", bound=nn.Module)
+
+_ADDED = (
+    "recoup did not run the step again: it had already added to gradients that were "
+    "there before it. Drop them and begin with the first batch of the sum."
+)
 
 _RUNS = 7
 """How often the step runs if the first plan holds: the progress is told by it."""
@@ -124,18 +131,32 @@ class Fit:
     def run(self, step: Callable[[], Any]) -> Any:
         """Run a step; if it runs out of memory, plan tighter and run it once more.
 
+        Before that, gradients, buffers and random generators are put back as the step
+        found them, so that it gives what it would have given. If it had already added
+        to gradients that were there before, as the second of several batches that are
+        summed, it is not run again. Costs one copy of the buffers.
+
         Args:
-            step: Runs forward and backward. It must be safe to run again: gradients
-                that it left are dropped before.
+            step: Runs forward and backward, and whatever else may be done twice.
+
+        Raises:
+            Exception: What the step raised: not of memory, or with nothing left to do.
         """
+        device = device_of(self.model)
+        undoing = Undoing(self.model, device)
         try:
             return step()
-        except torch.OutOfMemoryError:
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            if not undoing.undo():
+                error.add_note(_ADDED)
+                raise
             if not self.tighten():
                 raise
         self.retries += 1
-        self.model.zero_grad(set_to_none=True)
-        torch.accelerator.empty_cache()
+        if device.type != "cpu":
+            torch.accelerator.empty_cache()
         return step()
 
     def findings(self, *, title: str = "", points: int = 7) -> Findings:
@@ -152,8 +173,6 @@ class Fit:
         return fragment(self.findings(points=0))
 
     def __str__(self) -> str:
-        held = self.plan.count()
-        actions = ", ".join(f"{count} {action}" for action, count in held.items())
         slower = self.predicted_seconds / self.plain_seconds - 1
         return (
             f"budget {print_bytes(self.budget_bytes)}: measured peak "
@@ -161,9 +180,15 @@ class Fit:
             f"{print_bytes(self.predicted_peak_bytes)}, plain "
             f"{print_bytes(self.plain_peak_bytes)}); step "
             f"{print_seconds(self.measured_seconds)}, {slower:+.1%} by prediction; "
-            f"{len(self.plan.spans)} regions ({actions or 'all recomputed'}), at most "
-            f"{self.gap:.1%} from the best possible"
+            f"{self._actions()}, at most {self.gap:.1%} from the best possible"
         )
+
+    def _actions(self) -> str:
+        if not self.plan.spans:
+            return "nothing is recomputed"
+        held = self.plan.count()
+        actions = ", ".join(f"{count} {action}" for action, count in held.items())
+        return f"{len(self.plan.spans)} regions ({actions or 'all recomputed'})"
 
 
 def fit(  # noqa: PLR0913 (a step can be described in several ways)
@@ -229,6 +254,7 @@ def fit(  # noqa: PLR0913 (a step can be described in several ways)
         >>> _ = report.remove()
     """
     started = time.perf_counter()
+    check_budget(budget)
     described = training_step(model, batch, loss=loss, step=step, device=device)
     with (
         progress_for(progress, runs=_RUNS) as course,
@@ -238,7 +264,7 @@ def fit(  # noqa: PLR0913 (a step can be described in several ways)
         settling = Settling(counted, frozenset(allow), verify, course)
         settling.reserve(optimizer)
         settling.measure(blocks)
-        plain_bytes = simulate(settling.graph, ()).peak_bytes
+        plain_bytes = simulate(settling.graph, ()).peak_bytes + settling.reserved_bytes
         asked_bytes = budget_bytes(budget, plain_bytes, described.device)
         attempt = settling.settle(asked_bytes)
         try:

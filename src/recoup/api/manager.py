@@ -14,6 +14,7 @@ from torch.nn.modules.module import (
 from torch.utils.hooks import RemovableHandle
 
 from recoup.api.adaptation import Adapted
+from recoup.backend.hooks import keywords_of_call
 from recoup.backend.trees import tensors
 from recoup.core.errors import InfeasibleError, UsageError
 from recoup.core.plan import plan_for
@@ -108,9 +109,13 @@ class CheckpointManager(ScopeManager):
         def first(
             model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> None:
-            if not self._busy and torch.is_grad_enabled():
+            if self._knows(model):
                 handle.remove()
-                self._choose(model, args, kwargs)
+            elif not self._busy and torch.is_grad_enabled():
+                adapted = self._choose(model, args, kwargs)
+                handle.remove()
+                # Its hooks come too late for the call that is under way.
+                adapted.begin(args, kwargs)
 
         handle = model.register_forward_pre_hook(first, with_kwargs=True, prepend=True)
         self._waiting.append(handle)
@@ -171,12 +176,16 @@ class CheckpointManager(ScopeManager):
 
     def _entered(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self._depth += 1
-        known = any(module is other for other in self._managed)
-        if self._depth > 1 or self._busy or known or not torch.is_grad_enabled():
+        chooses = self._depth == 1 and not self._busy and torch.is_grad_enabled()
+        if not chooses or self._knows(module):
             return
-        adapted = self._choose(module, args, {})
+        kwargs = keywords_of_call()
+        adapted = self._choose(module, args, kwargs)
         # Its hooks come too late for the call that is under way.
-        adapted.begin(args, {})
+        adapted.begin(args, kwargs)
+
+    def _knows(self, model: nn.Module) -> bool:
+        return any(model is other for other in self._managed)
 
     def _left(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         del module, args, output
@@ -190,7 +199,6 @@ class CheckpointManager(ScopeManager):
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Adapted:
         """Measure a step of the model on these arguments, and put a plan in force."""
-        self._managed.append(model)
         self._busy = True
         depth = self._depth
         try:
@@ -219,6 +227,7 @@ class CheckpointManager(ScopeManager):
         )
         adapted = Adapted(model, graph, made, _KEEP, verify="first")
         self._adapted.append(adapted)
+        self._managed.append(model)
         return adapted
 
 
@@ -260,4 +269,6 @@ def _step(
 
     found = [*model.parameters(), *tensors((args, kwargs))]
     device = found[0].device if found else torch.device("cpu")
-    return TrainingStep(model, run, [t.detach() for t in tensors(args)], device)
+    return TrainingStep(
+        model, run, [t.detach() for t in tensors((args, kwargs))], device
+    )

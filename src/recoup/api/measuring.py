@@ -1,6 +1,6 @@
-"""measure: one training step as a graph."""
+"""measure: one training step as a graph; frontier: what it could cost."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -9,10 +9,14 @@ from torch import Tensor, nn
 from recoup.core.errors import UsageError
 from recoup.core.figures import FIGURES, Figures, figures_of
 from recoup.core.graph import Graph
+from recoup.core.segments import Action
 from recoup.measure.dry import measure_dry
 from recoup.measure.floor import measure_floor
 from recoup.measure.roofline import here
 from recoup.measure.training import training_step, untouched
+from recoup.planners.plan import EXACT
+from recoup.planners.plan import frontier as frontier_of
+from recoup.planners.solution import Solution
 
 
 def measure(  # noqa: PLR0913 (a step can be described in several ways)
@@ -73,6 +77,52 @@ def measure(  # noqa: PLR0913 (a step can be described in several ways)
     described = training_step(model, batch, loss=loss, step=step, device=device)
     with untouched(described) as repeated:
         return measure_floor(repeated, names=blocks)
+
+
+def frontier(  # noqa: PLR0913 (a step can be described in several ways)
+    measured: Graph | nn.Module,
+    batch: Any = None,
+    *,
+    loss: Callable[..., Tensor] | None = None,
+    step: Callable[[], object] | None = None,
+    points: int = 12,
+    allow: Iterable[Action] = EXACT,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[Solution, ...]:
+    """Return plans from the smallest peak to that of plain training.
+
+    More memory never takes more time: a plan that another one beats in both is left
+    out. Costs a plan for each point, and four steps if a model is given.
+
+    Args:
+        measured: One step, as measured; or a model, which is measured then.
+        batch: With a model: what it is called with, as for `measure`.
+        loss: With a model: computes the loss.
+        step: With a model: runs forward and backward, instead of `batch` and `loss`.
+        points: For how many budgets, evenly spread, plans are looked for.
+        allow: What may be done with a value besides recomputing it.
+        progress: Is told how many budgets are done, and how many there are.
+
+    Raises:
+        UsageError: The arguments describe no step, or a graph is given with a batch.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 4))
+        >>> plans = frontier(model, torch.ones(32, 4), loss=Tensor.sum, points=3)
+        >>> peaks = [plan.simulation.peak_bytes for plan in plans]
+        >>> peaks == sorted(peaks)
+        True
+    """
+    if not isinstance(measured, Graph):
+        measured = measure(measured, batch, loss=loss, step=step)
+    elif batch is not None or loss is not None or step is not None:
+        raise UsageError(
+            "a graph is a measured step already: give either a graph alone, or a model "
+            "with a batch."
+        )
+    return frontier_of(
+        measured, points=points, allow=frozenset(allow), progress=progress
+    )
 
 
 def _figures(device: torch.device | str | None) -> Figures:

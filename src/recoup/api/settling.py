@@ -71,6 +71,7 @@ class Settling:
         self._verify: Verify = verify
         self._tell = tell
         self._resident: list[object] = []
+        self._in_force: Adapted | None = None
         self.reserved_bytes = 0
         self.planning_seconds = 0.0
         self.rounds = 0
@@ -94,22 +95,27 @@ class Settling:
         Raises:
             InfeasibleError: None does, not even the smallest.
         """
+        try:
+            best = self._best(asked_bytes)
+            if best.adapted is not self._in_force:
+                self._take_off()
+                self._in_force = best.adapted
+                best.adapted.put_on(self._step.model)
+        except BaseException:
+            self._take_off()
+            raise
+        return best
+
+    def _best(self, asked_bytes: int) -> Attempt:
+        """Return the last of the plans that held; it need not be in force now."""
         budget_left = asked_bytes - self.reserved_bytes
         best: Attempt | None = None
         try:
             for tried in self._attempts(budget_left):
-                if tried.cost.peak_bytes > budget_left:
-                    tried.adapted.remove()
-                    continue
-                if best is not None:
-                    best.adapted.remove()
-                best = tried
+                if tried.cost.peak_bytes <= budget_left:
+                    best = tried
         except InfeasibleError as error:
             return best or self._smallest(budget_left, asked_bytes, error)
-        except BaseException:
-            if best is not None:
-                best.adapted.remove()
-            raise
         if best is not None:
             return best
         error = infeasible(self.graph, budget_left, self.search.floor[0])
@@ -151,7 +157,6 @@ class Settling:
         solution = floor_with(self.search)
         tried = self._try(solution, budget_left)
         if tried.cost.peak_bytes > budget_left:
-            tried.adapted.remove()
             needed_bytes = tried.cost.peak_bytes + self.reserved_bytes
             told = told_bytes(needed_bytes, self._step.device)
             more_bytes = told - solution.simulation.peak_bytes
@@ -165,8 +170,12 @@ class Settling:
         return solution
 
     def _try(self, solution: Solution, budget_left: int) -> Attempt:
-        """Apply a plan and run a real step: once to verify it, once to measure."""
+        """Apply a plan and run a real step: once to verify it, once to measure.
+
+        Alone: where two are in force, neither is what runs.
+        """
         self._tell("checking the plan on a real step")
+        self._take_off()
         self.rounds += 1
         made = plan_for(
             self.graph,
@@ -179,11 +188,13 @@ class Settling:
         adapted = Adapted(
             self._step.model, self.graph, made, self._allow, verify=self._verify
         )
-        try:
-            self._step.begin()
-            self._step.run()
-            cost = run_step(self._step, resident=self._resident)
-        except BaseException:
-            adapted.remove()
-            raise
+        self._in_force = adapted
+        self._step.begin()
+        self._step.run()
+        cost = run_step(self._step, resident=self._resident)
         return Attempt(solution, adapted, cost)
+
+    def _take_off(self) -> None:
+        if self._in_force is not None:
+            self._in_force.remove()
+            self._in_force = None

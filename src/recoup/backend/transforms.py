@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-_innermost: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+_functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009 (no stub names it)
+_innermost: Callable[[], Any] = _functorch.peek_interpreter_stack
 
 
 def outside_transforms() -> AbstractContextManager[object]:
@@ -22,8 +23,8 @@ def outside_transforms() -> AbstractContextManager[object]:
         ...     with outside_transforms():
         ...         y = torch.ones(1).detach()
         ...     found.append(torch._C._functorch.is_functorch_wrapped_tensor(y))
-        ...     return x
-        >>> _ = torch.func.jvp(function, (torch.ones(1),), (torch.ones(1),))
+        ...     return x.sum()
+        >>> _ = torch.func.grad(function)(torch.ones(1))
         >>> found
         [False]
     """

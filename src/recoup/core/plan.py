@@ -6,6 +6,7 @@ step, so that it can be stored, read, compared, and applied again without measur
 
 import hashlib
 import json
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -135,7 +136,7 @@ class Plan:
         """
         try:
             data = json.loads(text)
-        except (ValueError, RecursionError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise PlanError(f"this is no plan of recoup: {error}. {_ADVICE}") from error
         reader = _Reader(data, "the file")
         if reader.text("format") != FORMAT:
@@ -265,14 +266,14 @@ class _Reader:
             return default
         found = self._field(name, int)
         if isinstance(found, bool) or found < 0:
-            raise PlanError(f"this plan is damaged: {name} is {found!r}. {_ADVICE}")
+            raise PlanError(f"this plan is damaged: {name} is {found!r:.60}. {_ADVICE}")
         return cast("int", found)
 
     def real(self, name: str) -> float:
-        found = float(self._field(name, (int, float)))
-        if not found >= 0:
-            raise PlanError(f"this plan is damaged: {name} is {found!r}. {_ADVICE}")
-        return found
+        found = self._field(name, (int, float))
+        if isinstance(found, bool) or not 0 <= found <= sys.float_info.max:
+            raise PlanError(f"this plan is damaged: {name} is {found!r:.60}. {_ADVICE}")
+        return float(found)
 
     def items(self, name: str) -> list[Any]:
         return cast("list[Any]", self._field(name, list))
@@ -306,7 +307,7 @@ def _read_place(data: list[Any]) -> Place:
         case [str(module), int(call), "enter" | "leave" as verb] if call >= 0:
             return Place(module, call, verb == "enter")
         case _:
-            raise PlanError(f"this plan is damaged: a place is {data!r}. {_ADVICE}")
+            raise PlanError(f"this plan is damaged: a place is {data!r:.60}. {_ADVICE}")
 
 
 def _read_held(data: Any) -> Held:
@@ -317,7 +318,7 @@ def _read_held(data: Any) -> Held:
             return Held(operator, nth, nbytes, _ACTIONS[action])
         case _:
             raise PlanError(
-                f"this plan is damaged: a held value is {data!r}. {_ADVICE}"
+                f"this plan is damaged: a held value is {data!r:.60}. {_ADVICE}"
             )
 
 
@@ -326,7 +327,7 @@ def _read_made(data: Any) -> tuple[str, int]:
         case [str(operator), int(count)] if count > 0:
             return operator, count
         case _:
-            raise PlanError(f"this plan is damaged: a count is {data!r}. {_ADVICE}")
+            raise PlanError(f"this plan is damaged: a count is {data!r:.60}. {_ADVICE}")
 
 
 _ACTIONS = {action.value: action for action in Action}

@@ -135,8 +135,8 @@ def end(owner: object) -> Region | None:
             raise UsageError(
                 "a checkpoint region is closed before one that was opened inside it, "
                 "which is closed now as well. Close the inner one first, or use `with` "
-                "blocks, which nest by themselves (but not those of two generators that "
-                "take turns)."
+                "blocks, which nest by themselves (but not those of two generators "
+                "that take turns)."
             )
     return _pop()
 

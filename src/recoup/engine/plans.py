@@ -11,7 +11,8 @@ from torch import nn
 
 from recoup.backend.compiled import is_compiled
 from recoup.backend.graph import records_gradients
-from recoup.core.errors import PlanError, UnsupportedError
+from recoup.backend.hooks import forward_pre_hooks
+from recoup.core.errors import PlanError, UnsupportedError, UsageError
 from recoup.core.plan import Plan
 from recoup.engine.runs import Cuts, CuttingRun, Episode, Run, Script
 from recoup.engine.verification import Verify
@@ -41,6 +42,7 @@ class Applied:
     Raises:
         PlanError: The plan names a module that the model does not have.
         UnsupportedError: The model is compiled.
+        UsageError: A plan is in force on it, or on a part of it.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Applied:
                 "compiled parts, whose operators cannot be seen. Apply the plan to the "
                 "model before torch.compile, or use checkpoint_module on its blocks."
             )
+        _refuse_two_plans(model)
         if isinstance(plan, Plan) and plan.model not in ("", digest_of(model)):
             raise PlanError(
                 f"this plan was made for another model than this "
@@ -71,8 +74,14 @@ class Applied:
             names |= {place.module for place in Script(plan).places()}
         elif isinstance(plan, Cuts):
             names |= set(plan.modules)
-        found = {name: _submodule(model, name) for name in names - {""}}
-        self._handles: list[Any] = [
+        self._modules = sorted(names - {""})
+        self._handles: list[Any] = []
+        self.put_on(model)
+
+    def put_on(self, model: nn.Module) -> None:
+        """Put the plan in force on the model, again after `remove`."""
+        found = {name: _submodule(model, name) for name in self._modules}
+        self._handles = [
             model.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True)
         ]
         for name, module in found.items():
@@ -85,6 +94,11 @@ class Applied:
                 ),
             ]
         self._handles.append(model.register_forward_hook(self._end, always_call=True))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs: torch cannot copy hooks of modules that died."""
+        living = [handle for handle in self._handles if handle.hooks_dict_ref()]
+        return {**vars(self), "_handles": living}
 
     def remove(self) -> None:
         """Take the plan off the model, which is then as it was before."""
@@ -196,6 +210,7 @@ def apply_plan(model: nn.Module, plan: Plan, *, verify: Verify = "first") -> App
 
     Raises:
         PlanError: The plan was made for another model.
+        UsageError: A plan is in force on it already.
 
     Examples:
         >>> import torch
@@ -211,6 +226,23 @@ def apply_plan(model: nn.Module, plan: Plan, *, verify: Verify = "first") -> App
 
 def _reach(applied: Applied, name: str, entering: bool, *_: Any) -> None:  # noqa: FBT001
     applied.reach(name, entering=entering)
+
+
+def _refuse_two_plans(model: nn.Module) -> None:
+    """Raise our error if a plan is in force already: of two neither would be what runs.
+
+    Looked for among the hooks, which copies of a model have too.
+    """
+    for name, module in model.named_modules():
+        for hook in forward_pre_hooks(module):
+            if isinstance(getattr(hook, "__self__", None), Applied):
+                part = f"the part {name!r} of it" if name else "it"
+                raise UsageError(
+                    f"this {type(model).__name__} cannot get a plan: one is in force "
+                    f"on {part} already. Take that off first, with `remove` of what "
+                    "recoup.fit, recoup.apply_plan or the manager returned, or use a "
+                    "copy of the model that was made before."
+                )
 
 
 def _submodule(model: nn.Module, name: str) -> nn.Module:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from recoup.backend.fakes import NEEDS_CONTENTS, without_memory
 from recoup.backend.ledger import storages_in
 from recoup.backend.memory import device_meter
+from recoup.core.errors import UsageError
 
 
 def state_bytes(optimizer: Optimizer) -> int:
@@ -20,41 +21,62 @@ def state_bytes(optimizer: Optimizer) -> int:
 
 
 def missing_state_bytes(optimizer: Optimizer, device: torch.device) -> int:
-    """Return the bytes of state that the optimizer's first step will add on a device.
+    """Return the bytes of state that the optimizer's next step will add on a device.
 
-    The step is made by a copy of the optimizer, on tensors without memory if it can.
+    That is the state of those parameters that have none yet. The step is made by a
+    copy of the optimizer, on tensors without memory if it can, and by no one's hooks.
+
+    Raises:
+        UsageError: The step cannot be made that way.
 
     Examples:
         >>> weight = torch.nn.Parameter(torch.ones(100))
         >>> missing_state_bytes(torch.optim.Adam([weight]), torch.device("cpu"))
         804
     """
-    if optimizer.state:
+    groups = [
+        {**group, "params": [p for p in group["params"] if not optimizer.state.get(p)]}
+        for group in optimizer.param_groups
+    ]
+    groups = [group for group in groups if group["params"]]
+    if not groups:
         return 0
     try:
+        return _bytes_of_steps(optimizer, groups, device)
+    except Exception as error:
+        name = type(optimizer).__name__
+        raise UsageError(
+            f"how much state {name} will take is found by a step of a copy of it, "
+            f"which failed ({type(error).__name__}: {error}). Make its first step before, "
+            "so that its state counts as it is, or leave out optimizer= and give a budget "
+            "that is smaller by that much."
+        ) from error
+
+
+def _bytes_of_steps(
+    optimizer: Optimizer, groups: list[dict[str, Any]], device: torch.device
+) -> int:
+    twin = _without_state(optimizer, groups)
+    try:
         with without_memory():
-            return _bytes_of_step(optimizer, optimizer.param_groups, device, _twin_of)
+            return _bytes_of_step(twin, device, _twin_of)
     except NEEDS_CONTENTS:
         # It looks at numbers: then for real, one parameter after the other.
+        singles = [
+            {**group, "params": [p]} for group in groups for p in group["params"]
+        ]
         return sum(
-            _bytes_of_step(optimizer, [{**group, "params": [p]}], device, _copy_of)
-            for group in optimizer.param_groups
-            for p in group["params"]
+            _bytes_of_step(_without_state(optimizer, [single]), device, _copy_of)
+            for single in singles
         )
 
 
 def _bytes_of_step(
-    optimizer: Optimizer,
-    groups: list[dict[str, Any]],
-    device: torch.device,
-    twin_of: Callable[[Tensor], Tensor],
+    twin: Optimizer, device: torch.device, twin_of: Callable[[Tensor], Tensor]
 ) -> int:
-    twin = copy.copy(optimizer)
-    twin.state = type(optimizer.state)(dict)
-    twin.param_groups = [
-        {**group, "params": [twin_of(p) for p in group["params"]]} for group in groups
-    ]
-    type(optimizer).step(twin)
+    for group in twin.param_groups:
+        group["params"] = [twin_of(p) for p in group["params"]]
+    _step_without_hooks(twin)
     counted_bytes = device_meter(device).counted_bytes
     return sum(
         counted_bytes(storage.nbytes())
@@ -62,6 +84,34 @@ def _bytes_of_step(
         if tensor.device.type == device.type
         for storage in storages_in(tensor)
     )
+
+
+def _without_state(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+    """Return a copy of an optimizer with these groups; parameters are the same.
+
+    Not by `copy.copy`: an optimizer gives that a part of its attributes alone.
+    """
+    twin = object.__new__(type(optimizer))
+    shared = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    attributes: dict[str, Any] = {
+        name: {} if name.startswith("_optimizer_") else value  # those are hooks
+        for name, value in vars(optimizer).items()
+    }
+    attributes |= {"state": {}, "param_groups": groups}
+    vars(twin).update(copy.deepcopy(attributes, {**shared, id(optimizer): twin}))
+    twin.state = type(optimizer.state)(dict)
+    return twin
+
+
+def _step_without_hooks(optimizer: Optimizer) -> None:
+    """Make a step of which no hook hears: not this optimizer's, not those of all.
+
+    Of the class: a scheduler counts the steps of the object.
+    """
+    step: Any = type(optimizer).step
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__
+    step(optimizer)
 
 
 def _twin_of(parameter: Tensor) -> Tensor:

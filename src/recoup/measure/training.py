@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from recoup.backend.stash import Stash
 from recoup.core.errors import UsageError
@@ -104,6 +106,9 @@ def untouched(step: TrainingStep) -> Iterator[TrainingStep]:
     After each `TrainingStep.begin` it is the same step again, with the same random
     numbers. Gradients are taken off, so that each run starts as one after `zero_grad`
     does. On an accelerator they wait on the host: a step makes new ones in their place.
+
+    Raises:
+        UsageError: A run calls an optimizer of the model.
     """
     model = step.model
     gradients = [(p, p.grad) for p in model.parameters()]
@@ -112,7 +117,8 @@ def untouched(step: TrainingStep) -> Iterator[TrainingStep]:
     for parameter, _ in gradients:
         parameter.grad = None
     try:
-        yield replace(step, beginning=beginning)
+        with _optimizers_refused(model):
+            yield replace(step, beginning=beginning)
     finally:
         for parameter, _ in gradients:
             parameter.grad = None
@@ -120,6 +126,28 @@ def untouched(step: TrainingStep) -> Iterator[TrainingStep]:
         for parameter, gradient in gradients:
             parameter.grad = gradient
         beginning.restore()
+
+
+@contextmanager
+def _optimizers_refused(model: nn.Module) -> Iterator[None]:
+    """Refuse an optimizer's step on the model: it would train it, again and again."""
+    mine = {id(parameter) for parameter in model.parameters()}
+
+    def refuse(optimizer: Optimizer, args: object, kwargs: object) -> None:
+        del args, kwargs
+        groups = optimizer.param_groups
+        if any(id(each) in mine for group in groups for each in group["params"]):
+            raise UsageError(
+                f"the step that is measured calls {type(optimizer).__name__}.step, and "
+                "would train the model while it is measured. Give a step that runs "
+                "forward and backward alone, and the optimizer as optimizer=."
+            )
+
+    handle = register_optimizer_step_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _devices_of(step: TrainingStep) -> list[torch.device]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from recoup.api.rollback import Rollback
 from recoup.backend.memory import is_out_of_memory
 from recoup.backend.trees import tensors
 from recoup.core.errors import PeerError, UnsupportedError
@@ -22,7 +23,6 @@ from recoup.train.proof import Proof
 from recoup.train.recovery import Recovery
 from recoup.train.reduction import WeightFunction, reduction_of
 from recoup.train.results import StepResult
-from recoup.train.rollback import Rollback
 from recoup.train.settings import TrainerSettings
 from recoup.train.sharding import whole
 

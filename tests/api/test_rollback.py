@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import nn
 
+from recoup.api.rollback import Rollback
 from recoup.backend.randomness import (
     RandomStates,
     random_states,
     restore_random_states,
 )
-from recoup.train.rollback import Rollback
 from tests.support.bits import tree_differences
 
 

@@ -1,0 +1,266 @@
+"""fit beside what is there already: other plans, regions, optimizers, gradients."""
+
+# A gradient is maybe None to pyright.
+# pyright: reportOptionalMemberAccess=false
+
+import copy
+import weakref
+from decimal import Decimal
+from fractions import Fraction
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import recoup
+from recoup import CheckpointScope, Plan, UsageError
+from recoup.backend.memory import StorageMeter
+from tests.support.bits import tree_differences
+from tests.support.fitting import gradients_after, state_of
+from tests.support.odd_models import Perceptron, mean_square, odd_batch
+from tests.support.twin import leftovers
+
+
+class Scoped(nn.Module):
+    """Blocks of which some have a scope of the user's own."""
+
+    def __init__(self, scoped: tuple[int, ...]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Perceptron() for _ in range(8))
+        self.scoped = scoped
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            with CheckpointScope("mine", number in self.scoped):
+                x = block(x)
+        return x
+
+
+def blocks(count: int = 4) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Perceptron() for _ in range(count)))
+
+
+def peak_bytes_of(model: nn.Module, batch: Tensor) -> int:
+    model.zero_grad(set_to_none=True)
+    with StorageMeter() as meter:
+        meter.track(model, batch)
+        output = model(batch)
+        mean_square(output).backward()
+        peak_bytes = meter.peak_bytes
+    model.zero_grad(set_to_none=True)
+    return peak_bytes
+
+
+@pytest.mark.parametrize("share", [0.9, 0.8, 0.7])
+@pytest.mark.parametrize("scoped", [(0, 1, 2), (2, 5)])
+def test_of_several_plans_that_were_tried_the_one_in_force_was_measured(scoped, share):
+    """Regions of the user's make predictions wrong, so that a plan is corrected."""
+    model, batch = Scoped(scoped), odd_batch()
+    _, report = recoup.fit(model, batch, share, loss=mean_square)
+    measured_bytes = peak_bytes_of(model, batch)
+    report.remove()
+    assert measured_bytes == report.measured_peak_bytes
+    assert measured_bytes <= report.budget_bytes
+
+
+def test_several_plans_are_tried_there():
+    _, report = recoup.fit(Scoped((2, 5)), odd_batch(), 0.9, loss=mean_square)
+    assert report.rounds > 1
+
+
+def test_a_model_with_a_plan_gets_no_second_one():
+    model, batch = blocks(), odd_batch()
+    _, report = recoup.fit(model, batch, 0.8, loss=mean_square)
+    before = state_of(model)
+    for attempt in (
+        lambda: recoup.fit(model, batch, 0.7, loss=mean_square),
+        lambda: recoup.measure(model, batch, loss=mean_square),
+        lambda: recoup.apply_plan(model, report.plan),
+        lambda: recoup.apply_plan(nn.Sequential(model), Plan()),
+        lambda: recoup.apply_plan(copy.deepcopy(model), report.plan),
+    ):
+        with pytest.raises(UsageError, match="in force"):
+            attempt()
+    assert list(tree_differences(before, state_of(model), where="")) == []
+    report.remove()
+    recoup.apply_plan(model, report.plan).remove()
+
+
+def test_a_fitted_model_can_be_copied_after_a_part_of_it_was_replaced():
+    model, batch = blocks(), odd_batch()
+    _, report = recoup.fit(model, batch, 0.8, loss=mean_square)
+    model[1] = nn.Identity()
+    twin = copy.deepcopy(model)
+    step = lambda of: gradients_after(of, lambda: mean_square(of(batch)).backward())  # noqa: E731
+    found = step(twin)
+    report.remove()
+    assert list(tree_differences(step(model), found, where="")) == []
+
+
+def test_a_step_that_runs_an_optimizer_is_refused_before_it_trains():
+    model, batch = blocks(), odd_batch()
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        mean_square(model(batch)).backward()
+        optimizer.step()
+
+    before = state_of(model)
+    with pytest.raises(UsageError, match=r"Adam\.step"):
+        recoup.fit(model, step=step, budget=0.8)
+    assert list(tree_differences(before, state_of(model), where="")) == []
+    assert not optimizer.state
+    step()
+    assert optimizer.state
+
+
+def test_an_optimizer_in_backward_hooks_is_refused_too():
+    model, batch = blocks(), odd_batch()
+    for parameter in model.parameters():
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        parameter.register_post_accumulate_grad_hook(lambda _, o=optimizer: o.step())
+    before = state_of(model)
+    with pytest.raises(UsageError, match=r"SGD\.step"):
+        recoup.fit(model, batch, 0.8, loss=mean_square)
+    assert list(tree_differences(before, state_of(model), where="")) == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        b"8GiB",
+        [8],
+        True,
+        torch.tensor(8),
+        Decimal("0.5"),
+        1j,
+        0,
+        "0",
+        0.0,
+        float("nan"),
+    ],
+)
+def test_what_is_no_budget_is_refused_before_anything_runs(wrong):
+    def step() -> None:
+        raise AssertionError
+
+    with pytest.raises(UsageError, match="budget"):
+        recoup.fit(blocks(), step=step, budget=wrong)
+
+
+def test_a_fraction_is_a_share():
+    _, report = recoup.fit(blocks(), odd_batch(), Fraction(9, 10), loss=mean_square)  # pyright: ignore[reportArgumentType]
+    assert report.budget_bytes == int(report.plain_peak_bytes * Fraction(9, 10))
+
+
+def test_a_share_is_one_of_the_peak_with_the_optimizers_state():
+    model, batch = blocks(), odd_batch()
+    optimizer = torch.optim.Adam(model.parameters())
+    _, report = recoup.fit(model, batch, 1.0, loss=mean_square, optimizer=optimizer)
+    assert report.reserved_bytes > 0
+    assert report.budget_bytes == report.plain_peak_bytes
+    assert "nothing is recomputed" in str(report)
+
+
+class Failing(nn.Module):
+    """Runs out of memory after its blocks, as often as it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.norm = blocks(), nn.BatchNorm1d(1)
+        self.failures = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.dropout(self.blocks(x), 0.2)
+        x = x + self.norm(x.flatten()[:, None]).reshape(x.shape)
+        if self.failures:
+            self.failures -= 1
+            raise torch.OutOfMemoryError
+        return x
+
+
+def fitted() -> tuple[Failing, recoup.Fit, Tensor]:
+    model, batch = Failing(), odd_batch()
+    _, report = recoup.fit(model, batch, 0.8, loss=mean_square)
+    return model, report, batch
+
+
+def test_a_step_out_of_memory_is_planned_tighter_and_gives_what_it_would_have_given():
+    def trained(failures: int) -> tuple[object, recoup.Fit]:
+        model, report, batch = fitted()
+        torch.manual_seed(1)
+        mean_square(model(batch)).backward()  # to be added to
+        model.failures = failures
+        report.run(lambda: mean_square(model(batch)).backward())
+        return {**state_of(model), "hooks": None, "random": torch.rand(1)}, report
+
+    (expected, calm), (found, tight) = trained(0), trained(1)
+    assert (calm.retries, tight.retries) == (0, 1)
+    assert tight.plan.peak_bytes < calm.plan.peak_bytes
+    assert list(tree_differences(expected, found, where="")) == []
+
+
+def test_a_step_that_fails_again_raises():
+    model, report, batch = fitted()
+    model.failures = 2
+    with pytest.raises(torch.OutOfMemoryError):
+        report.run(lambda: model(batch))
+    assert list(leftovers()) == []
+
+
+def test_a_step_that_added_to_gradients_before_it_failed_is_not_run_again():
+    model, report, batch = fitted()
+    runs = 0
+
+    def step() -> None:
+        nonlocal runs
+        runs += 1
+        mean_square(model(batch)).backward()
+        raise torch.OutOfMemoryError
+
+    mean_square(model(batch)).backward()
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        report.run(step)
+    assert runs == 1
+    assert "added to gradients" in caught.value.__notes__[0]
+
+
+def test_gradients_that_a_step_drops_are_not_held_for_it():
+    model, report, batch = fitted()
+    mean_square(model(batch)).backward()
+    gradients = [weakref.ref(p.grad) for p in model.parameters()]
+
+    def step() -> set[Tensor | None]:
+        model.zero_grad(set_to_none=True)
+        return {gradient() for gradient in gradients}
+
+    assert report.run(step) == {None}
+
+
+def test_other_errors_are_raised_at_once():
+    _, report, _ = fitted()
+
+    def step() -> None:
+        raise ValueError
+
+    with pytest.raises(ValueError):  # noqa: PT011 (any)
+        report.run(step)
+    assert report.retries == 0
+
+
+def test_a_frontier_is_that_of_a_model_or_of_its_graph():
+    model, batch = blocks(), odd_batch()
+    graph = recoup.measure(model, batch, loss=mean_square)
+    peaks = [
+        {plan.simulation.peak_bytes for plan in plans}
+        for plans in (
+            recoup.frontier(graph, points=2, allow=[recoup.Action.KEEP]),
+            recoup.frontier(model, batch, loss=mean_square, points=2),
+        )
+    ]
+    assert min(peaks[0]) == min(peaks[1])
+    with pytest.raises(UsageError, match="either a graph"):
+        recoup.frontier(graph, batch)
