@@ -68,7 +68,7 @@ def check_budget(budget: Budget) -> None:
             f"{type(given).__name__}. {_HOW_TO_GIVE}"
         )
     is_share = not isinstance(given, str | Integral)
-    if is_share and not 0 < given <= 1:
+    if is_share and not 0 < float(given) <= 1:
         raise UsageError(
             f"a budget given as a share is above 0 and up to 1: got {given!r}. "
             f"{_HOW_TO_GIVE}"

@@ -47,9 +47,9 @@ def missing_state_bytes(optimizer: Optimizer, device: torch.device) -> int:
         name = type(optimizer).__name__
         raise UsageError(
             f"how much state {name} will take is found by a step of a copy of it, "
-            f"which failed ({type(error).__name__}: {error}). Make its first step before, "
-            "so that its state counts as it is, or leave out optimizer= and give a budget "
-            "that is smaller by that much."
+            f"which failed ({type(error).__name__}: {error}). Make its first step "
+            "before, so that its state counts as it is, or leave out optimizer= and "
+            "give a budget that is smaller by that much."
         ) from error
 
 
