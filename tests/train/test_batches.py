@@ -1,5 +1,7 @@
 """Batches are counted, split and given to models as one would by hand."""
 
+from collections import UserDict
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,7 +9,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from recoup import UsageError
-from recoup.train.batches import compute_loss, sample_count, split_batch, to_device
+from recoup.train.batches import (
+    batch_size,
+    compute_loss,
+    sample_count,
+    split_batch,
+    to_device,
+)
 
 
 @given(count=st.integers(1, 40), pieces=st.integers(1, 40))
@@ -33,6 +41,63 @@ def test_a_batch_of_unequal_tensors_has_no_count_and_no_pieces():
     assert sample_count("nothing") is None
     with pytest.raises(UsageError, match="different lengths"):
         split_batch(batch, 2)
+
+
+@pytest.mark.parametrize(
+    ("batch", "size"),
+    [
+        ((torch.ones(4, 6), torch.ones(24)), 4),
+        ({"temperature": torch.tensor(0.5), "x": torch.ones(3, 2)}, 3),
+        (torch.tensor(1.0), 1),
+        ([], 1),
+        ((torch.ones(0, 2), torch.ones(0)), 1),
+    ],
+)
+def test_a_batch_of_unequal_tensors_has_a_size_all_the_same(batch, size):
+    assert batch_size(batch) == size
+
+
+def test_names_and_numbers_of_samples_are_cut_with_them():
+    names, sizes = ["a", "b", "c", "d"], (224, 224)
+    batch = torch.arange(4), {"names": names, "sizes": sizes, "few": tuple("wxyz")}
+    assert [
+        (rows.tolist(), rest["names"], rest["sizes"], rest["few"])
+        for rows, rest in split_batch(batch, 2)
+    ] == [
+        ([0, 1], ["a", "b"], sizes, ("w", "x")),
+        ([2, 3], ["c", "d"], sizes, ("y", "z")),
+    ]
+
+
+class Encoding(UserDict[str, torch.Tensor]):
+    """A mapping that is no dict, as those of transformers are."""
+
+
+def test_mappings_of_any_class_are_looked_into_and_stay_what_they_are():
+    batch = Encoding(x=torch.arange(4), y=torch.arange(4))
+    assert sample_count(batch) == 4
+    first, second = split_batch(batch, 2)
+    assert type(first) is type(second) is Encoding
+    assert second["y"].tolist() == [2, 3]
+    moved = to_device(batch, torch.device("meta"))
+    assert type(moved) is Encoding
+    assert moved["x"].is_meta
+    assert not batch["x"].is_meta
+
+
+def test_what_moves_by_itself_is_moved():
+    class Graphs:
+        place = "here"
+
+        def to(self, device):
+            moved = Graphs()
+            moved.place = device
+            return moved
+
+    device = torch.device("meta")
+    inputs, targets = to_device((Graphs(), torch.ones(2)), device)
+    assert (inputs.place, targets.device) == (device, device)
+    assert to_device(Graphs(), device).place == device
 
 
 def test_a_batch_that_is_there_is_not_moved():

@@ -1,7 +1,9 @@
 """Batches: how many samples, moved to a device, cut into pieces, given to a model."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from copy import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,13 +28,32 @@ def sample_count(batch: Any) -> int | None:
         >>> sample_count((torch.ones(4, 2), torch.ones(3))) is None
         True
     """
-    found = _tensors(batch)
+    found = tensors_in(batch)
     counts = {tensor.shape[0] if tensor.dim() else None for tensor in found}
     return counts.pop() if len(counts) == 1 else None
 
 
+def batch_size(batch: Any) -> int:
+    """Return how many samples a batch has, or seems to have: at least one.
+
+    Where its tensors do not agree, as inputs of (samples, tokens) do not with targets
+    of all tokens in a row, the first one that has a length tells.
+
+    Examples:
+        >>> batch_size((torch.ones(4, 6), torch.ones(24)))
+        4
+    """
+    count = sample_count(batch)
+    if count is None:
+        lengths = (tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim())
+        count = next(lengths, 1)
+    return count or 1
+
+
 def split_batch(batch: Any, pieces: int) -> list[Any]:
     """Cut a batch into pieces along its samples, as equal as can be; without copying.
+
+    Lists of names or numbers are cut too, if they are as long: one for each sample.
 
     Raises:
         UsageError: It has no samples to split by, or fewer than pieces.
@@ -52,23 +73,35 @@ def split_batch(batch: Any, pieces: int) -> list[Any]:
             )
         )
     bounds = [-(-count * piece // pieces) for piece in range(pieces + 1)]
+
+    def is_list(part: Any) -> bool:
+        listed = isinstance(part, list | tuple) and len(part) == count
+        return listed and not tensors_in(part)
+
+    def rows(start: int, stop: int, leaf: Any) -> Any:
+        return leaf[start:stop] if isinstance(leaf, Tensor) or is_list(leaf) else leaf
+
     return [
-        map_leaves(lambda leaf, a=a, b=b: _rows(leaf, a, b), batch)
-        for a, b in itertools.pairwise(bounds)
+        _map(partial(rows, start, stop), batch, is_list)
+        for start, stop in itertools.pairwise(bounds)
     ]
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Move the tensors of a batch, without waiting where their memory is pinned."""
-    if all(tensor.device == device for tensor in _tensors(batch)):
+    """Move the tensors of a batch, without waiting where their memory is pinned.
+
+    What is no structure of tensors but can be moved, such as a batch of graphs, is.
+    """
+    found = tensors_in(batch)
+    if found and all(tensor.device == device for tensor in found):
         return batch
 
     def move(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and leaf.device != device:
-            return leaf.to(device, non_blocking=True)
-        return leaf
+        if isinstance(leaf, Tensor):
+            return leaf.to(device, non_blocking=True) if leaf.device != device else leaf
+        return leaf.to(device) if _can_move(leaf) else leaf
 
-    return map_leaves(move, batch)
+    return _map(move, batch, _can_move)
 
 
 def compute_loss(
@@ -103,7 +136,7 @@ def compute_loss(
     return _as_loss(loss_fn(_call(model, inputs), targets))
 
 
-def _tensors(batch: Any) -> list[Tensor]:
+def tensors_in(batch: Any) -> list[Tensor]:
     """Return the tensors of a batch.
 
     torch's own walk through nested structures is general, slow, and leaves a cycle of
@@ -112,10 +145,32 @@ def _tensors(batch: Any) -> list[Tensor]:
     if isinstance(batch, Tensor):
         return [batch]
     if type(batch) in (tuple, list):
-        return [tensor for part in batch for tensor in _tensors(part)]
-    if type(batch) is dict:
-        return [tensor for part in batch.values() for tensor in _tensors(part)]
+        return [tensor for part in batch for tensor in tensors_in(part)]
+    if isinstance(batch, Mapping):
+        return [tensor for part in batch.values() for tensor in tensors_in(part)]
     return tensors(batch)
+
+
+def _map(
+    change: Callable[[Any], Any], batch: Any, is_leaf: Callable[[Any], bool]
+) -> Any:
+    """Return a batch in the same structure, with its leaves changed.
+
+    Mappings are looked into whatever their class: torch's own walk stops at those of
+    transformers.
+    """
+    if isinstance(batch, Mapping):
+        parts = {key: _map(change, part, is_leaf) for key, part in batch.items()}
+        if type(batch) is dict or not isinstance(batch, MutableMapping):
+            return parts
+        changed = copy(batch)
+        changed.update(parts)
+        return changed
+    if is_leaf(batch):
+        return change(batch)
+    if type(batch) in (tuple, list):
+        return type(batch)(_map(change, part, is_leaf) for part in batch)
+    return map_leaves(change, batch)
 
 
 def _call(model: nn.Module, inputs: Any) -> Any:
@@ -141,8 +196,8 @@ def _as_loss(result: Any) -> Tensor:
     return result
 
 
-def _rows(leaf: Any, start: int, stop: int) -> Any:
-    return leaf[start:stop] if isinstance(leaf, Tensor) else leaf
+def _can_move(leaf: Any) -> bool:
+    return callable(getattr(leaf, "to", None))
 
 
 def _describe(thing: Any) -> str:

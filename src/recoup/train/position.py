@@ -14,7 +14,7 @@ from recoup.backend.randomness import (
     restore_random_states,
 )
 from recoup.core.errors import SnapshotError, UsageError
-from recoup.train.batches import sample_count
+from recoup.train.batches import batch_size
 
 _log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class Position:
     def advance(self, batches: Sequence[Any]) -> None:
         """Count batches that are finished."""
         self.batches += len(batches)
-        self.samples += sum(sample_count(batch) or 1 for batch in batches)
+        self.samples += sum(batch_size(batch) for batch in batches)
 
     def close(self) -> None:
         """End the epoch.

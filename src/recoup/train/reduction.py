@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from recoup.core.errors import UsageError
-from recoup.train.batches import LossFunction, sample_count
+from recoup.train.batches import LossFunction, batch_size
 
 WeightFunction = Callable[[Any], float]
 """Called with a batch; returns its weight among the batches of a step."""
@@ -132,7 +132,7 @@ def _is_over_classes(loss_fn: Any) -> bool:
 
 
 def _count_samples(batch: Any) -> float:
-    return float(sample_count(batch) or 1)
+    return float(batch_size(batch))
 
 
 def _count_labels(batch: Any) -> float:

@@ -15,7 +15,7 @@ from recoup.backend.trees import tensors
 from recoup.core.errors import PeerError, UnsupportedError
 from recoup.precision.scaler import GradientScaler
 from recoup.precision.scope import MixedPrecisionScope
-from recoup.train.batches import LossFunction, compute_loss, to_device
+from recoup.train.batches import LossFunction, compute_loss, tensors_in, to_device
 from recoup.train.outcome import Outcome
 from recoup.train.peaks import Peaks
 from recoup.train.processes import Processes, Report
@@ -340,5 +340,5 @@ def _moments(optimizer: Optimizer) -> list[Tensor]:
 
 def _shapes(batches: Sequence[Any]) -> set[Any]:
     return {
-        tuple((tuple(t.shape), t.dtype) for t in tensors(batch)) for batch in batches
+        tuple((tuple(t.shape), t.dtype) for t in tensors_in(batch)) for batch in batches
     }
