@@ -9,12 +9,23 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
-from recoup import SnapshotError
+from recoup import SnapshotError, Trainer
 from recoup.train.snapshot import read_snapshot, write_snapshot
 from tests.support import killed
 from tests.support.bits import tree_differences
 from tests.support.processes import forker
-from tests.support.training import batches, make_trainer, remains, samples, seeded
+from tests.support.training import (
+    CountedSchedule,
+    batches,
+    make_trainer,
+    remains,
+    samples,
+    seeded,
+)
+
+
+class AskedError(Exception):
+    """Raised by who is told of a step."""
 
 
 def read_losses(folder: Path) -> dict[int, str]:
@@ -183,6 +194,37 @@ def test_a_snapshot_of_another_model_or_optimizer_is_refused(tmp_path):
         trainer.load(tmp_path / "run")
 
 
+@pytest.mark.parametrize("part", ["optimizer", "scheduler"])
+def test_a_snapshot_of_parts_of_other_classes_is_refused(tmp_path, part):
+    make_trainer().save(tmp_path / "run")
+    trainer = make_trainer()
+    optimizer = trainer.optimizer
+    if part == "optimizer":
+        optimizer = torch.optim.SGD(trainer.model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    if part == "optimizer":
+        scheduler = CountedSchedule(optimizer)
+    other = Trainer(trainer.model, optimizer, scheduler=scheduler)
+    before = remains(other)
+    with pytest.raises(SnapshotError, match=f"the snapshot's {part} is of the class"):
+        other.load(tmp_path / "run")
+    assert list(tree_differences(before, remains(other), where="")) == []
+
+
+def test_batches_of_another_size_are_refused(tmp_path):
+    trainer = make_trainer(snapshot_path=tmp_path / "run", snapshot_every_steps=1)
+
+    def stop(step):
+        if step.number == 2:
+            raise AskedError
+
+    with pytest.raises(AskedError):
+        trainer.fit(batches(4, 8), on_step=stop)
+    other = make_trainer(snapshot_path=tmp_path / "run")
+    with pytest.raises(SnapshotError, match="seen 8 samples in 1 batches"):
+        other.fit(batches(8, 4), resume=True)
+
+
 def test_a_loader_that_became_shorter_is_refused(tmp_path):
     trainer = make_trainer(snapshot_path=tmp_path / "run", snapshot_every_steps=1)
 
@@ -201,10 +243,6 @@ def test_a_file_of_something_else_is_refused(tmp_path):
     write_snapshot(tmp_path / "run", {"version": 77})
     with pytest.raises(SnapshotError, match="this version's trainer"):
         make_trainer().load(tmp_path / "run")
-
-
-class AskedError(Exception):
-    """Raised by who is told of a step."""
 
 
 @pytest.mark.parametrize("goes_on", ["in this process", "from a file"])

@@ -46,7 +46,8 @@ class Position:
         """Begin the epoch, or go on with it where it was left.
 
         Raises:
-            SnapshotError: The loader has fewer batches than were seen.
+            SnapshotError: The loader has fewer batches than were seen, or of other
+                sizes.
         """
         _tell_epoch(loader, self.epoch)
         if self._beginning is None:
@@ -123,12 +124,21 @@ class Position:
         self._seen_elsewhere = 0 if share == 1.0 else int(self.samples * share)
 
     def _read_over_batches(self, iterator: Iterator[Any]) -> None:
+        samples = 0
         for seen in range(self.batches):
-            if next(iterator, _NOTHING) is _NOTHING:
+            batch = next(iterator, _NOTHING)
+            if batch is _NOTHING:
                 raise SnapshotError(
                     f"the run has seen {self.batches} batches of this epoch, the "
                     f"loader has {seen}. Resume with the same data and batch size."
                 )
+            samples += batch_size(batch)
+        if samples != self.samples:
+            raise SnapshotError(
+                f"the run has seen {self.samples} samples in {self.batches} batches of "
+                f"this epoch, here they have {samples}. Resume with the same data and "
+                "batch size."
+            )
 
     def _read_over_samples(self, iterator: Iterator[Any]) -> None:
         """Read over what other processes than these have seen, whole batches of it."""

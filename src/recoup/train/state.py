@@ -15,19 +15,24 @@ from recoup.core.errors import SnapshotError
 from recoup.train.processes import Processes, unwrapped
 from recoup.train.sharding import shard_like, whole_tree
 
+Parts = dict[str, Any]
+"""What has a state besides model and optimizer, by name; None where there is none."""
+
 _WITH = {True: "with", False: "without"}
 
 
 def collect_state(
-    model: nn.Module, optimizer: Optimizer, processes: Processes
+    model: nn.Module, optimizer: Optimizer, parts: Parts, processes: Processes
 ) -> dict[str, Any]:
-    """Return the state of model, optimizer and generators; all processes take part.
+    """Return the state of everything that has one; all processes take part.
 
     Tensors that are sharded over processes come back whole, so that the state does
     not depend on how many there are. Their memory is on the CPU.
     """
     device = next(iter(model.parameters())).device
     return {
+        "kinds": _kinds({**parts, "optimizer": optimizer}),
+        **{name: part and part.state_dict() for name, part in parts.items()},
         "model": whole_tree(dict(unwrapped(model).state_dict())),
         "optimizer": whole_tree(optimizer.state_dict()),
         "random": processes.gather(random_states(device).plain()),
@@ -35,7 +40,11 @@ def collect_state(
 
 
 def apply_state(
-    state: dict[str, Any], model: nn.Module, optimizer: Optimizer, processes: Processes
+    state: dict[str, Any],
+    model: nn.Module,
+    optimizer: Optimizer,
+    parts: Parts,
+    processes: Processes,
 ) -> None:
     """Put the state back, sharded as the model is now.
 
@@ -43,9 +52,10 @@ def apply_state(
     its own.
 
     Raises:
-        SnapshotError: It is the state of another model or optimizer. Nothing has been
-            changed.
+        SnapshotError: It is the state of another model or optimizer, or of other
+            parts. Nothing has been changed.
     """
+    _check_parts(state, {**parts, "optimizer": optimizer})
     inner = unwrapped(model)
     own = inner.state_dict()
     _check_model(state["model"], own)
@@ -66,21 +76,42 @@ def apply_state(
             },
         }
     )
+    for name, part in parts.items():
+        if part is not None:
+            part.load_state_dict(state[name])
     device = next(iter(model.parameters())).device
     _apply_random(state["random"], device, processes.rank)
 
 
-def check_part(name: str, *, has: bool, had: bool) -> None:
-    """Refuse a state with a part that this run has not, or without one that it has.
+def _kinds(parts: Parts) -> dict[str, str]:
+    """Return the classes of the parts that there are."""
+    return {
+        name: type(part).__name__ for name, part in parts.items() if part is not None
+    }
+
+
+def _check_parts(state: dict[str, Any], parts: Parts) -> None:
+    """Refuse a state of other parts than this run has, or of parts of other classes.
+
+    Many would take over the state of another class without a word.
 
     Raises:
-        SnapshotError: It is one of these.
+        SnapshotError: It is one.
     """
-    if has != had:
-        raise SnapshotError(
-            f"the snapshot was written {_WITH[had]} the part {name!r}, this trainer is "
-            f"made {_WITH[has]} it. Make the trainer as it was."
-        )
+    for name, part in parts.items():
+        has, had = part is not None, state[name] is not None
+        if has != had:
+            raise SnapshotError(
+                f"the snapshot was written {_WITH[had]} the part {name!r}, this "
+                f"trainer is made {_WITH[has]} it. Make the trainer as it was."
+            )
+    saved = state["kinds"]
+    for name, kind in _kinds(parts).items():
+        if saved[name] != kind:
+            raise SnapshotError(
+                f"the snapshot's {name} is of the class {saved[name]}, this trainer's "
+                f"of {kind}. Make the trainer as it was."
+            )
 
 
 def _apply_random(states: list[Any], device: torch.device, rank: int) -> None:

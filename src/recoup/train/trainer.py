@@ -30,12 +30,12 @@ from recoup.train.results import RunResult, StepResult
 from recoup.train.runs import Run, groups, step_count
 from recoup.train.settings import TrainerSettings, check_count
 from recoup.train.snapshot import check_folder, read_snapshot, write_snapshot
-from recoup.train.state import apply_state, check_part, collect_state
+from recoup.train.state import apply_state, collect_state
 from recoup.train.stepper import Stepper
 from recoup.train.units import UnitPlan
 
 _log = logging.getLogger(__name__)
-_VERSION = 1
+_VERSION = 2
 
 
 class Trainer:
@@ -248,10 +248,7 @@ class Trainer:
             "pieces": self._stepper.recovery.pieces,
             "recomputes": len(self._checkpointed),
             "position": self._position.state_dict(),
-            "scheduler": _state_of(self.scheduler),
-            "scaler": _state_of(self.scaler),
-            "average": _state_of(self.average),
-            **collect_state(self.model, self.optimizer, processes),
+            **collect_state(self.model, self.optimizer, self._parts(), processes),
         }
         if processes.is_first:
             write_snapshot(path, state)
@@ -267,17 +264,7 @@ class Trainer:
         if not isinstance(state, dict) or state.get("version") != _VERSION:
             raise SnapshotError(f"{path} was not written by this version's trainer.")
         processes = self._stepper.processes
-        parts = {
-            "scheduler": self.scheduler,
-            "scaler": self.scaler,
-            "average": self.average,
-        }
-        for name, part in parts.items():
-            check_part(name, has=part is not None, had=state[name] is not None)
-        apply_state(state, self.model, self.optimizer, processes)
-        for name, part in parts.items():
-            if part is not None:
-                part.load_state_dict(state[name])
+        apply_state(state, self.model, self.optimizer, self._parts(), processes)
         self._position.load_state_dict(
             state["position"], share=state["processes"] / processes.count
         )
@@ -381,6 +368,14 @@ class Trainer:
                 "set budget= instead."
             )
 
+    def _parts(self) -> dict[str, Any]:
+        """Return what has a state, besides model and optimizer."""
+        return {
+            "scheduler": self.scheduler,
+            "scaler": self.scaler,
+            "average": self.average,
+        }
+
     def _resume(self) -> None:
         path = self.settings.snapshot_path
         if path is None:
@@ -394,7 +389,3 @@ class Trainer:
             return False
         self.save(path)
         return True
-
-
-def _state_of(part: Any) -> dict[str, Any] | None:
-    return None if part is None else part.state_dict()
