@@ -1,6 +1,7 @@
 """Mixed precision inside and around regions: the twin's bits, and nothing left."""
 
 from contextlib import ExitStack, contextmanager
+from threading import Event, Thread
 
 import pytest
 import torch
@@ -20,6 +21,28 @@ def test_products_are_in_sixteen_bits_and_losses_are_not():
             loss = nn.functional.cross_entropy(y, torch.tensor([0, 1]))
         assert (y.dtype, loss.dtype) == (dtype, torch.float32)
     assert layer.weight.dtype is torch.float32
+
+
+def test_threads_use_one_scope_at_once():
+    scope, inside, left = MixedPrecisionScope("fp16", device="cpu"), Event(), Event()
+    layer, x = nn.Linear(4, 4), torch.randn(2, 4)
+    found = []
+
+    def other():
+        with scope:
+            inside.set()
+            left.wait()
+        found.append(layer(x).dtype)
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with scope:
+            thread = Thread(target=other)
+            thread.start()
+            inside.wait()
+        found.append(layer(x).dtype)
+    left.set()
+    thread.join()
+    assert found == [torch.bfloat16, torch.float32]
 
 
 def test_disabled_it_does_nothing():

@@ -1,5 +1,6 @@
 """Mixed precision: `with MixedPrecisionScope():` around forward and the loss."""
 
+from threading import get_ident
 from types import TracebackType
 from typing import Self
 
@@ -16,8 +17,8 @@ class MixedPrecisionScope:
     inside the block. Backward belongs outside; operators run in it as they ran in
     forward, in regions of recoup as well: these record below autocast.
 
-    A scope may be entered again and nested; `fp32` inside another one switches
-    autocast off.
+    A scope may be entered again, nested, and used by several threads at once; `fp32`
+    inside another one switches autocast off.
 
     Args:
         precision: `"auto"`, `"bf16"`, `"fp16"` or `"fp32"`, or the type itself. With
@@ -49,7 +50,8 @@ class MixedPrecisionScope:
         self._device_type = torch.device(device or "cpu").type
         self._dtype = resolve_precision(precision, self._device_type)
         self.is_enabled = enabled
-        self._open: list[torch.autocast | None] = []
+        # By thread, because autocast is: threads may use one scope at once.
+        self._open: dict[int, list[torch.autocast | None]] = {}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -65,7 +67,7 @@ class MixedPrecisionScope:
         entered = self._autocast() if self.is_enabled else None
         if entered is not None:
             entered.__enter__()
-        self._open.append(entered)
+        self._open.setdefault(get_ident(), []).append(entered)
         return self
 
     def __exit__(
@@ -74,7 +76,10 @@ class MixedPrecisionScope:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        entered = self._open.pop()
+        thread = get_ident()
+        entered = self._open[thread].pop()
+        if not self._open[thread]:
+            del self._open[thread]
         if entered is not None:
             entered.__exit__(kind, error, traceback)
 
