@@ -69,6 +69,10 @@ LOSSES = {
     "probabilities": (nn.CrossEntropyLoss(weight=WEIGHT), PROBABILITIES),
     "squares": (functional.mse_loss, PROBABILITIES),
     "a mean of one's own": (lambda o, t: (o - t).abs().mean(), PROBABILITIES),
+    "a function of one's own that ignores": (
+        lambda o, t: functional.cross_entropy(o.unsqueeze(-1), t.unsqueeze(-1)),
+        IGNORING,
+    ),
     "sum": (nn.CrossEntropyLoss(reduction="sum"), TARGETS),
     "sum of squares": (nn.MSELoss(reduction="sum"), PROBABILITIES),
     "partial sum": (

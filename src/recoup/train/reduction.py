@@ -18,6 +18,8 @@ WeightFunction = Callable[[Any], float]
 _IGNORED = -100
 """The class that torch and transformers leave out of the mean unless told otherwise."""
 
+_WHOLE = frozenset({torch.int64, torch.int32, torch.int16, torch.int8})
+
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
@@ -78,8 +80,9 @@ def reduction_of(
 
     `reduction="sum"` is seen on torch's losses, and in a `functools.partial`. The means
     of cross entropy and of negative log likelihood leave out a class and may weigh the
-    others; a model that returns its loss leaves out labels of -100, as those of
-    transformers do. Anything else is taken for a mean over samples.
+    others. Other functions of whole numbers, and models that return their loss, are
+    taken to leave out targets or labels of -100, as is the custom; anything else for a
+    mean over samples.
 
     Args:
         loss_fn: The loss function, or None if the model returns its loss.
@@ -111,7 +114,7 @@ def reduction_of(
             options.get("weight"),
         )
         return Reduction(weigh, is_known=True)
-    return Reduction(_count_samples)
+    return Reduction(_count_targets)
 
 
 def _options(loss_fn: Any) -> Mapping[str, Any]:
@@ -137,14 +140,26 @@ def _count_samples(batch: Any) -> float:
 
 def _count_labels(batch: Any) -> float:
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
-    if not isinstance(labels, Tensor) or labels.is_floating_point():
+    return _count_kept(labels, batch)
+
+
+def _count_targets(batch: Any) -> float:
+    return _count_kept(_targets(batch), batch)
+
+
+def _count_kept(targets: Any, batch: Any) -> float:
+    if not isinstance(targets, Tensor) or targets.dtype not in _WHOLE:
         return _count_samples(batch)
-    return float((labels != _IGNORED).sum())
+    return float((targets != _IGNORED).sum())
+
+
+def _targets(batch: Any) -> Any:
+    return batch[1] if isinstance(batch, tuple | list) and len(batch) == 2 else None
 
 
 def _count_classes(ignored: int, weight: Tensor | None, batch: Any) -> float:
     """Return what the mean over a batch divides by; reads targets on a device."""
-    targets = batch[1] if isinstance(batch, tuple | list) and len(batch) == 2 else None
+    targets = _targets(batch)
     if not isinstance(targets, Tensor):
         return _count_samples(batch)
     if targets.is_floating_point():

@@ -58,8 +58,8 @@ class Trainer:
             default the model is called with the batch and returns its loss.
         scheduler: Advanced after each step that was not skipped, or each epoch.
         weight_fn: The weight of a batch among those of a step. By default what torch's
-            cross entropy divides by, which leaves out targets of -100; with a model
-            that returns its loss, labels that are not -100; else samples.
+            cross entropy divides by; with other functions and models that return their
+            loss, targets or labels that are whole numbers and not -100; else samples.
 
     Raises:
         UsageError: The parts do not fit together.
