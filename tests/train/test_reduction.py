@@ -100,6 +100,18 @@ def test_parts_have_the_gradients_of_the_whole(name, caplog):
     assert "other gradients" not in caplog.text
 
 
+def test_a_batch_is_split_down_to_single_samples():
+    batch = INPUTS, TARGETS
+    _, expected = stepped(functional.cross_entropy, batch)
+    result, found = stepped(functional.cross_entropy, batch, most=1)
+    assert result.parts == 11
+    for one, other in zip(expected, found, strict=True):
+        assert torch.allclose(one, other, rtol=1e-12, atol=1e-14)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        stepped(functional.cross_entropy, batch, most=0)
+    assert "in 11 pieces and cannot be split further" in caught.value.__notes__[0]
+
+
 @pytest.mark.parametrize("loss_fn", [summed, contrasted])
 def test_a_batch_whose_parts_are_something_else_is_not_split(loss_fn):
     with pytest.raises(torch.OutOfMemoryError) as caught:

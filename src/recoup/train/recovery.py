@@ -47,7 +47,7 @@ class Recovery:
         """
         done = self._tighten()
         if done is None and self._may_split(batches):
-            self.pieces *= 2
+            self.pieces = min(2 * self.pieces, _largest(batches))
             done = f"batches are computed in {self.pieces} pieces"
         if done is not None:
             _log.warning("A step ran out of memory. From now on %s", done)
@@ -95,13 +95,16 @@ class Recovery:
 
     def _may_split(self, batches: Sequence[Any]) -> bool:
         sizes = [sample_count(batch) for batch in batches]
-        largest = max((size for size in sizes if size is not None), default=0)
         return (
             self._reason is None
             and None not in sizes
-            and largest >= 2 * self.pieces
+            and _largest(batches) > self.pieces
             and not _has_batch_statistics(self._model)
         )
+
+
+def _largest(batches: Sequence[Any]) -> int:
+    return max(sample_count(batch) or 0 for batch in batches)
 
 
 def _has_batch_statistics(model: nn.Module) -> bool:
