@@ -4,6 +4,7 @@
 # pyright: reportOptionalMemberAccess=false, reportArgumentType=false
 
 import itertools
+import threading
 import warnings
 
 import pytest
@@ -295,6 +296,25 @@ class TestCalls:
             self.call(model)
         assert manager.planned_bytes
         manager.remove()
+
+    def test_models_of_other_threads_are_left_alone(self):
+        models, manager = [network() for _ in range(3)], limited(1)
+        expected = step(models[0])
+        found = [[] for _ in models]
+
+        def train(number):
+            for _ in range(3):
+                found[number] = step(models[number])
+
+        with manager:
+            threads = [threading.Thread(target=train, args=(n,)) for n in range(3)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        assert all(all(map(torch.equal, expected, each)) for each in found)
+        assert not manager.planned_bytes
+        assert list(leftovers()) == []
 
     def test_a_model_that_is_applied_twice_is_planned_for_once(self):
         model, manager = network(), limited(1)

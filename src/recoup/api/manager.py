@@ -1,5 +1,6 @@
 """The manager that chooses by itself what to checkpoint, within a budget."""
 
+import threading
 import warnings
 from collections.abc import Sequence
 from types import TracebackType
@@ -42,6 +43,8 @@ class CheckpointManager(ScopeManager):
     marks inside the model stay as they are. If no plan fits, the smallest is taken,
     with a warning that names the budget it needs.
 
+    Models that other threads call inside `with manager:` run as they are.
+
     For a bound on all of a device's memory, checked on a real step, use `recoup.fit`.
 
     Args:
@@ -83,6 +86,7 @@ class CheckpointManager(ScopeManager):
         self._managed: list[nn.Module] = []
         self._depth = 0
         self._busy = False
+        self._thread = 0
 
     @property
     def budget_bytes(self) -> int:
@@ -156,6 +160,7 @@ class CheckpointManager(ScopeManager):
     def __enter__(self) -> Self:
         super().__enter__()
         if self.auto_checkpoint:
+            self._thread = threading.get_ident()
             self._watching = [
                 register_module_forward_pre_hook(self._entered),
                 register_module_forward_hook(self._left, always_call=True),
@@ -175,6 +180,8 @@ class CheckpointManager(ScopeManager):
         super().__exit__(kind, error, traceback)
 
     def _entered(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if threading.get_ident() != self._thread:
+            return
         self._depth += 1
         chooses = self._depth == 1 and not self._busy and torch.is_grad_enabled()
         if not chooses or self._knows(module):
@@ -189,6 +196,8 @@ class CheckpointManager(ScopeManager):
 
     def _left(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         del module, args, output
+        if threading.get_ident() != self._thread:
+            return
         self._depth = max(0, self._depth - 1)
 
     def _chosen(self, nodes: Sequence[CheckpointNode]) -> list[CheckpointNode]:
