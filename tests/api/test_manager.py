@@ -297,6 +297,22 @@ class TestCalls:
         assert manager.planned_bytes
         manager.remove()
 
+    def test_what_computed_the_input_is_left_alone(self):
+        model, manager = network(), limited(1)
+        weight = torch.linspace(-1, 1, 32, requires_grad=True)
+
+        def run():
+            weight.grad = None
+            model.zero_grad()
+            model((X * weight).exp()).square().sum().backward()
+            return [weight.grad, *(p.grad.clone() for p in model.parameters())]
+
+        expected = run()
+        with manager:
+            found = run()
+        manager.remove()
+        assert all(map(torch.equal, expected, found))
+
     def test_models_of_other_threads_are_left_alone(self):
         models, manager = [network() for _ in range(3)], limited(1)
         expected = step(models[0])

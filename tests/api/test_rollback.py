@@ -87,3 +87,18 @@ def test_a_buffer_that_came_later_is_remembered_too():
     late.zero_()
     rollback.restore()
     assert late.tolist() == [1.0, 1.0]
+
+
+def test_buffers_that_were_replaced_are_put_back():
+    model = nn.BatchNorm1d(3)
+    rollback = Rollback(model, torch.device("cpu"))
+    for _ in range(2):
+        before = dict(model.named_buffers())
+        contents = {name: buffer.clone() for name, buffer in before.items()}
+        rollback.remember()
+        model.running_mean = model.running_mean + 1
+        assert not rollback.can_choose(torch.device("cpu"))
+        rollback.restore()
+        assert dict(model.named_buffers()) == before
+        assert all(torch.equal(before[name], contents[name]) for name in before)
+        model.running_mean = model.running_mean * 2 + 1

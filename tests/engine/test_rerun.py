@@ -136,6 +136,26 @@ class TestGradients:
         assert int(model.num_batches_tracked) == 1
         assert torch.equal(model.running_mean, twin.running_mean)
 
+    def test_buffers_that_are_replaced_move_once_too(self):
+        class Replacing(nn.Linear):
+            def forward(self, input):  # noqa: A002 (torch's name)
+                y = super().forward(input)
+                self.mean = self.mean * 0.5 + y.detach().mean(0)
+                return (y * self.mean).sin().exp()
+
+        def trained(call):
+            torch.manual_seed(0)
+            model, x = Replacing(4, 4), torch.randn(8, 4)
+            model.register_buffer("mean", torch.zeros(4))
+            for _ in range(3):
+                call(model, x).sum().backward()
+            return model.mean, model.weight.grad
+
+        for found, expected in zip(
+            trained(rerun), trained(lambda model, x: model(x)), strict=True
+        ):
+            assert torch.equal(found, expected)
+
 
 class TestCalls:
     def calls(self, function):

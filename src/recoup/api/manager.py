@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from recoup.api.adaptation import Adapted
 from recoup.backend.hooks import keywords_of_call
-from recoup.backend.trees import tensors
+from recoup.backend.trees import map_leaves, tensors
 from recoup.core.errors import InfeasibleError, UsageError
 from recoup.core.plan import plan_for
 from recoup.core.segments import Action
@@ -270,14 +270,22 @@ def chosen(sizes: Sequence[int], budget_bytes: int) -> list[int]:
 def _step(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> TrainingStep:
+    # Cut off from what computed them: backward would go on there, and free its graph.
+    args, kwargs = map_leaves(_cut_off, (args, kwargs))
+    given = tensors((args, kwargs))
+
     def run() -> None:
         output = model(*args, **kwargs)
         floats = [t for t in tensors(output) if t.requires_grad]
         if floats:
             torch.autograd.backward(floats, [torch.ones_like(t) for t in floats])
 
-    found = [*model.parameters(), *tensors((args, kwargs))]
+    found = [*model.parameters(), *given]
     device = found[0].device if found else torch.device("cpu")
-    return TrainingStep(
-        model, run, [t.detach() for t in tensors((args, kwargs))], device
-    )
+    return TrainingStep(model, run, given, device)
+
+
+def _cut_off(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return leaf.detach().requires_grad_(leaf.requires_grad)

@@ -7,7 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recoup.backend.buffers import buffers_of
+from recoup.backend.buffers import (
+    BufferSlot,
+    are_in_place,
+    buffer_slots,
+    buffers_in,
+    put_in_place,
+)
 from recoup.backend.foreach import choose_all, copy_all
 from recoup.backend.randomness import (
     RandomStates,
@@ -39,13 +45,15 @@ class Rollback:
         self._model = model
         self._device = device
         self._states: RandomStates | None = None
+        self._slots: list[BufferSlot] = []
         self._buffers: list[Tensor] = []
         self._groups: list[tuple[list[Tensor], list[Tensor]]] = []
 
     def remember(self) -> None:
         """Take note of how things stand."""
         self._states = random_states(self._device, with_numpy=False)
-        buffers = buffers_of(self._model)
+        self._slots = buffer_slots(self._model)
+        buffers = buffers_in(self._slots)
         if not _same(buffers, self._buffers):
             self._buffers = buffers
             self._groups = [
@@ -61,6 +69,7 @@ class Rollback:
         """Put everything back as it was at the last `remember`."""
         assert self._states is not None, "remembered before"
         restore_random_states(self._states, self._device)
+        put_in_place(self._slots)
         with torch.no_grad():
             for group, copies in self._groups:
                 copy_all(group, copies)
@@ -68,12 +77,15 @@ class Rollback:
     def can_choose(self, device: torch.device) -> bool:
         """Return whether a device could put everything back by itself.
 
-        No generator was drawn from since the last `remember`: hosts keep their states.
+        No generator was drawn from since the last `remember`, and no buffer replaced by
+        another tensor: hosts keep these.
         """
         assert self._states is not None, "remembered before"
-        return all(
-            group[0].device == device for group, _ in self._groups
-        ) and same_random_states(self._states, self._device)
+        return (
+            are_in_place(self._slots)
+            and all(group[0].device == device for group, _ in self._groups)
+            and same_random_states(self._states, self._device)
+        )
 
     def choose(self, flag: Tensor) -> None:
         """Put buffers back if the flag is set on their device, without waiting."""

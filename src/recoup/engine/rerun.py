@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from recoup.backend.autocast import autocast_as, autocast_states
+from recoup.backend.buffers import BufferSlot, buffer_slots, buffers_in, put_in_place
 from recoup.backend.compiled import original_of
 from recoup.backend.fingerprints import fingerprint
 from recoup.backend.graph import (
@@ -112,7 +113,7 @@ class Rerun:
         self.listeners: tuple[Listener, ...] = ()
         self._function: Callable[..., Any] | None = function
         self._captures = Captures(original)
-        self._buffers = _buffer_states(self._captures.modules())
+        self._buffers = _Buffers(self._captures.modules())
         self._random = default_states(devices)
         self._autocast = autocast_states({device.type for device in devices})
         self._arguments = map_leaves(_held, (args, kwargs))
@@ -204,7 +205,7 @@ class Rerun:
             stack.enter_context(autocast_as(self._autocast))
             for generator, state in self._random:
                 stack.enter_context(random_state(generator, state))
-            stack.enter_context(_buffers_as(self._buffers))
+            stack.enter_context(self._buffers.as_before())
             yield
 
     def _fingerprint(self, tensor: Tensor) -> Tensor | None:
@@ -291,29 +292,38 @@ def _fetched(leaf: Any) -> Any:
     return tensor.requires_grad_(leaf.requires_grad)
 
 
-def _buffer_states(modules: list[nn.Module]) -> list[tuple[Tensor, Tensor]]:
-    """Return the modules' small buffers with copies of their contents."""
-    found: dict[int, tuple[Tensor, Tensor]] = {}
-    for module in modules:
-        for buffer in module.buffers():
-            if id(buffer) not in found and buffer.nbytes <= STATE_BYTES:
-                found[id(buffer)] = (buffer, buffer.detach().clone())
-    return list(found.values())
+class _Buffers:
+    """The buffers of modules as they were: which tensors, and copies of small ones."""
 
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self._modules = modules
+        self._slots = _slots_of(modules)
+        self._copies = [
+            (buffer, buffer.detach().clone())
+            for buffer in buffers_in(self._slots)
+            if buffer.nbytes <= STATE_BYTES
+        ]
 
-@contextmanager
-def _buffers_as(states: list[tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Run the block with buffers as they were, then put them back as they are."""
-    now = [buffer.detach().clone() for buffer, _ in states]
-    with torch.no_grad():
-        for buffer, before in states:
-            _set(buffer, before)
-    try:
-        yield
-    finally:
+    @contextmanager
+    def as_before(self) -> Iterator[None]:
+        """Run the block with buffers as they were, then put them back as they are."""
+        slots = _slots_of(self._modules)
+        contents = [buffer.detach().clone() for buffer, _ in self._copies]
+        put_in_place(self._slots)
         with torch.no_grad():
-            for (buffer, _), content in zip(states, now, strict=True):
-                _set(buffer, content)
+            for buffer, before in self._copies:
+                _set(buffer, before)
+        try:
+            yield
+        finally:
+            put_in_place(slots)
+            with torch.no_grad():
+                for (buffer, _), content in zip(self._copies, contents, strict=True):
+                    _set(buffer, content)
+
+
+def _slots_of(modules: list[nn.Module]) -> list[BufferSlot]:
+    return [slot for module in modules for slot in buffer_slots(module)]
 
 
 def _set(buffer: Tensor, content: Tensor) -> None:

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from recoup.backend.buffers import buffers_of
+from recoup.backend.buffers import buffer_slots, put_in_place
 from recoup.backend.randomness import random_states, restore_random_states
+from recoup.backend.storages import version_of
 
 
 class Beginning:
@@ -21,12 +22,13 @@ class Beginning:
     ones find done. The copies are on the host, where they take no memory of the step.
 
     Args:
-        model: The model.
+        modules: The model, and other modules that the step may change.
         devices: Where the step computes.
+        batch: What the step is given; it may write to it.
 
     Examples:
         >>> drop = nn.Dropout()
-        >>> beginning = Beginning(drop, [])
+        >>> beginning = Beginning([drop], [])
         >>> drops = []
         >>> for _ in range(3):
         ...     beginning.next()
@@ -35,40 +37,77 @@ class Beginning:
         (True, True)
     """
 
-    def __init__(self, model: nn.Module, devices: Sequence[torch.device]) -> None:
-        self._model = model
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        devices: Sequence[torch.device],
+        batch: Sequence[Tensor] = (),
+    ) -> None:
+        self._modules = modules
         self._devices = devices
         self._states = random_states(*devices)
-        self._buffers = _copied(model)
-        self._set_up: list[tuple[Tensor, Tensor]] | None = None
+        self._buffers = _Buffers(modules)
+        self._set_up: _Buffers | None = None
+        self._batch = [_Given(tensor) for tensor in batch]
         self._runs = 0
 
     def next(self) -> None:
         """Make the next run begin where the others did."""
         if self._runs == 1:
-            self._set_up = _copied(self._model)
+            self._set_up = _Buffers(self._modules)
         elif self._set_up is not None:
-            _restore(self._set_up)
+            self._set_up.restore()
         self._runs += 1
-        restore_random_states(self._states, *self._devices)
+        self._restore_others()
 
     def restore(self) -> None:
-        """Put generators and buffers back as they were before the first run."""
-        _restore(self._buffers)
+        """Put generators, buffers and the batch back as before the first run."""
+        self._buffers.restore()
+        self._restore_others()
+
+    def _restore_others(self) -> None:
+        for content in self._batch:
+            content.restore()
         restore_random_states(self._states, *self._devices)
 
 
-def _copied(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    return [(buffer, _copy(buffer.detach())) for buffer in buffers_of(model)]
+class _Given:
+    """What is in a tensor of the batch, put back where it was written to.
+
+    Only there: one that is expanded or made for inference cannot be written to at all.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self._version = version_of(tensor)
+        self._copy = _copy(tensor.detach())
+
+    def restore(self) -> None:
+        if version_of(self._tensor) != self._version:
+            with torch.no_grad():
+                self._tensor.copy_(self._copy)
+            self._version = version_of(self._tensor)
+
+
+class _Buffers:
+    """The buffers of modules: which tensors they are, and what is in them.
+
+    All are written to: batch normalisation changes them without a new version.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._slots = [slot for module in modules for slot in buffer_slots(module)]
+        found = {id(b): b for _, _, b in self._slots if b is not None}
+        self._copies = [(b, _copy(b.detach())) for b in found.values()]
+
+    def restore(self) -> None:
+        put_in_place(self._slots)
+        with torch.no_grad():
+            for buffer, before in self._copies:
+                buffer.copy_(before)
 
 
 def _copy(tensor: Tensor) -> Tensor:
     if type(tensor) is Tensor and not tensor.is_meta:
         return tensor.to("cpu", copy=True)
     return tensor.clone()
-
-
-def _restore(copies: list[tuple[Tensor, Tensor]]) -> None:
-    with torch.no_grad():
-        for buffer, before in copies:
-            buffer.copy_(before)

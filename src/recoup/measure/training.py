@@ -8,12 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from recoup.backend.stash import Stash
+from recoup.backend.trees import tensors
 from recoup.core.errors import UsageError
 from recoup.measure.beginning import Beginning
+from recoup.measure.surroundings import surroundings
 
 _DEFAULTS = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -27,6 +30,8 @@ class TrainingStep:
         run: Runs forward and backward once.
         batch: The tensors it runs on, in any structure; they count as resident.
         device: Where it computes.
+        around: Other modules that it may change, as a loss with parameters.
+        leaves: Other tensors that gradients may be added to, as inputs.
         beginning: Where its runs begin, inside `untouched`.
     """
 
@@ -34,13 +39,22 @@ class TrainingStep:
     run: Callable[[], object]
     batch: Any
     device: torch.device
+    around: tuple[nn.Module, ...] = ()
+    leaves: tuple[Tensor, ...] = ()
     beginning: Beginning | None = None
 
     def begin(self) -> None:
         """Drop gradients, and make the next run the same step as those before it."""
-        self.model.zero_grad(set_to_none=True)
+        for leaf in self.all_leaves():
+            leaf.grad = None
         if self.beginning is not None:
             self.beginning.next()
+
+    def all_leaves(self) -> list[Tensor]:
+        """Return the parameters, and all else that gradients may be added to."""
+        modules = (self.model, *self.around)
+        found = [p for module in modules for p in module.parameters()]
+        return list({id(leaf): leaf for leaf in (*found, *self.leaves)}.values())
 
 
 def training_step(
@@ -68,11 +82,16 @@ def training_step(
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"this takes a model: got {type(model).__name__}.")
+    if any(map(is_lazy, (*model.parameters(), *model.buffers()))):
+        raise UsageError(
+            f"this {type(model).__name__} has parameters that get their shape at its "
+            "first call. Call it once on a batch before."
+        )
     where = torch.device(device) if device is not None else device_of(model)
     if step is not None:
         if batch is not None or loss is not None:
             raise UsageError("give either a step, or a batch with a loss: got both.")
-        return TrainingStep(model, step, None, where)
+        return _with_surroundings(TrainingStep(model, step, None, where), step)
     if batch is None:
         raise UsageError(
             "a step needs something to run on: got no batch. Give batch=, or step= "
@@ -96,12 +115,27 @@ def training_step(
             found = loss(output, target) if with_target else loss(output)
         _check_loss(found).backward()
 
-    return TrainingStep(model, run, batch, where)
+    return _with_surroundings(TrainingStep(model, run, batch, where), loss)
+
+
+def _with_surroundings(step: TrainingStep, function: object) -> TrainingStep:
+    """Return the step with what else its runs may change, so that it is put back."""
+    modules, captured = surroundings(function)
+    others = tuple(module for module in modules if module is not step.model)
+    found = [t for t in (*tensors(step.batch), *captured) if takes_gradient(t)]
+    return replace(step, around=others, leaves=tuple(found))
+
+
+def takes_gradient(tensor: Tensor) -> bool:
+    """Return whether backward adds to the gradient of a tensor."""
+    return tensor.requires_grad and (tensor.is_leaf or tensor.retains_grad)
 
 
 @contextmanager
 def untouched(step: TrainingStep) -> Iterator[TrainingStep]:
     """Yield a step whose runs leave nothing changed: gradients, buffers, generators.
+
+    That is of the model, of its batch, and of what else the step refers to.
 
     After each `TrainingStep.begin` it is the same step again, with the same random
     numbers. Gradients are taken off, so that each run starts as one after `zero_grad`
@@ -111,9 +145,9 @@ def untouched(step: TrainingStep) -> Iterator[TrainingStep]:
         UsageError: A run calls an optimizer of the model.
     """
     model = step.model
-    gradients = [(p, p.grad) for p in model.parameters()]
+    gradients = [(leaf, leaf.grad) for leaf in step.all_leaves()]
     stash = Stash(gradient for _, gradient in gradients if gradient is not None)
-    beginning = Beginning(model, _devices_of(step))
+    beginning = Beginning((model, *step.around), _devices_of(step), tensors(step.batch))
     for parameter, _ in gradients:
         parameter.grad = None
     try:
@@ -189,6 +223,12 @@ def _loss_in(output: Any) -> Any:
 
 
 def _check_loss(loss: Any) -> Tensor:
+    if isinstance(loss, Tensor) and not loss.requires_grad:
+        raise UsageError(
+            "a step needs a loss that depends on something that is trained: this one "
+            "requires no gradient. Leave `torch.no_grad`, and let parameters require "
+            "gradients."
+        )
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise UsageError(
