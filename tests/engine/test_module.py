@@ -9,7 +9,7 @@ import pickle
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from recoup import (
     CheckpointManager,
@@ -20,6 +20,7 @@ from recoup import (
     is_checkpointed,
     uncheckpoint_module,
 )
+from recoup.engine.active import open_regions
 from tests.support.steps import Block, Mlp, problems, step_differences
 from tests.support.twin import leftovers
 from tests.support.watching import CountingBackend, Memory, Replayed, saved_bytes
@@ -438,3 +439,34 @@ class TestCompiled:
         compiled(x).sum().backward()
         twin(x).sum().backward()
         assert torch.equal(model.widen.weight.grad, twin.widen.weight.grad)
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_region_that_is_taken_off_in_its_own_forward_is_ended(interrupted):
+    class Leaving(nn.Linear):
+        leaves = True
+
+        def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's name)
+            y = super().forward(input).exp()
+            if self.leaves:
+                uncheckpoint_module(self)
+            if self.leaves and interrupted:
+                raise KeyboardInterrupt
+            return y
+
+    layer = checkpoint_module(Leaving(2, 2))
+    x = torch.ones(2, requires_grad=True)
+    if interrupted:
+        with pytest.raises(KeyboardInterrupt):
+            layer(x)
+        layer.leaves = False
+        checkpoint_module(layer)(x).sum().backward()
+        with CheckpointProfiler() as profiler:
+            layer(x).sum().backward()
+        assert profiler.checkpoint_count() == 1
+        uncheckpoint_module(layer)
+    else:
+        layer(x).sum().backward()
+    assert not layer._forward_hooks
+    assert not open_regions()
+    assert list(leftovers()) == []

@@ -11,7 +11,7 @@ from recoup.backend.buffers import (
     BufferSlot,
     are_in_place,
     buffer_slots,
-    buffers_in,
+    buffers_of,
     put_in_place,
 )
 from recoup.backend.foreach import choose_all, copy_all
@@ -52,10 +52,10 @@ class Rollback:
     def remember(self) -> None:
         """Take note of how things stand."""
         self._states = random_states(self._device, with_numpy=False)
-        self._slots = buffer_slots(self._model)
-        buffers = buffers_in(self._slots)
+        buffers = buffers_of(self._model)
         if not _same(buffers, self._buffers):
             self._buffers = buffers
+            self._slots = buffer_slots(self._model)
             self._groups = [
                 (group, [buffer.detach().clone() for buffer in group])
                 for group in _alike(buffers)

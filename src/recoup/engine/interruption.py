@@ -14,10 +14,10 @@ from recoup.engine.active import end, is_innermost, is_open
 
 
 class _Calls(threading.local):
-    """The calls under way on this thread: who began in them, and in which frame."""
+    """The calls under way on this thread: by whom, in which frame, for whom."""
 
     def __init__(self) -> None:
-        self.stack: list[tuple[object, FrameType]] = []
+        self.stack: list[tuple[object, FrameType, object]] = []
 
 
 _CALLS = _Calls()
@@ -36,7 +36,7 @@ def begin_call(caller: object) -> object:
     owner = object()
     # Two up is torch's frame that runs the hooks and then forward. It is kept itself,
     # since its identity is soon another one's.
-    _CALLS.stack.append((owner, sys._getframe(2)))  # noqa: SLF001 (of Python)
+    _CALLS.stack.append((owner, sys._getframe(2), caller))  # noqa: SLF001 (of Python)
     return owner
 
 
@@ -45,6 +45,11 @@ def end_call(caller: object) -> object:
     if torch.compiler.is_compiling() or not _CALLS.stack:
         return caller
     return _CALLS.stack.pop()[0]
+
+
+def is_calling(caller: object) -> bool:
+    """Return whether a call of this one is under way on this thread."""
+    return any(other is caller for _, _, other in _CALLS.stack)
 
 
 def end_interrupted_calls() -> None:

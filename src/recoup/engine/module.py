@@ -16,6 +16,7 @@ from recoup.engine.interruption import (
     begin_call,
     end_call,
     end_interrupted_calls,
+    is_calling,
 )
 from recoup.engine.options import Options
 from recoup.engine.policies import Policy, recomputes_beside
@@ -155,6 +156,7 @@ class Attached:
     name: str
     options: Options
     handles: tuple[Any, ...] = ()
+    leaves: bool = False
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Open a region, if the module's flag says so."""
@@ -169,7 +171,10 @@ class Attached:
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         """Close the region, after an exception too."""
         del module, args, output
-        end(end_call(self))
+        if is_calling(self) or not self.leaves:
+            end(end_call(self))
+        if self.leaves and not is_calling(self):
+            self.handles[1].remove()
         # torch silences what a hook raises after an exception: we can only add to it.
         error = sys.exc_info()[1]
         advice = transform_advice(self.name, error)
@@ -177,10 +182,11 @@ class Attached:
             error.add_note(advice)
 
     def take_off(self, module: nn.Module) -> None:
-        """Remove the hooks."""
+        """Remove the hooks; the one that ends a call that is under way stays for it."""
         del module
         end_interrupted_calls()
-        for handle in self.handles:
+        self.leaves = is_calling(self)
+        for handle in self.handles[: 1 if self.leaves else 2]:
             handle.remove()
 
 
