@@ -391,3 +391,10 @@ def test_the_peak_of_an_allocator_is_frozen_on_leaving():
     more = torch.ones(1 << 20, device=device)
     assert meter.peak_bytes == peak_bytes
     del more
+
+
+def test_tensors_without_memory_count_only_where_they_are_asked_for():
+    with StorageMeter() as everywhere, StorageMeter("meta") as nowhere:
+        tensor = torch.ones(100, device="meta") + 1
+    assert everywhere.peak_bytes == 0
+    assert nowhere.live_bytes == tensor.nbytes

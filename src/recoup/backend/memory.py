@@ -155,7 +155,8 @@ class StorageMeter(OperatorMode):
     backward passes started there.
 
     Args:
-        device: Count only storages there; by default those of every device.
+        device: Count only storages there; by default those of every device that has
+            memory.
         block_bytes: Round every storage up to a multiple, as allocators do.
 
     Examples:
@@ -253,9 +254,11 @@ class StorageMeter(OperatorMode):
                 self._ledger.refresh(storage)
 
     def _add(self, storage: torch.UntypedStorage) -> None:
-        if self._device is None or _is_on(storage.device, self._device):
+        if _counts(storage.device, self._device):
             self._ledger.add(storage)
 
 
-def _is_on(actual: torch.device, wanted: torch.device) -> bool:
+def _counts(actual: torch.device, wanted: torch.device | None) -> bool:
+    if wanted is None:
+        return actual.type != "meta"  # where nothing has memory
     return actual.type == wanted.type and wanted.index in (None, actual.index)
