@@ -174,15 +174,41 @@ def test_what_is_still_there_is_used_where_it_is():
 def test_those_sent_before_are_started_as_far_as_the_window_allows():
     streams = SlowStreams()
     traffic = Traffic(streams, BufferPool(pinned=False))
+    given = sources(9)
+    parcels = [
+        traffic.send(source, source, window_bytes=WINDOW_BYTES) for source in given
+    ]
+    streams.drain()
+    used = [traffic.bring(parcels[8])]
+    started = [parcel.arriving is not None for parcel in parcels]
+    assert started == [False] * 4 + [True] + [False] * 4
+    used += [traffic.bring(parcels[number]) for number in (7, 6, 5)]
+    started = [parcel.arriving is not None for parcel in parcels]
+    assert started == [False] + [True] * 4 + [False] * 4
+    traffic.bring(parcels[4])
+    assert parcels[0].arriving is not None
+    # The window had these: copied or not, they are used where they are.
+    assert [int(storage[0]) for storage in used] == [8, 7, 6, 5]
+    assert [storage.data_ptr() for storage in used] == [
+        source.data_ptr() for source in reversed(given[5:])
+    ]
+
+
+def test_what_was_asked_for_holds_up_nothing_if_it_is_not_dropped():
+    streams = SlowStreams()
+    traffic = Traffic(streams, BufferPool(pinned=False))
     parcels = [
         traffic.send(source, source, window_bytes=WINDOW_BYTES) for source in sources(9)
     ]
     streams.drain()
-    traffic.bring(parcels[8])
-    started = [parcel.arriving is not None for parcel in parcels]
-    assert started == [False] * 4 + [True] * 4 + [False]
-    traffic.bring(parcels[7])
-    assert parcels[3].arriving is not None
+    traffic._task = 1  # as in a backward that retains its graph
+    for number in reversed(range(9)):
+        traffic.bring(parcels[number])
+        if number:
+            earlier = parcels[number - 1]
+            assert earlier.source is not None or earlier.arriving is not None
+    traffic.end(1)
+    assert traffic.under_way_bytes == 0
 
 
 def test_a_change_while_it_is_copied_is_an_error():

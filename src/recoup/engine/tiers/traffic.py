@@ -68,8 +68,9 @@ class Traffic:
     calling thread never waits, which matters because it runs ahead of the device: by
     its own clock nearly all copies of a forward are under way when the forward ends.
 
-    In: whoever asks for a parcel also starts those that were sent before it, because
-    backward needs them in the opposite order, as many as fit in the window. The
+    In: what was sent last is asked for first, and used where it is if the window still
+    has it, whether its copy has run or not. Whoever asks for a parcel also starts those
+    that were sent before it, as many as fit in the window. The
     memory is that of the computing stream and the copy is queued behind what that
     stream has been given so far, so that memory can be reused without
     `record_stream`, which would free late.
@@ -86,6 +87,7 @@ class Traffic:
         self._streams = streams
         self._pool = pool
         self._leaving: deque[Parcel] = deque()
+        self._spent: dict[Parcel, None] = {}  # of these, asked for or dropped since
         self._arriving: dict[Parcel, None] = {}
         self._last: Parcel | None = None
         self._task = -1
@@ -123,7 +125,7 @@ class Traffic:
     def bring(self, parcel: Parcel) -> Tensor:
         """Return a parcel's storage on the device, and start those sent before it."""
         with self._lock:
-            self._release_copied()
+            self._release_spent()
             if parcel.error is not None:
                 raise ChangedTensorError(parcel.error)
             storage = self._arrived(parcel)
@@ -159,6 +161,8 @@ class Traffic:
                 self._give_back(parcel)
             elif self._task == -1:
                 self.settle(parcel)
+            else:
+                self._spent[parcel] = None
 
     def end(self, task: int) -> None:
         """Let go of what a backward had brought back for nobody, or let go of."""
@@ -169,6 +173,7 @@ class Traffic:
                     self._forget_arriving(parcel)
                 for parcel in [other for other in self._leaving if other.is_dropped]:
                     self.settle(parcel)
+                self._release_copied()
 
     def _release_copied(self) -> None:
         leaving = self._leaving
@@ -178,6 +183,14 @@ class Traffic:
             if not copied.query():
                 break
             self._release(leaving.popleft())
+
+    def _release_spent(self) -> None:
+        for parcel in list(self._spent):
+            copied = parcel.copied
+            assert copied is not None, "set when it was sent"
+            if copied.query():
+                self._leaving.remove(parcel)
+                self._release(parcel)
 
     def _settle(self, parcel: Parcel) -> None:
         assert parcel.copied is not None, "set when it was sent"
@@ -190,6 +203,7 @@ class Traffic:
             parcel.error = str(changed(guard, parcel.version))
         parcel.source = parcel.guard = None
         self.under_way_bytes -= parcel.nbytes
+        self._spent.pop(parcel, None)
         if parcel.is_dropped:
             self._give_back(parcel)
 
@@ -204,6 +218,7 @@ class Traffic:
         if source is not None and guard is not None:
             if version_of(guard) != parcel.version:
                 raise changed(guard, parcel.version)
+            self._spent[parcel] = None
             return source
         if parcel.arriving is None:
             self._start(parcel)
@@ -249,15 +264,15 @@ class Traffic:
             earlier = earlier.before
 
     def _make_room(self, parcel: Parcel) -> None:
-        """Wait, in the device's order, for copies that nobody wants any more."""
+        """Wait, in the device's order, for copies of what has been asked for."""
         room_bytes = parcel.window_bytes - parcel.nbytes
         if self.under_way_bytes <= room_bytes or parcel.source is not None:
             return
-        for unwanted in [other for other in self._leaving if other.is_dropped]:
+        for spent in list(self._spent):
             if self.under_way_bytes <= room_bytes:
                 break
-            self._leaving.remove(unwanted)
-            self._settle(unwanted)
+            self._leaving.remove(spent)
+            self._settle(spent)
 
     def _forget_arriving(self, parcel: Parcel, *, waited: bool = False) -> None:
         """Let go of memory that is being copied to, once that is in order."""
