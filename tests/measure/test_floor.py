@@ -1,6 +1,7 @@
 """The measured step: its graph says to the byte what a real step takes."""
 
 import time
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 
 from benchmarks.zoo.cases import CASES
 from recoup.backend.memory import StorageMeter, device_meter
-from recoup.backend.timers import OperatorTimer
+from recoup.backend.timers import Laps, OperatorTimer
 from recoup.core.simulation import simulate
 from recoup.engine.plans import Applied
 from recoup.engine.runs import Cuts
@@ -95,3 +96,103 @@ def test_an_interruption_of_an_operator_that_may_not_run_again_does_not_count(na
     graph = graph_of(seen.trace, seen.timer.seconds, blocks=seen.cuts)
     assert sum(op.name.startswith(name) for op in graph.operations) == 4
     assert graph.forward_seconds < 0.1
+
+
+def unmeasured():
+    """Return a graph whose operators take a second each, and the floor's time of it."""
+    step = described("llama")
+    graph = measure_floor(step)
+    graph = replace(
+        graph,
+        operations=tuple(replace(each, seconds=1.0) for each in graph.operations),
+        step_seconds=3.0 * len(graph.operations),
+        recording_seconds=0.0,
+    )
+    return graph, simulate(graph, recompute_all(graph)).seconds
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.99, 1.3, 2.0, float("inf")])
+def test_what_operators_do_not_explain_is_recordings_beyond_what_the_host_takes(share):
+    graph, explained = unmeasured()
+    plain = graph.step_seconds
+    measured = 1.5 * explained
+    found = floor.calibrated(graph, measured, host_seconds=share * plain)
+    assert simulate(found, recompute_all(found)).seconds == pytest.approx(measured)
+    late = min(max(0.0, share - 1) * plain, measured - explained)
+    assert simulate(found, ()).seconds == pytest.approx(plain + late)
+
+
+def test_operators_that_take_longer_than_the_step_overlapped_in_it():
+    graph, explained = unmeasured()
+    found = floor.calibrated(graph, explained / 2, host_seconds=0.0)
+    assert simulate(found, recompute_all(found)).seconds == pytest.approx(explained / 2)
+    assert simulate(found, ()).seconds == pytest.approx(graph.step_seconds / 2)
+
+
+class Slow(nn.Module):
+    """Keeps the host for some time, and has no block."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.seconds = seconds
+        self.seen: list[bool] = []
+
+    def forward(self, x):
+        self.seen.append(torch.is_grad_enabled())
+        time.sleep(self.seconds)
+        return self.layer(x)
+
+
+def test_the_host_of_a_plain_step_is_timed_without_gradients():
+    model = Slow(0.02)
+    step = training_step(model, torch.ones(1, 2), loss=torch.sum)
+    calls = [((torch.ones(1, 2),), {}), ((), {"x": torch.ones(3, 2)})]
+    seconds = floor.plain_host_seconds(step, calls)
+    assert 0.04 <= seconds / floor.STEP_BY_FORWARD < 1
+    assert model.seen == [False, False]
+
+
+class Differentiating(nn.Module):
+    """Takes a gradient in its forward."""
+
+    def forward(self, x):
+        return torch.autograd.grad((x * x).sum(), x, create_graph=True)[0]
+
+
+def test_a_model_that_needs_gradients_in_forward_is_taken_for_the_hosts():
+    x = torch.ones(2, requires_grad=True)
+    step = training_step(Differentiating(), x, loss=torch.sum)
+    assert floor.plain_host_seconds(step, [((x,), {})]) == float("inf")
+
+
+class Issued:
+    """A device that takes note of when it is waited for, and of what it is given."""
+
+    type = "elsewhere"
+
+    def __init__(self) -> None:
+        self.given: list[str] = []
+
+
+def test_beside_a_device_steps_are_timed_in_a_row_after_one_that_does_not_count(
+    monkeypatch,
+):
+    device = Issued()
+
+    class Counted(Laps):
+        def mark(self) -> None:
+            device.given.append("mark")
+
+        def seconds(self) -> list[float]:
+            device.given.append("wait")
+            return [0.3, 0.2]
+
+    monkeypatch.setattr(floor, "Laps", Counted)
+    step = training_step(Slow(0.0), torch.ones(1, 2), loss=torch.sum)
+
+    def run() -> None:
+        device.given.append("run")
+
+    assert floor.time_step(replace(step, run=run, device=device)) == 0.2
+    assert device.given == ["run", "mark"] * 3 + ["wait"]

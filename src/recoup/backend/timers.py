@@ -1,6 +1,7 @@
 """How long an operator takes: by events on an accelerator, by the clock elsewhere."""
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable
 from functools import partial
@@ -30,6 +31,42 @@ class Timer(Protocol):
     def seconds(self, number: int) -> float:
         """Return how long one call took."""
         ...
+
+
+class Laps:
+    """The times between points in the work of a device, which nobody waits for.
+
+    Args:
+        device: Where the work is done.
+
+    Examples:
+        >>> laps = Laps(torch.device("cpu"))
+        >>> for _ in range(3):
+        ...     laps.mark()
+        >>> len(laps.seconds())
+        2
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: list[Any] = []
+
+    def mark(self) -> None:
+        """Take note of the point that the device's work has reached."""
+        if self._device.type == "cpu":
+            self._marks.append(time.perf_counter())
+        else:
+            event = torch.Event(self._device, enable_timing=True)
+            event.record()
+            self._marks.append(event)
+
+    def seconds(self) -> list[float]:
+        """Wait for the last point, and return the times between them."""
+        between = list(itertools.pairwise(self._marks))
+        if self._device.type == "cpu":
+            return [stop - start for start, stop in between]
+        self._marks[-1].synchronize()
+        return [start.elapsed_time(stop) / 1000 for start, stop in between]
 
 
 class OperatorTimer:

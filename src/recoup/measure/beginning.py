@@ -51,8 +51,16 @@ class Beginning:
         self._batch = [_Given(tensor) for tensor in batch]
         self._runs = 0
 
-    def next(self) -> None:
-        """Make the next run begin where the others did."""
+    def next(self, *, waiting: bool = True) -> None:
+        """Make the next run begin where the others did.
+
+        Args:
+            waiting: False leaves the buffers as they are: to put them back, the host
+                waits for an accelerator.
+        """
+        if not waiting:
+            restore_random_states(self._states, *self._devices)
+            return
         if self._runs == 1:
             self._set_up = _Buffers(self._modules)
         elif self._set_up is not None:

@@ -43,12 +43,17 @@ class TrainingStep:
     leaves: tuple[Tensor, ...] = ()
     beginning: Beginning | None = None
 
-    def begin(self) -> None:
-        """Drop gradients, and make the next run the same step as those before it."""
+    def begin(self, *, waiting: bool = True) -> None:
+        """Drop gradients, and make the next run the same step as those before it.
+
+        Args:
+            waiting: False if the host must not wait for the device: then buffers are
+                those that the last run left.
+        """
         for leaf in self.all_leaves():
             leaf.grad = None
         if self.beginning is not None:
-            self.beginning.next()
+            self.beginning.next(waiting=waiting)
 
     def all_leaves(self) -> list[Tensor]:
         """Return the parameters, and all else that gradients may be added to."""
