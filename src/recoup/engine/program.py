@@ -51,22 +51,23 @@ class Program:
         later = set(wanted)
         # Backwards: whoever reads a value comes after the one that made it.
         for index in range(max(required, default=-1), -1, -1):
-            if index in required:
-                operation = operations[index]
-                mentioned: list[Value] = []
-                operation.collect_reads(mentioned)
-                for value in mentioned:
+            if index not in required:
+                continue
+            operation = operations[index]
+            frees = [value for value in operation.outputs if value not in later]
+            if operation.writes:
+                self._note_writes(operation, frees, later)
+            for value in operation.reads():
+                # One that was met before is among the roots or required already.
+                if value not in later:
+                    later.add(value)
+                    frees.append(value)
                     if value.hold is None:
                         required.add(value.producer)
                     else:
                         roots[value] = None
-                mentioned.extend(operation.outputs)
-                if operation.writes:
-                    self._note_writes(operation, mentioned, later)
-                frees = [value for value in mentioned if value not in later]
-                later.update(frees)
-                self._frees.append(frees)
-                self.operations.append(operation)
+            self._frees.append(frees)
+            self.operations.append(operation)
         assert OUTSIDE not in required, "a value without a producer is held"
         self._frees.reverse()
         self.operations.reverse()
@@ -74,7 +75,7 @@ class Program:
         self.roots = list(roots)
 
     def _note_writes(
-        self, operation: Operation, mentioned: list[Value], later: set[Value]
+        self, operation: Operation, frees: list[Value], later: set[Value]
     ) -> None:
         """Find out which values an operation must not write to itself."""
         copied = [
@@ -84,7 +85,7 @@ class Program:
         ]
         if copied:
             self._copies[operation] = copied
-        mentioned.extend(after for _, after in operation.writes)
+        frees.extend(after for _, after in operation.writes if after not in later)
 
     def run(self, observe: Observe | None = None) -> Live:
         """Run the operations again and return the wanted values.

@@ -132,12 +132,14 @@ class Region:
                 value.producer = index
                 value.born = None
         tape.operations = operations
-        tape.saved = dict.fromkeys(wanted)
+        if len(wanted) < len(tape.saved):
+            tape.saved = dict.fromkeys(wanted)
         take_note(self._check, self._key, operations)
         tape.placement.place_roots(roots)
-        for value in roots:
-            if tape.written:
+        if tape.written:
+            for value in roots:
                 self._settle_state(value)
+        for value in roots:
             hold = value.hold
             assert hold is not None, "roots are held"
             value.born = None

@@ -132,11 +132,6 @@ class Operation:
     def reads(self) -> list[Value]:
         """Return the values it takes."""
         found: list[Value] = []
-        self.collect_reads(found)
-        return found
-
-    def collect_reads(self, found: list[Value]) -> None:
-        """Append the values it takes to a list."""
         args = self.args
         for place in self.places:
             reference = args[place]
@@ -149,6 +144,7 @@ class Operation:
                 _collect(reference, found)
         for name in self.names:
             _collect(self.kwargs[name], found)
+        return found
 
     @property
     def operator(self) -> Operator:
