@@ -64,9 +64,10 @@ class Recall:
 
     def count_down(self, value: Value) -> None:
         """Take note of one use less to come."""
-        left = self._pending.get(value, 0) - 1
+        pending = self._pending
+        left = pending.get(value, 0) - 1
         if left > 0:
-            self._pending[value] = left
+            pending[value] = left
         elif left == 0:
-            self._pending.pop(value, None)
+            pending.pop(value, None)
             free(value, self.live)
