@@ -1,5 +1,6 @@
 """Writes happen once, in forward; a replay reproduces the version that was saved."""
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -407,3 +408,39 @@ def test_storages_of_dead_tensors_are_not_confused_with_new_ones():
         return {"x": x.grad}
 
     assert compare(step, always) == []
+
+
+class Scaled(nn.Module):
+    """Uses its parameter as it is, and needs a value that the parameter made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).tanh().sin()
+
+
+def gradient_after_other_memory(region) -> Tensor:
+    torch.manual_seed(0)
+    model, x = Scaled(), torch.randn(3, dtype=torch.float64)
+    for other_memory in (False, False, True):  # verified by then
+        model.weight.grad = None
+        with region:
+            y = model(x)
+        if other_memory:
+            model.weight.data = torch.randn(3, dtype=torch.float64)
+        y.sum().backward()
+    assert model.weight.grad is not None
+    return model.weight.grad
+
+
+def test_a_parameter_that_got_other_memory_before_backward_is_an_error():
+    with pytest.raises(ChangedTensorError, match=r"mul.*`\.data`"):
+        gradient_after_other_memory(CheckpointScope("block"))
+
+
+def test_where_nothing_is_replayed_other_memory_is_seen_as_without_a_region():
+    expected = gradient_after_other_memory(contextlib.nullcontext())
+    kept = CheckpointScope("block", use_recomputation=False)
+    assert torch.equal(gradient_after_other_memory(kept), expected)

@@ -17,16 +17,28 @@ class Attached:
     def __init__(self) -> None:
         self._holds: list[tuple[Hold, int]] = []
 
-    def hold(self, tensor: Tensor, geometry: Geometry | None = None) -> Hold:
-        """Return a hold of a tensor with a storage, to be given back in a geometry."""
+    def hold(
+        self, tensor: Tensor, address: int, geometry: Geometry | None = None
+    ) -> Hold:
+        """Return a hold of a tensor.
+
+        Args:
+            tensor: The tensor.
+            address: The address of its storage.
+            geometry: The geometry to give it back in, if that is not its own.
+        """
         if tensor.requires_grad:
-            # A leaf has no graph and cannot get one; `alias` knows, but takes longer.
-            return Hold(tensor if tensor.is_leaf else alias(tensor), geometry)
+            if not tensor.is_leaf:
+                return Hold(alias(tensor), geometry)
+            # It has no graph and cannot get one, but it can be given other memory.
+            hold = Hold(tensor, geometry)
+            hold.address = address
+            return hold
         if type(tensor) is not Tensor:
             return Hold(alias(tensor), geometry)
         hold = Hold(tensor, geometry)
         if hold.version != -1:  # an inference tensor never gets a graph
-            self._holds.append((hold, storage_address(tensor)))
+            self._holds.append((hold, address))
         return hold
 
     def part_from(self, tensor: Tensor) -> None:

@@ -212,6 +212,8 @@ def _fetch(value: Value, live: Live, operation: Operation) -> Tensor:
     if tensor is None:
         hold = value.hold
         assert hold is not None, "a value is run, or held, before it is used"
+        if hold.address is not None:
+            hold.check_memory(operation.kernel.facts.name)
         tensor = live[value] = hold.fetch(operation.kernel.facts.name)
     return tensor
 

@@ -107,7 +107,8 @@ class Tape:
         Raises:
             NotImplementedError: The tensor has no storage.
         """
-        value = self._current.get(storage_address(tensor))
+        address = storage_address(tensor)
+        value = self._current.get(address)
         tainted = bool(self.tainted) and value in self.tainted
         if value is not None and value.producer != OUTSIDE and not tainted:
             return self._viewed(value, tensor)
@@ -128,13 +129,15 @@ class Tape:
             and held.version == version_of(tensor)
         ):
             return held  # a parameter, or a view of one, as an operation used it
-        hold = self.attached.hold(tensor)
+        hold = self.attached.hold(tensor, address)
         if value is None:
             value = self._admit(tensor)
         if held is None:
             # One that was given up lies as it was made wherever it was used before.
             lies = value.geometry
-            value.hold = hold if lies is None else self.attached.hold(tensor, lies)
+            value.hold = (
+                hold if lies is None else self.attached.hold(tensor, address, lies)
+            )
             value.born = weakref.ref(tensor)
             value.is_spare = lies is None
         return hold
@@ -149,7 +152,8 @@ class Tape:
         Raises:
             NotImplementedError: The tensor has no storage.
         """
-        value = self._current.get(storage_address(tensor))
+        address = storage_address(tensor)
+        value = self._current.get(address)
         if value is None:
             value = self._admit(tensor)
         elif self.tainted and read and value in self.tainted:
@@ -160,7 +164,7 @@ class Tape:
             value.is_spare = False
             return self._viewed(value, tensor)
         if value.hold is None and value.producer == OUTSIDE:
-            value.hold = self.attached.hold(tensor, value.geometry)
+            value.hold = self.attached.hold(tensor, address, value.geometry)
             value.born = weakref.ref(tensor)
         return self._viewed(value, tensor)
 

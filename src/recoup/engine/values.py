@@ -173,6 +173,7 @@ class Hold:
 
     Attributes:
         version: The tensor's version when it was used, or None while it is not known.
+        address: The address of a leaf's storage, which somebody may replace by another.
         tier: Where the value is to be kept, if not on its device.
         stored: The value in its tier, once it has been put there.
     """
@@ -181,6 +182,7 @@ class Hold:
     packed: Any = None
     unpack: Unpack | None = None
     geometry: Geometry | None = None
+    address: int | None = None
     guard: Tensor | None = None
     tier: Tier | None = None
     stored: Deposit | None = None
@@ -290,11 +292,27 @@ class Hold:
                 else f"was changed in place before backward (it is at version "
                 f"{version_of(tensor)}, the region used version {self.version})"
             )
-            raise ChangedTensorError(
-                f"a tensor of shape {tuple(tensor.shape)} and type {tensor.dtype} that "
-                f"{user} used inside a checkpointed region {happened}. Change it after "
-                "backward, or give the region a clone of it."
-            )
+            raise changed_tensor(tensor, user, happened)
+
+    def check_memory(self, user: str) -> None:
+        """Raise if the tensor got other memory since: a replay would see that.
+
+        Plain autograd sees it too where it saved the very tensor, so backward's own
+        look at a value is not checked.
+        """
+        tensor = self.tensor
+        if tensor is not None and storage_address(tensor) != self.address:
+            happened = "was given other memory, by an assignment to `.data`"
+            raise changed_tensor(tensor, user, happened)
+
+
+def changed_tensor(tensor: Tensor, user: str, happened: str) -> ChangedTensorError:
+    """Return the error for a tensor that is not what a region used any more."""
+    return ChangedTensorError(
+        f"a tensor of shape {tuple(tensor.shape)} and type {tensor.dtype} that {user} "
+        f"used inside a checkpointed region {happened}. Change it after backward, or "
+        "give the region a clone of it."
+    )
 
 
 def can_move(tensor: Tensor, tier: Tier) -> bool:
