@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
-from recoup.measure.blocks import block_names
+from recoup.engine.blocks import block_names
 from recoup.measure.peers import PEERS, Context, plain
 
 __all__ = ["PEERS", "Compiled", "Context", "plain"]

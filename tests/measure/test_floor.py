@@ -12,10 +12,10 @@ from benchmarks.zoo.cases import CASES
 from recoup.backend.memory import StorageMeter, device_meter
 from recoup.backend.timers import Laps, OperatorTimer
 from recoup.core.simulation import simulate
+from recoup.engine.blocks import block_names
 from recoup.engine.plans import Applied
 from recoup.engine.runs import Cuts
 from recoup.measure import floor
-from recoup.measure.blocks import block_names
 from recoup.measure.floor import measure_floor, run_step
 from recoup.measure.graphs import graph_of, recompute_all
 from recoup.measure.observation import Instruments, observe

@@ -264,6 +264,10 @@ def table(
     precision: Annotated[
         str, typer.Option(help="What mixed precision computes in: bf16, fp16, auto.")
     ] = "auto",
+    segment_size: Annotated[
+        int | None,
+        typer.Option(help="Blocks to recompute together; by default each by itself."),
+    ] = None,
     json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -273,7 +277,7 @@ def table(
     from recoup.cli.targets import load_target
     from recoup.cli.work import table_target
 
-    found = table_target(load_target(target), precision)
+    found = table_target(load_target(target), precision, segment_size)
     if json:
         rows = [
             {"name": row.name, "peak_bytes": row.peak_bytes, "seconds": row.seconds}

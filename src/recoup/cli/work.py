@@ -154,7 +154,9 @@ def compare_target(
         )
 
 
-def table_target(target: Target, precision: str) -> Comparison:
+def table_target(
+    target: Target, precision: str, segment_size: int | None = None
+) -> Comparison:
     """Measure the four rows for the user's model."""
     loss, batch = target.loss, target.batch
 
@@ -175,6 +177,7 @@ def table_target(target: Target, precision: str) -> Comparison:
             optimizer=target.optimizer,
             loss_fn=loss,
             precision=precision,
+            checkpoint_segment_size=segment_size,
         )
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from recoup.backend.compiled import call_slot, is_compiled
 from recoup.core.errors import UnsupportedError, UsageError
 from recoup.engine.active import begin, end, skip, transform_advice
+from recoup.engine.blocks import segment_names
 from recoup.engine.interruption import (
     begin_call,
     end_call,
@@ -19,8 +20,10 @@ from recoup.engine.interruption import (
     is_calling,
 )
 from recoup.engine.options import Options
+from recoup.engine.plans import Applied
 from recoup.engine.policies import Policy, recomputes_beside
 from recoup.engine.rerun import rerun
+from recoup.engine.runs import Segments
 from recoup.engine.tiers.protocol import Tier
 from recoup.engine.verification import LEDGER, Verify, check_verify
 
@@ -34,7 +37,7 @@ _KNOWN: WeakSet[nn.Module] = WeakSet()
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def checkpoint_module(
+def checkpoint_module(  # noqa: PLR0913 (options by keyword)
     module: Model,
     *,
     name: str | None = None,
@@ -42,8 +45,9 @@ def checkpoint_module(
     verify: Verify = "first",
     cache: bool = False,
     store: Tier | None = None,
+    segment_size: int | None = None,
 ) -> Model:
-    """Run every forward of a module in a region.
+    """Run every forward of a module in a region, or in one for every few blocks.
 
     The module stays the same object with the same parameters, and its `state_dict` has
     the same keys. Set `module.use_gradient_checkpointing = False` to do without in
@@ -57,13 +61,20 @@ def checkpoint_module(
         verify: As for `CheckpointScope`.
         cache: As for `CheckpointScope`.
         store: As for `CheckpointScope`.
+        segment_size: Run this many of the module's blocks at a time in a region, as
+            they follow each other in its forward, instead of all in one; the last
+            region has what is left. Blocks are its repeated parts: layers, not an
+            embedding, a stem or a head. Those that have a region of their own keep
+            it and do not count. Larger segments hold fewer inputs and have more alive
+            at once in backward; each block is recomputed once at any size.
 
     Returns:
         The module.
 
     Raises:
-        UsageError: It is no module, or has been given a region already.
-        UnsupportedError: It is compiled, and given a store.
+        UsageError: It is no module, or has been given a region already; or it is to
+            be cut in segments and has no blocks to cut between.
+        UnsupportedError: It is compiled, and given a store or a segment size.
 
     Examples:
         >>> import torch
@@ -72,6 +83,10 @@ def checkpoint_module(
         >>> sorted(layer.state_dict())
         ['0.bias', '0.weight']
         >>> _ = uncheckpoint_module(layer)
+        >>> model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(12)))
+        >>> model = checkpoint_module(model, segment_size=4)  # three regions
+        >>> model(torch.ones(2, 4)).sum().backward()
+        >>> _ = uncheckpoint_module(model)
     """
     _require_module(module)
     if _ATTACHED in module.__dict__:
@@ -88,14 +103,17 @@ def checkpoint_module(
         store=store,
     )
     name = name or type(module).__name__
-    if is_compiled(module):
+    attached: Attached | Replaced | Segmented
+    if segment_size is not None:
+        attached = _segment(module, segment_size, options)
+    elif is_compiled(module):
         if store is not None:
             raise UnsupportedError(
                 f"this {type(module).__name__} is compiled: it is called again in "
                 f"backward and keeps nothing that {store!r} could hold. Leave out "
                 "store, or checkpoint the module before compiling it."
             )
-        attached: Attached | Replaced = _replace(module)
+        attached = _replace(module)
     else:
         attached = Attached(name, options)
         _forget_at_its_end(module)
@@ -129,6 +147,22 @@ def is_checkpointed(module: nn.Module) -> bool:
     """Return whether the module's next forward will run in a region."""
     _require_module(module)
     return _ATTACHED in module.__dict__ and bool(module.__dict__.get(_FLAG))
+
+
+def free_blocks(module: nn.Module) -> tuple[str, ...]:
+    """Return the paths of the blocks that a segment may have: those without a region.
+
+    Examples:
+        >>> layers = [nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(3)]
+        >>> _ = checkpoint_module(layers[1])
+        >>> free_blocks(nn.Sequential(*layers))
+        ('0', '2')
+    """
+    return tuple(
+        name
+        for name in segment_names(module)
+        if not is_checkpointed(module.get_submodule(name))
+    )
 
 
 def _require_module(module: object) -> None:
@@ -188,6 +222,43 @@ class Attached:
         self.leaves = is_calling(self)
         for handle in self.handles[: 1 if self.leaves else 2]:
             handle.remove()
+
+
+@dataclass
+class Segmented:
+    """Runs the blocks of a module in regions, several in each."""
+
+    applied: Applied
+
+    def take_off(self, module: nn.Module) -> None:
+        """Remove the hooks."""
+        del module
+        self.applied.remove()
+
+
+def _segment(module: nn.Module, size: object, options: Options) -> Segmented:
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise UsageError(f"segment_size is a whole number from 1: got {size!r}.")
+    kind = type(module).__name__
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        raise UsageError(
+            f"segment_size={size} cuts the forward of a module, and this {kind} has "
+            "none. Give the module that runs its members."
+        )
+    if is_compiled(module):
+        raise UnsupportedError(
+            f"segment_size={size} cannot be had of this {kind}: it has compiled parts, "
+            "which are called again one by one. Cut it before compiling it, or leave "
+            "out segment_size and checkpoint its blocks."
+        )
+    blocks = free_blocks(module)
+    if len(blocks) < 2:
+        raise UsageError(
+            f"segment_size={size} runs blocks that follow each other in one region: "
+            f"found {len(blocks)} of them in this {kind}. Give the part that has "
+            "several, or put a CheckpointScope around what belongs together."
+        )
+    return Segmented(Applied(module, Segments(blocks, size, options), flag=_FLAG))
 
 
 @dataclass

@@ -14,16 +14,26 @@ from recoup.backend.graph import records_gradients
 from recoup.backend.hooks import forward_pre_hooks
 from recoup.core.errors import PlanError, UnsupportedError, UsageError
 from recoup.core.plan import Plan
-from recoup.engine.runs import Cuts, CuttingRun, Episode, Run, Script
+from recoup.engine.runs import (
+    Cuts,
+    CuttingRun,
+    Episode,
+    Run,
+    Script,
+    SegmentedRun,
+    Segments,
+)
 from recoup.engine.verification import Verify
 
 Choose = Callable[[tuple[Any, ...], dict[str, Any]], Plan | None]
 """Returns the plan for a call of the model with these arguments; None: keep all."""
 
+_AnyRun = Run | CuttingRun | SegmentedRun
+
 
 class _Runs(threading.local):
     def __init__(self) -> None:
-        self.stack: list[tuple[Applied, Run | CuttingRun | None]] = []
+        self.stack: list[tuple[Applied, _AnyRun | None]] = []
         self.episodes: WeakKeyDictionary[Applied, Episode] = WeakKeyDictionary()
 
 
@@ -35,9 +45,10 @@ class Applied:
     Args:
         model: The model.
         plan: The plan, or a function that chooses one for the arguments of each call,
-            or cuts.
+            or cuts, or segments.
         modules: With a function: the paths of all modules that its plans may name.
-        verify: As for `CheckpointScope`.
+        verify: As for `CheckpointScope`; segments have options of their own.
+        flag: An attribute of the model that says whether the plan is in force.
 
     Raises:
         PlanError: The plan names a module that the model does not have.
@@ -48,10 +59,11 @@ class Applied:
     def __init__(
         self,
         model: nn.Module,
-        plan: Plan | Choose | Cuts,
+        plan: Plan | Choose | Cuts | Segments,
         *,
         modules: Iterable[str] = (),
         verify: Verify = "first",
+        flag: str | None = None,
     ) -> None:
         if is_compiled(model):
             raise UnsupportedError(
@@ -68,11 +80,12 @@ class Applied:
             )
         self._plan = plan
         self._verify: Verify = verify
+        self._flag = flag
         self._scripts: dict[int, tuple[Plan, Script]] = {}
         names = set(modules)
         if isinstance(plan, Plan):
             names |= {place.module for place in Script(plan).places()}
-        elif isinstance(plan, Cuts):
+        elif isinstance(plan, Cuts | Segments):
             names |= set(plan.modules)
         self._modules = sorted(names - {""})
         self._handles: list[Any] = []
@@ -107,14 +120,14 @@ class Applied:
             handle.remove()
         self._handles = []
 
-    def _run(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Run | CuttingRun | None:
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _AnyRun | None:
         if not records_gradients():
             return None
         plan = self._plan
         if isinstance(plan, Cuts):
             return CuttingRun(plan)
+        if isinstance(plan, Segments):
+            return SegmentedRun(plan)
         if not isinstance(plan, Plan):
             plan = plan(args, kwargs)
         if plan is None or not plan.spans:
@@ -137,8 +150,11 @@ class Applied:
     def _begin(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        del model
-        self.begin(args, kwargs)
+        if self._flag is None or model.__dict__.get(self._flag, False):
+            self.begin(args, kwargs)
+        else:
+            self._close_interrupted()
+            _RUNS.stack.append((self, None))
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take note that the model is called with these arguments."""
@@ -238,10 +254,11 @@ def _refuse_two_plans(model: nn.Module) -> None:
             if isinstance(getattr(hook, "__self__", None), Applied):
                 part = f"the part {name!r} of it" if name else "it"
                 raise UsageError(
-                    f"this {type(model).__name__} cannot get a plan: one is in force "
-                    f"on {part} already. Take that off first, with `remove` of what "
-                    "recoup.fit, recoup.apply_plan or the manager returned, or use a "
-                    "copy of the model that was made before."
+                    f"this {type(model).__name__} cannot get a plan or segments: one "
+                    f"is in force on {part} already. Take that off first, with "
+                    "`remove` of what recoup.fit, recoup.apply_plan or the manager "
+                    "returned, segments with uncheckpoint_module, or use a copy of the "
+                    "model that was made before."
                 )
 
 

@@ -2,7 +2,7 @@
 
 import itertools
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from recoup.backend.graph import Pack, Unpack, ambient_hooks
 from recoup.core.plan import Place, Plan, Span
@@ -88,6 +88,75 @@ class CuttingRun:
         """End the last region."""
         if self._open is not None:
             end(self._open)
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Instead of a plan: so many blocks as forward runs in a row are one region.
+
+    Attributes:
+        modules: The paths of the blocks.
+        size: How many make a region.
+        options: How the regions treat what autograd saves.
+        mark: What verification tells these regions from others by; a copy has another.
+    """
+
+    modules: tuple[str, ...]
+    size: int
+    options: Options
+    mark: object = field(default_factory=object, compare=False, repr=False)
+
+
+class SegmentedRun:
+    """One forward of a model whose blocks run in regions, several in each.
+
+    Blocks are counted as they are left, so that it does not matter in which order
+    forward runs them, nor whether it leaves some out. No region goes on beyond the
+    last of them, where each has run as often as the others.
+    """
+
+    def __init__(self, segments: Segments) -> None:
+        self._segments = segments
+        self._open: object = None
+        self._begun = 0
+        self._inside = 0
+        self._left = 0
+        self._hooks = ambient_hooks()
+
+    def reach(self, module: str, *, entering: bool) -> None:
+        """Begin a region before a block that is in none, end it after its last."""
+        if _are_foreign(self._hooks):
+            return
+        if entering:
+            # Late, where something inside was still open when the last block ended.
+            self._end_full()
+            self._begin(module)
+            return
+        self._inside += 1
+        self._left += 1
+        self._end_full()
+
+    def close(self) -> None:
+        """End the last region."""
+        if self._open is not None:
+            end(self._open)
+
+    def _begin(self, module: str) -> None:
+        if self._open is not None and is_open(self._open):
+            return
+        self._open = Yielding()
+        self._inside = 0
+        key = (self._segments.mark, self._begun)
+        self._begun += 1
+        begin(self._open, f"segment at {module}", self._segments.options, key)
+
+    def _end_full(self) -> None:
+        """End the region that has all its blocks, unless another is open inside it."""
+        is_full = self._inside >= self._segments.size
+        is_last = self._inside and self._left % len(self._segments.modules) == 0
+        if (is_full or is_last) and is_innermost(self._open):
+            end(self._open)
+            self._inside = 0
 
 
 class Episode:

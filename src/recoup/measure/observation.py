@@ -16,10 +16,10 @@ from recoup.backend.memory import MemoryMeter
 from recoup.backend.timers import Timer
 from recoup.backend.trees import tensors
 from recoup.core.errors import UsageError
+from recoup.engine.blocks import block_names
 from recoup.engine.observers import subscribe, unsubscribe
 from recoup.engine.plans import Applied
 from recoup.engine.runs import Cuts
-from recoup.measure.blocks import block_names
 from recoup.measure.graphs import torn_blocks
 from recoup.measure.trace import Trace
 from recoup.measure.tracing import Tracer

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from recoup.measure.blocks import block_names
+from recoup.engine.blocks import block_names
 
 Forward = Callable[..., Any]
 Context = Callable[[nn.Module], AbstractContextManager[Any]]

@@ -1,18 +1,16 @@
 """Regions around every block of a model, put on and taken off."""
 
-from collections import Counter
-from collections.abc import Hashable
-
 from torch import nn
 
+from recoup.core.errors import UnsupportedError, UsageError
+from recoup.engine.blocks import block_names, has_parts, repeated_names
 from recoup.engine.module import (
     checkpoint_module,
+    free_blocks,
     is_checkpointed,
     uncheckpoint_module,
 )
-from recoup.measure.blocks import block_names
-
-_SEQUENCES = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+from recoup.train.processes import is_sharded
 
 
 def checkpoint_blocks(
@@ -36,15 +34,11 @@ def checkpoint_blocks(
         3
         >>> uncheckpoint_blocks(blocks)
     """
-    found = {
-        name: block
-        for name in block_names(model)
-        if _has_parts(block := model.get_submodule(name))
-    }
-    if only_repeated:
-        found = _repeated(model, found) or found
+    names = block_names(model)
+    found = [name for name in names if has_parts(model.get_submodule(name))]
     blocks: dict[nn.Module, str] = {}
-    for name, block in found.items():
+    for name in repeated_names(model, found) if only_repeated else found:
+        block = model.get_submodule(name)
         if not is_checkpointed(block):
             blocks.setdefault(block, name)
     for block, name in blocks.items():
@@ -52,33 +46,49 @@ def checkpoint_blocks(
     return list(blocks)
 
 
+def segment_blocks(model: nn.Module, size: int) -> int:
+    """Put regions around a model's repeated blocks, so many in each; return how many.
+
+    Costs what `checkpoint_blocks` costs, and holds one input for each region. Take them
+    off with `uncheckpoint_module(model)`.
+
+    Args:
+        model: The model.
+        size: How many blocks make a region.
+
+    Returns:
+        How many blocks there are in these regions.
+
+    Raises:
+        UsageError: There are not several blocks.
+        UnsupportedError: The model is compiled, or sharded in several units.
+
+    Examples:
+        >>> layers = [nn.TransformerEncoderLayer(8, 2) for _ in range(5)]
+        >>> model = nn.Sequential(nn.Linear(4, 8), *layers)
+        >>> segment_blocks(model, 2)
+        5
+        >>> _ = uncheckpoint_module(model)
+    """
+    if any(is_sharded(part) for part in model.modules() if part is not model):
+        raise UnsupportedError(
+            f"checkpoint_segment_size={size} was set for a model that is sharded in "
+            "several units: a region that reaches over some of them would need the "
+            "parameters of all when it is replayed. Leave it out, or shard the model "
+            "as a whole."
+        )
+    count = len(free_blocks(model))
+    if count < 2:
+        raise UsageError(
+            f"checkpoint_segment_size={size} recomputes repeated blocks of a model "
+            f"together: found {count} without a region in this one. Leave it out, mark "
+            "parts with checkpoint_module, or set budget= instead."
+        )
+    checkpoint_module(model, segment_size=size)
+    return count
+
+
 def uncheckpoint_blocks(blocks: list[nn.Module]) -> None:
     """Take the regions off again."""
     for block in blocks:
         uncheckpoint_module(block)
-
-
-def _repeated(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the blocks of which the model has several of a kind."""
-    kinds = {name: _kind(model, name) for name in blocks}
-    counts = Counter(kinds.values())
-    return {name: blocks[name] for name, kind in kinds.items() if counts[kind] > 1}
-
-
-def _kind(model: nn.Module, name: str) -> Hashable:
-    """Return what blocks of a kind have in common.
-
-    That is their class. Sequences of one list are of a kind; elsewhere, where a stem
-    and a head may both be sequences, those that are made of the same.
-    """
-    block = model.get_submodule(name)
-    if type(block) not in _SEQUENCES:
-        return type(block)
-    around = name.rpartition(".")[0]
-    if type(model.get_submodule(around)) in _SEQUENCES:
-        return around
-    return around, *map(type, block.children())
-
-
-def _has_parts(module: nn.Module) -> bool:
-    return any(True for _ in module.children())

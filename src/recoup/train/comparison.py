@@ -20,7 +20,7 @@ from recoup.core.units import print_bytes, print_seconds
 from recoup.precision.formats import resolve_precision
 from recoup.train.batches import LossFunction
 from recoup.train.results import StepResult
-from recoup.train.settings import TrainerSettings
+from recoup.train.settings import TrainerSettings, check_count
 from recoup.train.trainer import Trainer
 
 _ROWS = (
@@ -75,13 +75,14 @@ class Comparison:
         return "\n".join(lines)
 
 
-def compare_configurations(
+def compare_configurations(  # noqa: PLR0913 (options by keyword)
     model: nn.Module,
     batch: Any,
     *,
     optimizer: Optimizer | None = None,
     loss_fn: LossFunction | None = None,
     precision: str = "auto",
+    checkpoint_segment_size: int | None = None,
     repeats: int = 5,
 ) -> Comparison:
     """Measure a training step in four configurations, on this machine.
@@ -96,11 +97,13 @@ def compare_configurations(
         optimizer: By default AdamW.
         loss_fn: As for `Trainer`.
         precision: What mixed precision computes in.
+        checkpoint_segment_size: As in `TrainerSettings`, for the two rows that
+            recompute.
         repeats: Timed steps of each.
 
     Raises:
-        UsageError: The model has no blocks to recompute, or `precision` is none of
-            16 bits.
+        UsageError: The model has no blocks to recompute, the segment size is no whole
+            number from 1, or `precision` is none of 16 bits.
 
     Examples:
         >>> layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)]
@@ -111,6 +114,7 @@ def compare_configurations(
         >>> [row.name for row in table.rows]
         ['Baseline (FP32)', 'Mixed Precision', 'Checkpointing', 'Both']
     """
+    check_count("checkpoint_segment_size", checkpoint_segment_size)
     optimizer = optimizer or torch.optim.AdamW(model.parameters())
     device = next(iter(model.parameters())).device
     dtype = resolve_precision(precision, device)
@@ -132,6 +136,7 @@ def compare_configurations(
             settings = TrainerSettings(
                 precision=name if mixed else "fp32",
                 use_gradient_checkpointing=recomputed,
+                checkpoint_segment_size=checkpoint_segment_size if recomputed else None,
                 recover_from_out_of_memory=False,
                 measure_memory=False,
             )

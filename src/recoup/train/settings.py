@@ -26,6 +26,8 @@ class TrainerSettings:
         dynamic_loss_scale: False keeps the loss scale as it is.
         use_gradient_checkpointing: Recompute the repeated blocks of the model in
             backward: its layers, not its embedding, stem or head.
+        checkpoint_segment_size: How many of these blocks, one after the other, are
+            recomputed together and hold one input; by default each by itself.
         budget: The peak bytes that a step may use on the device, as a number or as
             in `"8GiB"`; `fit` then plans what to keep and what to recompute.
         accumulation_steps: Batches whose gradients make one step.
@@ -65,6 +67,7 @@ class TrainerSettings:
     loss_scale_growth_interval: int = 2000
     dynamic_loss_scale: bool = True
     use_gradient_checkpointing: bool = False
+    checkpoint_segment_size: int | None = None
     budget: int | str | None = None
     accumulation_steps: int = 1
     max_gradient_norm: float | None = None
@@ -82,6 +85,7 @@ class TrainerSettings:
             "epochs",
             "batch_size",
             "loss_scale_growth_interval",
+            "checkpoint_segment_size",
             "accumulation_steps",
             "snapshot_every_steps",
         ):
@@ -128,6 +132,8 @@ class TrainerSettings:
                 "enable_mixed_precision=True contradicts precision='fp32'. Leave one "
                 "of them out."
             )
+        if self.checkpoint_segment_size is not None:
+            self._check_segment_size()
         if self.budget is not None:
             parse_bytes(self.budget)
             if self.use_gradient_checkpointing:
@@ -140,6 +146,23 @@ class TrainerSettings:
                 "snapshot_every_steps needs snapshot_path, the file to write to."
             )
 
+    def _check_segment_size(self) -> None:
+        if self.budget is not None:
+            raise UsageError(
+                "budget= plans by itself what is recomputed together, "
+                f"checkpoint_segment_size={self.checkpoint_segment_size} says it. Give "
+                "one of them."
+            )
+        if not self.use_gradient_checkpointing:
+            raise UsageError(
+                f"checkpoint_segment_size={self.checkpoint_segment_size} is how many "
+                "blocks are recomputed together, and none is: it needs "
+                "use_gradient_checkpointing=True."
+            )
+
+
+_MAY_BE_LEFT_OUT = ("batch_size", "checkpoint_segment_size", "snapshot_every_steps")
+
 
 def check_count(name: str, value: object) -> None:
     """Raise unless a setting is a whole number from 1, or may be left out and is.
@@ -150,7 +173,7 @@ def check_count(name: str, value: object) -> None:
     Examples:
         >>> check_count("epochs", 3)
     """
-    if value is None and name in ("batch_size", "snapshot_every_steps"):
+    if value is None and name in _MAY_BE_LEFT_OUT:
         return
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise UsageError(f"{name} is a whole number from 1: got {value!r}.")

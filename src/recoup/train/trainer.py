@@ -16,7 +16,11 @@ from recoup.core.errors import SnapshotError, UsageError
 from recoup.precision.scaler import GradientScaler
 from recoup.train.averaging import ParameterAverage
 from recoup.train.batches import LossFunction
-from recoup.train.blocks import checkpoint_blocks, uncheckpoint_blocks
+from recoup.train.blocks import (
+    checkpoint_blocks,
+    segment_blocks,
+    uncheckpoint_blocks,
+)
 from recoup.train.budget import fit_together
 from recoup.train.compatibility import check_parts, check_types
 from recoup.train.interruption import Interruption
@@ -107,6 +111,7 @@ class Trainer:
         self._known_skips = 0
         self._unknown: Outcome | None = None
         self._checkpointed: list[nn.Module] = []
+        self._segmented = 0  # blocks that share regions, which the model has
         if self.settings.use_gradient_checkpointing:
             self._require_blocks()
         if self._stepper.precision.dtype is not torch.float32:
@@ -246,7 +251,7 @@ class Trainer:
             "steps": self._steps,
             "skipped": self.skipped_steps,
             "pieces": self._stepper.recovery.pieces,
-            "recomputes": len(self._checkpointed),
+            "recomputes": self._segmented + len(self._checkpointed),
             "position": self._position.state_dict(),
             **collect_state(self.model, self.optimizer, self._parts(), processes),
         }
@@ -271,13 +276,16 @@ class Trainer:
         self._steps, self._known_skips = state["steps"], state["skipped"]
         self._unknown = None
         self._stepper.recovery.pieces = state["pieces"]
-        if state["recomputes"] > len(self._checkpointed):
+        if state["recomputes"] > self._segmented + len(self._checkpointed):
             self._checkpointed += checkpoint_blocks(unwrapped(self.model))
 
     def release(self) -> None:
         """Take off the model what was put on it: regions around blocks, or a plan."""
         uncheckpoint_blocks(self._checkpointed)
         self._checkpointed = []
+        if self._segmented:
+            uncheckpoint_blocks([unwrapped(self.model)])
+            self._segmented = 0
         if self._fitted is not None:
             self._fitted.remove()
             self._fitted = None
@@ -360,6 +368,10 @@ class Trainer:
 
     def _require_blocks(self) -> None:
         model = unwrapped(self.model)
+        size = self.settings.checkpoint_segment_size or 1
+        if size > 1:
+            self._segmented = segment_blocks(model, size)
+            return
         self._checkpointed = checkpoint_blocks(model, only_repeated=True)
         if not self._checkpointed:
             raise UsageError(

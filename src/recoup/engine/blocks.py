@@ -1,0 +1,116 @@
+"""Find the blocks of a model: the parts between which it is best cut."""
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+
+from torch import nn
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_ALIKE = 3
+
+
+def block_names(model: nn.Module) -> tuple[str, ...]:
+    """Return the paths of the modules that make up a model as its layers.
+
+    These are the members of its lists and sequences that are themselves made of
+    modules, however deep they lie: transformer layers, residual blocks. A model that
+    has no such lists is cut between its direct parts; one that is a sequence of single
+    layers, between these.
+
+    Examples:
+        >>> layer = lambda: nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        >>> block_names(nn.Sequential(nn.Linear(2, 2), layer(), layer()))
+        ('1', '2')
+        >>> block_names(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+        ('0', '1')
+    """
+    found = _blocks("", model)
+    if found == [""]:
+        composite = [name for name, child in model.named_children() if has_parts(child)]
+        found = composite or [name for name, _ in _leaves(model)]
+    return tuple(found)
+
+
+def repeated_names(model: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
+    """Return the blocks of which there are several of a kind; all if there are none.
+
+    What comes once is a stem, an embedding or a head.
+
+    Examples:
+        >>> layer = lambda: nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        >>> model = nn.Sequential(nn.LSTM(2, 2), layer(), layer())
+        >>> repeated_names(model, ("0", "1", "2"))
+        ('1', '2')
+    """
+    kinds = {name: _kind(model, name) for name in names}
+    counts = Counter(kinds.values())
+    repeated = tuple(name for name, kind in kinds.items() if counts[kind] > 1)
+    return repeated or tuple(names)
+
+
+def segment_names(model: nn.Module) -> tuple[str, ...]:
+    """Return the blocks that segments are made of: the repeated ones, each once.
+
+    Single layers are blocks here where a model has no larger ones: several of them in a
+    row are worth a region, though one is not.
+
+    Examples:
+        >>> segment_names(nn.Sequential(*(nn.Linear(2, 2) for _ in range(3))))
+        ('0', '1', '2')
+    """
+    names = block_names(model)
+    composite = [name for name in names if has_parts(model.get_submodule(name))]
+    first: dict[nn.Module, str] = {}
+    for name in repeated_names(model, composite or names):
+        first.setdefault(model.get_submodule(name), name)
+    return tuple(first.values())
+
+
+def has_parts(module: nn.Module) -> bool:
+    """Return whether a module is made of modules."""
+    return any(True for _ in module.children())
+
+
+def _blocks(name: str, module: nn.Module) -> list[str]:
+    if not _repeats(module):
+        return [name]
+    found: list[str] = []
+    for child_name, child in module.named_children():
+        if has_parts(child):
+            found.extend(_blocks(f"{name}.{child_name}" if name else child_name, child))
+    return found
+
+
+def _repeats(module: nn.Module) -> bool:
+    """Return whether there are several composite parts of one kind side by side."""
+    kinds = Counter(type(child) for child in module.children() if has_parts(child))
+    if kinds:
+        most = max(kinds.values())
+        listed = isinstance(module, _CONTAINERS) or _is_list_like(module)
+        if most >= (2 if listed else _ALIKE):
+            return True
+    return any(_repeats(child) for child in module.children())
+
+
+def _is_list_like(module: nn.Module) -> bool:
+    """Return whether all children are of one kind, as in a list of its own class."""
+    return len({type(child) for child in module.children()}) == 1
+
+
+def _leaves(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(n, m) for n, m in model.named_modules() if n and not has_parts(m)]
+
+
+def _kind(model: nn.Module, name: str) -> Hashable:
+    """Return what blocks of a kind have in common.
+
+    That is their class. Sequences of one list are of a kind; elsewhere, where a stem
+    and a head may both be sequences, those that are made of the same.
+    """
+    block = model.get_submodule(name)
+    if type(block) not in _CONTAINERS:
+        return type(block)
+    around = name.rpartition(".")[0]
+    if type(model.get_submodule(around)) in _CONTAINERS:
+        return around
+    return around, *map(type, block.children())
