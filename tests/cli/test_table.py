@@ -51,8 +51,24 @@ def test_the_four_rows_as_text(steps, capsys):
     assert "computes in fp16" in said
 
 
+def test_blocks_are_recomputed_together_if_asked(steps, capsys):
+    peaks = []
+    for options in ([], ["--segment-size", "4"]):
+        assert run(["table", f"{steps}:make", "--json", *options]) == 0
+        rows = json.loads(capsys.readouterr().out)["rows"]
+        peaks.append([row["peak_bytes"] for row in rows])
+    assert peaks[0][0] == peaks[1][0]
+    # All four layers are alive at once in backward.
+    assert peaks[0][2] < peaks[1][2]
+
+
 @pytest.mark.parametrize(
-    "arguments", [["steps.py:own_step"], ["steps.py:make", "--precision", "fp8"]]
+    "arguments",
+    [
+        ["steps.py:own_step"],
+        ["steps.py:make", "--precision", "fp8"],
+        ["steps.py:make", "--segment-size", "0"],
+    ],
 )
 def test_what_cannot_be_compared_is_refused(steps, arguments):
     assert run(["table", *arguments]) == USAGE

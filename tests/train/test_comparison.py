@@ -109,6 +109,37 @@ def test_a_configuration_that_does_not_fit_has_no_numbers():
     assert str(found).count("out of memory") == 2
 
 
+def test_segments_are_measured_where_blocks_are_recomputed():
+    torch.manual_seed(0)
+    layers = (nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(36))
+    model = nn.Sequential(*layers, nn.Linear(4, 3))
+    peaks = {
+        size: [
+            row.peak_bytes or 0
+            for row in table(model, checkpoint_segment_size=size).rows
+        ]
+        for size in (None, 2, 6, 18)
+    }
+    plain, blocks = peaks[None][0], peaks[None][2]
+    assert [found[0] for found in peaks.values()] == [plain] * 4
+    # Such layers save no more than their inputs, which regions of one layer hold too.
+    assert blocks == plain
+    # 18 inputs and 2 layers, 6 and 6, 2 and 18.
+    assert peaks[6][2] < min(peaks[2][2], peaks[18][2])
+    assert max(peaks[2][2], peaks[18][2]) < blocks
+    assert not any(is_checkpointed(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("size", [0, 1.5, True])
+def test_a_segment_size_that_is_none_is_refused_before_anything_is_measured(size):
+    class Never(Classifier):
+        def forward(self, x):
+            raise AssertionError("measured")
+
+    with pytest.raises(UsageError, match="from 1"):
+        table(Never(), checkpoint_segment_size=size)
+
+
 def test_full_precision_is_not_compared_with_itself():
     with pytest.raises(UsageError, match="16 bits"):
         table(Classifier(8), precision="fp32")

@@ -52,8 +52,9 @@ def test_steps_with_everything_leave_nothing_behind():
         {"precision": "fp16"},
         {"budget": "1 MiB"},
         {"use_gradient_checkpointing": True},
+        {"use_gradient_checkpointing": True, "checkpoint_segment_size": 2},
     ],
-    ids=["plain", "fp16", "budget", "checkpointed"],
+    ids=["plain", "fp16", "budget", "checkpointed", "segments"],
 )
 def test_a_trainer_that_nobody_has_is_gone_at_once(settings):
     # The first one imports half of torch, and frames of imports are cycles.

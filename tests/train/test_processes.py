@@ -9,6 +9,7 @@ from tests.support.processes import ENDED, together
 WAYS = {
     "plain": {},
     "regions": {"use_gradient_checkpointing": True},
+    "segments": {"use_gradient_checkpointing": True, "checkpoint_segment_size": 2},
     "offload": {"offload": True},
 }
 
@@ -26,11 +27,29 @@ def test_the_trainer_is_the_loop_by_hand_in_every_way(tmp_path, kind, norm):
     options = {"norm": norm, "dropout": 0.2}
     expected = together(cases.train_by_hand, tmp_path, kind, options)
     for name, settings in WAYS.items():
+        if (kind, name) == ("sharded", "segments"):
+            continue  # refused
         found = together(cases.train, tmp_path, kind, settings, options)
         for one, other in zip(expected, found, strict=True):
             assert not isinstance(other, str), other
             for what, value in one.items():
                 assert other[what] == value, (name, what)
+
+
+def test_no_segment_reaches_over_units_that_are_sharded_one_by_one(tmp_path):
+    settings, options = WAYS["segments"], {"dropout": 0.2}
+    for answer in together(cases.train, tmp_path, "sharded", settings, options):
+        assert "UnsupportedError" in answer
+        assert "sharded in several units" in answer
+
+
+def test_a_model_that_is_sharded_as_a_whole_may_have_segments(tmp_path):
+    kind, options = "sharded whole", {"dropout": 0.2}
+    expected = together(cases.train, tmp_path, kind, {}, options)
+    found = together(cases.train, tmp_path, kind, WAYS["segments"], options)
+    for one, other in zip(expected, found, strict=True):
+        assert not isinstance(other, str), other
+        assert other == one
 
 
 FP16 = {"precision": "fp16", "initial_loss_scale": 1024.0}

@@ -44,6 +44,10 @@ def test_precision_follows_from_two_settings(settings, precision):
         {"epochs": 1.5},
         {"batch_size": 0},
         {"accumulation_steps": 0},
+        *(
+            {"use_gradient_checkpointing": True, "checkpoint_segment_size": size}
+            for size in (0, -1, 2.0, True, "4")
+        ),
         {"loss_scale_growth_interval": 0},
         {"initial_loss_scale": 0.0},
         {"initial_loss_scale": math.nan},
@@ -71,6 +75,16 @@ def test_a_setting_out_of_range_is_refused(settings):
     [
         ({"enable_mixed_precision": True, "precision": "fp32"}, "contradicts"),
         ({"budget": "1GiB", "use_gradient_checkpointing": True}, "Give one"),
+        ({"checkpoint_segment_size": 4}, "needs use_gradient_checkpointing=True"),
+        ({"checkpoint_segment_size": 4, "budget": "1GiB"}, "plans by itself"),
+        (
+            {
+                "checkpoint_segment_size": 4,
+                "budget": "1GiB",
+                "use_gradient_checkpointing": True,
+            },
+            "plans by itself",
+        ),
         ({"snapshot_every_steps": 5}, "needs snapshot_path"),
     ],
 )

@@ -66,7 +66,8 @@ def checkpoint_module(  # noqa: PLR0913 (options by keyword)
             region has what is left. Blocks are its repeated parts: layers, not an
             embedding, a stem or a head. Those that have a region of their own keep
             it and do not count. Larger segments hold fewer inputs and have more alive
-            at once in backward; each block is recomputed once at any size.
+            at once in backward; each block is recomputed once at any size. A segment
+            is called after its first block.
 
     Returns:
         The module.

@@ -125,8 +125,8 @@ class SegmentedRun:
 
     def reach(self, module: str, *, entering: bool) -> None:
         """Begin a region before a block that is in none, end it after its last."""
-        if _are_foreign(self._hooks):
-            return
+        if not module or _are_foreign(self._hooks):
+            return  # the model itself is none of its blocks
         if entering:
             # Late, where something inside was still open when the last block ended.
             self._end_full()

@@ -111,7 +111,8 @@ class Trainer:
         self._known_skips = 0
         self._unknown: Outcome | None = None
         self._checkpointed: list[nn.Module] = []
-        self._segmented = 0  # blocks that share regions, which the model has
+        self._segmented = 0  # blocks that share regions
+        self._gave_up_segments = False
         if self.settings.use_gradient_checkpointing:
             self._require_blocks()
         if self._stepper.precision.dtype is not torch.float32:
@@ -252,6 +253,7 @@ class Trainer:
             "skipped": self.skipped_steps,
             "pieces": self._stepper.recovery.pieces,
             "recomputes": self._segmented + len(self._checkpointed),
+            "gave_up_segments": self._gave_up_segments,
             "position": self._position.state_dict(),
             **collect_state(self.model, self.optimizer, self._parts(), processes),
         }
@@ -276,16 +278,16 @@ class Trainer:
         self._steps, self._known_skips = state["steps"], state["skipped"]
         self._unknown = None
         self._stepper.recovery.pieces = state["pieces"]
-        if state["recomputes"] > self._segmented + len(self._checkpointed):
-            self._checkpointed += checkpoint_blocks(unwrapped(self.model))
+        recomputes = self._segmented + len(self._checkpointed)
+        gave_up = self._segmented > 0 and state.get("gave_up_segments", False)
+        if state["recomputes"] > recomputes or gave_up:
+            self._recompute_every_block()
 
     def release(self) -> None:
         """Take off the model what was put on it: regions around blocks, or a plan."""
         uncheckpoint_blocks(self._checkpointed)
         self._checkpointed = []
-        if self._segmented:
-            uncheckpoint_blocks([unwrapped(self.model)])
-            self._segmented = 0
+        self._take_off_segments()
         if self._fitted is not None:
             self._fitted.remove()
             self._fitted = None
@@ -359,12 +361,23 @@ class Trainer:
     def _tighten(self) -> str | None:
         if self._fitted is not None and self._fitted.tighten():
             return "a tenth less memory is planned for"
-        if self.settings.budget is None:
-            blocks = checkpoint_blocks(unwrapped(self.model))
-            self._checkpointed += blocks
-            if blocks:
-                return "every block is recomputed in backward"
+        if self.settings.budget is None and self._recompute_every_block():
+            return "every block is recomputed in backward by itself"
         return None
+
+    def _recompute_every_block(self) -> bool:
+        """Give every block a region of its own; say whether any had none."""
+        blocks = checkpoint_blocks(unwrapped(self.model))
+        self._checkpointed += blocks
+        if blocks and self._segmented:
+            self._take_off_segments()
+            self._gave_up_segments = True
+        return bool(blocks)
+
+    def _take_off_segments(self) -> None:
+        if self._segmented:
+            uncheckpoint_blocks([unwrapped(self.model)])
+        self._segmented = 0
 
     def _require_blocks(self) -> None:
         model = unwrapped(self.model)
