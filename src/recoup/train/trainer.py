@@ -16,11 +16,6 @@ from recoup.core.errors import SnapshotError, UsageError
 from recoup.precision.scaler import GradientScaler
 from recoup.train.averaging import ParameterAverage
 from recoup.train.batches import LossFunction
-from recoup.train.blocks import (
-    checkpoint_blocks,
-    segment_blocks,
-    uncheckpoint_blocks,
-)
 from recoup.train.budget import fit_together
 from recoup.train.compatibility import check_parts, check_types
 from recoup.train.interruption import Interruption
@@ -30,6 +25,7 @@ from recoup.train.processes import Report, unwrapped
 from recoup.train.progress import ProgressBar
 from recoup.train.recovery import weakly
 from recoup.train.reduction import WeightFunction
+from recoup.train.regions import BlockRegions
 from recoup.train.results import RunResult, StepResult
 from recoup.train.runs import Run, groups, step_count
 from recoup.train.settings import TrainerSettings, check_count
@@ -110,11 +106,9 @@ class Trainer:
         self._steps = 0
         self._known_skips = 0
         self._unknown: Outcome | None = None
-        self._checkpointed: list[nn.Module] = []
-        self._segmented = 0  # blocks that share regions
-        self._gave_up_segments = False
+        self._regions = BlockRegions(inner)
         if self.settings.use_gradient_checkpointing:
-            self._require_blocks()
+            self._regions.put_on(self.settings.checkpoint_segment_size)
         if self._stepper.precision.dtype is not torch.float32:
             _log.info(
                 "Mixed Precision Training enabled: %s", self._stepper.precision.dtype
@@ -252,8 +246,7 @@ class Trainer:
             "steps": self._steps,
             "skipped": self.skipped_steps,
             "pieces": self._stepper.recovery.pieces,
-            "recomputes": self._segmented + len(self._checkpointed),
-            "gave_up_segments": self._gave_up_segments,
+            **self._regions.state_dict(),
             "position": self._position.state_dict(),
             **collect_state(self.model, self.optimizer, self._parts(), processes),
         }
@@ -278,16 +271,11 @@ class Trainer:
         self._steps, self._known_skips = state["steps"], state["skipped"]
         self._unknown = None
         self._stepper.recovery.pieces = state["pieces"]
-        recomputes = self._segmented + len(self._checkpointed)
-        gave_up = self._segmented > 0 and state.get("gave_up_segments", False)
-        if state["recomputes"] > recomputes or gave_up:
-            self._recompute_every_block()
+        self._regions.load_state_dict(state)
 
     def release(self) -> None:
         """Take off the model what was put on it: regions around blocks, or a plan."""
-        uncheckpoint_blocks(self._checkpointed)
-        self._checkpointed = []
-        self._take_off_segments()
+        self._regions.take_off()
         if self._fitted is not None:
             self._fitted.remove()
             self._fitted = None
@@ -361,37 +349,9 @@ class Trainer:
     def _tighten(self) -> str | None:
         if self._fitted is not None and self._fitted.tighten():
             return "a tenth less memory is planned for"
-        if self.settings.budget is None and self._recompute_every_block():
+        if self.settings.budget is None and self._regions.recompute_every_block():
             return "every block is recomputed in backward by itself"
         return None
-
-    def _recompute_every_block(self) -> bool:
-        """Give every block a region of its own; say whether any had none."""
-        blocks = checkpoint_blocks(unwrapped(self.model))
-        self._checkpointed += blocks
-        if blocks and self._segmented:
-            self._take_off_segments()
-            self._gave_up_segments = True
-        return bool(blocks)
-
-    def _take_off_segments(self) -> None:
-        if self._segmented:
-            uncheckpoint_blocks([unwrapped(self.model)])
-        self._segmented = 0
-
-    def _require_blocks(self) -> None:
-        model = unwrapped(self.model)
-        size = self.settings.checkpoint_segment_size or 1
-        if size > 1:
-            self._segmented = segment_blocks(model, size)
-            return
-        self._checkpointed = checkpoint_blocks(model, only_repeated=True)
-        if not self._checkpointed:
-            raise UsageError(
-                "use_gradient_checkpointing=True recomputes the repeated blocks of a "
-                "model: found none in this one. Mark them with checkpoint_module, or "
-                "set budget= instead."
-            )
 
     def _parts(self) -> dict[str, Any]:
         """Return what has a state, besides model and optimizer."""
