@@ -155,6 +155,9 @@ class FakeMeter(StorageMeter):
     the shape from say that they are, and do not count.
     """
 
+    def __init__(self) -> None:
+        super().__init__("meta")
+
     def __torch_dispatch__(
         self,
         func: Any,
