@@ -82,18 +82,6 @@ def alias(tensor: Tensor) -> Tensor:
             return tensor.detach()
 
 
-def views_leaf(tensor: Tensor) -> bool:
-    """Return whether the tensor is a view of a leaf: its graph is views, nothing else.
-
-    Examples:
-        >>> x = torch.ones(2, requires_grad=True)
-        >>> views_leaf(x.view(1, 2)), views_leaf((x * 2).view(1, 2)), views_leaf(x)
-        (True, False, False)
-    """
-    base = tensor._base
-    return base is not None and base.is_leaf
-
-
 def geometry_of(tensor: Tensor) -> Geometry:
     """Return how the tensor lies in its storage."""
     return (

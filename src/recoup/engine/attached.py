@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from recoup.backend.storages import Geometry, alias, storage_address, views_leaf
+from recoup.backend.storages import Geometry, alias, storage_address
 from recoup.engine.values import MOVED, Hold
 
 
@@ -10,7 +10,7 @@ class Attached:
     """Makes the holds of tensors that a region uses and did not make.
 
     A hold must not keep a graph alive, and a tensor that needs no gradient may be given
-    one later, by a write. It is parted from its graph when the region ends: between two
+    one later, by a write. It is parted from that when the region ends: between two
     operators a `detach` costs ten times as much.
     """
 
@@ -28,13 +28,12 @@ class Attached:
             geometry: The geometry to give it back in, if that is not its own.
         """
         if tensor.requires_grad:
-            if tensor.is_leaf:
-                # It has no graph and cannot get one, but it can be given other memory.
-                hold = Hold(tensor, geometry)
-                hold.address = address
-                return hold
-            if views_leaf(tensor):
-                return Hold(tensor, geometry)
+            if not tensor.is_leaf:
+                return Hold(alias(tensor), geometry)
+            # It has no graph and cannot get one, but it can be given other memory.
+            hold = Hold(tensor, geometry)
+            hold.address = address
+            return hold
         if type(tensor) is not Tensor:
             return Hold(alias(tensor), geometry)
         hold = Hold(tensor, geometry)
