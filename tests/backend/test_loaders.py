@@ -10,6 +10,14 @@ from recoup.backend.loaders import draw_as_if_new
 DATA = TensorDataset(torch.arange(12))
 
 
+# Not copies of this process, in which other tests have started threads.
+PERSISTENT: dict[str, Any] = {
+    "num_workers": 1,
+    "persistent_workers": True,
+    "multiprocessing_context": "forkserver",
+}
+
+
 def orders(loader, *, aligned):
     torch.manual_seed(3)
     found = []
@@ -23,7 +31,7 @@ def orders(loader, *, aligned):
 def test_persistent_workers_draw_the_orders_of_new_ones():
     options: dict[str, Any] = {"batch_size": 4, "shuffle": True}
     expected = orders(DataLoader(DATA, **options), aligned=False)
-    options |= {"num_workers": 1, "persistent_workers": True}
+    options |= PERSISTENT
     assert orders(DataLoader(DATA, **options), aligned=True) == expected
     # What is drawn for new workers, torch draws in the first epoch only.
     assert orders(DataLoader(DATA, **options), aligned=False) != expected
@@ -38,8 +46,7 @@ def test_a_generator_of_the_loaders_own_is_drawn_from():
             batch_size=4,
             shuffle=True,
             generator=generator,
-            num_workers=workers,
-            persistent_workers=workers > 0,
+            **(PERSISTENT if workers else {}),
         )
         found.append(orders(loader, aligned=True))
     assert found[0] == found[1]
