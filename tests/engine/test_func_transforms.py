@@ -90,7 +90,7 @@ def jvp_of_captured(x: Tensor, tangent: Tensor, region: Region) -> Any:
         with region("block"):
             return (t * scale * x).sin()
 
-    value, derivative = torch.func.jvp(function, (tangent,), (tangent,))
+    value, derivative, *_ = torch.func.jvp(function, (tangent,), (tangent,))
     return torch.autograd.grad((value * derivative).sum(), x)
 
 

@@ -97,9 +97,11 @@ class TestTheConfiguration:
 class TestTheTable:
     def test_layers_are_named_by_anything_that_is_a_whole_number(self):
         table, x = checkpointer(2), torch.ones(2)
-        output = table.checkpointed_forward(x, torch.arange(4), simple)
+        layers, second = torch.arange(4), torch.tensor(2)
+        output = table.checkpointed_forward(x, layers, simple)  # pyright: ignore[reportArgumentType]
         assert torch.equal(output, sequential(x, range(4)))
-        assert torch.equal(table.get(torch.tensor(2)), sequential(x, range(3)))
+        found = table.get(second)  # pyright: ignore[reportArgumentType]
+        assert torch.equal(found, sequential(x, range(3)))
         for wrong in (-1, 1.0, True, "1", None):
             with pytest.raises(UsageError, match="whole number"):
                 table.save(wrong, x)  # pyright: ignore[reportArgumentType]
