@@ -6,6 +6,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from recoup.backend.loaders import draw_as_if_new
+from tests.support.processes import forker
 
 DATA = TensorDataset(torch.arange(12))
 
@@ -14,7 +15,7 @@ DATA = TensorDataset(torch.arange(12))
 PERSISTENT: dict[str, Any] = {
     "num_workers": 1,
     "persistent_workers": True,
-    "multiprocessing_context": "forkserver",
+    "multiprocessing_context": forker(),
 }
 
 

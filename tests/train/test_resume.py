@@ -321,7 +321,7 @@ def test_persistent_workers_do_not_change_the_order_of_a_run_that_goes_on(
             num_workers=workers,
             persistent_workers=workers > 0,
             # Not a copy of this process, in which other tests have started threads.
-            multiprocessing_context="forkserver" if workers > 0 else None,
+            multiprocessing_context=forker() if workers > 0 else None,
         )
 
     whole = make_trainer()
