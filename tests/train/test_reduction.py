@@ -20,6 +20,11 @@ WEIGHT = torch.tensor([0.2, 1.0, 5.0], dtype=torch.float64)
 PROBABILITIES = functional.one_hot(TARGETS, 3).double()
 
 
+ROUNDING = 1e-14
+"""Parts add up 11 samples in another order than the whole does, in 53 bits. Measured:
+1.3e-15 of numbers up to 4.7."""
+
+
 class Limited(nn.Module):
     """Runs out of memory for more samples than so many."""
 
@@ -42,6 +47,12 @@ def stepped(loss_fn, *parts, most=11, **options):
     trainer = Trainer(Limited(model, most), optimizer, loss_fn=loss_fn, **options)
     result = trainer.step(*parts)
     return result, [p.detach() for p in model.parameters()]
+
+
+def largest_difference(expected, found):
+    """Return by how much any parameter differs."""
+    pairs = zip(expected, found, strict=True)
+    return max(float((one - other).abs().max()) for one, other in pairs)
 
 
 def cut(*sizes, targets):
@@ -94,9 +105,7 @@ def test_parts_have_the_gradients_of_the_whole(name, caplog):
         result, found = stepped(loss_fn, *parts, most=most)
         assert result.parts > 1
         assert result.loss == pytest.approx(whole.loss, rel=1e-12)
-        for one, other in zip(expected, found, strict=True):
-            # Sums over 11 samples in another order, in 53 bits.
-            assert torch.allclose(one, other, rtol=1e-12, atol=1e-14)
+        assert largest_difference(expected, found) <= ROUNDING
     assert "other gradients" not in caplog.text
 
 
@@ -105,8 +114,7 @@ def test_a_batch_is_split_down_to_single_samples():
     _, expected = stepped(functional.cross_entropy, batch)
     result, found = stepped(functional.cross_entropy, batch, most=1)
     assert result.parts == 11
-    for one, other in zip(expected, found, strict=True):
-        assert torch.allclose(one, other, rtol=1e-12, atol=1e-14)
+    assert largest_difference(expected, found) <= ROUNDING
     with pytest.raises(torch.OutOfMemoryError) as caught:
         stepped(functional.cross_entropy, batch, most=0)
     assert "in 11 pieces and cannot be split further" in caught.value.__notes__[0]
@@ -167,9 +175,8 @@ def test_labels_that_are_ignored_weigh_nothing_where_the_model_returns_its_loss(
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         cuts = cut(*sizes, targets=IGNORING)
         Trainer(model, optimizer).step(*({"inputs": x, "labels": t} for x, t in cuts))
-        ends.append(list(model.parameters()))
-    for one, other in zip(*ends, strict=True):
-        assert torch.allclose(one, other, rtol=1e-12, atol=1e-14)
+        ends.append([p.detach() for p in model.parameters()])
+    assert largest_difference(*ends) <= ROUNDING
 
 
 def test_weights_for_a_loss_that_sums_are_refused():
