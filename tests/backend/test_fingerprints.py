@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from recoup.backend.fingerprints import fingerprint
 from recoup.backend.memory import StorageMeter
+from tests.support.counting import Operators
 
 DTYPES = [
     torch.float64,
@@ -60,6 +61,12 @@ class TestEquality:
         assert not differ(view(first), copied)
         assert differ(view(first), view(second))
 
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("begin", [1, 2, 3, 5])
+    def test_where_a_tensor_lies_does_not_matter(self, dtype, begin):
+        tensor = (torch.randn(begin + 24) * 8).to(dtype)
+        assert not differ(tensor[begin:], tensor[begin:].clone())
+
     def test_what_a_view_does_not_show_does_not_matter(self):
         first = torch.randn(4, 6)
         second = first.clone()
@@ -91,6 +98,14 @@ class TestDifference:
             changed = bits.clone()
             changed[617] ^= 1 << bit
             assert differ(tensor, changed.view(torch.float32))
+
+    @pytest.mark.parametrize("dtype", DTYPES[:7], ids=str)
+    def test_changed_signs_do_not_cancel(self, dtype):
+        tensor = torch.ones(64).to(dtype)
+        for places in ([0, 1], [3, 7], [1, 2, 5, 9], list(range(64))):
+            changed = tensor.clone()
+            changed[places] = -1
+            assert differ(tensor, changed)
 
     def test_zero_and_minus_zero_are_not_the_same_bits(self):
         assert differ(torch.tensor([0.0]), torch.tensor([-0.0]))
@@ -129,8 +144,31 @@ class TestCost:
             return meter.peak_bytes
 
         million = 1 << 20
-        assert peak(4 * million) < 1.01 * peak(million)
+        assert peak(16 * million) < 1.01 * peak(4 * million)
         assert peak(1000) < 50 * 1000
+
+    def test_that_of_a_tensor_which_lies_askew_does_not_grow_either(self):
+        def peak(length):
+            tensor = torch.zeros(1 + length, dtype=torch.bfloat16)[1:]
+            with StorageMeter() as meter:
+                fingerprint(tensor)
+            return meter.peak_bytes
+
+        million = 1 << 20
+        assert peak(16 * million) < 1.01 * peak(4 * million)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
+    def test_narrow_elements_are_read_several_at_a_time(self, dtype):
+        width = torch.empty(0, dtype=dtype).element_size()
+
+        def operators(length):
+            tensor = torch.zeros(length, dtype=dtype)
+            with Operators() as seen:
+                fingerprint(tensor)
+            return seen.counts["mul"]
+
+        block = (1 << 21) * 4 // width
+        assert operators(3 * block) - operators(2 * block) == 1
 
     def test_nothing_of_the_tensor_is_kept(self):
         assert fingerprint(torch.randn(1000)).untyped_storage().nbytes() == 8
