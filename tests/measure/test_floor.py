@@ -10,7 +10,7 @@ from torch import nn
 
 from benchmarks.zoo.cases import CASES
 from recoup.backend.memory import StorageMeter, device_meter
-from recoup.backend.timers import Laps, OperatorTimer
+from recoup.backend.timers import OperatorTimer
 from recoup.core.simulation import simulate
 from recoup.engine.blocks import block_names
 from recoup.engine.plans import Applied
@@ -18,7 +18,9 @@ from recoup.engine.runs import Cuts
 from recoup.measure import floor
 from recoup.measure.floor import measure_floor, run_step
 from recoup.measure.graphs import graph_of, recompute_all
+from recoup.measure.issuing import issuing_of
 from recoup.measure.observation import Instruments, observe
+from recoup.measure.pace import Pace
 from recoup.measure.training import training_step
 
 NAMES = ["bert", "convnext", "densenet-121", "llama", "resnet-50", "u-net"]
@@ -111,88 +113,37 @@ def unmeasured():
     return graph, simulate(graph, recompute_all(graph)).seconds
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5, 0.99, 1.3, 2.0, float("inf")])
-def test_what_operators_do_not_explain_is_recordings_beyond_what_the_host_takes(share):
+def test_what_operators_do_not_explain_is_in_the_plain_step_too():
     graph, explained = unmeasured()
-    plain = graph.step_seconds
-    measured = 1.5 * explained
-    found = floor.calibrated(graph, measured, host_seconds=share * plain)
-    assert simulate(found, recompute_all(found)).seconds == pytest.approx(measured)
-    late = min(max(0.0, share - 1) * plain, measured - explained)
-    assert simulate(found, ()).seconds == pytest.approx(plain + late)
+    found = floor.calibrated(graph, 1.5 * explained)
+    assert simulate(found, recompute_all(found)).seconds == 1.5 * explained
+    assert simulate(found, ()).seconds == graph.step_seconds + 0.5 * explained
 
 
 def test_operators_that_take_longer_than_the_step_overlapped_in_it():
     graph, explained = unmeasured()
-    found = floor.calibrated(graph, explained / 2, host_seconds=0.0)
+    found = floor.calibrated(graph, explained / 2)
     assert simulate(found, recompute_all(found)).seconds == pytest.approx(explained / 2)
     assert simulate(found, ()).seconds == pytest.approx(graph.step_seconds / 2)
 
 
-class Slow(nn.Module):
-    """Keeps the host for some time, and has no block."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 2)
-        self.seconds = seconds
-        self.seen: list[bool] = []
-
-    def forward(self, x):
-        self.seen.append(torch.is_grad_enabled())
-        time.sleep(self.seconds)
-        return self.layer(x)
-
-
-def test_the_host_of_a_plain_step_is_timed_without_gradients():
-    model = Slow(0.02)
-    step = training_step(model, torch.ones(1, 2), loss=torch.sum)
-    calls = [((torch.ones(1, 2),), {}), ((), {"x": torch.ones(3, 2)})]
-    seconds = floor.plain_host_seconds(step, calls)
-    assert 0.04 <= seconds / floor.STEP_BY_FORWARD < 1
-    assert model.seen == [False, False]
-
-
-class Differentiating(nn.Module):
-    """Takes a gradient in its forward."""
-
-    def forward(self, x):
-        return torch.autograd.grad((x * x).sum(), x, create_graph=True)[0]
-
-
-def test_a_model_that_needs_gradients_in_forward_is_taken_for_the_hosts():
-    x = torch.ones(2, requires_grad=True)
-    step = training_step(Differentiating(), x, loss=torch.sum)
-    assert floor.plain_host_seconds(step, [((x,), {})]) == float("inf")
-
-
-class Issued:
-    """A device that takes note of when it is waited for, and of what it is given."""
-
-    type = "elsewhere"
-
-    def __init__(self) -> None:
-        self.given: list[str] = []
-
-
-def test_beside_a_device_steps_are_timed_in_a_row_after_one_that_does_not_count(
-    monkeypatch,
-):
-    device = Issued()
-
-    class Counted(Laps):
-        def mark(self) -> None:
-            device.given.append("mark")
-
-        def seconds(self) -> list[float]:
-            device.given.append("wait")
-            return [0.3, 0.2]
-
-    monkeypatch.setattr(floor, "Laps", Counted)
-    step = training_step(Slow(0.0), torch.ones(1, 2), loss=torch.sum)
-
-    def run() -> None:
-        device.given.append("run")
-
-    assert floor.time_step(replace(step, run=run, device=device)) == 0.2
-    assert device.given == ["run", "mark"] * 3 + ["wait"]
+@pytest.mark.parametrize("share", [0.5, 1.0, 1.5])
+@pytest.mark.parametrize("host_share", [0.1, 0.9, 1.0])
+def test_the_floor_is_predicted_as_it_was_measured_beside_a_host(share, host_share):
+    graph, explained = unmeasured()
+    measured = share * explained
+    pace = Pace(measured, host_share * measured)
+    issuing = issuing_of(
+        graph,
+        pace,
+        forward_seconds=0.4 * pace.host_seconds,
+        plain_forward_seconds=0.2 * pace.host_seconds,
+    )
+    found = floor.beside_host(replace(graph, issuing=issuing), pace)
+    costs = simulate(found, recompute_all(found))
+    assert costs.issuing_seconds == pytest.approx(pace.host_seconds)
+    assert costs.seconds == pytest.approx(measured)
+    plain = simulate(found, ())
+    assert plain.issuing_seconds == pytest.approx(0.5 * pace.host_seconds)
+    if host_share == 1.0 and share > 1:
+        assert plain.device_seconds == graph.step_seconds

@@ -1,5 +1,6 @@
 """The front door: what comes back fits, is checked, and is as fast as can be shown."""
 
+from dataclasses import replace
 from itertools import pairwise
 from time import process_time
 
@@ -9,6 +10,8 @@ from hypothesis import strategies as st
 
 from benchmarks.graphs import transformer_graph
 from recoup.core.errors import InfeasibleError
+from recoup.core.footprint import total_footprint
+from recoup.core.graph import Issuing
 from recoup.core.segments import Action
 from recoup.core.simulation import simulate
 from recoup.planners.every_kth import every_kth
@@ -149,3 +152,88 @@ def test_a_hundred_blocks_are_planned_in_seconds():
     # About one on a quiet core.
     assert process_time() - started < 6
     assert solution.gap < 0.01
+
+
+def beside_host(graph, *, plain, recording=0.0, replaying=0.0):
+    """Return the graph beside a host with these shares of the plain step's time."""
+    count = len(graph.operations)
+    seconds = graph.step_seconds
+    return replace(
+        graph,
+        issuing=Issuing(
+            plain * seconds, recording * seconds / count, replaying * seconds / count
+        ),
+    )
+
+
+def test_a_step_takes_as_long_as_the_slower_of_device_and_host(graph):
+    segments = recompute_all(graph)
+    alone = simulate(graph, segments)
+    count = len(graph.operations)
+    replayed = sum(len(replay.operations) for replay in alone.replays)
+    assert 0 < replayed < count
+    for plain in (0.5, 1.0, 2.0):
+        found = simulate(
+            beside_host(graph, plain=plain, recording=0.25, replaying=0.5), segments
+        )
+        host = plain + 0.25 + 0.5 * replayed / count
+        assert found.issuing_seconds == pytest.approx(host * graph.step_seconds)
+        assert found.device_seconds == alone.seconds
+        assert found.seconds == max(alone.seconds, found.issuing_seconds)
+
+
+@pytest.mark.parametrize("share", [0.9, 0.75, 0.6, 0.5])
+def test_a_host_with_time_to_spare_changes_no_plan(graph, share):
+    budget_bytes = int(share * simulate(graph, ()).peak_bytes)
+    beside = beside_host(graph, plain=0.2, recording=0.1, replaying=0.1)
+    alone = plan(graph, budget_bytes, allow=KEEP)
+    found = plan(beside, budget_bytes, allow=KEEP)
+    assert found.segments == alone.segments
+    assert found.gap == pytest.approx(alone.gap)
+
+
+@pytest.mark.parametrize("share", [0.9, 0.75, 0.6, 0.5])
+def test_where_the_host_is_slow_less_is_recorded_and_no_more_than_needed(graph, share):
+    budget_bytes = int(share * simulate(graph, ()).peak_bytes)
+    slow = beside_host(graph, plain=0.9, recording=1.0, replaying=0.5)
+    alone = plan(graph, budget_bytes, allow=KEEP).segments
+    found = plan(slow, budget_bytes, allow=KEEP)
+    assert found.simulation.peak_bytes <= budget_bytes
+    assert found.simulation.seconds < simulate(slow, alone).seconds
+    recorded = total_footprint(graph, found.segments).recorded
+    assert recorded < total_footprint(graph, alone).recorded
+
+
+@settings(max_examples=40, deadline=None)
+@given(graph=graphs(awkward=False), data=st.data())
+def test_no_plan_is_faster_than_the_bound_beside_any_host(graph, data):
+    third = st.sampled_from([0.0, 0.3, 1.0, 3.0])
+    beside = beside_host(
+        graph, plain=data.draw(third), recording=data.draw(third), replaying=0.3
+    )
+    plain = simulate(beside, ())
+    lowest = floor(beside, allow=KEEP).simulation.peak_bytes
+    budget_bytes = data.draw(st.integers(lowest, plain.peak_bytes))
+    found = plan(beside, budget_bytes, allow=KEEP)
+    assert found.simulation.peak_bytes <= budget_bytes
+    assert found.extra_seconds >= found.bound_seconds * (1 - 1e-9) - 1e-12
+    assert 0 <= found.gap < 1
+    assert found.simulation.seconds >= plain.seconds
+
+
+def test_after_its_time_a_search_is_content_with_the_first_plan_that_fits(graph):
+    budget_bytes = int(0.5 * simulate(graph, ()).peak_bytes)
+    hasty = Search(graph, KEEP)
+    found = plan_with(hasty, budget_bytes, until=0.0)
+    assert found.simulation.peak_bytes <= budget_bytes
+    patient = Search(graph, KEEP)
+    assert plan_with(patient, budget_bytes).simulation.seconds <= (
+        found.simulation.seconds
+    )
+    assert len(hasty.known) < len(patient.known)
+
+
+def test_a_search_that_is_late_still_finds_a_plan_where_only_the_floor_fits(graph):
+    lowest = floor(graph, allow=KEEP).simulation.peak_bytes
+    found = plan_with(Search(graph, KEEP), lowest, until=0.0)
+    assert found.simulation.peak_bytes <= lowest

@@ -145,6 +145,24 @@ class Boundary:
         return f"{verb} {self.module or 'model'}#{self.call}"
 
 
+@dataclass(frozen=True, slots=True)
+class Issuing:
+    """What the host does while an accelerator computes: it issues the operators.
+
+    The device works on what was issued before, so the step takes as long as the slower
+    of the two.
+
+    Attributes:
+        plain_seconds: The host's time for a step without any region.
+        recording_seconds: What a region adds to each operator of forward in it.
+        replaying_seconds: What each operator that is run again adds.
+    """
+
+    plain_seconds: float
+    recording_seconds: float
+    replaying_seconds: float
+
+
 @dataclass(frozen=True)
 class Graph:
     """One training step, as it was measured.
@@ -161,8 +179,10 @@ class Graph:
             no plan can change.
         own_bytes: For each moment, how much of that its operator takes itself: a replay
             that runs before the operator does not meet it yet. Empty: nothing.
-        step_seconds: Forward and backward without any region.
-        recording_seconds: What a region adds to each operator of forward in it.
+        step_seconds: Forward and backward without any region, on the device.
+        recording_seconds: What a region adds to each operator of forward in it, where
+            the device waits for that.
+        issuing: What the host does beside the device; None: they are the same.
         link_bytes_per_second: The speed of a copy to the host and back; 0: unknown.
         blocks: The numbers of the boundaries between which the model repeats itself or
             is best cut; increasing, the first and the last boundary of the part that
@@ -184,6 +204,7 @@ class Graph:
     blocks: tuple[int, ...] = field(default=())
     own_bytes: tuple[int, ...] = field(default=())
     estimated_for: str = ""
+    issuing: Issuing | None = None
 
     def __post_init__(self) -> None:
         if len(self.other_bytes) != self.moments:

@@ -31,6 +31,8 @@ class Simulation:
         stall_seconds: The copying that does not hide behind computing.
         step_seconds: The step without replays, stalls and recording.
         recording_seconds: What regions add to forward.
+        issuing_seconds: What the host takes to issue all of it to an accelerator.
+        plain_issuing_seconds: What it would take without the plan.
     """
 
     bytes_at: tuple[int, ...]
@@ -41,6 +43,8 @@ class Simulation:
     stall_seconds: float
     step_seconds: float
     recording_seconds: float = 0.0
+    issuing_seconds: float = 0.0
+    plain_issuing_seconds: float = 0.0
 
     @property
     def peak_bytes(self) -> int:
@@ -58,14 +62,20 @@ class Simulation:
         return sum(replay.seconds for replay in self.replays)
 
     @property
+    def device_seconds(self) -> float:
+        """How long the device works on the step."""
+        added = self.replay_seconds + self.recording_seconds + self.stall_seconds
+        return self.step_seconds + added
+
+    @property
     def seconds(self) -> float:
-        """How long the step takes."""
-        return self.step_seconds + self.extra_seconds
+        """How long the step takes: as long as the slower of device and host."""
+        return max(self.device_seconds, self.issuing_seconds)
 
     @property
     def extra_seconds(self) -> float:
         """What the plan adds to the step: replays, recording, waiting for copies."""
-        return self.replay_seconds + self.recording_seconds + self.stall_seconds
+        return self.seconds - max(self.step_seconds, self.plain_issuing_seconds)
 
 
 def simulate(graph: Graph, segments: Sequence[Segment]) -> Simulation:
@@ -149,6 +159,21 @@ def add_up(graph: Graph, total: Footprint) -> Simulation:
         stall_seconds=stall_seconds(graph, host_bytes),
         step_seconds=graph.step_seconds,
         recording_seconds=total.recorded * graph.recording_seconds,
+        issuing_seconds=issuing_seconds(graph, total),
+        plain_issuing_seconds=graph.issuing.plain_seconds if graph.issuing else 0.0,
+    )
+
+
+def issuing_seconds(graph: Graph, total: Footprint) -> float:
+    """Return what the host takes to issue a step, or 0 where it is the device."""
+    issuing = graph.issuing
+    if issuing is None:
+        return 0.0
+    replayed = sum(len(replay.operations) for replay in total.replays)
+    return (
+        issuing.plain_seconds
+        + total.recorded * issuing.recording_seconds
+        + replayed * issuing.replaying_seconds
     )
 
 

@@ -1,35 +1,22 @@
 """The measured step: traced at floor memory, with every block recomputed."""
 
-import time
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
-
-import torch
-from torch import nn
 
 from recoup.backend.links import link_bytes_per_second
 from recoup.backend.memory import device_meter
-from recoup.backend.timers import Laps, OperatorTimer
+from recoup.backend.timers import OperatorTimer
 from recoup.backend.trees import tensors
 from recoup.core.errors import UsageError
 from recoup.core.graph import Graph
 from recoup.core.simulation import simulate
 from recoup.engine.runs import Cuts
 from recoup.measure.graphs import graph_of, recompute_all
+from recoup.measure.issuing import Calls, issuing_of
 from recoup.measure.observation import Instruments, cut, observe
+from recoup.measure.pace import Pace, pace_of, timed
 from recoup.measure.recording import recording_seconds
 from recoup.measure.training import TrainingStep
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and keyword arguments."""
-
-STEP_BY_FORWARD = 2.5
-"""How much longer a plain step keeps the host than its forward without gradients does:
-2.4 times for a ResNet, 3.4 for a GPT, both of layers that compute nothing to speak of.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,34 +41,15 @@ def run_step(step: TrainingStep, *, resident: Sequence[object] = ()) -> Cost:
     step.begin()
     with device_meter(step.device) as meter:
         meter.track(step.model, *tensors(step.batch), *tensors(list(resident)))
-        seconds = _timed(step)
+        seconds = timed(step)
         peak_bytes = meter.peak_bytes
     step.model.zero_grad(set_to_none=True)
     return Cost(peak_bytes, seconds)
 
 
 def time_step(step: TrainingStep, *, repeats: int = 2) -> float:
-    """Return the least time of a step among some runs that follow each other.
-
-    They are issued as training issues them: the host waits for an accelerator after the
-    last one alone, and one that finds it idle comes first and does not count.
-    """
-    if step.device.type == "cpu":
-        return min(_time_alone(step) for _ in range(repeats))
-    laps = Laps(step.device)
-    step.begin()
-    for _ in range(repeats + 1):
-        step.run()
-        laps.mark()
-        step.begin(waiting=False)
-    return min(laps.seconds())
-
-
-def _time_alone(step: TrainingStep) -> float:
-    step.begin()
-    seconds = _timed(step)
-    step.model.zero_grad(set_to_none=True)
-    return seconds
+    """Return the least time of a step among some runs that follow each other."""
+    return pace_of(step, repeats=repeats).seconds
 
 
 def measure_floor(
@@ -115,11 +83,9 @@ def measure_floor(
     )
     seen = observe(step, instruments, names=names, resident=resident)
     trace, timer = seen.trace, seen.timer
-    with (
-        cut(step, Cuts(seen.cuts)),
-        _noted_calls(step.model, trace.model_calls) as calls,
-    ):
-        floor_seconds = time_step(step)
+    calls = Calls(trace.model_calls)
+    with cut(step, Cuts(seen.cuts)), calls.noted(step.model):
+        pace = pace_of(step)
     graph = graph_of(trace, timer.seconds, blocks=seen.cuts)
     graph = replace(
         graph,
@@ -130,11 +96,14 @@ def measure_floor(
     times = max(1, round(trace.model_calls / graph.model_calls))
     if step.device.type == "cpu":
         graph = replace(graph, recording_seconds=recording_seconds())
-        return calibrated(_run_times(graph, times), floor_seconds)
-    host_seconds = plain_host_seconds(step, calls)
-    return calibrated(
-        _run_times(graph, times), floor_seconds, host_seconds=host_seconds
+        return calibrated(_run_times(graph, times), pace.seconds)
+    issuing = issuing_of(
+        graph,
+        pace,
+        forward_seconds=calls.host_seconds,
+        plain_forward_seconds=calls.again(step),
     )
+    return beside_host(replace(_run_times(graph, times), issuing=issuing), pace)
 
 
 def _run_times(graph: Graph, times: int) -> Graph:
@@ -154,35 +123,41 @@ def _run_times(graph: Graph, times: int) -> Graph:
     )
 
 
-def calibrated(
-    graph: Graph, floor_seconds: float, *, host_seconds: float | None = None
-) -> Graph:
+def calibrated(graph: Graph, floor_seconds: float) -> Graph:
     """Return the graph with times by which the measured step took what it took.
 
     Operators that add up to more than the step overlapped in it. Time that they do not
-    explain is the host's. Beside an accelerator the plain step has its share of that as
-    far as it keeps the host longer than the device, and recording has the rest.
+    explain is in the plain step as well.
 
     Args:
         graph: The graph, with the times of operators.
         floor_seconds: The time of a step in which every block is recomputed.
-        host_seconds: What the host takes for a plain step beside an accelerator.
     """
-    floor = recompute_all(graph)
-    predicted = simulate(graph, floor).seconds
-    if predicted <= floor_seconds or not predicted:
+    predicted = simulate(graph, recompute_all(graph)).device_seconds
+    if predicted <= floor_seconds:
         unexplained = floor_seconds - predicted
-        recording = 0.0
-        if host_seconds is not None:
-            late = min(max(0.0, host_seconds - graph.step_seconds), unexplained)
-            recording, unexplained = unexplained - late, late
-        unit = simulate(replace(graph, recording_seconds=1.0), floor).recording_seconds
-        return replace(
-            graph,
-            step_seconds=graph.step_seconds + unexplained,
-            recording_seconds=graph.recording_seconds + recording / max(1.0, unit),
-        )
-    share = floor_seconds / predicted
+        return replace(graph, step_seconds=graph.step_seconds + unexplained)
+    return _scaled(graph, floor_seconds / predicted)
+
+
+def beside_host(graph: Graph, pace: Pace) -> Graph:
+    """Return the graph with times by which device and host took what they took.
+
+    Where the device waited for the host, the host's time explains the step, and the
+    device's own is what its operators add up to, if that is less.
+
+    Args:
+        graph: The graph, with the times of operators and of the host.
+        pace: The pace of a step in which every block is recomputed.
+    """
+    predicted = simulate(graph, recompute_all(graph)).device_seconds
+    if not predicted or (predicted <= pace.seconds and pace.is_bound_by_host):
+        return graph
+    return _scaled(graph, pace.seconds / predicted)
+
+
+def _scaled(graph: Graph, share: float) -> Graph:
+    """Return the graph with a share of the device's times."""
     return replace(
         graph,
         operations=tuple(
@@ -192,55 +167,3 @@ def calibrated(
         step_seconds=graph.step_seconds * share,
         recording_seconds=graph.recording_seconds * share,
     )
-
-
-def plain_host_seconds(step: TrainingStep, calls: Iterable[Call]) -> float:
-    """Return about how long a plain step keeps the host, which may not fit to be run.
-
-    Runs the model without gradients, which needs no memory to speak of.
-
-    Args:
-        step: The step.
-        calls: What it calls its model with.
-
-    Returns:
-        Infinity if the model cannot be run without gradients.
-    """
-    step.begin()
-    _synchronize(step.device)
-    start = time.perf_counter()
-    try:
-        with torch.no_grad():
-            for args, kwargs in calls:
-                step.model(*args, **kwargs)
-    except RuntimeError:  # it takes gradients in its forward
-        return float("inf")
-    return STEP_BY_FORWARD * (time.perf_counter() - start)
-
-
-@contextmanager
-def _noted_calls(model: nn.Module, count: int) -> Iterator[Iterable[Call]]:
-    """Yield what the model was called with, the last so many times."""
-    calls: deque[Call] = deque(maxlen=count)
-
-    def note(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.append((args, kwargs))
-
-    handle = model.register_forward_pre_hook(note, prepend=True, with_kwargs=True)
-    try:
-        yield calls
-    finally:
-        handle.remove()
-
-
-def _timed(step: TrainingStep) -> float:
-    _synchronize(step.device)
-    start = time.perf_counter()
-    step.run()
-    _synchronize(step.device)
-    return time.perf_counter() - start
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)

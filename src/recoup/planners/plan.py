@@ -41,8 +41,16 @@ def plan(
     return plan_with(Search(graph, allow), budget_bytes)
 
 
-def plan_with(search: Search, budget_bytes: int) -> Solution:
+def plan_with(
+    search: Search, budget_bytes: int, *, until: float | None = None
+) -> Solution:
     """Return the fastest plan that a search knows or finds within a budget.
+
+    Args:
+        search: Knows the step, and plans of it.
+        budget_bytes: The most bytes that may be in use at any moment.
+        until: The reading of `time.perf_counter` from which on a plan that fits will
+            do; what takes long is not begun after it.
 
     Raises:
         InfeasibleError: No plan known fits; it names the smallest budget that does.
@@ -53,7 +61,7 @@ def plan_with(search: Search, budget_bytes: int) -> Solution:
         ()
     """
     started = perf_counter()
-    found, bound = _solve(search, budget_bytes)
+    found, bound = _solve(search, budget_bytes, until)
     if found is None:
         raise infeasible(search.graph, budget_bytes, search.floor[0])
     return _solution(found, bound, started)
@@ -133,11 +141,13 @@ def frontier_with(
     return tuple(found)
 
 
-def _solve(search: Search, budget_bytes: int) -> tuple[Plan | None, float]:
+def _solve(
+    search: Search, budget_bytes: int, until: float | None = None
+) -> tuple[Plan | None, float]:
     bound = 0.0
     if search.known[0][1].peak_bytes > budget_bytes:
         bound = search.bound_seconds(budget_bytes)
-    return search.solve(budget_bytes, bound), bound
+    return search.solve(budget_bytes, bound, until=until), bound
 
 
 def _solution(found: Plan, bound_seconds: float, started: float) -> Solution:

@@ -1,8 +1,8 @@
 """The search for plans of one graph: cheap planners first, dearer where it pays."""
 
-import math
 from collections.abc import Iterable
 from functools import cached_property
+from time import perf_counter
 
 from recoup.core.calls import within_calls
 from recoup.core.footprint import without_idle_actions
@@ -12,11 +12,10 @@ from recoup.core.simulation import Simulation, simulate
 from recoup.planners.blocks import blocks_of
 from recoup.planners.bounds import bound_seconds
 from recoup.planners.exhaustive import exhaustive
-from recoup.planners.lowest import lowest_plan, nested_reach
-from recoup.planners.one_level import OneLevel
-from recoup.planners.options import Stretch, segments_of
+from recoup.planners.lens import Lens
+from recoup.planners.lowest import lowest_plan
+from recoup.planners.options import segments_of
 from recoup.planners.partition import Partition, Path
-from recoup.planners.places import ends_of_calls, narrow_places
 from recoup.planners.refine import refine
 
 Plan = tuple[tuple[Segment, ...], Simulation, str]
@@ -28,11 +27,10 @@ _FAR = 0.1
 """A plan further from the bound than this is followed by nested ones: just above the
 smallest budget for which no nesting is needed it may still pay."""
 
-_EFFORT = 20_000
-"""Operators in stretches of two or three places: what the partition may look at."""
-
-_PLACES = 48
 _TARGETS = 4
+
+_HOST_WEIGHTS = (1.0, 0.5)
+"""How much the host's time counts in the lenses for steps that wait for the host."""
 
 
 class Search:
@@ -47,37 +45,46 @@ class Search:
         self.graph = graph
         self.allow = allow
         self.known: list[Plan] = [((), simulate(graph, ()), "store_all")]
-        self._levels: dict[tuple[Stretch, ...], OneLevel] = {}
+        self._lenses: dict[float, Lens] = {}
 
     def bound_seconds(self, budget_bytes: int) -> float:
         """Return what every plan within the budget adds to the step, at least."""
+        device = self._lens(0.0).graph
         offload = Action.OFFLOAD in self.allow
-        return bound_seconds(self.graph, budget_bytes, may_offload=offload)
+        added = bound_seconds(device, budget_bytes, may_offload=offload)
+        if self.graph.issuing is None:
+            return added
+        return max(0.0, added - self._idle_seconds)
 
-    def solve(self, budget_bytes: int, bound: float) -> Plan | None:
-        """Return the fastest plan found within a budget; None: there is none."""
+    def solve(
+        self, budget_bytes: int, bound: float, *, until: float | None = None
+    ) -> Plan | None:
+        """Return the fastest plan found within a budget; None: there is none.
+
+        Args:
+            budget_bytes: The most bytes in use.
+            bound: What every plan within the budget adds to the step, at least.
+            until: The reading of `time.perf_counter` from which on nothing dear is
+                begun any more, once there is a plan.
+        """
         if self.known[0][1].peak_bytes <= budget_bytes:
             return self.known[0]
         if not blocks_of(self.graph):
             return None
-        self._try_everything(budget_bytes)
-        if not self._is_close(budget_bytes, bound, share=_CLOSE):
-            self._solve_blocks(budget_bytes)
-        if not self._is_close(budget_bytes, bound, share=_CLOSE):
-            self._solve_partition(self._partition, budget_bytes)
-        if self.best(budget_bytes) is None:
-            self.add(*self.floor)
-            nests = self.best(budget_bytes) is not None
-        else:
-            nests = not self._is_close(budget_bytes, bound, share=_FAR)
-        if nests:
-            self._solve_partition(self._nested_partition, budget_bytes)
-        self._refine(budget_bytes)
+        self._solve_for_device(budget_bytes, bound, until)
+        for weight in _HOST_WEIGHTS:
+            if not self._waits_for_host(budget_bytes) or self._is_late(until):
+                break
+            self._solve_blocks(self._lens(weight), budget_bytes)
+            if not self._may_save_host(budget_bytes):
+                break
+        if not self._is_late(until):
+            self._refine(budget_bytes)
         return self.best(budget_bytes)
 
     def best(self, budget_bytes: int) -> Plan | None:
         """Return the fastest plan known within a budget."""
-        fitting = [p for p in self.known if p[1].peak_bytes <= budget_bytes]
+        fitting = self._fitting(budget_bytes)
         return min(fitting, key=lambda p: (p[1].seconds, p[1].peak_bytes), default=None)
 
     def add(
@@ -99,42 +106,73 @@ class Search:
         """
         if not blocks_of(self.graph):
             return self.known[0]
-        plan = lowest_plan(self.graph, self._places, reach=self._reach)
+        lens = self._lens(0.0)
+        plan = lowest_plan(self.graph, lens.places, reach=lens.reach)
         return plan, simulate(self.graph, plan), "floor"
 
+    @property
+    def _idle_seconds(self) -> float:
+        """What the device can do more before the plain step takes longer."""
+        plain = self.known[0][1]
+        return max(0.0, plain.issuing_seconds - plain.device_seconds)
+
+    def _fitting(self, budget_bytes: int) -> list[Plan]:
+        return [plan for plan in self.known if plan[1].peak_bytes <= budget_bytes]
+
+    def _lens(self, host_weight: float) -> Lens:
+        lens = self._lenses.get(host_weight)
+        if lens is None:
+            lens = Lens(self.graph, self.allow, host_weight=host_weight)
+            self._lenses[host_weight] = lens
+        return lens
+
+    def _solve_for_device(
+        self, budget_bytes: int, bound: float, until: float | None
+    ) -> None:
+        """Look for the plan with which the device has the least to do."""
+        lens = self._lens(0.0)
+        self._try_everything(lens, budget_bytes)
+        if not self._is_close(budget_bytes, bound, share=_CLOSE):
+            self._solve_blocks(lens, budget_bytes)
+        if not self._is_done(budget_bytes, bound, until, share=_CLOSE):
+            self._solve_partition(lens, lens.partition, budget_bytes)
+        if self.best(budget_bytes) is None:
+            self.add(*self.floor)
+            nests = self.best(budget_bytes) is not None
+        else:
+            nests = not self._is_done(budget_bytes, bound, until, share=_FAR)
+        if nests:
+            self._solve_partition(lens, lens.nested_partition, budget_bytes)
+
+    def _is_done(
+        self, budget_bytes: int, bound: float, until: float | None, *, share: float
+    ) -> bool:
+        late = self._is_late(until) and self.best(budget_bytes) is not None
+        return late or self._is_close(budget_bytes, bound, share=share)
+
+    def _is_late(self, until: float | None) -> bool:
+        return until is not None and perf_counter() >= until
+
     def _is_close(self, budget_bytes: int, bound: float, *, share: float) -> bool:
-        best = self.best(budget_bytes)
-        if best is None:
+        """Return whether no plan gives the device much less to do than one known."""
+        fitting = self._fitting(budget_bytes)
+        if not fitting:
             return False
-        extra = best[1].seconds - self.graph.step_seconds
-        return extra - bound <= share * self.graph.step_seconds
+        added = min(p[1].device_seconds for p in fitting) - self.graph.step_seconds
+        needed = bound + self._idle_seconds if bound else 0.0
+        return added - needed <= share * self.graph.step_seconds
 
-    @cached_property
-    def _block_level(self) -> OneLevel:
-        return OneLevel(self.graph, blocks_of(self.graph), self.allow)
+    def _waits_for_host(self, budget_bytes: int) -> bool:
+        """Return whether the device waits for the host in the best plan so far."""
+        best = self.best(budget_bytes)
+        return best is not None and best[1].issuing_seconds > best[1].device_seconds
 
-    @cached_property
-    def _reach(self) -> int:
-        count = max(len(self.graph.operations), 1)
-        return max(2, min(14, math.isqrt(_EFFORT // count)))
-
-    @cached_property
-    def _places(self) -> tuple[int, ...]:
-        graph = self.graph
-        blocks = [place for stretch in blocks_of(graph) for place in stretch]
-        always = (
-            blocks if 2 < len(graph.blocks) <= 2 * _PLACES else ends_of_calls(graph)
+    def _may_save_host(self, budget_bytes: int) -> bool:
+        """Return whether the host has time to spare in some plan."""
+        return any(
+            costs.issuing_seconds < costs.device_seconds
+            for _, costs, _ in self._fitting(budget_bytes)
         )
-        return narrow_places(graph, most=_PLACES, always=always)
-
-    @cached_property
-    def _partition(self) -> Partition:
-        return Partition(self.graph, self._places, reach=self._reach)
-
-    @cached_property
-    def _nested_partition(self) -> Partition:
-        reach = nested_reach(self._reach)
-        return Partition(self.graph, self._places, reach=reach, nest=True)
 
     def _refine(self, budget_bytes: int) -> None:
         """Spend what room the best plan leaves."""
@@ -142,22 +180,25 @@ class Search:
         if best is None or Action.KEEP not in self.allow:
             return
         segments, costs, planner = best
-        if costs.seconds > self.graph.step_seconds:
-            self.add(refine(self.graph, segments, budget_bytes), None, planner)
+        if costs.seconds > self.known[0][1].seconds:
+            graph = self._lens(0.0).graph
+            self.add(refine(graph, segments, budget_bytes), None, planner)
 
-    def _try_everything(self, budget_bytes: int) -> None:
+    def _try_everything(self, lens: Lens, budget_bytes: int) -> None:
         """Look at all plans over the blocks, if there are few."""
         if Action.KEEP in self.allow:
-            found = exhaustive(self.graph, blocks_of(self.graph), budget_bytes)
+            found = exhaustive(lens.graph, blocks_of(lens.graph), budget_bytes)
             if found is not None:
                 self.add(found, None, "exhaustive")
 
-    def _solve_blocks(self, budget_bytes: int) -> None:
-        found = self._block_level.solve(budget_bytes)
+    def _solve_blocks(self, lens: Lens, budget_bytes: int) -> None:
+        found = lens.block_level.solve(budget_bytes)
         if found is not None:
             self.add(segments_of(found.options), None, "blocks")
 
-    def _solve_partition(self, partition: Partition, budget_bytes: int) -> None:
+    def _solve_partition(
+        self, lens: Lens, partition: Partition, budget_bytes: int
+    ) -> None:
         """Cut forward anew, and settle what is held in the stretches."""
         paths: dict[float, Path] = {}
         target = budget_bytes
@@ -167,7 +208,7 @@ class Search:
                 break
             costs = self.add(segments_of(o for _, o in path), None, "partition")
             room = budget_bytes - costs.peak_bytes
-            paths[costs.seconds if room >= 0 else float("inf")] = path
+            paths[costs.device_seconds if room >= 0 else float("inf")] = path
             if 0 <= room <= budget_bytes // 500:
                 break
             # The partition counts some bytes twice, so it may have more.
@@ -175,14 +216,8 @@ class Search:
         if not paths:
             return
         path = paths[min(paths)]
-        stretches = tuple(stretch for stretch, _ in path)
-        options = [option for _, option in path]
-        level = self._levels.get(stretches)
-        if level is None:
-            level = self._levels[stretches] = OneLevel(
-                self.graph, stretches, self.allow
-            )
-        level.offer(options)
+        level = lens.level_of(stretch for stretch, _ in path)
+        level.offer([option for _, option in path])
         found = level.solve(budget_bytes)
         if found is not None:
             self.add(segments_of(found.options), None, "partition")

@@ -1,0 +1,112 @@
+"""Lenses: one graph as planners see it, with one time for each thing that they do."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cached_property
+
+from recoup.core.graph import Graph
+from recoup.core.segments import Action
+from recoup.planners.blocks import blocks_of
+from recoup.planners.lowest import nested_reach
+from recoup.planners.one_level import OneLevel
+from recoup.planners.options import Stretch
+from recoup.planners.partition import Partition
+from recoup.planners.places import ends_of_calls, narrow_places
+
+_EFFORT = 20_000
+"""Operators in stretches of two or three places: what the partition may look at."""
+
+_PLACES = 48
+
+
+class Lens:
+    """A graph in which the device's time and the host's are one, and its planners.
+
+    Planners add up the times of what is recorded and run again. Beside an accelerator
+    there are two sums of which the larger one counts: so they minimise a mean of both.
+    Bytes are the same in all lenses, so a plan found through one is a plan of the step.
+
+    Args:
+        graph: One step.
+        allow: What may be done with values besides recomputing them.
+        host_weight: How much the host's time counts, from 0 to 1.
+    """
+
+    def __init__(
+        self, graph: Graph, allow: frozenset[Action], *, host_weight: float
+    ) -> None:
+        self.graph = weighed(graph, host_weight)
+        self.allow = allow
+        self._levels: dict[tuple[Stretch, ...], OneLevel] = {}
+
+    @cached_property
+    def block_level(self) -> OneLevel:
+        """All plans over the blocks."""
+        return OneLevel(self.graph, blocks_of(self.graph), self.allow)
+
+    def level_of(self, stretches: Iterable[Stretch]) -> OneLevel:
+        """Return all plans over some stretches, the same for the same ones."""
+        key = tuple(stretches)
+        level = self._levels.get(key)
+        if level is None:
+            level = self._levels[key] = OneLevel(self.graph, key, self.allow)
+        return level
+
+    @cached_property
+    def reach(self) -> int:
+        """Over how many places at most a segment goes."""
+        count = max(len(self.graph.operations), 1)
+        return max(2, min(14, math.isqrt(_EFFORT // count)))
+
+    @cached_property
+    def places(self) -> tuple[int, ...]:
+        """Boundaries where segments may begin and end."""
+        graph = self.graph
+        blocks = [place for stretch in blocks_of(graph) for place in stretch]
+        always = (
+            blocks if 2 < len(graph.blocks) <= 2 * _PLACES else ends_of_calls(graph)
+        )
+        return narrow_places(graph, most=_PLACES, always=always)
+
+    @cached_property
+    def partition(self) -> Partition:
+        """All plans over the places."""
+        return Partition(self.graph, self.places, reach=self.reach)
+
+    @cached_property
+    def nested_partition(self) -> Partition:
+        """All plans over the places with segments inside others."""
+        reach = nested_reach(self.reach)
+        return Partition(self.graph, self.places, reach=reach, nest=True)
+
+
+def weighed(graph: Graph, host_weight: float) -> Graph:
+    """Return a graph whose times are a mean of the device's and the host's.
+
+    Examples:
+        >>> from recoup.core.graph import Issuing, Operation
+        >>> exp = Operation("exp", 4.0, (), ())
+        >>> graph = Graph((exp,), 0, (), (), (), (), (0,), issuing=Issuing(9.0, 2, 1))
+        >>> lens = weighed(graph, 0.5)
+        >>> lens.operations[0].seconds, lens.recording_seconds, lens.issuing
+        (2.5, 1.0, None)
+        >>> weighed(graph, 0.0).operations == graph.operations
+        True
+    """
+    issuing = graph.issuing
+    if issuing is None:
+        return graph
+    if not host_weight:
+        return replace(graph, issuing=None)
+    device_weight = 1 - host_weight
+    again = host_weight * issuing.replaying_seconds
+    return replace(
+        graph,
+        operations=tuple(
+            replace(operation, seconds=device_weight * operation.seconds + again)
+            for operation in graph.operations
+        ),
+        recording_seconds=host_weight * issuing.recording_seconds,
+        issuing=None,
+    )

@@ -1,0 +1,88 @@
+"""The pace of a step: laps of a device, and what the host takes to issue one."""
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from recoup.backend.timers import Laps
+from recoup.measure import pace
+from recoup.measure.pace import Pace, pace_of
+from recoup.measure.training import training_step
+
+
+class Issued:
+    """A device that takes note of when it is waited for, and of what it is given."""
+
+    type = "elsewhere"
+
+    def __init__(self) -> None:
+        self.given: list[str] = []
+
+
+def test_beside_a_device_steps_are_timed_in_a_row_after_one_that_does_not_count(
+    monkeypatch,
+):
+    device = Issued()
+
+    class Counted(Laps):
+        def mark(self) -> None:
+            device.given.append("mark")
+
+        def seconds(self) -> list[float]:
+            device.given.append("wait")
+            return [0.3, 0.2]
+
+    monkeypatch.setattr(pace, "Laps", Counted)
+    step = training_step(nn.Linear(2, 2), torch.ones(1, 2), loss=torch.sum)
+
+    def run() -> None:
+        device.given.append("run")
+
+    assert pace.pace_of(replace(step, run=run, device=device)).seconds == 0.2
+    assert device.given == ["run", "mark"] * 3 + ["wait"]
+
+
+@pytest.mark.parametrize(
+    ("lap", "expected"),
+    [
+        (10.0, 10.0),  # the device is busy: it does not notice what lies between
+        (0.055, 0.03),  # it waits for the host, and for that too
+    ],
+)
+def test_putting_a_step_back_is_no_part_of_it(monkeypatch, lap, expected):
+    class Known(Laps):
+        def mark(self) -> None: ...
+
+        def seconds(self) -> list[float]:
+            return [lap]
+
+    class Slow:
+        def next(self, *, waiting: bool) -> None:
+            time.sleep(0.025)
+
+    monkeypatch.setattr(pace, "Laps", Known)
+    step = training_step(nn.Linear(2, 2), torch.ones(1, 2), loss=torch.sum)
+    step = replace(
+        step, run=lambda: time.sleep(0.03), device=Issued(), beginning=Slow()
+    )
+    found = pace_of(step)
+    assert 0.03 <= found.host_seconds < 0.045
+    assert expected <= found.seconds < 1.5 * expected
+
+
+def test_on_the_cpu_host_and_device_are_one(monkeypatch):
+    naps = iter([0.03, 0.01, 0.02])
+    step = training_step(nn.Linear(2, 2), torch.ones(1, 2), loss=torch.sum)
+    step = replace(step, run=lambda: time.sleep(next(naps)))
+    found = pace_of(step, repeats=3)
+    assert found.seconds == found.host_seconds
+    assert 0.01 <= found.seconds < 0.02
+    assert found.is_bound_by_host
+
+
+def test_a_device_that_works_longer_than_the_host_is_not_bound_by_it():
+    assert not Pace(1.0, 0.5).is_bound_by_host
+    assert Pace(1.0, 0.98).is_bound_by_host
