@@ -12,6 +12,7 @@ from benchmarks.harness import (
     Cell,
     Row,
     describe_machine,
+    describe_pace,
     device_at_hand,
     markdown_table,
     parsed,
@@ -20,7 +21,7 @@ from benchmarks.harness import (
 )
 from benchmarks.zoo.case import Case, Scale
 from benchmarks.zoo.cases import CASES
-from benchmarks.zoo.problem import Cost, Problem, free_device
+from benchmarks.zoo.problem import STEPS_IN_A_ROW, Cost, Problem, free_device
 from recoup import InfeasibleError, RecoupError
 
 SHARES = (0.9, 0.75, 0.6, 0.5, 0.4, 0.3)
@@ -59,17 +60,17 @@ def fitted(
     problem: Problem, budget_bytes: int, plain: Cost, scale: Scale
 ) -> tuple[dict[str, Cell], int]:
     """Fit a model to a budget; return the rest of its row, and its floor."""
-    before = problem.cost(rounds=2)
+    before = problem.cost(warmup=0)
     start = time.perf_counter()
     _, report = recoup.fit(
         problem.model, problem.batch, budget_bytes, loss=problem.case.loss
     )
     fit_seconds = time.perf_counter() - start
     try:
-        cost = problem.cost(rounds=5)
+        cost = problem.cost(rounds=3)
     finally:
         report.remove()
-    after = problem.cost(rounds=2)
+    after = problem.cost()
     plain_seconds = (before.seconds + after.seconds) / 2
     peak_error = report.predicted_peak_bytes / cost.peak_bytes - 1
     seconds_error = report.predicted_seconds / cost.seconds - 1
@@ -84,6 +85,7 @@ def fitted(
         "plain ms": round(1e3 * plain_seconds, 2),
         "predicted ms": round(1e3 * report.predicted_seconds, 2),
         "measured ms": round(1e3 * cost.seconds, 2),
+        "alone ms": round(1e3 * cost.alone_seconds, 2),
         "time error": f"{seconds_error:+.1%}",
         "overhead": f"{cost.seconds / plain_seconds - 1:+.1%}",
         "overhead predicted": f"{overhead:+.1%}",
@@ -150,7 +152,11 @@ def measure(
             "fitting",
             rows,
             machine=describe_machine(device),
-            settings={"scale": scale, **summary(rows)},
+            settings={
+                "scale": scale,
+                "ms": describe_pace(STEPS_IN_A_ROW),
+                **summary(rows),
+            },
             folder=folder,
         )
     print(summary(rows))

@@ -14,12 +14,22 @@ from benchmarks.zoo.case import Case, Pair, Scale
 from recoup.backend.memory import device_meter
 
 
+STEPS_IN_A_ROW = 4
+
+
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The most bytes in use in a step, and its time in seconds."""
+    """What a step costs.
+
+    Attributes:
+        peak_bytes: The most bytes in use.
+        seconds: Its time among others in a row.
+        alone_seconds: Its time with the device idle before it.
+    """
 
     peak_bytes: int
     seconds: float
+    alone_seconds: float
 
 
 class Problem:
@@ -84,14 +94,18 @@ class Problem:
 
         return pace_of(step, self.device, steps=steps)
 
-    def cost(self, *, warmup: int = 1, rounds: int = 3) -> Cost:
-        """Return the peak of one step and the median time of some."""
+    def cost(self, *, warmup: int = 1, rounds: int = 1) -> Cost:
+        """Return the peak of one step and the median time of rows of some."""
         for _ in range(warmup):
             self.seconds()
         peak_bytes = self.peak_bytes()
-        seconds = statistics.median(self.seconds() for _ in range(rounds))
+        paces = [self.pace(steps=STEPS_IN_A_ROW) for _ in range(rounds)]
         self.clear()
-        return Cost(peak_bytes, seconds)
+        return Cost(
+            peak_bytes,
+            statistics.median(pace.in_a_row for pace in paces),
+            statistics.median(pace.alone for pace in paces),
+        )
 
     def clear(self) -> None:
         self.model.zero_grad(set_to_none=True)

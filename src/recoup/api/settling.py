@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 
 from torch.optim import Optimizer
 
@@ -25,6 +26,12 @@ from recoup.planners.solution import Solution
 
 _ROUNDS = 4
 """How often a plan that misses the budget is corrected."""
+
+_PATIENCE_SECONDS = 3.0
+_PATIENCE_STEPS = 6.0
+"""How long after its begin a fit may still begin to plan more thoroughly: seconds, and
+steps of the model. What comes after, real steps, shall end with the fifth second and
+the fifteenth step."""
 
 _ROOM = 0.02
 """A plan that leaves more than this share of the budget unused is tried once more."""
@@ -72,6 +79,7 @@ class Settling:
         self._tell = tell
         self._resident: list[object] = []
         self._in_force: Adapted | None = None
+        self._started = perf_counter()
         self.reserved_bytes = 0
         self.planning_seconds = 0.0
         self.rounds = 0
@@ -154,7 +162,9 @@ class Settling:
         Raises:
             InfeasibleError: It does not fit; the error says what it takes, measured.
         """
+        started = perf_counter()
         solution = floor_with(self.search)
+        self.planning_seconds += perf_counter() - started
         tried = self._try(solution, budget_left)
         if tried.cost.peak_bytes > budget_left:
             needed_bytes = tried.cost.peak_bytes + self.reserved_bytes
@@ -165,9 +175,16 @@ class Settling:
 
     def _plan(self, target: int) -> Solution:
         self._tell(f"planning for {print_bytes(target)}")
-        solution = plan_with(self.search, target)
-        self.planning_seconds += solution.seconds_planning
-        return solution
+        started = perf_counter()
+        try:
+            return plan_with(self.search, target, until=self._patient_until)
+        finally:
+            self.planning_seconds += perf_counter() - started
+
+    @property
+    def _patient_until(self) -> float:
+        step_seconds = self.search.known[0][1].seconds
+        return self._started + _PATIENCE_SECONDS + _PATIENCE_STEPS * step_seconds
 
     def _try(self, solution: Solution, budget_left: int) -> Attempt:
         """Apply a plan and run a real step: once to verify it, once to measure.

@@ -1,4 +1,4 @@
-"""What issuing a step costs the host beside an accelerator, with and without regions."""
+"""What issuing a step to an accelerator costs the host, with regions and without."""
 
 import time
 from collections import deque
