@@ -13,7 +13,6 @@ from benchmarks.harness import Pace, pace_of, synchronize
 from benchmarks.zoo.case import Case, Pair, Scale
 from recoup.backend.memory import device_meter
 
-
 STEPS_IN_A_ROW = 4
 
 

@@ -225,6 +225,41 @@ def test_cuts_run_everything_in_regions():
     assert len(seen.names) == 7
 
 
+def followed(model):
+    """Return the paths of the parts that have hooks."""
+    parts = {name: part for name, part in model.named_modules() if name}
+    return {
+        name
+        for name, part in parts.items()
+        if part._forward_hooks or part._forward_pre_hooks
+    }
+
+
+def test_only_modules_that_a_plan_names_are_followed():
+    model = Model()
+    x = torch.randn(8, 4)
+    plain = gradients(model, x)
+    plans = [
+        Plan((Span(enter(f"layers.{n}.wide"), leave(f"layers.{n}.narrow")),))
+        for n in range(2)
+    ]
+    chosen = iter([0, 0, 1, 0])
+    applied = Applied(model, lambda args, kwargs: plans[next(chosen)])
+    assert followed(model) == set()
+    first, second = ({f"layers.{n}.wide", f"layers.{n}.narrow"} for n in range(2))
+    for names in (first, first, first | second, first | second):
+        with Watching() as seen:
+            found = gradients(model, x)
+        assert all(map(torch.equal, found, plain))
+        assert len(seen.names) == 1
+        assert followed(model) == names
+    applied.remove()
+    assert followed(model) == set()
+    applied.put_on(model)
+    assert followed(model) == first | second
+    applied.remove()
+
+
 @pytest.mark.parametrize(
     "twin", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))]
 )

@@ -51,14 +51,13 @@ class Adapted:
         self._budget_bytes = made.budget_bytes
         self._measured: list[tuple[Hashable, int]] = []
         self._plans: dict[int, Plan] = {_STEPS: made}
-        modules = {boundary.module for boundary in graph.boundaries}
-        self._applied = Applied(
-            model, self._choose, modules=sorted(modules), verify=verify
-        )
+        self._applied = Applied(model, self._choose, verify=verify)
 
-    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def begin(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         """Put the plan in force for a call of the model that is under way already."""
-        self._applied.begin(args, kwargs)
+        self._applied.begin(model, args, kwargs)
 
     def put_on(self, model: nn.Module) -> None:
         """Put the plan in force on the model, again after `remove`."""

@@ -15,7 +15,7 @@ from recoup.api.adaptation import Adapted
 from recoup.api.budgets import Budget, budget_bytes, check_budget, told_bytes
 from recoup.api.findings import fit_findings
 from recoup.api.progress import Progress, progress_for
-from recoup.api.settling import Attempt, Settling
+from recoup.api.settling import Settled, Settling
 from recoup.api.undoing import Undoing
 from recoup.backend.memory import is_out_of_memory
 from recoup.core.errors import UsageError
@@ -25,13 +25,7 @@ from recoup.core.segments import Action
 from recoup.core.simulation import simulate
 from recoup.core.units import print_bytes, print_seconds
 from recoup.engine.verification import Verify
-from recoup.measure.floor import time_step
-from recoup.measure.training import (
-    TrainingStep,
-    device_of,
-    training_step,
-    untouched,
-)
+from recoup.measure.training import device_of, training_step, untouched
 from recoup.planners.plan import EXACT
 from recoup.planners.search import Search
 from recoup.report.findings import Findings
@@ -266,27 +260,23 @@ def fit(  # noqa: PLR0913 (a step can be described in several ways)
         settling.measure(blocks)
         plain_bytes = simulate(settling.graph, ()).peak_bytes + settling.reserved_bytes
         asked_bytes = budget_bytes(budget, plain_bytes, described.device)
-        attempt = settling.settle(asked_bytes)
-        try:
-            report = _report(counted, settling, asked_bytes, attempt)
-        except BaseException:
-            attempt.adapted.remove()
-            raise
+        settled = settling.settle(asked_bytes)
+        report = _report(model, settling, asked_bytes, settled)
     report.total_seconds = time.perf_counter() - started
     return model, report
 
 
 def _report(
-    step: TrainingStep, settling: Settling, asked_bytes: int, tried: Attempt
+    model: nn.Module, settling: Settling, asked_bytes: int, settled: Settled
 ) -> Fit:
-    """Return what was found, with the time of one more step."""
     plain = simulate(settling.graph, ())
+    tried = settled.attempt
     predicted = tried.solution.simulation
-    seconds = time_step(step, repeats=1)
-    if step.device.type != "cpu":  # there, counting bytes takes time
+    seconds = settled.pace.seconds
+    if device_of(model).type != "cpu":  # there, counting bytes takes time
         seconds = min(seconds, tried.cost.seconds)
     return Fit(
-        model=step.model,
+        model=model,
         plan=replace(tried.adapted.plan, budget_bytes=asked_bytes),
         graph=settling.graph,
         budget_bytes=asked_bytes,

@@ -119,7 +119,7 @@ class CheckpointManager(ScopeManager):
                 adapted = self._choose(model, args, kwargs)
                 handle.remove()
                 # Its hooks come too late for the call that is under way.
-                adapted.begin(args, kwargs)
+                adapted.begin(model, args, kwargs)
 
         handle = model.register_forward_pre_hook(first, with_kwargs=True, prepend=True)
         self._waiting.append(handle)
@@ -189,7 +189,7 @@ class CheckpointManager(ScopeManager):
         kwargs = keywords_of_call()
         adapted = self._choose(module, args, kwargs)
         # Its hooks come too late for the call that is under way.
-        adapted.begin(args, kwargs)
+        adapted.begin(module, args, kwargs)
 
     def _knows(self, model: nn.Module) -> bool:
         return any(model is other for other in self._managed)

@@ -17,7 +17,9 @@ from recoup.core.units import print_bytes
 from recoup.engine.plans import digest_of
 from recoup.engine.verification import Verify
 from recoup.measure.floor import Cost, measure_floor, run_step
+from recoup.measure.issuing import adjusted
 from recoup.measure.optimizers import missing_state_bytes
+from recoup.measure.pace import Pace, pace_of
 from recoup.measure.training import TrainingStep
 from recoup.planners.infeasible import infeasible
 from recoup.planners.plan import floor_with, plan_with
@@ -37,13 +39,33 @@ _ROOM = 0.02
 """A plan that leaves more than this share of the budget unused is tried once more."""
 
 
+_SLOWER = 1.05
+"""A plan that keeps the host longer than predicted by this factor is planned again."""
+
+
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A plan in force, and what a real step with it cost."""
+    """A plan in force, and what a real step with it cost.
 
+    Attributes:
+        target_bytes: The peak that was planned for.
+        solution: The plan, and what it was predicted to cost.
+        adapted: Takes it off again.
+        cost: What a step cost.
+    """
+
+    target_bytes: int
     solution: Solution
     adapted: Adapted
     cost: Cost
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """The plan that is in force in the end, and its pace."""
+
+    attempt: Attempt
+    pace: Pace
 
 
 class Settling:
@@ -97,7 +119,7 @@ class Settling:
         self.graph = measure_floor(self._step, names=blocks, resident=self._resident)
         self.search = Search(self.graph, self._allow)
 
-    def settle(self, asked_bytes: int) -> Attempt:
+    def settle(self, asked_bytes: int) -> Settled:
         """Plan, apply and check until a plan holds on a real step.
 
         Raises:
@@ -105,14 +127,52 @@ class Settling:
         """
         try:
             best = self._best(asked_bytes)
-            if best.adapted is not self._in_force:
-                self._take_off()
-                self._in_force = best.adapted
-                best.adapted.put_on(self._step.model)
+            self._put_on(best)
+            self._tell("timing the plan")
+            settled = Settled(best, pace_of(self._step, repeats=1))
+            if self._is_late_by_the_host(settled):
+                settled = self._hastened(settled, asked_bytes - self.reserved_bytes)
         except BaseException:
             self._take_off()
             raise
-        return best
+        return settled
+
+    def _is_late_by_the_host(self, settled: Settled) -> bool:
+        """Return whether the device waits for the host longer than was predicted."""
+        predicted = settled.attempt.solution.simulation
+        return (
+            self.graph.issuing is not None
+            and settled.pace.is_bound_by_host
+            and settled.pace.host_seconds > _SLOWER * predicted.seconds
+            and perf_counter() < self._patient_until
+        )
+
+    def _hastened(self, slow: Settled, budget_left: int) -> Settled:
+        """Plan again, knowing what the host took; return the faster of both plans."""
+        assert self.graph.issuing is not None, "there is a host"
+        issuing = adjusted(
+            self.graph.issuing,
+            slow.attempt.solution.simulation.issuing_seconds,
+            slow.pace.host_seconds,
+        )
+        self.search = self.search.beside(issuing)
+        self.graph = self.search.graph
+        other = self._plan(slow.attempt.target_bytes)
+        if other.simulation.seconds * _SLOWER > slow.pace.seconds:
+            return slow
+        tried = self._try(other, slow.attempt.target_bytes, budget_left)
+        if tried.cost.peak_bytes <= budget_left:
+            found = Settled(tried, pace_of(self._step, repeats=1))
+            if found.pace.seconds < slow.pace.seconds:
+                return found
+        self._put_on(slow.attempt)
+        return slow
+
+    def _put_on(self, attempt: Attempt) -> None:
+        if attempt.adapted is not self._in_force:
+            self._take_off()
+            self._in_force = attempt.adapted
+            attempt.adapted.put_on(self._step.model)
 
     def _best(self, asked_bytes: int) -> Attempt:
         """Return the last of the plans that held; it need not be in force now."""
@@ -142,7 +202,7 @@ class Settling:
             solution = self._plan(target)
             if before is not None and solution.segments == before.solution.segments:
                 return
-            tried = self._try(solution, budget_left)
+            tried = self._try(solution, target, budget_left)
             yield tried
             if fits:
                 return
@@ -165,7 +225,7 @@ class Settling:
         started = perf_counter()
         solution = floor_with(self.search)
         self.planning_seconds += perf_counter() - started
-        tried = self._try(solution, budget_left)
+        tried = self._try(solution, budget_left, budget_left)
         if tried.cost.peak_bytes > budget_left:
             needed_bytes = tried.cost.peak_bytes + self.reserved_bytes
             told = told_bytes(needed_bytes, self._step.device)
@@ -186,7 +246,7 @@ class Settling:
         step_seconds = self.search.known[0][1].seconds
         return self._started + _PATIENCE_SECONDS + _PATIENCE_STEPS * step_seconds
 
-    def _try(self, solution: Solution, budget_left: int) -> Attempt:
+    def _try(self, solution: Solution, target: int, budget_left: int) -> Attempt:
         """Apply a plan and run a real step: once to verify it, once to measure.
 
         Alone: where two are in force, neither is what runs.
@@ -209,7 +269,7 @@ class Settling:
         self._step.begin()
         self._step.run()
         cost = run_step(self._step, resident=self._resident)
-        return Attempt(solution, adapted, cost)
+        return Attempt(target, solution, adapted, cost)
 
     def _take_off(self) -> None:
         if self._in_force is not None:

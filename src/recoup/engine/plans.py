@@ -3,7 +3,7 @@
 import functools
 import hashlib
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -46,7 +46,6 @@ class Applied:
         model: The model.
         plan: The plan, or a function that chooses one for the arguments of each call,
             or cuts, or segments.
-        modules: With a function: the paths of all modules that its plans may name.
         verify: As for `CheckpointScope`; segments have options of their own.
         flag: An attribute of the model that says whether the plan is in force.
 
@@ -61,7 +60,6 @@ class Applied:
         model: nn.Module,
         plan: Plan | Choose | Cuts | Segments,
         *,
-        modules: Iterable[str] = (),
         verify: Verify = "first",
         flag: str | None = None,
     ) -> None:
@@ -82,22 +80,26 @@ class Applied:
         self._verify: Verify = verify
         self._flag = flag
         self._scripts: dict[int, tuple[Plan, Script]] = {}
-        names = set(modules)
+        self._modules: set[str] = set()
         if isinstance(plan, Plan):
-            names |= {place.module for place in Script(plan).places()}
+            self._modules = _modules_of(Script(plan))
         elif isinstance(plan, Cuts | Segments):
-            names |= set(plan.modules)
-        self._modules = sorted(names - {""})
+            self._modules = set(plan.modules) - {""}
         self._handles: list[Any] = []
         self.put_on(model)
 
     def put_on(self, model: nn.Module) -> None:
         """Put the plan in force on the model, again after `remove`."""
-        found = {name: _submodule(model, name) for name in self._modules}
+        found = _submodules(model, self._modules)
         self._handles = [
             model.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True)
         ]
-        for name, module in found.items():
+        self._follow(found)
+        self._handles.append(model.register_forward_hook(self._end, always_call=True))
+
+    def _follow(self, modules: Mapping[str, nn.Module]) -> None:
+        """Be told when modules are entered and left."""
+        for name, module in modules.items():
             self._handles += [
                 module.register_forward_pre_hook(
                     functools.partial(_reach, self, name, True)
@@ -106,7 +108,6 @@ class Applied:
                     functools.partial(_reach, self, name, False)
                 ),
             ]
-        self._handles.append(model.register_forward_hook(self._end, always_call=True))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs: torch cannot copy hooks of modules that died."""
@@ -120,7 +121,9 @@ class Applied:
             handle.remove()
         self._handles = []
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _AnyRun | None:
+    def _run(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> _AnyRun | None:
         if not records_gradients():
             return None
         plan = self._plan
@@ -134,8 +137,20 @@ class Applied:
             return None
         known = self._scripts.get(id(plan))
         if known is None:
-            known = self._scripts[id(plan)] = (plan, Script(plan))
+            known = (plan, Script(plan))
+            self._follow_plan(model, known[1])
+            self._scripts[id(plan)] = known
         return Run(known[1], self._verify, self._episode(plan.model_calls))
+
+    def _follow_plan(self, model: nn.Module, script: Script) -> None:
+        """Follow those modules that a plan names and that no plan before it did.
+
+        A hook on every module would cost as much as half of a ResNet's forward.
+        """
+        with _FOLLOWING:
+            missing = _modules_of(script) - self._modules
+            self._follow(_submodules(model, missing))
+            self._modules |= missing
 
     def _episode(self, model_calls: int) -> Episode | None:
         """Return the calls that this one belongs to; None: it is alone."""
@@ -151,15 +166,17 @@ class Applied:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         if self._flag is None or model.__dict__.get(self._flag, False):
-            self.begin(args, kwargs)
+            self.begin(model, args, kwargs)
         else:
             self._close_interrupted()
             _RUNS.stack.append((self, None))
 
-    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def begin(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         """Take note that the model is called with these arguments."""
         self._close_interrupted()
-        run = self._run(args, kwargs)
+        run = self._run(model, args, kwargs)
         _RUNS.stack.append((self, run))
         if run is not None:
             run.reach("", entering=True)
@@ -194,6 +211,10 @@ class Applied:
 
 
 _RUNS = _Runs()
+
+_FOLLOWING = threading.Lock()
+"""Held while modules are given hooks in the middle of training. Not of an `Applied`:
+locks cannot be copied with a model."""
 
 
 def digest_of(model: nn.Module) -> str:
@@ -260,6 +281,15 @@ def _refuse_two_plans(model: nn.Module) -> None:
                     "returned, segments with uncheckpoint_module, or use a copy of the "
                     "model that was made before."
                 )
+
+
+def _modules_of(script: Script) -> set[str]:
+    """Return the paths of the modules that a plan names, but for the model's own."""
+    return {place.module for place in script.places()} - {""}
+
+
+def _submodules(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
+    return {name: _submodule(model, name) for name in sorted(names)}
 
 
 def _submodule(model: nn.Module, name: str) -> nn.Module:

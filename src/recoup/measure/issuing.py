@@ -121,3 +121,30 @@ def issuing_of(
         recording_seconds=recording / max(1, total.recorded),
         replaying_seconds=(added - recording) / max(1, replayed),
     )
+
+
+def adjusted(
+    issuing: Issuing, predicted_seconds: float, found_seconds: float
+) -> Issuing:
+    """Return what issuing costs if a plan kept the host for another time than thought.
+
+    What recording and replays add is taken to be wrong by one factor.
+
+    Args:
+        issuing: What was thought.
+        predicted_seconds: What the plan was predicted to keep the host for by it.
+        found_seconds: What it did.
+
+    Examples:
+        >>> adjusted(Issuing(4.0, 1.0, 0.5), predicted_seconds=6.0, found_seconds=7.0)
+        Issuing(plain_seconds=4.0, recording_seconds=1.5, replaying_seconds=0.75)
+    """
+    added = predicted_seconds - issuing.plain_seconds
+    if added <= 0:
+        return issuing
+    factor = max(0.0, found_seconds - issuing.plain_seconds) / added
+    return Issuing(
+        issuing.plain_seconds,
+        issuing.recording_seconds * factor,
+        issuing.replaying_seconds * factor,
+    )

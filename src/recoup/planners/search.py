@@ -1,12 +1,13 @@
 """The search for plans of one graph: cheap planners first, dearer where it pays."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import cached_property
 from time import perf_counter
 
 from recoup.core.calls import within_calls
 from recoup.core.footprint import without_idle_actions
-from recoup.core.graph import Graph
+from recoup.core.graph import Graph, Issuing
 from recoup.core.segments import Action, Segment
 from recoup.core.simulation import Simulation, simulate
 from recoup.planners.blocks import blocks_of
@@ -81,6 +82,18 @@ class Search:
         if not self._is_late(until):
             self._refine(budget_bytes)
         return self.best(budget_bytes)
+
+    def beside(self, issuing: Issuing) -> "Search":
+        """Return a search for the same step beside another host.
+
+        It knows the same plans, and shares all that the host has no part in.
+        """
+        other = Search(replace(self.graph, issuing=issuing), self.allow)
+        if self.graph.issuing is not None:
+            other._lenses[0.0] = self._lens(0.0)
+        for segments, _, planner in self.known[1:]:
+            other.known.append((segments, simulate(other.graph, segments), planner))
+        return other
 
     def best(self, budget_bytes: int) -> Plan | None:
         """Return the fastest plan known within a budget."""
