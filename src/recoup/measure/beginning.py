@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from recoup.backend.buffers import buffer_slots, put_in_place
+from recoup.backend.buffers import buffer_slots, buffers_in, put_in_place
 from recoup.backend.randomness import random_states, restore_random_states
 from recoup.backend.storages import version_of
 
@@ -105,8 +105,7 @@ class _Buffers:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._slots = [slot for module in modules for slot in buffer_slots(module)]
-        found = {id(b): b for _, _, b in self._slots if b is not None}
-        self._copies = [(b, _copy(b.detach())) for b in found.values()]
+        self._copies = [(b, _copy(b.detach())) for b in buffers_in(self._slots)]
 
     def restore(self) -> None:
         put_in_place(self._slots)
