@@ -15,6 +15,13 @@ from recoup.backend.operators import (
 )
 
 aten = torch.ops.aten
+
+
+@torch.library.custom_op("test_operators::change_", mutates_args=("x",))
+def change_(x: torch.Tensor) -> None:
+    """Do whatever a custom operator does to what it is given."""
+
+
 # Operators that torch makes without initialising them, but not as plain tensors:
 # quantized ones have no storage for us, and so are never recorded.
 QUANTIZED_FACTORIES = {
@@ -200,6 +207,58 @@ class TestSchemas:
     )
     def test_all_others_are_not(self, operator):
         assert not facts_of(operator).simple
+
+    @pytest.mark.parametrize(
+        ("operator", "in_place"),
+        [
+            (aten.add_.Tensor, True),
+            (aten.relu_.default, True),
+            (aten.masked_fill_.Scalar, True),
+            (aten.add.Tensor, False),
+            (aten.add.out, False),
+            (aten.zero_.default, False),
+            (aten.copy_.default, False),
+            (aten.bernoulli_.float, False),
+            (aten.index_add_.default, False),
+            (aten.resize_.default, False),
+            (aten.t_.default, False),
+            (aten.set_data.default, False),
+            (aten._foreach_add_.Scalar, False),
+            (torch.ops.test_operators.change_.default, False),
+        ],
+        ids=str,
+    )
+    def test_some_only_change_what_is_in_their_first_argument(self, operator, in_place):
+        assert facts_of(operator).in_place == in_place
+
+    @pytest.mark.parametrize(
+        ("operator", "resizes"),
+        [
+            (aten.add_.Tensor, False),
+            (aten.zero_.default, False),
+            (aten.exp.default, False),
+            (aten.exp.out, True),
+            (aten.resize_.default, True),
+            (torch.ops.test_operators.change_.default, True),
+        ],
+        ids=str,
+    )
+    def test_some_may_resize_what_they_write_to(self, operator, resizes):
+        assert facts_of(operator).resizes == resizes
+
+    def test_some_only_take_memory(self):
+        assert facts_of(aten.empty.memory_format).blank
+        assert facts_of(aten.empty_strided.default).blank
+        assert not facts_of(aten.empty_like.default).blank
+        assert not facts_of(aten.zeros.default).blank
+        assert not facts_of(aten.resize_.default).blank
+
+    def test_some_only_move_statistics_that_they_do_without(self):
+        assert facts_of(aten.native_batch_norm.default).moves_statistics
+        assert facts_of(aten.cudnn_batch_norm.default).moves_statistics
+        assert not facts_of(aten._native_batch_norm_legit.default).moves_statistics
+        assert not facts_of(aten.native_batch_norm.out).moves_statistics
+        assert not facts_of(aten.native_layer_norm.default).moves_statistics
 
 
 class TestKept:

@@ -253,6 +253,75 @@ def test_a_saved_tensor_transposed_and_then_written_to_in_the_region_is_an_error
     del z
 
 
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda y, x: y.add_(x.cumsum(0)),
+        lambda y, x: y.copy_(x.cumsum(0)),
+    ],
+    ids=["add", "copy"],
+)
+def test_a_write_through_data_that_lies_in_another_way_is_bitwise_the_twins(write):
+    def step(region: Region) -> dict[str, Any]:
+        x = torch.randn(3, 3, requires_grad=True)
+        with region("moved"):
+            y = x * 2
+            y.data = y.data.t()
+            write(y, x)
+            z = y.exp() * y.sin()
+        z.sum().backward()
+        return {"gradient": x.grad, "z": z}
+
+    compare(step, functools.partial(CheckpointScope, verify="off"))
+
+
+class Keeper(torch.autograd.Function):
+    """Returns its input, and saves something beside it for nothing."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, beside: Tensor) -> Tensor:
+        context.save_for_backward(beside)
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Any:
+        return gradient, None
+
+
+def test_what_autograd_saved_is_copied_once_an_operator_uses_it_after_a_failed_write():
+    def step(region: Region) -> dict[str, Any]:
+        x, buffer = torch.randn(3, requires_grad=True), torch.ones(3)
+        with region("failed"):
+            y = Keeper.apply(x, buffer)
+            with contextlib.suppress(RuntimeError):
+                buffer.add_(torch.ones(99))
+            z = (y * (x.detach() * buffer)).exp()
+            buffer.add_(1)
+        z.sum().backward()
+        return {"gradient": x.grad, "buffer": buffer}
+
+    compare(step, always)
+
+
+def test_a_statistic_that_the_region_moves_and_reads_is_bitwise_the_twins():
+    def step(region: Region) -> dict[str, Any]:
+        norm = nn.BatchNorm1d(4)
+        x = torch.randn(6, 4, requires_grad=True)
+        with region("norm"):
+            first = norm(x) * norm.running_mean
+            second = norm(first.relu()) * norm.running_var.sqrt()
+            third = norm.eval()(second) * norm.num_batches_tracked
+        third.pow(2).sum().backward()
+        return {
+            "gradient": x.grad,
+            "weight": norm.weight.grad,
+            "statistics": [norm.running_mean, norm.running_var],
+            "count": norm.num_batches_tracked,
+        }
+
+    compare(step, always)
+
+
 def test_the_error_names_the_operator_that_used_the_tensor():
     x, t = torch.randn(4, requires_grad=True), torch.randn(4)
     with CheckpointScope("block", verify="off"):

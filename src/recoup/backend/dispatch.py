@@ -24,7 +24,7 @@ class OperatorMode(TorchDispatchMode):
 
 def all_plain(types: tuple[type, ...]) -> bool:
     """Return whether tensors of these types are plain memory with a storage."""
-    return all(kind in _PLAIN for kind in types)
+    return _PLAIN.issuperset(types)
 
 
 def run_complex(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -74,8 +74,13 @@ class Kernel:
         facts: What is known about it.
         run: Calls exactly this operator, in the fastest way.
         passes: It only makes views or changes metadata.
-        simple: It is a plain function of its arguments.
+        simple: It is a plain function of its arguments, or only takes memory.
+        blank: It only takes memory, and leaves there whatever was in it.
         quiet: It would be, but for a dropout rate that may be zero.
+        in_place: It only changes what is in its first argument.
+        statistics: Positions of running statistics, if moving them is all that it does
+            beside its results and it can be run without them.
+        training_at: The position of the flag without which it moves none, or -1.
         reshapes: It changes the metadata of its argument.
         moves: It may copy to another device.
     """
@@ -86,10 +91,14 @@ class Kernel:
         self.facts = facts
         self.run = _fastest(operator)
         self.passes = facts.passes
-        self.simple = facts.simple
+        self.blank = facts.blank
+        self.simple = facts.simple or facts.blank
+        self.in_place = facts.in_place
         self.quiet = facts.simple_without_dropout
         self.reshapes = facts.passes and bool(facts.writes)
         self.moves = facts.name.startswith("aten._to_copy")
+        self.statistics = facts.statistics if facts.moves_statistics else ()
+        self.training_at = facts.training_at
 
 
 KERNELS: dict[int, Kernel] = {}

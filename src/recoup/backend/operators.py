@@ -75,14 +75,60 @@ class Facts:
         return self.random and self.dropout_at >= 0 and self._is_plain
 
     @property
+    def blank(self) -> bool:
+        """Whether it only takes memory, and leaves there whatever was in it."""
+        return self.uninitialised and not (
+            self.random or self.writes or self.statistics or self._is_irregular
+        )
+
+    @property
+    def in_place(self) -> bool:
+        """Whether it only changes what is in its first argument, which it reads."""
+        return self.writes == (0,) and not (
+            self.resizes
+            or self.makes_more
+            or self.overwrites
+            or self.random
+            or self.copies
+            or self.is_foreach
+            or self.statistics
+            or self._is_irregular
+        )
+
+    @property
+    def resizes(self) -> bool:
+        """Whether what it writes to may lie in another way afterwards.
+
+        Of torch's own operators on their first argument it is known that they leave
+        that alone: the others say so. A custom operator may do anything.
+        """
+        base = self.name.split(".")
+        of_torch = base[0] == "aten" and base[1].endswith("_")
+        return bool(self.writes) and (not of_torch or self.uninitialised)
+
+    @property
+    def moves_statistics(self) -> bool:
+        """Whether it is simple but for running statistics that it can do without."""
+        return (
+            bool(self.statistics)
+            and self.nullable == self.statistics
+            and not (
+                self.random or self.writes or self.uninitialised or self._is_irregular
+            )
+        )
+
+    @property
     def _is_plain(self) -> bool:
         return not (
+            self.writes or self.uninitialised or self.statistics or self._is_irregular
+        )
+
+    @property
+    def _is_irregular(self) -> bool:
+        return bool(
             self.passes
             or self.opaque
             or self.opaque_on_accelerator
-            or self.writes
-            or self.uninitialised
-            or self.statistics
             or self.ragged
             or self.asks_gradient_mode
             or self.shape_only

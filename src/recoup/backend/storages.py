@@ -1,6 +1,5 @@
 """Storage identity and geometry: which memory a tensor names, and how it lies there."""
 
-import operator
 from collections.abc import Callable
 
 import torch
@@ -14,9 +13,6 @@ storage_address: Callable[[Tensor], int] = getattr(  # noqa: B009 (no stub names
 In C, for the recorder's inner loop. Raises NotImplementedError if the tensor has no
 storage (sparse, wrapper subclass).
 """
-
-weak_reference_to = operator.methodcaller("_weak_ref")
-"""Pin the address of a storage object and return it; see `take_weak_reference`."""
 
 free_weak_reference = torch.UntypedStorage._free_weak_ref
 """Release one weak reference taken with `take_weak_reference`, by address."""

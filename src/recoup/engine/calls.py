@@ -12,7 +12,9 @@ from recoup.engine.tape import Tape
 from recoup.engine.values import Operation
 
 _TORCH_KINDS = {torch.device, torch.dtype, torch.layout, torch.memory_format}
-_NO_TENSORS = frozenset({bool, float, int, str, type(None)} | _TORCH_KINDS)
+NO_TENSORS = frozenset({bool, float, int, str, type(None)} | _TORCH_KINDS)
+"""Types of arguments that are no tensors and hold none. Asked first: `isinstance` of a
+tensor is dear, torch overloads it."""
 
 
 def record_call(
@@ -38,24 +40,25 @@ def record_call(
     template: list[Any] = list(args)
     places: list[int] = []
     for position, argument in enumerate(args):
-        # Asking `isinstance(…, Tensor)` of a number is dear: torch overloads it.
         kind = type(argument)
         if (kind is Tensor or kind is Parameter) and not overwritten:
             template[position] = tape.reference(argument)
-        elif kind in _NO_TENSORS:
+        elif kind in NO_TENSORS:
+            continue
+        elif kind is list and NO_TENSORS.issuperset(map(type, argument)):
+            # Nothing to the garbage collector, as a list would be.
+            template[position] = tuple(argument)
             continue
         else:
             found = _refer(tape, argument, overwritten)
             if found is argument:
-                if kind is list:
-                    template[position] = tuple(argument)
                 continue
             template[position] = found
         places.append(position)
     operation = Operation(kernel, template, kwargs, tuple(places))
     if kwargs:
         for name, argument in kwargs.items():
-            if type(argument) not in _NO_TENSORS:
+            if type(argument) not in NO_TENSORS:
                 found = _refer(tape, argument, overwritten)
                 if found is not argument:
                     operation.names = (*operation.names, name)
@@ -67,7 +70,7 @@ def _refer(tape: Tape, argument: Any, overwritten: Sequence[Tensor]) -> Any:
     if isinstance(argument, Tensor):
         read = not (overwritten and any(argument is t for t in overwritten))
         return tape.reference(argument, read=read)
-    if isinstance(argument, (list, tuple)) and not _NO_TENSORS.issuperset(
+    if isinstance(argument, (list, tuple)) and not NO_TENSORS.issuperset(
         map(type, argument)
     ):
         return [

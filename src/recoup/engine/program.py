@@ -38,54 +38,47 @@ class Program:
     def __init__(
         self, operations: Sequence[Operation], wanted: Sequence[Value]
     ) -> None:
-        required: set[int] = set()
-        roots: dict[Value, None] = {}
+        # One mark for each operation, and one that is the mark at `OUTSIDE`.
+        required = bytearray(len(operations) + 1)
+        roots: list[Value] = []
         for value in wanted:
             if value.hold is None:
-                required.add(value.producer)
+                required[value.producer] = 1
             else:
-                roots[value] = None
-        self._frees: list[Sequence[Value]] = []
-        self._copies: dict[Operation, list[Value]] = {}
-        self.operations: list[Operation] = []
+                roots.append(value)
+        needed: list[Operation] = []
+        freed: list[Sequence[Value]] = []
+        copies: dict[Operation, list[Value]] = {}
         later = set(wanted)
         # Backwards: whoever reads a value comes after the one that made it.
-        for index in range(max(required, default=-1), -1, -1):
-            if index not in required:
+        for index in range(len(operations) - 1, -1, -1):
+            if not required[index]:
                 continue
             operation = operations[index]
             frees = [value for value in operation.outputs if value not in later]
             if operation.writes:
-                self._note_writes(operation, frees, later)
+                copied = _note_writes(operation, frees, later)
+                if copied:
+                    copies[operation] = copied
             for value in operation.reads():
                 # One that was met before is among the roots or required already.
                 if value not in later:
                     later.add(value)
                     frees.append(value)
                     if value.hold is None:
-                        required.add(value.producer)
+                        required[value.producer] = 1
                     else:
-                        roots[value] = None
-            self._frees.append(frees)
-            self.operations.append(operation)
-        assert OUTSIDE not in required, "a value without a producer is held"
-        self._frees.reverse()
-        self.operations.reverse()
+                        roots.append(value)
+            freed.append(frees)
+            needed.append(operation)
+        assert not required[OUTSIDE], "a value without a producer is held"
+        freed.reverse()
+        needed.reverse()
         self.wanted = wanted
-        self.roots = list(roots)
-
-    def _note_writes(
-        self, operation: Operation, frees: list[Value], later: set[Value]
-    ) -> None:
-        """Find out which values an operation must not write to itself."""
-        copied = [
-            before
-            for before, _ in operation.writes
-            if before in later or before.hold is not None
-        ]
-        if copied:
-            self._copies[operation] = copied
-        frees.extend(after for _, after in operation.writes if after not in later)
+        self.operations = needed
+        self.roots = roots
+        self._frees = freed
+        self._copies = copies
 
     def run(self, observe: Observe | None = None) -> Live:
         """Run the operations again and return the wanted values.
@@ -117,6 +110,39 @@ class Program:
                 if value not in live:
                     live[value] = _held(value, "a backward operator")
         return live
+
+
+def _note_writes(
+    operation: Operation, frees: list[Value], later: set[Value]
+) -> list[Value]:
+    """Return the values that an operation must not write to itself.
+
+    Args:
+        operation: What writes.
+        frees: Gets what it makes and nobody uses later.
+        later: The values that are used later.
+    """
+    copied: list[Value] = []
+    for before, after in operation.writes:
+        if before in later or before.hold is not None:
+            copied.append(before)
+        if after not in later:
+            frees.append(after)
+    return copied
+
+
+def number(operations: Sequence[Operation]) -> None:
+    """Let the values know their places among the operations, for good.
+
+    What only recording needs to know of them is forgotten.
+    """
+    for index, operation in enumerate(operations):
+        for value in operation.outputs:
+            value.producer = index
+            value.born = None
+        for _, value in operation.writes:
+            value.producer = index
+            value.born = None
 
 
 def derived_from_lossy(

@@ -26,7 +26,7 @@ from recoup.engine.holding import (
 from recoup.engine.observers import Listener
 from recoup.engine.options import Options
 from recoup.engine.placement import placement_of
-from recoup.engine.program import Live, Program, derived_from_lossy
+from recoup.engine.program import Live, Program, derived_from_lossy, number
 from recoup.engine.recall import Recall, Saved
 from recoup.engine.recorder import Recorder
 from recoup.engine.tape import Tape
@@ -120,26 +120,22 @@ class Region:
         self._late = tape.late.holds
         self._kept.extend(self._late.values())
         wanted = [value for value in tape.saved if value.demand > 0]
-        held = [value for value in wanted if value.hold is not None]
         program = Program(tape.operations, [v for v in wanted if v.hold is None])
         operations = program.operations
-        roots = list(dict.fromkeys(held + program.roots)) if held else program.roots
-        for index, operation in enumerate(operations):
-            for value in operation.outputs:
-                value.producer = index
-                value.born = None
-            for _, value in operation.writes:
-                value.producer = index
-                value.born = None
+        roots = program.roots
+        if len(program.wanted) < len(wanted):
+            held = [value for value in wanted if value.hold is not None]
+            roots = list(dict.fromkeys(held + roots))
+        number(operations)
         tape.operations = operations
         if len(wanted) < len(tape.saved):
             tape.saved = dict.fromkeys(wanted)
         take_note(self._check, self._key, operations)
         tape.placement.place_roots(roots)
-        if tape.written:
-            for value in roots:
-                self._settle_state(value)
+        written = tape.written
         for value in roots:
+            if written and value in written:
+                _settle_state(value)
             hold = value.hold
             assert hold is not None, "roots are held"
             value.born = None
@@ -297,15 +293,6 @@ class Region:
             if value.hold is not None and id(value.hold) in kept:
                 value.hold = value.hold.twin()
 
-    def _settle_state(self, value: Value) -> None:
-        """Copy a small tensor from outside that the region itself wrote to."""
-        hold = value.hold
-        if hold is None or hold.tensor is None or value not in self.tape.written:
-            return
-        small = hold.tensor.untyped_storage().nbytes() <= STATE_BYTES
-        if small and version_of(hold.tensor) == hold.version:
-            value.hold = Hold(copy_storage(hold.tensor), hold.geometry)
-
     def _brought(self, saved: Saved, hold: Hold) -> Tensor:
         with self._lock:
             self._watch_backward()
@@ -384,6 +371,16 @@ class Region:
         self.replays += 1
         self.replayed_operators += len(program.operations)
         return live
+
+
+def _settle_state(value: Value) -> None:
+    """Copy a small tensor from outside that the region itself wrote to."""
+    hold = value.hold
+    if hold is None or hold.tensor is None:
+        return
+    small = hold.tensor.untyped_storage().nbytes() <= STATE_BYTES
+    if small and version_of(hold.tensor) == hold.version:
+        value.hold = Hold(copy_storage(hold.tensor), hold.geometry)
 
 
 def _is_wanted(value: Value) -> bool:

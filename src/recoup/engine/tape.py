@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from recoup.backend.graph import is_activation
-from recoup.backend.operators import Operator
 from recoup.backend.storages import (
     QUANTIZED,
     Geometry,
@@ -18,7 +17,6 @@ from recoup.backend.storages import (
     storage_address,
     take_weak_reference,
     version_of,
-    weak_reference_to,
 )
 from recoup.engine.attached import Attached
 from recoup.engine.holding import is_handing_over
@@ -212,10 +210,15 @@ class Tape:
             elif self._watch is not None:
                 self._watch_outputs(operation, out)
 
-    def protect(self, tensor: Tensor) -> None:
-        """Prepare for a write: what the tape refers to must survive it."""
-        self.late.settle()
-        value = self.value_of(tensor)
+    def protect(self, tensor: Tensor, value: Value | None) -> None:
+        """Prepare for a write: what the tape refers to must survive it.
+
+        Args:
+            tensor: What is written to.
+            value: What it names, if that is known.
+        """
+        if self.late.pending:
+            self.late.settle()
         if value is None:
             return
         if value.demand > 0:
@@ -234,42 +237,54 @@ class Tape:
         if value.is_spare:
             # Autograd looks at what it was given as plain autograd would.
             value.hold = None
+            value.is_spare = False
         elif hold.tensor is not None:
             value.hold = Hold(copy_storage(hold.tensor), hold.geometry)
 
     def overwrite(
-        self, tensor: Tensor, operator: Operator, before: Value, *, tainted: bool
-    ) -> Value:
+        self,
+        tensor: Tensor,
+        operation: Operation,
+        before: Value,
+        *,
+        tainted: bool = False,
+        resized: bool = True,
+    ) -> None:
         """Give the tensor's storage a new value, after a write by the next operation.
 
         Args:
             tensor: What was written to.
-            operator: What wrote.
+            operation: What wrote.
             before: The value before.
             tainted: Part of it is uninitialised memory.
+            resized: The tensor may have another geometry now, if it was given whole.
         """
         born = before.born
-        # An operator may resize a tensor that it was given whole.
-        whole = born is not None and born() is tensor
-        geometry = self.geometry(tensor) if whole else before.geometry
+        geometry = before.geometry
+        if resized and born is not None and born() is tensor:
+            geometry = self.geometry(tensor)
         value = Value(len(self.operations), geometry)
         value.born = born
         self._name(tensor, value)
+        operation.writes = (*operation.writes, (before, value))
         if tainted:
             self.tainted.add(value)
         elif self._watch is not None:
             self._watch(value, tensor)
         if self.placement.policy is not None:
-            self.placement.place_output(operator, value, tensor)
+            self.placement.place_output(operation.operator, value, tensor)
             if value.hold is not None:
                 value.hold.version = None  # the write will count when it is done
-        return value
 
     def forget(self, tensor: Tensor) -> None:
         """Take note of a write that is not recorded: the storage is opaque now."""
-        value = Value(OUTSIDE, None)
+        value = self._current.get(storage_address(tensor))
+        if value is None or value.hold is not None or value.geometry is not None:
+            value = Value(OUTSIDE, None)
+            self._name(tensor, value)
+        # Else nothing refers to what was there before: a value from outside is held if
+        # anything does.
         self.written.add(value)
-        self._name(tensor, value)
 
     def reshape(self, tensor: Tensor) -> None:
         """Take note that the tensor itself got another geometry, as by `t_`.
@@ -327,7 +342,7 @@ class Tape:
         elif not self.lazy_bits_seen and tensor.is_neg():
             self.lazy_bits_seen = True
         value = Value(OUTSIDE, None)
-        self._current[weak_reference_to(tensor.untyped_storage())] = value
+        self._current[take_weak_reference(tensor)] = value
         return value
 
     def _give_up(self, value: Value) -> None:
@@ -337,9 +352,9 @@ class Tape:
         value.born = None
 
     def _name(self, tensor: Tensor, value: Value) -> None:
-        address = take_weak_reference(tensor)
-        if address in self._current:
-            free_weak_reference(address)
+        address = storage_address(tensor)
+        if address not in self._current:
+            take_weak_reference(tensor)  # the same address, pinned
         self._current[address] = value
 
     def _born(
@@ -347,17 +362,16 @@ class Tape:
     ) -> None:
         try:
             geometry = self.geometry(tensor)
-            address = weak_reference_to(tensor.untyped_storage())
+            address = take_weak_reference(tensor)
         except NotImplementedError:
             return
-        if address in self._current:
+        current = self._current
+        if address in current:
             free_weak_reference(address)
             return
-        value = Value(index, geometry)
+        value = current[address] = Value(index, geometry)
         value.born = weakref.ref(tensor)
-        self._current[address] = value
-        if place is not None:
-            value.place = place
+        value.place = place
         operation.outputs.append(value)
         if self.placement.policy is not None:
             self.placement.place_output(operation.operator, value, tensor)

@@ -37,9 +37,9 @@ MOVED = -2
 class Value:
     """One storage at one version, as a region saw it.
 
-    One is made for every operator that runs, hence the defaults on the class. Few
-    objects shall live until backward: Python's garbage collector goes through all that
-    there are whenever their number has grown by a quarter.
+    One is made for every operator that runs, hence the slots. Few objects shall live
+    until backward: Python's garbage collector goes through all that there are whenever
+    their number has grown by a quarter.
 
     Attributes:
         producer: The index of the operation that made it, or `OUTSIDE`.
@@ -55,16 +55,26 @@ class Value:
             referred to the value so far.
     """
 
-    place: int | None = None
-    hold: "Hold | None" = None
-    demand = 0
-    is_spare = False
-    born: weakref.ref[Tensor] | None = None
-    layouts: "tuple[Layout, ...]" = ()
+    __slots__ = (
+        "born",
+        "demand",
+        "geometry",
+        "hold",
+        "is_spare",
+        "layouts",
+        "place",
+        "producer",
+    )
 
     def __init__(self, producer: int, geometry: Geometry | None) -> None:
         self.producer = producer
         self.geometry = geometry
+        self.place: int | None = None
+        self.hold: Hold | None = None
+        self.demand = 0
+        self.is_spare = False
+        self.born: weakref.ref[Tensor] | None = None
+        self.layouts: tuple[Layout, ...] = ()
 
 
 class Layout:
@@ -111,10 +121,17 @@ class Operation:
         in_gradient_mode: It is to be run with the gradient mode on.
     """
 
-    names: Sequence[str] = ()
-    writes: Sequence[tuple[Value, Value]] = ()
-    random: tuple[Generator, Tensor] | None = None
-    in_gradient_mode = False
+    __slots__ = (
+        "args",
+        "in_gradient_mode",
+        "kernel",
+        "kwargs",
+        "names",
+        "outputs",
+        "places",
+        "random",
+        "writes",
+    )
 
     def __init__(
         self,
@@ -127,7 +144,11 @@ class Operation:
         self.args = args
         self.kwargs = kwargs
         self.places = places
+        self.names: Sequence[str] = ()
         self.outputs: list[Value] = []
+        self.writes: Sequence[tuple[Value, Value]] = ()
+        self.random: tuple[Generator, Tensor] | None = None
+        self.in_gradient_mode = False
 
     def reads(self) -> list[Value]:
         """Return the values it takes."""
@@ -178,20 +199,29 @@ class Hold:
         stored: The value in its tier, once it has been put there.
     """
 
-    tensor: Tensor | None
-    packed: Any = None
-    unpack: Unpack | None = None
-    geometry: Geometry | None = None
-    address: int | None = None
-    guard: Tensor | None = None
-    tier: Tier | None = None
-    stored: Deposit | None = None
+    __slots__ = (
+        "__weakref__",
+        "address",
+        "geometry",
+        "guard",
+        "packed",
+        "stored",
+        "tensor",
+        "tier",
+        "unpack",
+        "version",
+    )
 
     def __init__(self, tensor: Tensor, geometry: Geometry | None = None) -> None:
-        self.tensor = tensor
+        self.tensor: Tensor | None = tensor
         self.version: int | None = version_of(tensor)
-        if geometry is not None:
-            self.geometry = geometry
+        self.geometry = geometry
+        self.packed: Any = None
+        self.unpack: Unpack | None = None
+        self.address: int | None = None
+        self.guard: Tensor | None = None
+        self.tier: Tier | None = None
+        self.stored: Deposit | None = None
 
     @property
     def is_at_hand(self) -> bool:
