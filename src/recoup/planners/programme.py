@@ -19,6 +19,7 @@ from recoup.core.graph import Graph
 from recoup.planners.highs import System, mixture, whole
 from recoup.planners.options import Floats, Integers, Option
 from recoup.planners.profile import Profile, Spans, at_all, at_rows
+from recoup.planners.rounding import Guide, near
 
 _WINDOWS = 64
 _FIRST_WINDOWS = 16
@@ -94,6 +95,41 @@ class Programme:
         self, budget_bytes: int, relaxed: Relaxation, *, nodes: int
     ) -> list[int] | None:
         """Return whole options near a mixture that fit, as the rows count bytes.
+
+        Where exchanging options finds none that fit, a search looks for them.
+
+        Args:
+            budget_bytes: The most bytes in use.
+            relaxed: The best mixture for that budget.
+            nodes: How much that search may look at.
+        """
+        first = np.cumsum([0, *(len(options) for options in self.options)])[:-1]
+        start = first + np.array([int(share.argmax()) for share in relaxed.shares])
+        for _ in range(_ROUNDS):
+            system = self._system(budget_bytes)
+            excess = self._excess(system, budget_bytes, relaxed)
+            found = near(system, Guide(start, excess, relaxed.seconds))
+            if found is None:
+                return self._searched(budget_bytes, relaxed, nodes=nodes)
+            start = found
+            x = np.zeros(len(system.objective))
+            x[found] = 1.0
+            if not self._watch_broken(self._by_stretch(x), budget_bytes):
+                return [int(number) for number in found - first]
+        return None
+
+    def _excess(self, system: System, budget_bytes: int, relaxed: Relaxation) -> Floats:
+        """Return what columns cost beyond the best of their stretch, at the prices."""
+        prices = relaxed.prices * max(budget_bytes, 1)
+        cost = system.objective[:-2] + prices @ system.upper[: len(prices), :-2]
+        copy_price = relaxed.host_price * self.graph.link_bytes_per_second
+        cost += copy_price * system.upper[-1, :-2]
+        return np.concatenate([c - c.min() for c in self._by_stretch(cost)])
+
+    def _searched(
+        self, budget_bytes: int, relaxed: Relaxation, *, nodes: int
+    ) -> list[int] | None:
+        """Return whole options near a mixture that fit, found by branching.
 
         A mixture has few stretches with more than one option: about one for each row
         that is tight. These are decided by a search, with some others to make up for
@@ -232,7 +268,7 @@ class Programme:
 
     def _by_stretch(self, x: Floats) -> tuple[Floats, ...]:
         cuts = np.cumsum([len(options) for options in self.options])[:-1]
-        return tuple(np.split(x[:-2], cuts))
+        return tuple(np.split(x[: sum(map(len, self.options))], cuts))
 
 
 def _held_from_outside(profile: Profile, floor: Sequence[Option]) -> Integers:
