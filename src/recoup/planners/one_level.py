@@ -21,6 +21,7 @@ from recoup.planners.profile import Profile
 from recoup.planners.programme import Programme, Relaxation
 
 _COLUMN_ROUNDS = 3
+_ROUNDINGS = 5
 _TRIALS = 32
 
 
@@ -82,26 +83,40 @@ class OneLevel:
             if relaxed is None or not self._price(relaxed):
                 break
             relaxed = self.programme.relaxed(budget_bytes)
-        best = None
-        target = budget_bytes
-        for _ in range(3):
-            if relaxed is None:
-                break
-            numbers = self.programme.rounded(target, relaxed, nodes=nodes)
-            if numbers is None:
-                break
-            found = self._weigh(self.programme.chosen(numbers))
-            room = budget_bytes - found.peak_bytes
-            if room >= 0 and (best is None or found.seconds < best.seconds):
-                best = found
-            if 0 <= room <= budget_bytes // 500 or found.seconds == 0:
-                break
-            target += room
-            relaxed = self.programme.relaxed(target)
+        best = None if relaxed is None else self._rounded(relaxed, budget_bytes, nodes)
         if best is None:
             floor = self.floor()
             best = floor if floor.peak_bytes <= budget_bytes else None
         return best and self._improved(best, budget_bytes)
+
+    def _rounded(
+        self, relaxed: Relaxation, budget_bytes: int, nodes: int
+    ) -> Choice | None:
+        """Return whole options near a mixture whose exact peak is within the budget.
+
+        Rows count storages that two stretches hold twice: what a choice has too much
+        there is room for the next.
+        """
+        best = None
+        numbers = None
+        twice = np.zeros_like(self.programme.base)
+        for _ in range(_ROUNDINGS):
+            before = numbers
+            numbers = self.programme.rounded(
+                budget_bytes, relaxed, start=before, twice=twice, nodes=nodes
+            )
+            if numbers is None or numbers == before:
+                break
+            found = self._weigh(self.programme.chosen(numbers))
+            room = budget_bytes - found.peak_bytes
+            fits = room >= 0
+            if fits and (best is None or found.seconds < best.seconds):
+                best = found
+            if (fits and room <= budget_bytes // 2000) or found.seconds == 0:
+                break
+            more = self.programme.counted_twice(numbers)
+            twice = more if fits else np.minimum(twice, more)
+        return best
 
     def _improved(self, choice: Choice, budget_bytes: int) -> Choice:
         """Return the choice with faster options where they still fit."""

@@ -92,7 +92,13 @@ class Programme:
         return found
 
     def rounded(
-        self, budget_bytes: int, relaxed: Relaxation, *, nodes: int
+        self,
+        budget_bytes: int,
+        relaxed: Relaxation,
+        *,
+        start: Sequence[int] | None = None,
+        twice: Integers | None = None,
+        nodes: int,
     ) -> list[int] | None:
         """Return whole options near a mixture that fit, as the rows count bytes.
 
@@ -101,20 +107,28 @@ class Programme:
         Args:
             budget_bytes: The most bytes in use.
             relaxed: The best mixture for that budget.
+            start: Where to begin; None: at the largest shares of the mixture.
+            twice: Bytes that rows count twice, at every moment.
             nodes: How much that search may look at.
         """
+        if twice is None:
+            twice = np.zeros_like(self.base)
         first = np.cumsum([0, *(len(options) for options in self.options)])[:-1]
-        start = first + np.array([int(share.argmax()) for share in relaxed.shares])
+        if start is None:
+            start = [int(share.argmax()) for share in relaxed.shares]
+        now = first + np.array(start)
+        # More room where bytes are counted twice, at its price.
+        bound = relaxed.seconds - float(relaxed.prices @ twice[relaxed.rows])
         for _ in range(_ROUNDS):
-            system = self._system(budget_bytes)
+            system = self._system(budget_bytes, twice)
             excess = self._excess(system, budget_bytes, relaxed)
-            found = near(system, Guide(start, excess, relaxed.seconds))
+            found = near(system, Guide(now, excess, bound))
             if found is None:
-                return self._searched(budget_bytes, relaxed, nodes=nodes)
-            start = found
+                return self._searched(budget_bytes, relaxed, twice, nodes=nodes)
+            now = found
             x = np.zeros(len(system.objective))
             x[found] = 1.0
-            if not self._watch_broken(self._by_stretch(x), budget_bytes):
+            if not self._watch_broken(self._by_stretch(x), budget_bytes, twice):
                 return [int(number) for number in found - first]
         return None
 
@@ -126,8 +140,16 @@ class Programme:
         cost += copy_price * system.upper[-1, :-2]
         return np.concatenate([c - c.min() for c in self._by_stretch(cost)])
 
+    def counted_twice(self, numbers: Sequence[int]) -> Integers:
+        """Return at every moment what rows count beyond the exact bytes of a choice."""
+        total = self.base.astype(np.float64)
+        for known, number in zip(self._spans, numbers, strict=True):
+            total += at_all(known[number], self.graph.moments)
+        exact = self.profile.bytes_at(self.chosen(numbers))
+        return np.rint(total).astype(np.int64) - exact
+
     def _searched(
-        self, budget_bytes: int, relaxed: Relaxation, *, nodes: int
+        self, budget_bytes: int, relaxed: Relaxation, twice: Integers, *, nodes: int
     ) -> list[int] | None:
         """Return whole options near a mixture that fit, found by branching.
 
@@ -139,7 +161,7 @@ class Programme:
         for _ in range(_ROUNDS):
             open_columns = self._open_columns(relaxed, free)
             found = whole(
-                self._system(budget_bytes).restricted(open_columns),
+                self._system(budget_bytes, twice).restricted(open_columns),
                 nodes=nodes,
             )
             if found is None:
@@ -150,7 +172,7 @@ class Programme:
             x = np.zeros(len(open_columns))
             x[open_columns] = found
             shares = self._by_stretch(np.rint(x))
-            if not self._watch_broken(shares, budget_bytes):
+            if not self._watch_broken(shares, budget_bytes, twice):
                 return [int(share.argmax()) for share in shares]
         return None
 
@@ -203,9 +225,16 @@ class Programme:
             )
         )
 
-    def _watch_broken(self, shares: Sequence[Floats], budget_bytes: int) -> bool:
+    def _watch_broken(
+        self,
+        shares: Sequence[Floats],
+        budget_bytes: int,
+        twice: Integers | None = None,
+    ) -> bool:
         """Add rows where a mixture does not fit; return whether there are any."""
         total = self.base.astype(np.float64)
+        if twice is not None:
+            total -= twice
         for known, share in zip(self._spans, shares, strict=True):
             for number in np.flatnonzero(share > 1e-9):
                 total += share[number] * at_all(known[number], self.graph.moments)
@@ -216,7 +245,7 @@ class Programme:
             self.watch(broken)
         return len(broken) > 0
 
-    def _system(self, budget_bytes: int) -> System:
+    def _system(self, budget_bytes: int, twice: Integers | None = None) -> System:
         """Return the programme as numbers.
 
         The last two columns are the seconds that copies out and in are waited for.
@@ -225,7 +254,8 @@ class Programme:
         every = [option for options in self.options for option in options]
         unit = float(max(budget_bytes, 1))
         rows = np.array([use for uses in self._uses for use in uses]).T / unit
-        limits = (budget_bytes - self.base[self._rows]) / unit
+        base = self.base if twice is None else self.base - twice
+        limits = (budget_bytes - base[self._rows]) / unit
         link = self.graph.link_bytes_per_second
         host = np.array([self._host_bytes(option) for option in every])
         copy = host / link if link else np.zeros(len(every))

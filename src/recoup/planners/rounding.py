@@ -77,11 +77,10 @@ def near(system: System, guide: Guide) -> Integers | None:
         [0, 3]
     """
     swaps = _Swaps(system)
-    every = np.ones(len(swaps.seconds), dtype=np.bool_)
     now = swaps.repaired(guide.start)
     if now is None:
         return None
-    now = swaps.improved(now, every)
+    now = swaps.improved(now, swaps.others(None))
     cost = swaps.cost(now)
     order = np.argsort(guide.excess, kind="stable")
     tried = np.zeros(len(order), dtype=np.bool_)
@@ -99,7 +98,7 @@ def near(system: System, guide: Guide) -> Integers | None:
         trial = swaps.repaired(swaps.with_column(now, forced), forced)
         if trial is None:
             continue
-        trial = swaps.improved(trial, open_columns)
+        trial = swaps.improved(trial, open_columns & swaps.others(forced))
         found = swaps.cost(trial)
         if found < cost:
             now, cost = trial, found
@@ -129,16 +128,20 @@ class _Swaps:
         result[self._owner[column]] = column
         return result
 
-    def repaired(self, now: Integers, forced: int = -1) -> Integers | None:
+    def others(self, column: int | None) -> NDArray[np.bool_]:
+        """Return which columns are of other stretches than one is; None: all."""
+        if column is None:
+            return np.ones(len(self._owner), dtype=np.bool_)
+        return self._owner != self._owner[column]
+
+    def repaired(self, now: Integers, forced: int | None = None) -> Integers | None:
         """Return a choice within the limits near another one, or None.
 
         Args:
             now: What may break the limits.
             forced: A column that stays.
         """
-        free = np.ones(len(self._owner), dtype=np.bool_)
-        if forced >= 0:
-            free = self._owner != self._owner[forced]
+        free = self.others(forced)
         # Each exchange breaks the limits by less.
         while True:
             room = self._room(now)
