@@ -13,6 +13,7 @@ from recoup.planners.one_level import OneLevel
 from recoup.planners.options import Stretch
 from recoup.planners.partition import Partition
 from recoup.planners.places import ends_of_calls, narrow_places
+from recoup.planners.ways import Memory
 
 _EFFORT = 20_000
 """Operators in stretches of two or three places: what the partition may look at."""
@@ -38,6 +39,7 @@ class Lens:
     ) -> None:
         self.graph = weighed(graph, host_weight)
         self.allow = allow
+        self.memory = Memory()
         self._levels: dict[tuple[Stretch, ...], OneLevel] = {}
 
     @cached_property
@@ -72,13 +74,17 @@ class Lens:
     @cached_property
     def partition(self) -> Partition:
         """All plans over the places."""
-        return Partition(self.graph, self.places, reach=self.reach)
+        return Partition(
+            self.graph, self.places, reach=self.reach, memory=self.memory
+        )
 
     @cached_property
     def nested_partition(self) -> Partition:
         """All plans over the places with segments inside others."""
         reach = nested_reach(self.reach)
-        return Partition(self.graph, self.places, reach=reach, nest=True)
+        return Partition(
+            self.graph, self.places, reach=reach, nest=True, memory=self.memory
+        )
 
 
 def weighed(graph: Graph, host_weight: float) -> Graph:

@@ -15,10 +15,15 @@ from recoup.planners.options import segments_of
 from recoup.planners.partition import Partition
 from recoup.planners.recompute_all import recompute_all
 from recoup.planners.square_root import square_root
+from recoup.planners.ways import Memory
 
 
 def lowest_plan(
-    graph: Graph, places: Sequence[int], *, reach: int
+    graph: Graph,
+    places: Sequence[int],
+    *,
+    reach: int,
+    memory: Memory | None = None,
 ) -> tuple[Segment, ...]:
     """Return the plan with the lowest peak that is known how to find.
 
@@ -29,6 +34,7 @@ def lowest_plan(
         graph: The step.
         places: Boundaries where segments may begin and end.
         reach: Over how many places at most a segment goes.
+        memory: What is known of the stretches of this step already.
 
     Examples:
         >>> from recoup.core.graph import Boundary
@@ -42,10 +48,10 @@ def lowest_plan(
     level = OneLevel(counted, blocks, frozenset({Action.KEEP}))
     plans.append(segments_of(level.floor().options))
     plans.append(smallest(counted, blocks) or ())
+    memory = Memory() if memory is None else memory
     for nest in (False, True):
-        partition = Partition(
-            counted, places, reach=nested_reach(reach) if nest else reach, nest=nest
-        )
+        far = nested_reach(reach) if nest else reach
+        partition = Partition(counted, places, reach=far, nest=nest, memory=memory)
         path = partition.best(partition.lowest())
         plans.append(segments_of(option for _, option in path or ()))
     plans = [

@@ -14,7 +14,7 @@ import numpy as np
 from recoup.core.graph import Graph
 from recoup.planners.cut import Demand, frontier_of
 from recoup.planners.options import Floats, Integers, Option, Stretch
-from recoup.planners.ways import Way, Ways
+from recoup.planners.ways import Memory, Way, Ways
 
 Path = tuple[tuple[Stretch, Option], ...]
 """Stretches in order, and what is done with each."""
@@ -32,15 +32,22 @@ class Partition:
         places: Boundaries, in order, where segments may begin and end.
         reach: Over how many places at most a segment goes.
         nest: Whether segments inside others are tried.
+        memory: What is known of the stretches of this step already.
     """
 
     def __init__(
-        self, graph: Graph, places: Sequence[int], *, reach: int, nest: bool = False
+        self,
+        graph: Graph,
+        places: Sequence[int],
+        *,
+        reach: int,
+        nest: bool = False,
+        memory: Memory | None = None,
     ) -> None:
         self.graph = graph
         self.places = tuple(places)
         held_sets = _held_sets(graph, places[0], places[-1])
-        ways = Ways(graph, places, held_sets, nest=nest)
+        ways = Ways(graph, places, held_sets, nest=nest, memory=memory)
         self._highest = ways.natural_bytes + sum(s.bytes for s in graph.storages)
         self._steps: list[list[_Step]] = [[]]
         for stop in range(1, len(places)):

@@ -120,7 +120,9 @@ class Search:
         if not blocks_of(self.graph):
             return self.known[0]
         lens = self._lens(0.0)
-        plan = lowest_plan(self.graph, lens.places, reach=lens.reach)
+        plan = lowest_plan(
+            self.graph, lens.places, reach=lens.reach, memory=lens.memory
+        )
         return plan, simulate(self.graph, plan), "floor"
 
     @property

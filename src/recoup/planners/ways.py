@@ -4,13 +4,14 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
 from recoup.core.graph import BEFORE, Graph
 from recoup.core.segments import Segment
+from recoup.planners.flat import Costs, Mentions, costs_of_holding
 from recoup.planners.options import (
-    Floats,
     Integers,
     Option,
     holding,
@@ -42,6 +43,50 @@ class Way:
     peak_bytes: int
 
 
+class Memory:
+    """What is known of the stretches of a step; its times are not in it.
+
+    Several partitions of one step, or of the same step with other times, share one.
+    """
+
+    def __init__(self) -> None:
+        self.costs: dict[object, Costs] = {}
+        self._signatures: dict[object, int] = {}
+        self._stretches: dict[tuple[int, int], tuple[_Stretch, int]] = {}
+        self._mentions: Mentions | None = None
+
+    def stretch(self, graph: Graph, first: int, last: int) -> tuple["_Stretch", int]:
+        """Return a stretch, and a number that it shares with those that look alike."""
+        found = self._stretches.get((first, last))
+        if found is None:
+            stretch = _Stretch(graph, first, last)
+            number = self._signatures.setdefault(
+                stretch.signature(), len(self._signatures)
+            )
+            found = self._stretches[first, last] = stretch, number
+        return found
+
+    def mentions(self, graph: Graph) -> Mentions:
+        """Return what operators mention."""
+        if self._mentions is None:
+            self._mentions = Mentions(graph)
+        return self._mentions
+
+
+class _Candidate(NamedTuple):
+    """Something that may be done with a stretch.
+
+    Attributes:
+        key: What tells it from all others that cost something else.
+        make: Returns it.
+        held: What the stretch holds, if it is one segment with none inside.
+    """
+
+    key: object
+    make: Make
+    held: tuple[int, ...] | None = None
+
+
 class Ways:
     """Makes the ways to run stretches between places.
 
@@ -50,6 +95,7 @@ class Ways:
         places: Boundaries, in order.
         held_sets: Sets of values that are worth holding.
         nest: Whether segments inside others are tried.
+        memory: What is known already.
     """
 
     def __init__(
@@ -59,6 +105,7 @@ class Ways:
         held_sets: Iterable[Iterable[int]],
         *,
         nest: bool,
+        memory: Memory | None = None,
     ) -> None:
         self.graph = graph
         self.places = tuple(places)
@@ -67,8 +114,8 @@ class Ways:
         self._natural = self._profile.bytes_at([])
         self._finer = Finer(graph) if nest else None
         self._held_sets = [_by_producer(graph, held) for held in held_sets]
-        self._known: dict[object, tuple[float, int, Floats]] = {}
-        self._signatures: dict[object, int] = {}
+        self._memory = Memory() if memory is None else memory
+        self._seconds: dict[object, float] = {}
 
     @property
     def natural_bytes(self) -> int:
@@ -77,46 +124,39 @@ class Ways:
 
     def between(self, start: int, stop: int) -> list[Way]:
         """Return the ways to run what is between two places, none worse in all."""
-        if not self.graph.is_within_call(self.places[start], self.places[stop]):
-            return self._between_calls(start, stop)
-        stretch = _Stretch(self.graph, self.places[start], self.places[stop])
-        signature = self._signatures.setdefault(
-            stretch.signature(), len(self._signatures)
-        )
-        found = [
-            self._way(stretch, (signature, *key), make)
-            for key, make in self._candidates(stretch, start, stop)
-        ]
-        return _undominated(found)
-
-    def _between_calls(self, start: int, stop: int) -> list[Way]:
-        """Return the one way to run what is in no call of the model: it is kept."""
-        if stop > start + 1:
+        first, last = self.places[start], self.places[stop]
+        if not self.graph.is_within_call(first, last) and stop > start + 1:
             return []
-        stretch = _Stretch(self.graph, self.places[start], self.places[stop])
-        keep = partial(keep_all, self.graph, stretch.first, stretch.last)
-        return [self._way(stretch, ("between", start), keep)]
+        stretch, signature = self._memory.stretch(self.graph, first, last)
+        if not self.graph.is_within_call(first, last):
+            # What is in no call of the model is kept.
+            keep = partial(keep_all, self.graph, first, last)
+            candidates = [_Candidate((signature, "kept"), keep)]
+        else:
+            candidates = list(self._candidates(stretch, signature, start, stop))
+        self._work_out(stretch, candidates)
+        return _undominated(self._ways(stretch, candidates))
 
     def _candidates(
-        self, stretch: "_Stretch", start: int, stop: int
-    ) -> Iterator[tuple[tuple[object, ...], Make]]:
-        """Yield what may be done, with what tells it from others in such a stretch."""
+        self, stretch: "_Stretch", signature: int, start: int, stop: int
+    ) -> Iterator[_Candidate]:
+        """Yield what may be done."""
         graph, first, last = self.graph, stretch.first, stretch.last
         if stop == start + 1:
-            yield ("kept",), partial(keep_all, graph, first, last)
+            yield _Candidate((signature, "kept"), partial(keep_all, graph, first, last))
         free = [v for v in stretch.crossing if graph.values[v].holdable]
         sets = dict.fromkeys(
             [(), *(_between(held, stretch.inside) for held in self._held_sets)]
         )
         for held in sets:
             every = tuple(dict.fromkeys([*held, *free]))
-            key = ("held", *sorted(stretch.names[v] for v in every))
-            yield key, partial(holding, graph, first, last, every)
+            key = (signature, "held", *sorted(stretch.names[v] for v in every))
+            yield _Candidate(key, partial(holding, graph, first, last, every), every)
         for segment in self._nestings(start, stop):
             shape = stretch.shape_of(segment)
             for held in sets:
-                key = (shape, *sorted(stretch.names[v] for v in held))
-                yield key, partial(_nested, graph, segment, held)
+                key = (signature, shape, *sorted(stretch.names[v] for v in held))
+                yield _Candidate(key, partial(_nested, graph, segment, held))
 
     def _nestings(self, start: int, stop: int) -> Iterator[Segment]:
         """Yield segments over a stretch with others inside."""
@@ -131,16 +171,43 @@ class Ways:
                 if len(inner) > 2:
                     yield nestings(inner)[0]
 
-    def _way(self, stretch: "_Stretch", key: object, make: Make) -> Way:
-        known = self._known.get(key)
-        if known is None:
-            known = self._known[key] = self._costs(stretch, make())
-        seconds, held_bytes, use = known
-        peak_bytes = int((use + self._natural[stretch.rows]).max(initial=0))
-        return Way(make, seconds, held_bytes, peak_bytes)
+    def _work_out(self, stretch: "_Stretch", candidates: Sequence[_Candidate]) -> None:
+        """See to it that the costs of all candidates are known."""
+        known = self._memory.costs
+        flat: dict[object, tuple[int, ...]] = {}
+        for candidate in candidates:
+            if candidate.key in known:
+                continue
+            if candidate.held is None:
+                known[candidate.key] = self._costs(stretch, candidate.make())
+            else:
+                flat[candidate.key] = candidate.held
+        if flat:
+            found = costs_of_holding(
+                self.graph,
+                (stretch.first, stretch.last),
+                stretch.rows,
+                list(flat.values()),
+                self._memory.mentions(self.graph),
+            )
+            known.update(zip(flat, found, strict=True))
 
-    def _costs(self, stretch: "_Stretch", option: Option) -> tuple[float, int, Floats]:
-        """Return what an option takes: seconds, bytes held, bytes at the rows.
+    def _ways(
+        self, stretch: "_Stretch", candidates: Sequence[_Candidate]
+    ) -> Iterator[Way]:
+        """Yield the candidates with what they cost."""
+        costs = [self._memory.costs[candidate.key] for candidate in candidates]
+        use = np.array([cost.use for cost in costs]) + self._natural[stretch.rows]
+        peaks = use.max(axis=1, initial=0).astype(np.int64).tolist()
+        for candidate, cost, peak_bytes in zip(candidates, costs, peaks, strict=True):
+            seconds = self._seconds.get(candidate.key)
+            if seconds is None:
+                seconds = cost.seconds(self.graph, stretch.inside.start)
+                self._seconds[candidate.key] = seconds
+            yield Way(candidate.make, seconds, cost.held_bytes, peak_bytes)
+
+    def _costs(self, stretch: "_Stretch", option: Option) -> Costs:
+        """Return what an option takes.
 
         What is read after the stretch is charged here, once, whoever holds it; what is
         read from before it has been charged there.
@@ -156,7 +223,12 @@ class Ways:
             elif until[storage] < half:
                 held_bytes += graph.storages[storage].bytes
         use = self._profile.use(option, until, stretch.rows)
-        return option.seconds, held_bytes, use
+        start = stretch.inside.start
+        replays = tuple(
+            tuple(number - start for number in replay.operations)
+            for replay in option.footprint.replays
+        )
+        return Costs(replays, option.footprint.recorded, held_bytes, use)
 
 
 class _Stretch:
@@ -273,7 +345,7 @@ def _crossing(graph: Graph, inside: range) -> list[int]:
     ]
 
 
-def _undominated(ways: Sequence[Way]) -> list[Way]:
+def _undominated(ways: Iterable[Way]) -> list[Way]:
     """Return the ways that no other one beats in all figures."""
     found: list[Way] = []
     for way in sorted(ways, key=lambda w: (w.seconds, w.held_bytes, w.peak_bytes)):
