@@ -45,7 +45,7 @@ def lowest_plan(
     counted = timed_alike(graph)
     blocks = blocks_of(counted)
     plans = [recompute_all(counted), square_root(counted)]
-    level = OneLevel(counted, blocks, frozenset({Action.KEEP}))
+    level = OneLevel(counted, blocks, frozenset({Action.KEEP}), cuts=0)
     plans.append(segments_of(level.floor().options))
     plans.append(smallest(counted, blocks) or ())
     memory = Memory() if memory is None else memory

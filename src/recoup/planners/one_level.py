@@ -47,10 +47,16 @@ class OneLevel:
         graph: The step.
         stretches: Pairs of boundaries, in order.
         allow: The actions besides recomputing.
+        cuts: How many minimum cuts are computed at most for what a stretch may hold.
     """
 
     def __init__(
-        self, graph: Graph, stretches: Sequence[Stretch], allow: frozenset[Action]
+        self,
+        graph: Graph,
+        stretches: Sequence[Stretch],
+        allow: frozenset[Action],
+        *,
+        cuts: int = 24,
     ) -> None:
         self.graph = graph
         self.stretches = tuple(stretches)
@@ -60,7 +66,7 @@ class OneLevel:
         self.programme = Programme(graph, self.profile, pure)
         self._demands = [self._demand(stretch) for stretch in self.stretches]
         self._signatures = [_signature(demand) for demand in self._demands]
-        self._offer_cuts()
+        self._offer_cuts(cuts)
 
     def offer(self, options: Sequence[Option]) -> None:
         """Add options found elsewhere, one for each stretch."""
@@ -158,7 +164,7 @@ class OneLevel:
                     free[value] = 0
         return Demand(graph, inside, tuple(values), free)
 
-    def _offer_cuts(self) -> None:
+    def _offer_cuts(self, limit: int) -> None:
         """Offer to keep each stretch whole, and the cuts for all prices of a byte."""
         known: dict[object, list[tuple[int, ...]]] = {}
         for number, (stretch, demand) in enumerate(
@@ -169,7 +175,7 @@ class OneLevel:
                 places = {value: place for place, value in enumerate(names)}
                 known[signature] = [
                     tuple(places[value] for value in choice.held)
-                    for choice in reversed(frontier_of(demand))
+                    for choice in reversed(frontier_of(demand, limit=limit))
                 ]
             for held in known[signature]:
                 values = [names[place] for place in held]

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from recoup.core.graph import Graph
-from recoup.planners.cut import Demand, frontier_of
 from recoup.planners.options import Floats, Integers, Option, Stretch
 from recoup.planners.ways import Memory, Way, Ways
 
@@ -20,8 +19,7 @@ Path = tuple[tuple[Stretch, Option], ...]
 """Stretches in order, and what is done with each."""
 
 _LABELS = 128
-_SETS = 16
-_LONG = 1000
+_NOWHERE = np.iinfo(np.int64).max // 4
 
 
 class Partition:
@@ -46,7 +44,8 @@ class Partition:
     ) -> None:
         self.graph = graph
         self.places = tuple(places)
-        held_sets = _held_sets(graph, places[0], places[-1])
+        memory = Memory() if memory is None else memory
+        held_sets = memory.held_sets(graph, places[0], places[-1])
         ways = Ways(graph, places, held_sets, nest=nest, memory=memory)
         self._highest = ways.natural_bytes + sum(s.bytes for s in graph.storages)
         self._steps: list[list[_Step]] = [[]]
@@ -65,13 +64,14 @@ class Partition:
 
     def lowest(self) -> int:
         """Return the smallest budget for which there is a path, as counted here."""
+        every = [_joined(steps) for steps in self._steps[1:]]
         low, high = 0, self._highest
         while high - low > max(1, high // 10_000):
             middle = (low + high) // 2
-            if self.best(middle) is None:
-                low = middle
-            else:
+            if _is_enough(every, middle):
                 high = middle
+            else:
+                low = middle
         return high
 
     def _walk_back(self, fronts: Sequence["_Front"]) -> Path:
@@ -96,6 +96,26 @@ class _Step:
         self.held = np.array([way.held_bytes for way in ways], dtype=np.int64)
         self.peak = np.array([way.peak_bytes for way in ways], dtype=np.int64)
         self.seconds = np.array([way.seconds for way in ways], dtype=np.float64)
+
+
+def _joined(steps: Sequence[_Step]) -> tuple[Integers, Integers, Integers]:
+    """Return where all ways to one place start, what they hold, and their peaks."""
+    starts = np.repeat([step.start for step in steps], [len(s.ways) for s in steps])
+    held = np.concatenate([step.held for step in steps])
+    return starts, held, np.concatenate([step.peak for step in steps])
+
+
+def _is_enough(
+    every: Sequence[tuple[Integers, Integers, Integers]], budget_bytes: int
+) -> bool:
+    """Return whether there is a path: what holds least fits if anything does."""
+    least = np.full(len(every) + 1, _NOWHERE)
+    least[0] = 0
+    for stop, (starts, held, peak) in enumerate(every, 1):
+        before = least[starts]
+        reached = (before + held)[before + peak <= budget_bytes]
+        least[stop] = reached.min(initial=_NOWHERE)
+    return bool(least[-1] < _NOWHERE)
 
 
 @dataclass(frozen=True)
@@ -159,24 +179,3 @@ class _Front:
             every.way[order],
             every.label[order],
         )
-
-
-def _held_sets(graph: Graph, first: int, last: int) -> list[frozenset[int]]:
-    """Return what is worth holding at several prices of a byte, all in one stretch."""
-    inside = graph.operations_between(first, last)
-    saved = dict.fromkeys(
-        save.value
-        for save in graph.saves_between(first, last)
-        if graph.values[save.value].producer in inside
-    )
-    half = len(graph.operations)
-    free: dict[int, int] = {}
-    for number in inside:
-        operation = graph.operations[number]
-        for value in (*operation.reads, *operation.makes):
-            storage = graph.storages[graph.values[value].storage]
-            if graph.values[value].producer not in inside or storage.dies >= half:
-                free[value] = 0
-    limit = _SETS if len(inside) < _LONG else _SETS // 2
-    choices = frontier_of(Demand(graph, inside, tuple(saved), free), limit=limit)
-    return [choice.held for choice in choices]

@@ -22,6 +22,9 @@ from recoup.planners.options import Floats, Integers
 _KICKS = 48
 """Exchanges that are forced on the search."""
 
+_COLUMNS = 160
+"""Columns that are exchanged in pairs after one was forced: the best at the prices."""
+
 _CLOSE = 1e-3
 """A share of the seconds: what is this close to the bound is not searched further."""
 
@@ -98,7 +101,9 @@ def near(system: System, guide: Guide) -> Integers | None:
         trial = swaps.repaired(swaps.with_column(now, forced), forced)
         if trial is None:
             continue
-        trial = swaps.improved(trial, open_columns & swaps.others(forced))
+        free = open_columns & swaps.others(forced)
+        free[order[_COLUMNS:]] = False
+        trial = swaps.improved(trial, free)
         found = swaps.cost(trial)
         if found < cost:
             now, cost = trial, found
