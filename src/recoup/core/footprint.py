@@ -68,18 +68,28 @@ class Footprint:
 
     def hold(self, graph: Graph, save: Save) -> None:
         """Keep a value's storage until it is released."""
-        storage = graph.values[save.value].storage
-        if save.released > self.holds.get(storage, BEFORE):
-            self.holds[storage] = save.released
+        self.hold_until(graph.values[save.value].storage, save.released)
+
+    def hold_until(self, storage: int, last: int) -> None:
+        """Keep a storage until a moment, or longer."""
+        if last > self.holds.get(storage, BEFORE):
+            self.holds[storage] = last
 
 
-def footprint(graph: Graph, segment: Segment) -> Footprint:
+def footprint(
+    graph: Graph, segment: Segment, innermost: "Innermost | None" = None
+) -> Footprint:
     """Return what one segment that is in no other does to memory and time.
 
     Costs time in proportion to the operators and saved tensors of the segment.
+
+    Args:
+        graph: The step.
+        segment: What is accounted for.
+        innermost: What is known of segments inside others; it is added to.
     """
     result = Footprint()
-    add_segment(graph, segment, result)
+    add_segment(graph, segment, result, innermost)
     return result
 
 
@@ -103,11 +113,16 @@ def total_footprint(graph: Graph, segments: Sequence[Segment]) -> Footprint:
     return total
 
 
-def add_segment(graph: Graph, segment: Segment, total: Footprint) -> None:
+def add_segment(
+    graph: Graph,
+    segment: Segment,
+    total: Footprint,
+    innermost: "Innermost | None" = None,
+) -> None:
     """Add what one segment that is in no other does to what others do."""
     planned: list[_Planned] = []
     before = len(total.passing)
-    _add_region(graph, _Region(segment, 0), total, planned)
+    _add_region(graph, _Region(segment, 0), total, planned, innermost)
     _add_replays(graph, total, planned, total.passing[before:])
 
 
@@ -128,8 +143,38 @@ class _Planned(NamedTuple):
     left_bytes: int
 
 
+Innermost = dict[object, tuple[Footprint, list[_Planned], list[Claim]]]
+"""What segments inside others, with none inside them, do wherever they are."""
+
+
+def _add_innermost(
+    graph: Graph,
+    region: _Region,
+    total: Footprint,
+    planned: list[_Planned],
+    known: Innermost,
+) -> list[Claim]:
+    """Account for a region with none inside that is in another one."""
+    segment, depth = region
+    key = (depth, segment.start, segment.stop, *segment.actions.items())
+    if key not in known:
+        alone, replays = Footprint(), list[_Planned]()
+        known[key] = alone, replays, _add_region(graph, region, alone, replays)
+    alone, replays, claims = known[key]
+    total.recorded += alone.recorded
+    total.remade += alone.remade
+    total.starts += alone.starts
+    total.passing += alone.passing
+    planned += replays
+    return claims
+
+
 def _add_region(
-    graph: Graph, region: _Region, total: Footprint, planned: list[_Planned]
+    graph: Graph,
+    region: _Region,
+    total: Footprint,
+    planned: list[_Planned],
+    innermost: Innermost | None = None,
 ) -> list[Claim]:
     """Account for a region; return what it may ask of the one around it."""
     segment, depth = region
@@ -137,9 +182,13 @@ def _add_region(
     total.recorded += len(inside)
     claims, kept = _own_claims(graph, region)
     for inner in segment.inner:
-        claims += _add_region(graph, _Region(inner, depth + 1), total, planned)
-    end = max((claim.dies for claim in (*claims, *kept)), default=0)
-    copied_bytes = _copied_bytes(graph, segment)
+        within = _Region(inner, depth + 1)
+        if innermost is None or inner.inner:
+            claims += _add_region(graph, within, total, planned, innermost)
+        else:
+            claims += _add_innermost(graph, within, total, planned, innermost)
+    end = max([claim.dies for claim in (*claims, *kept)], default=0)
+    copied_bytes = _copied_bytes(graph, segment) if segment.inner else 0
     if copied_bytes:
         total.remade.append((copied_bytes, inside.stop, end))
     # The engine plans one replay for all that is saved, held or not: what leads to a
@@ -148,10 +197,9 @@ def _add_region(
         graph, inside, [claim.value for claim in claims], segment.actions
     )
     total.starts.append((segment, roots))
-    made = [c for c in claims if graph.values[c.value].producer in inside]
-    wanted = [c for c in made if not _is_held(graph, segment, c.value)]
+    wanted = _wanted(graph, segment, inside, claims)
     # What an inner one holds is with those around it: asking for that, too, replays.
-    first = min((c.used for c in (claims if depth else wanted)), default=end)
+    first = min([c.used for c in (claims if depth else wanted)], default=end)
     if wanted:
         storages, left_bytes = _leave(graph, total, (first, depth), wanted)
         planned.append(_Planned(region, first, operations, storages, left_bytes))
@@ -161,16 +209,34 @@ def _add_region(
         for value in read.intersection(roots):
             gone[value] = max((first, depth), gone.get(value, (first, depth)))
         return [
-            *(claim._replace(dies=end) for claim in kept),
+            *(Claim(c.value, c.used, c.gone, end) for c in kept),
             *(Claim(value, first, gone[value], end) for value in roots),
         ]
     for claim in kept:
-        total.hold(graph, Save(claim.value, claim.used, end))
-    used = _first_uses(claims)
-    for value in roots:
-        moment = min(used.get(value, end), first if value in read else end)
-        _hold_root(graph, segment, total, Save(value, moment, end))
+        total.hold_until(graph.values[claim.value].storage, end)
+    for value in _held_here(graph, segment, total, roots, end):
+        used = [claim.used for claim in claims if claim.value == value]
+        moment = min([*used, first if value in read else end])
+        storage = graph.values[value].storage
+        total.offloads.append(Offload(storage, inside.stop, moment, end))
     return []
+
+
+def _wanted(
+    graph: Graph, segment: Segment, inside: range, claims: Iterable[Claim]
+) -> list[Claim]:
+    """Return the claims that a replay has to meet: made inside, and not held."""
+    values, operations, held = graph.values, graph.operations, segment.actions
+    found: list[Claim] = []
+    for claim in claims:
+        producer = values[claim.value].producer
+        if (
+            producer in inside
+            and claim.value not in held
+            and operations[producer].replayable
+        ):
+            found.append(claim)
+    return found
 
 
 def _own_claims(graph: Graph, region: _Region) -> tuple[list[Claim], list[Claim]]:
@@ -194,19 +260,25 @@ def _own_claims(graph: Graph, region: _Region) -> tuple[list[Claim], list[Claim]
     return claims, kept
 
 
-def _hold_root(graph: Graph, segment: Segment, total: Footprint, root: Save) -> None:
-    """Account for what the outermost region holds."""
-    value = graph.values[root.value]
+def _held_here(
+    graph: Graph, segment: Segment, total: Footprint, roots: Iterable[int], end: int
+) -> list[int]:
+    """Account for what the outermost region holds; return what goes to the host."""
     inside = graph.operations_between(segment.start, segment.stop)
-    if value.producer not in inside and not value.holdable:
-        # It is written over: only a copy can be held.
-        total.remade.append((graph.bytes_of(root.value), inside.start, root.released))
-    elif value.producer in inside and segment.actions.get(root.value) is Action.OFFLOAD:
-        total.offloads.append(
-            Offload(value.storage, inside.stop, root.used, root.released)
-        )
-    else:
-        total.hold(graph, root)
+    values, actions = graph.values, segment.actions
+    away: list[int] = []
+    for root in roots:
+        value = values[root]
+        if value.producer in inside:
+            if actions.get(root) is Action.OFFLOAD:
+                away.append(root)
+                continue
+        elif not value.holdable:
+            # It is written over: only a copy can be held.
+            total.remade.append((graph.bytes_of(root), inside.start, end))
+            continue
+        total.hold_until(value.storage, end)
+    return away
 
 
 def _copied_bytes(graph: Graph, segment: Segment) -> int:
@@ -221,15 +293,6 @@ def _copied_bytes(graph: Graph, segment: Segment) -> int:
         for inner in segment.inner
         for number in graph.operations_between(inner.start, inner.stop)
     )
-
-
-def _first_uses(claims: Iterable[Claim]) -> dict[int, int]:
-    """Return the first moment at which each value is asked for."""
-    found: dict[int, int] = {}
-    for claim in claims:
-        if claim.value not in found or claim.used < found[claim.value]:
-            found[claim.value] = claim.used
-    return found
 
 
 def _last_uses(claims: Iterable[Claim]) -> dict[int, tuple[int, int]]:
@@ -254,11 +317,6 @@ def _own_saves(graph: Graph, segment: Segment) -> Sequence[Claim]:
             )
         )
     return [graph.claims[n] for n in range(first.saves, last.saves) if n not in inner]
-
-
-def _is_held(graph: Graph, segment: Segment, value: int) -> bool:
-    producer = graph.values[value].producer
-    return value in segment.actions or not graph.operations[producer].replayable
 
 
 def _leave(

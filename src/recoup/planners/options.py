@@ -7,7 +7,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from recoup.core.footprint import Footprint, footprint, spikes_of
+from recoup.core.footprint import Footprint, Innermost, footprint, spikes_of
 from recoup.core.graph import Graph
 from recoup.core.segments import Action, Segment
 
@@ -73,9 +73,11 @@ def holding(graph: Graph, start: int, stop: int, held: Iterable[int]) -> Option:
     return with_actions(graph, start, stop, dict.fromkeys(held, Action.KEEP))
 
 
-def nested(graph: Graph, segment: Segment) -> Option:
+def nested(
+    graph: Graph, segment: Segment, innermost: Innermost | None = None
+) -> Option:
     """Return the option to run a stretch as a segment with others inside."""
-    found = footprint(graph, segment)
+    found = footprint(graph, segment, innermost)
     return Option((segment,), found, found.recorded * graph.recording_seconds)
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from recoup.core.footprint import Innermost
 from recoup.core.graph import BEFORE, Graph
 from recoup.core.segments import Segment
 from recoup.planners.cut import Demand, frontier_of
@@ -56,6 +57,7 @@ class Memory:
 
     def __init__(self) -> None:
         self.costs: dict[object, Costs] = {}
+        self.innermost: Innermost = {}
         self._signatures: dict[object, int] = {}
         self._stretches: dict[tuple[int, int], tuple[_Stretch, int]] = {}
         self._mentions: Mentions | None = None
@@ -174,7 +176,9 @@ class Ways:
             shape = stretch.shape_of(segment)
             for held in sets:
                 key = (signature, shape, *sorted(stretch.names[v] for v in held))
-                yield _Candidate(key, partial(_nested, graph, segment, held))
+                yield _Candidate(
+                    key, partial(_nested, graph, segment, held, self._memory.innermost)
+                )
 
     def _nestings(self, start: int, stop: int) -> Iterator[Segment]:
         """Yield segments over a stretch with others inside."""
@@ -334,8 +338,10 @@ class _Stretch:
         return name, found.producer in inside, storage.bytes, found.holdable, dies
 
 
-def _nested(graph: Graph, segment: Segment, held: Iterable[int]) -> Option:
-    return nested(graph, holds(graph, segment, held))
+def _nested(
+    graph: Graph, segment: Segment, held: Iterable[int], innermost: Innermost
+) -> Option:
+    return nested(graph, holds(graph, segment, held), innermost)
 
 
 def _by_producer(
