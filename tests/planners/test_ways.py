@@ -1,5 +1,6 @@
 """Ways to run stretches: working alike stretches out once changes no figure."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 from hypothesis import given, settings
@@ -8,7 +9,7 @@ from benchmarks.graphs import transformer_graph
 from recoup.core.footprint import footprint
 from recoup.core.graph import Graph
 from recoup.planners.partition import Partition
-from recoup.planners.ways import Way, Ways
+from recoup.planners.ways import Memory, Way, Ways
 from tests.support.graphs import graphs
 
 
@@ -47,21 +48,13 @@ def test_ways_of_blocks_that_repeat_are_those_of_the_block_alone():
     assert compare(graph, list(graph.blocks), nest=True)
 
 
-def test_blocks_that_repeat_are_worked_out_once(monkeypatch):
-    worked: list[object] = []
-    costs = Ways._costs
-
-    def counting(ways, stretch, option):
-        worked.append(option)
-        return costs(ways, stretch, option)
-
-    monkeypatch.setattr(Ways, "_costs", counting)
+def test_blocks_that_repeat_are_worked_out_once():
     counts = []
     for blocks in (6, 12):
-        worked.clear()
+        memory = Memory()
         graph = transformer_graph(blocks)
-        Partition(graph, graph.blocks, reach=3)
-        counts.append(len(worked))
+        Partition(graph, graph.blocks, reach=3, memory=memory)
+        counts.append(len(memory.costs))
     assert counts[0] > 0
     assert counts[1] <= 1.5 * counts[0]
 
@@ -77,3 +70,37 @@ def test_a_path_is_made_of_segments_that_cost_what_its_ways_say():
         for segment in option.segments:
             replays = footprint(graph, segment).replays
             assert replays == option.footprint.replays
+
+
+@settings(max_examples=40, deadline=None)
+@given(graph=graphs(most=8))
+def test_the_lowest_budget_is_the_least_that_has_a_path(graph):
+    places = list(range(len(graph.boundaries)))
+    partition = Partition(graph, places, reach=4, nest=True)
+    lowest = partition.lowest()
+    assert partition.best(lowest) is not None
+    assert partition.best(lowest - max(1, lowest // 10_000)) is None
+
+
+def test_partitions_that_share_a_memory_have_the_paths_of_separate_ones():
+    graph = transformer_graph(4)
+    slower = replace(
+        graph,
+        operations=tuple(
+            replace(o, seconds=o.seconds * (1 + n % 3))
+            for n, o in enumerate(graph.operations)
+        ),
+    )
+    memory = Memory()
+    for step in (graph, slower):
+        for nest in (False, True):
+            shared = Partition(step, graph.blocks, reach=3, nest=nest, memory=memory)
+            alone = Partition(step, graph.blocks, reach=3, nest=nest)
+            for share in (1.0, 1.2, 1.5):
+                budget_bytes = int(share * alone.lowest())
+                path, other = shared.best(budget_bytes), alone.best(budget_bytes)
+                assert path is not None
+                assert other is not None
+                assert [(s, o.segments) for s, o in path] == [
+                    (s, o.segments) for s, o in other
+                ]

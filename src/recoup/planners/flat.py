@@ -154,11 +154,11 @@ class _Flat:
         if wanted:
             self._leave(runs, wanted, asked, changes)
         use = np.cumsum(changes[:, :-1], axis=1)
-        replays = asked.any(axis=1)
+        replays = np.flatnonzero(asked.any(axis=1)).tolist()
         return [
             Costs(
                 (tuple(np.flatnonzero(runs[number]).tolist()),)
-                if replays[number]
+                if number in replays
                 else (),
                 len(self.inside),
                 held_bytes[number],
@@ -266,7 +266,7 @@ class _Flat:
         storages, starts = np.unique(storages[order], return_index=True)
         used = np.array([claim.used for claim in wanted])
         gone = np.array([claim.gone[0] for claim in wanted])
-        first = np.where(asked, used, _NEVER).min(axis=1)
+        first: Integers = np.where(asked, used, _NEVER).min(axis=1)
         until = np.where(asked, gone, -1)[:, order]
         until = np.maximum.reduceat(until, starts, axis=1)
         replays = np.flatnonzero(asked.any(axis=1))
@@ -283,7 +283,8 @@ class _Flat:
         peak_bytes = self._peaks(runs, storages, until >= 0)[replays]
         awaited = np.zeros(len(replays), dtype=np.int64)
         if graph.own_bytes:
-            awaited = np.array([graph.own_bytes[n] for n in first[replays].tolist()])
+            moments: list[int] = first[replays].tolist()
+            awaited = np.array([graph.own_bytes[moment] for moment in moments])
         spikes = np.maximum(0, peak_bytes - left_bytes[replays] - awaited)
         changes[replays, lows] += spikes
         changes[replays, lows + 1] -= spikes

@@ -208,7 +208,7 @@ class _Swaps:
         copied, change = self._copied(now, places, old)
         if copied or change.any():
             after = self._stall(copied + change[:, None] + change)
-            together = together + after - self._stall(np.float64(copied))
+            together = together + after - self._stall(np.array(copied))
         worth = (together < -self._least) & (owner[:, None] < owner)
         first, second = np.nonzero(worth)
         return first, second, together[first, second]
@@ -217,7 +217,7 @@ class _Swaps:
         """Return what taking each column instead adds to the seconds."""
         old = now[self._owner]
         copied, change = self._copied(now, np.arange(len(old)), old)
-        waited = self._stall(copied + change) - self._stall(np.float64(copied))
+        waited = self._stall(copied + change) - self._stall(np.array(copied))
         return self.seconds - self.seconds[old] + waited
 
     def _copied(
