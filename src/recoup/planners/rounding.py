@@ -7,8 +7,8 @@ are forced on it one by one, those that the prices of the mixture like best firs
 a column costs at these prices beyond the best of its stretch is what it adds to the
 bound, at least: columns that reach what is known already are not looked at.
 
-A general solver spends a hundred times as long on the proof that nothing is better, and
-most often finds the same options.
+A general solver spends most of its time on the proof that nothing is better, and most
+often finds the same options.
 """
 
 from dataclasses import dataclass
