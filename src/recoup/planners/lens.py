@@ -74,9 +74,7 @@ class Lens:
     @cached_property
     def partition(self) -> Partition:
         """All plans over the places."""
-        return Partition(
-            self.graph, self.places, reach=self.reach, memory=self.memory
-        )
+        return Partition(self.graph, self.places, reach=self.reach, memory=self.memory)
 
     @cached_property
     def nested_partition(self) -> Partition:
