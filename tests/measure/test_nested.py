@@ -11,7 +11,7 @@ import recoup
 from benchmarks.zoo.cases import CASES
 from benchmarks.zoo.problem import Problem
 from recoup.backend.memory import StorageMeter
-from recoup.core.footprint import without_idle_actions
+from recoup.core.idle import without_idle_actions
 from recoup.core.plan import plan_for
 from recoup.core.segments import Action, Segment
 from recoup.core.simulation import simulate

@@ -10,8 +10,9 @@ from benchmarks.graphs import transformer_graph
 from recoup.core.graph import Graph
 from recoup.planners import flat
 from recoup.planners.flat import Costs, costs_of_holding
+from recoup.planners.memory import Memory
 from recoup.planners.options import holding
-from recoup.planners.ways import Memory, Ways
+from recoup.planners.ways import Ways
 from tests.support.graphs import graphs, hold_sets
 
 

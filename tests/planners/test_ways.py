@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from benchmarks.graphs import transformer_graph
 from recoup.core.footprint import footprint
 from recoup.core.graph import Graph
+from recoup.planners.memory import Memory
 from recoup.planners.partition import Partition
-from recoup.planners.ways import Memory, Way, Ways
+from recoup.planners.ways import Way, Ways
 from tests.support.graphs import graphs
 
 

@@ -81,12 +81,8 @@ def footprint(
 ) -> Footprint:
     """Return what one segment that is in no other does to memory and time.
 
-    Costs time in proportion to the operators and saved tensors of the segment.
-
-    Args:
-        graph: The step.
-        segment: What is accounted for.
-        innermost: What is known of segments inside others; it is added to.
+    Costs time in proportion to the operators and saved tensors of the segment, less
+    those of innermost ones that are known; what is found out about these is added.
     """
     result = Footprint()
     add_segment(graph, segment, result, innermost)
@@ -227,16 +223,13 @@ def _wanted(
 ) -> list[Claim]:
     """Return the claims that a replay has to meet: made inside, and not held."""
     values, operations, held = graph.values, graph.operations, segment.actions
-    found: list[Claim] = []
-    for claim in claims:
-        producer = values[claim.value].producer
-        if (
-            producer in inside
-            and claim.value not in held
-            and operations[producer].replayable
-        ):
-            found.append(claim)
-    return found
+    return [
+        claim
+        for claim in claims
+        if (producer := values[claim.value].producer) in inside
+        and claim.value not in held
+        and operations[producer].replayable
+    ]
 
 
 def _own_claims(graph: Graph, region: _Region) -> tuple[list[Claim], list[Claim]]:
@@ -397,32 +390,6 @@ def _fetched(
     }
     found = {one.storage: one.bytes for one in passing if one.gone == place}
     return {storage: n for storage, n in found.items() if storage not in made}
-
-
-def without_idle_actions(graph: Graph, segment: Segment) -> Segment:
-    """Return the segment without actions on values that nothing starts from.
-
-    Neither backward nor a replay needs these, but a region would hold them. What the
-    segment costs stays the same.
-
-    Examples:
-        >>> from recoup.core.graph import Boundary
-        >>> segment = Segment(0, 1, {3: Action.KEEP})
-        >>> places = (Boundary(0, 0), Boundary(0, 0))
-        >>> empty = Graph((), 0, (), (), (), places, ())
-        >>> without_idle_actions(empty, segment).actions
-        {}
-    """
-    starts = iter(footprint(graph, segment).starts)
-
-    def rebuilt(segment: Segment) -> Segment:
-        inner = tuple(rebuilt(child) for child in segment.inner)
-        _, roots = next(starts)
-        used = set(roots)
-        actions = {v: a for v, a in segment.actions.items() if v in used}
-        return Segment(segment.start, segment.stop, actions, inner)
-
-    return rebuilt(segment)
 
 
 def spikes_of(total: Footprint) -> dict[int, int]:

@@ -9,11 +9,11 @@ from recoup.core.graph import Graph
 from recoup.core.segments import Action
 from recoup.planners.blocks import blocks_of
 from recoup.planners.lowest import nested_reach
+from recoup.planners.memory import Memory
 from recoup.planners.one_level import OneLevel
 from recoup.planners.options import Stretch
 from recoup.planners.partition import Partition
 from recoup.planners.places import ends_of_calls, narrow_places
-from recoup.planners.ways import Memory
 
 _EFFORT = 20_000
 """Operators in stretches of two or three places: what the partition may look at."""

@@ -4,18 +4,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from recoup.core.calls import within_calls
-from recoup.core.footprint import without_idle_actions
 from recoup.core.graph import Graph
+from recoup.core.idle import without_idle_actions
 from recoup.core.segments import Action, Segment
 from recoup.core.simulation import simulate
 from recoup.planners.blocks import blocks_of
 from recoup.planners.exhaustive import smallest
+from recoup.planners.memory import Memory
 from recoup.planners.one_level import OneLevel
 from recoup.planners.options import segments_of
 from recoup.planners.partition import Partition
 from recoup.planners.recompute_all import recompute_all
 from recoup.planners.square_root import square_root
-from recoup.planners.ways import Memory
 
 
 def lowest_plan(

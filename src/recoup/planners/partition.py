@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from recoup.core.graph import Graph
+from recoup.planners.memory import Memory
 from recoup.planners.options import Floats, Integers, Option, Stretch
-from recoup.planners.ways import Memory, Way, Ways
+from recoup.planners.ways import Way, Ways
 
 Path = tuple[tuple[Stretch, Option], ...]
 """Stretches in order, and what is done with each."""

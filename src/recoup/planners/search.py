@@ -6,8 +6,8 @@ from functools import cached_property
 from time import perf_counter
 
 from recoup.core.calls import within_calls
-from recoup.core.footprint import without_idle_actions
 from recoup.core.graph import Graph, Issuing
+from recoup.core.idle import without_idle_actions
 from recoup.core.segments import Action, Segment
 from recoup.core.simulation import Simulation, simulate
 from recoup.planners.blocks import blocks_of

@@ -9,12 +9,12 @@ from typing import NamedTuple
 import numpy as np
 
 from recoup.core.footprint import Innermost
-from recoup.core.graph import BEFORE, Graph
+from recoup.core.graph import Graph
 from recoup.core.segments import Segment
-from recoup.planners.cut import Demand, frontier_of
-from recoup.planners.flat import Costs, Mentions, costs_of_holding
+from recoup.planners.alike import Part
+from recoup.planners.flat import Costs, costs_of_holding
+from recoup.planners.memory import Memory
 from recoup.planners.options import (
-    Integers,
     Option,
     holding,
     keep_all,
@@ -25,9 +25,6 @@ from recoup.planners.profile import Profile
 from recoup.planners.recursion import holds, nestings
 
 Make = Callable[[], Option]
-
-_SETS = 16
-_LONG = 1000
 
 
 @dataclass(frozen=True)
@@ -46,51 +43,6 @@ class Way:
     seconds: float
     held_bytes: int
     peak_bytes: int
-
-
-class Memory:
-    """What is known of the stretches of a step.
-
-    Several partitions of one step, or of the same step with other times, share one:
-    bytes do not depend on times.
-    """
-
-    def __init__(self) -> None:
-        self.costs: dict[object, Costs] = {}
-        self.innermost: Innermost = {}
-        self._signatures: dict[object, int] = {}
-        self._stretches: dict[tuple[int, int], tuple[_Stretch, int]] = {}
-        self._mentions: Mentions | None = None
-        self._held_sets: list[tuple[Graph, int, int, list[frozenset[int]]]] = []
-
-    def held_sets(self, graph: Graph, first: int, last: int) -> list[frozenset[int]]:
-        """Return what is worth holding at several prices of a byte, all in one stretch.
-
-        These depend on times: each graph has its own.
-        """
-        for known, *ends, found in self._held_sets:
-            if known is graph and ends == [first, last]:
-                return found
-        found = _held_sets(graph, first, last)
-        self._held_sets.append((graph, first, last, found))
-        return found
-
-    def stretch(self, graph: Graph, first: int, last: int) -> tuple["_Stretch", int]:
-        """Return a stretch, and a number that it shares with those that look alike."""
-        found = self._stretches.get((first, last))
-        if found is None:
-            stretch = _Stretch(graph, first, last)
-            number = self._signatures.setdefault(
-                stretch.signature(), len(self._signatures)
-            )
-            found = self._stretches[first, last] = stretch, number
-        return found
-
-    def mentions(self, graph: Graph) -> Mentions:
-        """Return what operators mention."""
-        if self._mentions is None:
-            self._mentions = Mentions(graph)
-        return self._mentions
 
 
 class _Candidate(NamedTuple):
@@ -158,7 +110,7 @@ class Ways:
         return _undominated(self._ways(stretch, candidates))
 
     def _candidates(
-        self, stretch: "_Stretch", signature: int, start: int, stop: int
+        self, stretch: Part, signature: int, start: int, stop: int
     ) -> Iterator[_Candidate]:
         """Yield what may be done."""
         graph, first, last = self.graph, stretch.first, stretch.last
@@ -193,7 +145,7 @@ class Ways:
                 if len(inner) > 2:
                     yield nestings(inner)[0]
 
-    def _work_out(self, stretch: "_Stretch", candidates: Sequence[_Candidate]) -> None:
+    def _work_out(self, stretch: Part, candidates: Sequence[_Candidate]) -> None:
         """See to it that the costs of all candidates are known."""
         known = self._memory.costs
         flat: dict[object, tuple[int, ...]] = {}
@@ -214,9 +166,7 @@ class Ways:
             )
             known.update(zip(flat, found, strict=True))
 
-    def _ways(
-        self, stretch: "_Stretch", candidates: Sequence[_Candidate]
-    ) -> Iterator[Way]:
+    def _ways(self, stretch: Part, candidates: Sequence[_Candidate]) -> Iterator[Way]:
         """Yield the candidates with what they cost."""
         costs = [self._memory.costs[candidate.key] for candidate in candidates]
         use = np.array([cost.use for cost in costs]) + self._natural[stretch.rows]
@@ -228,7 +178,7 @@ class Ways:
                 self._seconds[candidate.key] = seconds
             yield Way(candidate.make, seconds, cost.held_bytes, peak_bytes)
 
-    def _costs(self, stretch: "_Stretch", option: Option) -> Costs:
+    def _costs(self, stretch: Part, option: Option) -> Costs:
         """Return what an option takes.
 
         What is read after the stretch is charged here, once, whoever holds it; what is
@@ -253,91 +203,6 @@ class Ways:
         return Costs(replays, option.footprint.recorded, held_bytes, use)
 
 
-class _Stretch:
-    """What lies between two boundaries, and what tells it from other stretches."""
-
-    def __init__(self, graph: Graph, first: int, last: int) -> None:
-        self.graph = graph
-        self.first = first
-        self.last = last
-        self.inside = graph.operations_between(first, last)
-        self.saves = graph.saves_between(first, last)
-        half = len(graph.operations)
-        self.begins = min((save.used for save in self.saves), default=half)
-        self.ends = max((save.released for save in self.saves), default=half - 1)
-        self.rows: Integers = np.concatenate(
-            [
-                np.arange(self.inside.start, self.inside.stop),
-                np.arange(self.begins, self.ends + 1),
-            ]
-        )
-        self.names: dict[int, int] = {}
-        self.crossing = _crossing(graph, self.inside)
-
-    def signature(self) -> object:
-        """Return what is equal for stretches of which all ways cost the same memory.
-
-        Times are not in it: those of equal operators are taken to be equal.
-        """
-        graph, names, begins = self.graph, self.names, self.begins
-        wiring: list[object] = []
-        for number in self.inside:
-            operation = graph.operations[number]
-            wiring.append(
-                (
-                    operation.name,
-                    operation.replayable,
-                    operation.workspace_bytes,
-                    operation.state_bytes,
-                    *[names.setdefault(v, len(names)) for v in operation.reads],
-                    BEFORE,
-                    *[names.setdefault(v, len(names)) for v in operation.makes],
-                )
-            )
-        saved = [
-            (
-                names.setdefault(save.value, len(names)),
-                save.used - begins,
-                save.released - begins,
-                save.replayed_until - begins,
-            )
-            for save in self.saves
-        ]
-        storages: dict[int, int] = {}
-        values = [self._look(value, storages) for value in names]
-        own = graph.own_bytes[begins : self.ends + 1]
-        return tuple(wiring), tuple(saved), tuple(values), own
-
-    def shape_of(self, segment: Segment) -> tuple[object, ...]:
-        """Return where a segment and those inside it begin and end, in the stretch."""
-        return (
-            *self._place(segment.start),
-            *self._place(segment.stop),
-            *(self.shape_of(inner) for inner in segment.inner),
-        )
-
-    def _place(self, boundary: int) -> tuple[int, int]:
-        graph = self.graph
-        here, first = graph.boundaries[boundary], graph.boundaries[self.first]
-        return here.operation - first.operation, here.saves - first.saves
-
-    def _look(self, value: int, storages: dict[int, int]) -> tuple[object, ...]:
-        graph, inside = self.graph, self.inside
-        found = graph.values[value]
-        storage = graph.storages[found.storage]
-        name = storages.setdefault(found.storage, len(storages))
-        if storage.born not in inside:
-            # What comes from outside costs nothing here, unless it must be copied.
-            spoilt_bytes = 0 if found.holdable else storage.bytes
-            return name, found.producer in inside, spoilt_bytes
-        dies: object = "later"
-        if storage.dies < inside.stop:
-            dies = storage.dies - inside.start
-        elif storage.dies >= len(graph.operations):
-            dies = ("backward", storage.dies - self.begins)
-        return name, found.producer in inside, storage.bytes, found.holdable, dies
-
-
 def _nested(
     graph: Graph, segment: Segment, held: Iterable[int], innermost: Innermost
 ) -> Option:
@@ -359,16 +224,6 @@ def _between(held: tuple[list[int], tuple[int, ...]], inside: range) -> tuple[in
     return values[low : bisect_left(producers, inside.stop)]
 
 
-def _crossing(graph: Graph, inside: range) -> list[int]:
-    """Return the values made in a stretch that are read after it."""
-    return [
-        value
-        for number in inside
-        for value in graph.operations[number].makes
-        if graph.storages[graph.values[value].storage].dies >= inside.stop
-    ]
-
-
 def _undominated(ways: Iterable[Way]) -> list[Way]:
     """Return the ways that no other one beats in all figures."""
     found: list[Way] = []
@@ -379,24 +234,3 @@ def _undominated(ways: Iterable[Way]) -> list[Way]:
         ):
             found.append(way)
     return found
-
-
-def _held_sets(graph: Graph, first: int, last: int) -> list[frozenset[int]]:
-    """Return what is worth holding at several prices of a byte, all in one stretch."""
-    inside = graph.operations_between(first, last)
-    saved = dict.fromkeys(
-        save.value
-        for save in graph.saves_between(first, last)
-        if graph.values[save.value].producer in inside
-    )
-    half = len(graph.operations)
-    free: dict[int, int] = {}
-    for number in inside:
-        operation = graph.operations[number]
-        for value in (*operation.reads, *operation.makes):
-            storage = graph.storages[graph.values[value].storage]
-            if graph.values[value].producer not in inside or storage.dies >= half:
-                free[value] = 0
-    limit = _SETS if len(inside) < _LONG else _SETS // 2
-    choices = frontier_of(Demand(graph, inside, tuple(saved), free), limit=limit)
-    return [choice.held for choice in choices]

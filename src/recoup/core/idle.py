@@ -1,0 +1,32 @@
+"""Actions that do nothing but hold memory: plans do without them."""
+
+from recoup.core.footprint import footprint
+from recoup.core.graph import Graph
+from recoup.core.segments import Segment
+
+
+def without_idle_actions(graph: Graph, segment: Segment) -> Segment:
+    """Return the segment without actions on values that nothing starts from.
+
+    Neither backward nor a replay needs these, but a region would hold them. What the
+    segment costs stays the same.
+
+    Examples:
+        >>> from recoup.core.graph import Boundary
+        >>> from recoup.core.segments import Action
+        >>> segment = Segment(0, 1, {3: Action.KEEP})
+        >>> places = (Boundary(0, 0), Boundary(0, 0))
+        >>> empty = Graph((), 0, (), (), (), places, ())
+        >>> without_idle_actions(empty, segment).actions
+        {}
+    """
+    starts = iter(footprint(graph, segment).starts)
+
+    def rebuilt(segment: Segment) -> Segment:
+        inner = tuple(rebuilt(child) for child in segment.inner)
+        _, roots = next(starts)
+        used = set(roots)
+        actions = {v: a for v, a in segment.actions.items() if v in used}
+        return Segment(segment.start, segment.stop, actions, inner)
+
+    return rebuilt(segment)
