@@ -4,13 +4,20 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 REPEATS = 3
 """How often an operator that is met for the first time is run again for its time."""
+
+_TRIALS = 5
+
+_LEAST_SECONDS = 1e-6
+"""No kernel takes less, though events cannot tell."""
 
 
 class Timer(Protocol):
@@ -69,11 +76,66 @@ class Laps:
         return [start.elapsed_time(stop) / 1000 for start, stop in between]
 
 
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """What events around operators show that take no time on the device.
+
+    The device is idle when an operator is timed by itself, so the time between events
+    begins before the host has issued it. Times are of one operator, and of `REPEATS`.
+    """
+
+    once_seconds: float
+    repeated_seconds: float
+
+    @classmethod
+    def of(cls, device: torch.device) -> "Latency":
+        """Measure it on a device that has nothing else to do."""
+        least = torch.zeros(1, device=device)
+        once, repeated = (
+            min(cls._between_events(device, least, repeats) for _ in range(_TRIALS))
+            for repeats in (1, REPEATS)
+        )
+        return cls(once, max(once, repeated))
+
+    @staticmethod
+    def _between_events(device: torch.device, least: Tensor, repeats: int) -> float:
+        start = torch.Event(device, enable_timing=True)
+        stop = torch.Event(device, enable_timing=True)
+        start.record()
+        for _ in range(repeats):
+            least.add(1)
+        stop.record()
+        stop.synchronize()
+        return start.elapsed_time(stop) / 1000
+
+    def busy_seconds(self, found_seconds: float, repeats: int) -> float:
+        """Return what an operator takes on a busy device.
+
+        Args:
+            found_seconds: The time between events around all repeats.
+            repeats: One, or `REPEATS`.
+
+        Examples:
+            >>> latency = Latency(10.0, 30.0)
+            >>> latency.busy_seconds(10.0, 1), latency.busy_seconds(110.0, 1)
+            (0.0, 100.0)
+            >>> latency.busy_seconds(30.0, 3), latency.busy_seconds(310.0, 3)
+            (0.0, 100.0)
+        """
+        once = self.once_seconds
+        all_seconds = once if repeats == 1 else self.repeated_seconds
+        if found_seconds >= 2 * all_seconds or not all_seconds:
+            # Only the first was issued to an idle device.
+            return (found_seconds - once) / repeats
+        steepness = (2 * all_seconds - once) / all_seconds
+        return max(0.0, found_seconds - all_seconds) * steepness / repeats
+
+
 class OperatorTimer:
     """Time calls on one device without waiting for each.
 
     On an accelerator the times are read from events when all is done; `seconds` then
-    synchronises, once.
+    synchronises, once. What the host takes to issue a call is taken off.
 
     Args:
         device: Where the calls compute.
@@ -90,6 +152,7 @@ class OperatorTimer:
         self._seconds: list[float] = []
         self._events: list[tuple[Any, Any, int]] = []
         self._on_events = self._device.type != "cpu"
+        self._latency = Latency.of(self._device) if self._on_events else None
         self._joined: dict[int, list[int]] = {}
 
     def time(self, call: Callable[[], Any], *, repeats: int = 1) -> int:
@@ -133,11 +196,12 @@ class OperatorTimer:
         return min(map(self._one, self._joined.get(number, (number,))))
 
     def _one(self, number: int) -> float:
-        if not self._on_events:
+        if self._latency is None:
             return self._seconds[number]
         start, stop, repeats = self._events[number]
         stop.synchronize()
-        return start.elapsed_time(stop) / 1000 / repeats
+        found = self._latency.busy_seconds(start.elapsed_time(stop) / 1000, repeats)
+        return max(found, _LEAST_SECONDS)
 
     def _time_by_events(self, call: Callable[[], Any], repeats: int) -> int:
         start = torch.Event(self._device, enable_timing=True)

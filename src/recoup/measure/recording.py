@@ -4,6 +4,7 @@ import time
 
 import torch
 
+from recoup.core.footprint import REGION_OPERATORS
 from recoup.engine.active import region
 from recoup.engine.options import Options
 
@@ -37,4 +38,4 @@ def recording_seconds() -> float:
     recorded()
     plain = min(row() for _ in range(_REPEATS))
     inside = min(recorded() for _ in range(_REPEATS))
-    return max(0.0, inside - plain) / _OPERATORS
+    return max(0.0, inside - plain) / (_OPERATORS + REGION_OPERATORS)
