@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from benchmarks.graphs import transformer_graph
 from recoup.core.errors import InfeasibleError
-from recoup.core.footprint import REGION_OPERATORS, total_footprint
+from recoup.core.footprint import total_footprint
 from recoup.core.graph import Issuing
-from recoup.core.segments import Action
+from recoup.core.segments import REGION_OPERATORS, Action
 from recoup.core.simulation import simulate
 from recoup.planners.every_kth import every_kth
 from recoup.planners.greedy import greedy

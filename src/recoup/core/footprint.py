@@ -19,10 +19,7 @@ from typing import NamedTuple
 
 from recoup.core.graph import BEFORE, THROUGH, Claim, Graph, Save
 from recoup.core.replays import Passing, Replay, replayed, run_again, spikes
-from recoup.core.segments import Action, Segment
-
-REGION_OPERATORS = 3
-"""How many recorded operators take the host as long as to begin and end a region."""
+from recoup.core.segments import REGION_OPERATORS, Action, Segment
 
 
 @dataclass(frozen=True, slots=True)

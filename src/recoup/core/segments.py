@@ -6,6 +6,9 @@ from enum import Enum
 
 from recoup.core.errors import UsageError
 
+REGION_OPERATORS = 3
+"""How many recorded operators take the host as long as to begin and end a region."""
+
 
 class Action(Enum):
     """What is done with a value that backward needs.

@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from recoup.core.footprint import REGION_OPERATORS
+from recoup.core.segments import REGION_OPERATORS
 from recoup.engine.active import region
 from recoup.engine.options import Options
 
