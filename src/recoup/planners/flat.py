@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recoup.core.graph import Claim, Graph
+from recoup.core.segments import REGION_OPERATORS
 from recoup.planners.options import Floats, Integers, Stretch
 
 _MOST = 60
@@ -29,7 +30,7 @@ class Costs:
 
     Attributes:
         replays: The operations of each replay, counted from the first of the stretch.
-        recorded: How many operators are recorded.
+        recorded: How many operators are recorded, and some for the region itself.
         held_bytes: What it holds when forward has ended.
         use: The bytes in use at the rows of the stretch, beyond what is there anyway.
     """
@@ -160,7 +161,7 @@ class _Flat:
                 (tuple(np.flatnonzero(runs[number]).tolist()),)
                 if number in replays
                 else (),
-                len(self.inside),
+                len(self.inside) + REGION_OPERATORS,
                 held_bytes[number],
                 use[number],
             )
