@@ -37,7 +37,7 @@ def rows_of(
 ) -> Iterator[Row]:
     """Fit one model to each budget and to the floor."""
     problem = Problem(case, scale, device)
-    plain = problem.cost(warmup=2)
+    plain = problem.cost(warmup=2, rounds=2)
     floor_bytes = 0
     for share in (*shares, None):
         if share is None:
@@ -60,18 +60,15 @@ def fitted(
     problem: Problem, budget_bytes: int, plain: Cost, scale: Scale
 ) -> tuple[dict[str, Cell], int]:
     """Fit a model to a budget; return the rest of its row, and its floor."""
-    before = problem.cost(warmup=0)
     start = time.perf_counter()
     _, report = recoup.fit(
         problem.model, problem.batch, budget_bytes, loss=problem.case.loss
     )
     fit_seconds = time.perf_counter() - start
     try:
-        cost = problem.cost(rounds=3)
+        cost = problem.cost(rounds=2)
     finally:
         report.remove()
-    after = problem.cost()
-    plain_seconds = (before.seconds + after.seconds) / 2
     peak_error = report.predicted_peak_bytes / cost.peak_bytes - 1
     seconds_error = report.predicted_seconds / cost.seconds - 1
     overhead = report.predicted_seconds / report.plain_seconds - 1
@@ -82,12 +79,12 @@ def fitted(
         **sizes("predicted", report.predicted_peak_bytes, scale),
         **sizes("measured", cost.peak_bytes, scale),
         "peak error": f"{peak_error:+.2%}",
-        "plain ms": round(1e3 * plain_seconds, 2),
+        "plain ms": round(1e3 * plain.seconds, 2),
         "predicted ms": round(1e3 * report.predicted_seconds, 2),
         "measured ms": round(1e3 * cost.seconds, 2),
         "alone ms": round(1e3 * cost.alone_seconds, 2),
         "time error": f"{seconds_error:+.1%}",
-        "overhead": f"{cost.seconds / plain_seconds - 1:+.1%}",
+        "overhead": f"{cost.seconds / plain.seconds - 1:+.1%}",
         "overhead predicted": f"{overhead:+.1%}",
         "gap": f"{report.gap:.2%}",
         "planner": report.planner,
@@ -95,8 +92,8 @@ def fitted(
         "rounds": report.rounds,
         "planning s": round(report.planning_seconds, 2),
         "fit s": round(fit_seconds, 2),
-        "fit in steps": round(fit_seconds / plain_seconds, 1),
-        "fit less 5 s, in steps": round(max(0, fit_seconds - 5) / plain_seconds, 1),
+        "fit in steps": round(fit_seconds / plain.seconds, 1),
+        "fit less 5 s, in steps": round(max(0, fit_seconds - 5) / plain.seconds, 1),
     }
     return row, report.floor_bytes
 
