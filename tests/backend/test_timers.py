@@ -48,17 +48,19 @@ def test_an_operator_between_events_that_are_further_apart_took_no_less(
 def test_kernels_of_an_idle_device_take_what_they_take_on_a_busy_one():
     device = torch.device("cuda")
     x = torch.ones(1 << 26, device=device)
+    few = x[:8]
     timer = OperatorTimer(device)
-    _ = x + 1
+    for tensor in (x, few):  # in place: new memory would take its time
+        tensor.mul_(1)
     torch.cuda.synchronize()
-    alone = timer.time(lambda: x + 1)
-    small = timer.time(lambda: x[:8] + 1)
+    alone = timer.time(lambda: x.mul_(1))
+    small = timer.time(lambda: few.mul_(1))
     torch.cuda.synchronize()
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     _ = x @ x
     start.record()
     for _ in range(20):
-        _ = x + 1
+        x.mul_(1)
     stop.record()
     stop.synchronize()
     busy_seconds = start.elapsed_time(stop) / 1000 / 20
