@@ -19,6 +19,9 @@ free_weak_reference = torch.UntypedStorage._free_weak_ref
 
 
 _VIEW_TRACKING = torch._C.DispatchKey.ADInplaceOrView
+_is_switched_off: Callable[[torch._C.DispatchKey], bool] = (
+    torch._C._dispatch_tls_is_dispatch_key_excluded
+)
 
 QUANTIZED = frozenset(
     {torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4}
@@ -66,16 +69,23 @@ def alias(tensor: Tensor) -> Tensor:
     of a parameter: the graph behind it is views and nothing else. Inside a dispatch
     mode a plain `detach` has a version counter of its own, because the key that shares
     it is switched off there. No mode is shown the call: it costs three times as much.
+    Guards are entered where they change something: each costs as much as the call.
     """
     if tensor.requires_grad:
         base = tensor._base
         if (tensor if base is None else base).is_leaf:
             return tensor
-    with torch._C._SetExcludeDispatchKeyGuard(_VIEW_TRACKING, False):
-        if type(tensor) is not Tensor:
-            return tensor.detach()
-        with torch._C._DisableTorchDispatch():
-            return tensor.detach()
+    if _is_switched_off(_VIEW_TRACKING):
+        with torch._C._SetExcludeDispatchKeyGuard(_VIEW_TRACKING, False):
+            return _detached(tensor)
+    return _detached(tensor)
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    if type(tensor) is not Tensor:
+        return tensor.detach()
+    with torch._C._DisableTorchDispatch():
+        return tensor.detach()
 
 
 def geometry_of(tensor: Tensor) -> Geometry:

@@ -15,24 +15,23 @@ class LateWrites:
 
     Attributes:
         holds: By value, what plain autograd would find there now.
-        pending: The writes of which that is not known yet.
     """
 
     def __init__(self) -> None:
         self.holds: dict[Value, Hold] = {}
-        self.pending: list[tuple[Value, Hold]] = []
+        self._pending: list[tuple[Value, Hold]] = []
 
     def before(self, value: Value, tensor: Tensor) -> None:
         """Take note that a saved value is about to be written to, through a tensor."""
         # The tensor that was saved, if it is there: `.data` has versions of its own.
         saved = None if value.born is None else value.born()
         hold = Hold(alias(tensor if saved is None else saved), value.geometry)
-        self.pending.append((value, hold))
+        self._pending.append((value, hold))
 
     def settle(self) -> None:
         """Find out which of the writes so far counted."""
-        if self.pending:
-            for value, hold in self.pending:
+        if self._pending:
+            for value, hold in self._pending:
                 if hold.tensor is not None and version_of(hold.tensor) == hold.version:
                     self.holds[value] = hold
-            self.pending = []
+            self._pending = []

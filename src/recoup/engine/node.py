@@ -56,9 +56,10 @@ class CheckpointNode:
         self.is_checkpoint = region is not None
         self._output = None if output is None else weakref.ref(output)
         self._region = None if region is None else weakref.ref(region)
-        self._holds: list[Hold] = []
-        self._functions: list[RecomputeFunction] = []
-        self._results: list[weakref.ref[Tensor]] = []
+        # Tuples, because scopes make nodes by the layer: an empty one costs nothing.
+        self._holds: tuple[Hold, ...] = ()
+        self._functions: tuple[RecomputeFunction, ...] = ()
+        self._results: tuple[weakref.ref[Tensor], ...] = ()
 
     @property
     def name(self) -> str:
@@ -103,7 +104,7 @@ class CheckpointNode:
     def holds(self) -> list[Hold]:
         """Return what is held, by the node itself and by its region."""
         region = self.region
-        return self._holds if region is None else [*self._holds, *region.holds()]
+        return [*self._holds, *(() if region is None else region.holds())]
 
     @property
     def recompute_functions(self) -> list[RecomputeFunction]:
@@ -119,7 +120,7 @@ class CheckpointNode:
                 raise UsageError(
                     f"only tensors can be saved: got {type(activation).__name__}."
                 )
-            self._holds.append(Hold(alias(activation)))
+            self._holds = (*self._holds, Hold(alias(activation)))
         self.is_checkpoint = self.is_checkpoint or bool(activations)
 
     def add_recompute_function(self, function: RecomputeFunction) -> None:
@@ -128,8 +129,8 @@ class CheckpointNode:
             raise UsageError(
                 f"a recompute function must be callable: got {function!r}."
             )
-        self._functions.append(function)
-        self._results.clear()
+        self._functions = (*self._functions, function)
+        self._results = ()
 
     def recompute(self) -> tuple[Tensor, ...]:
         """Call the recompute functions in order and return all their tensors.
@@ -149,7 +150,7 @@ class CheckpointNode:
         if cached and all(tensor is not None for tensor in cached):
             return tuple(tensor for tensor in cached if tensor is not None)
         results = tuple(_flatten(function() for function in functions))
-        self._results = [weakref.ref(tensor) for tensor in results]
+        self._results = tuple(weakref.ref(tensor) for tensor in results)
         return results
 
     def clear_saved_activations(self) -> None:
@@ -157,8 +158,8 @@ class CheckpointNode:
 
         A backward through the region it shows raises `ClearedError` afterwards.
         """
-        self._holds.clear()
-        self._results.clear()
+        self._holds = ()
+        self._results = ()
         region = self.region
         if region is not None:
             region.clear()

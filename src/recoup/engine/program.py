@@ -177,7 +177,12 @@ def _run_operation(operation: Operation, live: Live, copied: Sequence[Value]) ->
     sources = _with_copies(operation, live, copied) if copied else live
     args = operation.args.copy()
     for place in operation.places:
-        args[place] = _fill(args[place], sources, operation)
+        reference = args[place]
+        # Written out for the common kind, a value that is there.
+        tensor = sources.get(reference) if type(reference) is Value else None
+        if tensor is None:
+            tensor = _fill(reference, sources, operation)
+        args[place] = tensor
     kwargs = operation.kwargs
     if operation.names:
         kwargs = kwargs.copy()
@@ -220,8 +225,7 @@ def _fill(reference: Any, live: Live, operation: Operation) -> Any:
     """Return the tensor that a reference stands for, or a list of them."""
     kind = type(reference)
     if kind is Value:
-        tensor = live.get(reference)
-        return _fetch(reference, live, operation) if tensor is None else tensor
+        return _fetch(reference, live, operation)
     if kind is tuple:
         value, layout = reference
         tensor = live.get(layout)

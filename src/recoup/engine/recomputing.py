@@ -61,11 +61,12 @@ class recomputing:  # noqa: N801 (used as a verb: `with recomputing():`)
     __slots__ = ()
 
     def __enter__(self) -> None:
-        if not _DEPTH.depth:
+        depth = _DEPTH.depth
+        if not depth:
             _DEPTH.started = perf_counter()
-        _DEPTH.depth += 1
+        _DEPTH.depth = depth + 1
 
     def __exit__(self, *error: object) -> None:
-        _DEPTH.depth -= 1
-        if not _DEPTH.depth:
+        depth = _DEPTH.depth = _DEPTH.depth - 1
+        if not depth:
             _CLOCK.add(perf_counter() - _DEPTH.started)

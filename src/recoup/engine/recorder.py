@@ -45,11 +45,8 @@ class Recorder(OperatorMode):
         kernel = KERNELS.get(id(func)) or kernel_of(func)
         if kernel.passes or self.paused:
             if kernel.reshapes:
-                self.tape.attached.part_from(args[0])
-            out = kernel.run(*args, **kwargs) if kwargs else kernel.run(*args)
-            if kernel.reshapes:
-                self.tape.reshape(out)
-            return out
+                return self._reshaped(kernel, args, kwargs or {})
+            return kernel.run(*args, **kwargs) if kwargs else kernel.run(*args)
         kwargs = kwargs or {}
         if types and not all_plain(types):
             return self._unrecorded(kernel, args, kwargs)
@@ -83,6 +80,15 @@ class Recorder(OperatorMode):
         if self.tape.lazy_bits_seen:
             return run_complex(kernel.run, args, kwargs)
         return kernel.run(*args, **kwargs)
+
+    def _reshaped(
+        self, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run an operator that changes how its first argument lies."""
+        self.tape.attached.part_from(args[0])
+        out = kernel.run(*args, **kwargs)
+        self.tape.reshape(out)
+        return out
 
     def _in_place(
         self, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -1,7 +1,7 @@
 """Regions: a stretch of forward whose saved tensors are forgotten and replayed."""
 
 import threading
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Mapping
 from functools import partial
 from typing import NoReturn, Protocol
 
@@ -66,27 +66,28 @@ class Region:
         tracer: Gives the saved-tensor hooks that are used instead of its own.
     """
 
+    # What is seldom asked for: it is set where it differs.
     replays = 0
     replayed_operators = 0
-    listeners: tuple[Listener, ...] = ()
     tracer: "Tracer | None" = None
     _roots: list[Value] | None = None
     _program: Program | None = None
-    _recall: Recall | None = None
     _watched = -1
     _stores = False
-    _cleared = False
 
     def __init__(self, name: str, options: Options, key: Hashable) -> None:
         check = check_for(options.verify, key)
         self.name = name
         self.options = options
+        self.listeners: tuple[Listener, ...] = ()
         watch = check.watch if check else None
         self.tape = Tape(placement_of(options.policy, options.store), watch)
         self._key = key
         self._check = check
         self._kept: list[Hold] = []
-        self._late: dict[Value, Hold] = {}
+        self._late: Mapping[Value, Hold] = {}
+        self._recall: Recall | None = None
+        self._cleared = False
         self._lock = threading.RLock()
 
     def open(self) -> None:
@@ -117,8 +118,10 @@ class Region:
         if self._check is not None:
             self._check.look_again(tape.value_of)
         tape.close()
-        self._late = tape.late.holds
-        self._kept.extend(self._late.values())
+        late = tape.late
+        if late is not None:
+            self._late = late.holds
+            self._kept.extend(late.holds.values())
         wanted = [value for value in tape.saved if value.demand > 0]
         program = Program(tape.operations, [v for v in wanted if v.hold is None])
         operations = program.operations
@@ -228,7 +231,7 @@ class Region:
         with self._lock:
             if self._cleared:
                 self._refuse()
-            wanted = [value for value in self.tape.saved if _is_wanted(value)]
+            wanted = _wanted(self.tape.saved)
             live = self._run(wanted)
             return tuple(live[value] for value in wanted)
 
@@ -330,7 +333,7 @@ class Region:
             recall, lasting = self._recall, self.options.cache
             if recall is not None and recall.serves(task):
                 return recall
-            wanted = [value for value in self.tape.saved if _is_wanted(value)]
+            wanted = _wanted(self.tape.saved)
             live = self._run(wanted)
             recall = Recall(live, wanted, -1 if lasting else task, lasting=lasting)
             self._recall = recall
@@ -383,8 +386,13 @@ def _settle_state(value: Value) -> None:
         value.hold = Hold(copy_storage(hold.tensor), hold.geometry)
 
 
-def _is_wanted(value: Value) -> bool:
-    return value.demand > 0 and (value.hold is None or not value.hold.is_at_hand)
+def _wanted(saved: Iterable[Value]) -> list[Value]:
+    """Return those of the saved values that a replay is to give."""
+    return [
+        value
+        for value in saved
+        if value.demand > 0 and (value.hold is None or not value.hold.is_at_hand)
+    ]
 
 
 for _method in (Recorder.__torch_dispatch__, Region.pack, Region.unpack):

@@ -164,12 +164,16 @@ class CheckpointScope:
         return self._known_options
 
 
-def _caller() -> tuple[str, int]:
-    """Return where the scope was made, which tells it from others of its name."""
+def _caller() -> tuple[str, int, int]:
+    """Return where the scope was made, which tells it from others of its name.
+
+    A place in the code of a function: finding its line would go through that code.
+    """
     frame = inspect.currentframe()
-    for _ in range(2):
-        frame = None if frame is None else frame.f_back
-    return ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+    made = None if frame is None or frame.f_back is None else frame.f_back.f_back
+    if made is None:
+        return "", 0, 0
+    return made.f_code.co_filename, made.f_code.co_firstlineno, made.f_lasti
 
 
 for _method in (

@@ -22,7 +22,7 @@ from recoup.engine.attached import Attached
 from recoup.engine.holding import is_handing_over
 from recoup.engine.late import LateWrites
 from recoup.engine.placement import Placement
-from recoup.engine.values import OUTSIDE, Hold, Layout, Operation, Value, View
+from recoup.engine.values import OUTSIDE, Hold, Operation, Value, View
 
 _SPECIAL = QUANTIZED | {torch.complex32, torch.complex64, torch.complex128}
 
@@ -48,7 +48,8 @@ class Tape:
         unrecorded: The operators that ran without being recorded: what they returned is
             kept if it is needed.
         written: The outcomes of writes to tensors from outside.
-        late: The writes to saved values that gave no new version.
+        late: The writes to saved values that gave no new version, if there were any
+            writes to saved values.
         attached: The holds of tensors from outside.
         unverified: Values with parts that no kernel writes, which are not compared.
         lazy_bits_seen: A complex tensor was met, so there may be lazy conjugations.
@@ -62,7 +63,7 @@ class Tape:
         self.unrecorded: list[str] = []
         self.written: set[Value] = set()
         self.unverified: set[Value] = set()
-        self.late = LateWrites()
+        self.late: LateWrites | None = None
         self.attached = Attached()
         self.placement = placement
         self._watch = watch
@@ -72,7 +73,8 @@ class Tape:
 
     def close(self) -> None:
         """Let go of the storages' identities: no more recording."""
-        self.late.settle()
+        if self.late is not None:
+            self.late.settle()
         self.attached.part()
         # Unpinned with the tape: that takes its time, and backward has more of it.
         self._pinned += tuple(self._current)
@@ -171,7 +173,7 @@ class Tape:
         found = self.reference(tensor)
         value = found[0] if type(found) is tuple else found
         assert isinstance(value, Value), "a view begins with its value"
-        return value, self._layout(value, self.geometry(tensor))
+        return value, value.layout(self.geometry(tensor))
 
     def append(
         self,
@@ -217,12 +219,15 @@ class Tape:
             tensor: What is written to.
             value: What it names, if that is known.
         """
-        if self.late.pending:
-            self.late.settle()
+        late = self.late
+        if late is not None:
+            late.settle()
         if value is None:
             return
         if value.demand > 0:
-            self.late.before(value, tensor)
+            if late is None:
+                late = self.late = LateWrites()
+            late.before(value, tensor)
         hold = value.hold
         if hold is None:
             return
@@ -319,15 +324,7 @@ class Tape:
         ):
             return value
         geometry = self.geometry(tensor)
-        return value if geometry == whole else (value, self._layout(value, geometry))
-
-    def _layout(self, value: Value, geometry: Geometry) -> Layout:
-        for layout in value.layouts:
-            if layout.geometry == geometry:
-                return layout
-        layout = Layout(geometry, value.geometry)
-        value.layouts = (*value.layouts, layout)
-        return layout
+        return value if geometry == whole else (value, value.layout(geometry))
 
     def _watch_outputs(self, operation: Operation, out: Any) -> None:
         assert self._watch is not None, "only called when somebody watches"

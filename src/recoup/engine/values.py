@@ -76,6 +76,15 @@ class Value:
         self.born: weakref.ref[Tensor] | None = None
         self.layouts: tuple[Layout, ...] = ()
 
+    def layout(self, geometry: Geometry) -> "Layout":
+        """Return the way to lie in the storage that has this geometry, always one."""
+        for layout in self.layouts:
+            if layout.geometry == geometry:
+                return layout
+        layout = Layout(geometry, self.geometry)
+        self.layouts = (*self.layouts, layout)
+        return layout
+
 
 class Layout:
     """A way to lie in a value's storage that is not the value's own.
@@ -91,8 +100,9 @@ class Layout:
 
     def __init__(self, geometry: Geometry, whole: Geometry | None) -> None:
         self.geometry = geometry
-        same_kind = whole is not None and whole[3:] == geometry[3:]
-        self._strided = geometry[:3] if same_kind and geometry[4] == 0 else None
+        shape, stride, offset, dtype, bits = geometry
+        same_kind = whole is not None and whole[3] is dtype and whole[4] == bits == 0
+        self._strided = (shape, stride, offset) if same_kind else None
 
     def view(self, whole: Tensor) -> Tensor:
         """Return a view of a tensor that lies as the value does."""
