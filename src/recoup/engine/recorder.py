@@ -70,8 +70,10 @@ class Recorder(OperatorMode):
             out = run_complex(kernel.run, args, kwargs)
         else:
             out = kernel.run(*args, **kwargs) if kwargs else kernel.run(*args)
-        ragged = _seeds(out) if kernel.quiet else ()
-        tape.append(operation, out, tainted=kernel.blank, ragged=ragged)
+        if kernel.quiet:
+            tape.append(operation, out, ragged=_seeds(out))
+        else:
+            tape.append(operation, out, tainted=kernel.blank)
         return out
 
     def _run(

@@ -109,7 +109,7 @@ class Tape:
         """
         address = storage_address(tensor)
         value = self._current.get(address)
-        tainted = bool(self.tainted) and value in self.tainted
+        tainted = value in self.tainted
         if value is not None and value.producer != OUTSIDE and not tainted:
             return self._viewed(value, tensor)
         if is_handing_over():
