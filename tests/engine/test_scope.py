@@ -3,9 +3,11 @@
 # Torch types what a module holds as Tensor | Module, and a gradient as maybe None.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 
+import _thread
 import copy
 import re
 import threading
+import time
 import uuid
 from contextlib import nullcontext
 from typing import Any
@@ -738,3 +740,18 @@ class TestCompilation:
         compiled = torch.compile(function, backend="aot_eager")
         assert torch.equal(gradient(compiled, leaf()), gradient(function, leaf()))
         assert [str(warning.message) for warning in recwarn] == []
+
+
+def test_a_scope_can_be_made_where_no_function_called_for_it():
+    # The first frame of such a thread is that of `__init__`: nobody is above it.
+    scope = CheckpointScope.__new__(CheckpointScope)
+    _thread.start_new_thread(scope.__init__, ("alone",))
+    deadline = time.monotonic() + 10
+    while not hasattr(scope, "use_recomputation") and time.monotonic() < deadline:
+        time.sleep(0.001)
+    x = torch.ones(3, requires_grad=True)
+    with scope:
+        y = x.exp().sin()
+    y.sum().backward()
+    assert scope.name == "alone"
+    assert x.grad is not None

@@ -513,3 +513,21 @@ def test_where_nothing_is_replayed_other_memory_is_seen_as_without_a_region():
     expected = gradient_after_other_memory(contextlib.nullcontext())
     kept = CheckpointScope("block", use_recomputation=False)
     assert torch.equal(gradient_after_other_memory(kept), expected)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_one_operator_writes_to_several_values_that_an_inner_region_used(order):
+    def gradient(region: Region) -> Tensor:
+        weight = torch.linspace(0.1, 1, 4, dtype=torch.float64, requires_grad=True)
+        outside = weight * 3
+        with region("outer"):
+            with region("inner"):
+                inside = (outside + outside).tanh_()
+                last = inside + inside
+            targets = [outside, last]
+            torch._foreach_mul_([targets[place] for place in order], 2.0)
+        (last.sum() + outside.sum()).backward()
+        assert weight.grad is not None
+        return weight.grad
+
+    assert torch.equal(gradient(CheckpointScope), gradient(plain))

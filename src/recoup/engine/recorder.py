@@ -108,6 +108,7 @@ class Recorder(OperatorMode):
             operation = record_call(tape, kernel, args, kwargs)
         except NotImplementedError:
             return self._unrecorded(kernel, args, kwargs)
+        tape.settle_writes()
         tape.protect(target, before)
         out = self._run(kernel, args, kwargs)
         tape.overwrite(target, operation, before, resized=False)
@@ -134,8 +135,7 @@ class Recorder(OperatorMode):
             operation = record_call(tape, kernel, recorded, kwargs)
         except NotImplementedError:
             return self._unrecorded(kernel, args, kwargs)
-        for target in targets:
-            self._before_write(target)
+        self._before_writes(targets)
         out = self._run(kernel, args, kwargs)
         for target in targets:
             tape.forget(target)
@@ -168,7 +168,7 @@ class Recorder(OperatorMode):
             return self._unrecorded(kernel, args, kwargs)
         if facts.asks_gradient_mode:
             operation.in_gradient_mode = True
-        earlier = [self._before_write(target) for target in targets]
+        earlier = self._before_writes(targets)
         if facts.random:
             out = self._run_random(operation, args, kwargs)
         else:
@@ -228,11 +228,15 @@ class Recorder(OperatorMode):
                 stays = False
         return stays
 
-    def _before_write(self, target: Tensor) -> Value | None:
-        """Save what the write would destroy; return the value before it."""
-        value = self.tape.value_of(target)
-        self.tape.protect(target, value)
-        return value
+    def _before_writes(self, targets: Sequence[Tensor]) -> list[Value | None]:
+        """Save what writes of one operator would destroy; return the values before."""
+        tape = self.tape
+        values = [tape.value_of(target) for target in targets]
+        if values:
+            tape.settle_writes()
+        for target, value in zip(targets, values, strict=True):
+            tape.protect(target, value)
+        return values
 
     def _after_write(
         self, facts: Facts, operation: Operation, target: Tensor, before: Value | None
@@ -280,8 +284,7 @@ class Recorder(OperatorMode):
         if written is None:
             written = _targets(facts, args, kwargs)
         targets = [target for target in written if has_storage(target)]
-        for target in targets:
-            self._before_write(target)
+        self._before_writes(targets)
         # It may be the first to meet a complex tensor: nothing has looked at it yet.
         if _has_complex(args):
             out = run_complex(kernel.run, args, kwargs)

@@ -73,8 +73,7 @@ class Tape:
 
     def close(self) -> None:
         """Let go of the storages' identities: no more recording."""
-        if self.late is not None:
-            self.late.settle()
+        self.settle_writes()
         self.attached.part()
         # Unpinned with the tape: that takes its time, and backward has more of it.
         self._pinned += tuple(self._current)
@@ -212,6 +211,14 @@ class Tape:
             elif self._watch is not None:
                 self._watch_outputs(operation, out)
 
+    def settle_writes(self) -> None:
+        """Take note that all writes so far are done: another operator is to write.
+
+        Once for all that it writes to: a write to come has no new version yet.
+        """
+        if self.late is not None:
+            self.late.settle()
+
     def protect(self, tensor: Tensor, value: Value | None) -> None:
         """Prepare for a write: what the tape refers to must survive it.
 
@@ -219,15 +226,12 @@ class Tape:
             tensor: What is written to.
             value: What it names, if that is known.
         """
-        late = self.late
-        if late is not None:
-            late.settle()
         if value is None:
             return
         if value.demand > 0:
-            if late is None:
-                late = self.late = LateWrites()
-            late.before(value, tensor)
+            if self.late is None:
+                self.late = LateWrites()
+            self.late.before(value, tensor)
         hold = value.hold
         if hold is None:
             return
