@@ -11,6 +11,7 @@ from recoup.core.footprint import total_footprint
 from recoup.measure.graphs import recompute_all
 from recoup.measure.issuing import (
     FORWARD_BY_FORWARD,
+    REPLAY_BY_RECORDING,
     STEP_BY_FORWARD,
     Calls,
     issuing_of,
@@ -90,3 +91,44 @@ def test_all_of_the_hosts_time_is_in_one_part_or_another(forward):
     assert found.plain_seconds + recording + replaying == pytest.approx(10.0)
     expected = min(max(0.0, forward - FORWARD_BY_FORWARD), 10.0 - STEP_BY_FORWARD)
     assert recording == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("plain_forward", [1.0, 3.5, 4.0, float("inf")])
+@pytest.mark.parametrize("forward", [0.5, 3.0, 9.0])
+def test_recording_and_replays_are_not_free_whatever_forward_says(
+    plain_forward, forward
+):
+    graph = transformer_graph(3)
+    total = total_footprint(graph, recompute_all(graph))
+    replayed = sum(len(replay.operations) for replay in total.replays)
+    least = 1.0 / total.recorded  # a second for recording all of it
+    found = issuing_of(
+        graph,
+        Pace(20.0, 10.0),
+        forward_seconds=forward,
+        plain_forward_seconds=plain_forward,
+        least_seconds=least,
+    )
+    recording = total.recorded * found.recording_seconds
+    replaying = replayed * found.replaying_seconds
+    assert found.plain_seconds + recording + replaying == pytest.approx(10.0)
+    assert recording >= 1.0 - 1e-9
+    added = recording + replaying
+    assert added >= 1.0 + REPLAY_BY_RECORDING * replayed * least - 1e-9
+    if STEP_BY_FORWARD * plain_forward < 5:
+        assert found.plain_seconds == STEP_BY_FORWARD * plain_forward
+
+
+def test_a_host_that_is_faster_than_the_least_has_no_time_for_a_plain_step():
+    graph = transformer_graph(2)
+    found = issuing_of(
+        graph,
+        Pace(2.0, 1.0),
+        forward_seconds=0.5,
+        plain_forward_seconds=0.1,
+        least_seconds=1.0,
+    )
+    assert found.plain_seconds == 0.0
+    total = total_footprint(graph, recompute_all(graph))
+    assert total.recorded * found.recording_seconds == pytest.approx(1.0)
+    assert found.replaying_seconds == 0.0

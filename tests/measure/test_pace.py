@@ -5,11 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from recoup.backend.timers import Laps
 from recoup.measure import pace
-from recoup.measure.pace import Pace, pace_of
+from recoup.measure.pace import Pace, judged, pace_of
 from recoup.measure.training import training_step
 
 
@@ -57,7 +59,7 @@ def test_putting_a_step_back_is_no_part_of_it(monkeypatch, lap, expected):
         def mark(self) -> None: ...
 
         def seconds(self) -> list[float]:
-            return [lap]
+            return [lap, lap]
 
     class Slow:
         def next(self, *, waiting: bool) -> None:
@@ -86,3 +88,23 @@ def test_on_the_cpu_host_and_device_are_one(monkeypatch):
 def test_a_device_that_works_longer_than_the_host_is_not_bound_by_it():
     assert not Pace(1.0, 0.5).is_bound_by_host
     assert Pace(1.0, 0.98).is_bound_by_host
+
+
+@given(
+    host=st.lists(st.floats(0.1, 1), min_size=3, max_size=5),
+    between=st.floats(0, 0.1),
+    device=st.floats(0.05, 5),
+)
+def test_a_pace_is_the_slower_of_both_and_no_more_than_was_seen(host, between, device):
+    laps = [max(device, seconds + between) for seconds in host[1:]]
+    found = judged(laps, host, [between] * len(host))
+    assert found.host_seconds <= found.seconds <= min(laps) * (1 + 1e-9)
+    assert found.seconds >= min(host[1:])
+    if device > 1.05 * (max(host) + between):
+        assert found == Pace(device, min(host))
+    if max(host) < 1.3 * min(host) and device < min(host):
+        assert found.is_bound_by_host
+
+
+def test_one_slow_run_of_the_host_does_not_make_the_device_slow():
+    assert judged([0.16, 0.13], [0.12, 0.15, 0.125], [0.005] * 3).is_bound_by_host

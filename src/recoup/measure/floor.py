@@ -102,6 +102,7 @@ def measure_floor(
         pace,
         forward_seconds=calls.host_seconds,
         plain_forward_seconds=calls.again(step),
+        least_seconds=recording_seconds(),
     )
     return beside_host(replace(_run_times(graph, times), issuing=issuing), pace)
 

@@ -20,6 +20,9 @@ STEP_BY_FORWARD = 2.5
 2.4 times for a ResNet, 3.4 for a GPT, both of layers that compute nothing to speak of.
 """
 
+REPLAY_BY_RECORDING = 0.5
+"""What running an operator again costs at the least, by what recording one does."""
+
 FORWARD_BY_FORWARD = 1.25
 """How much longer its forward with gradients does: 1.2 and 1.3 times for the two."""
 
@@ -96,26 +99,35 @@ class Calls:
 
 
 def issuing_of(
-    graph: Graph, pace: Pace, *, forward_seconds: float, plain_forward_seconds: float
+    graph: Graph,
+    pace: Pace,
+    *,
+    forward_seconds: float,
+    plain_forward_seconds: float,
+    least_seconds: float = 0.0,
 ) -> Issuing:
     """Return what issuing the step costs the host.
 
     A plain step may not fit to be run, so its time is told by its forward without
     gradients; what a step with every block recomputed takes longer is recording, as far
-    as its forward has that, and replays.
+    as its forward has that, and replays. These are not free, whatever that says.
 
     Args:
         graph: The step.
         pace: The pace of the step with every block recomputed.
         forward_seconds: The host's time in forward there.
         plain_forward_seconds: The host's time for a forward without gradients.
+        least_seconds: What recording the simplest operator costs this host.
     """
-    plain = min(STEP_BY_FORWARD * plain_forward_seconds, pace.host_seconds)
-    added = pace.host_seconds - plain
-    recording = forward_seconds - FORWARD_BY_FORWARD * plain_forward_seconds
-    recording = min(max(recording, 0.0), added)
     total = total_footprint(graph, recompute_all(graph))
     replayed = sum(len(replay.operations) for replay in total.replays)
+    least_recording = total.recorded * least_seconds
+    least_added = least_recording + replayed * least_seconds * REPLAY_BY_RECORDING
+    host = pace.host_seconds
+    plain = min(STEP_BY_FORWARD * plain_forward_seconds, max(0.0, host - least_added))
+    added = host - plain
+    recording = forward_seconds - FORWARD_BY_FORWARD * plain_forward_seconds
+    recording = min(max(recording, least_recording), added)
     return Issuing(
         plain_seconds=plain,
         recording_seconds=recording / max(1, total.recorded),

@@ -1,6 +1,7 @@
 """The pace of a step: how long device and host take when steps follow each other."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,9 @@ from recoup.measure.training import TrainingStep
 
 _SAME = 1.05
 """Times that differ by less are taken for one."""
+
+_UNHINDERED = 0.7
+"""A host that takes longer than the first run did, by more than this, is hindered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +57,37 @@ def pace_of(step: TrainingStep, *, repeats: int = 2) -> Pace:
         step.begin(waiting=False)
         host_seconds.append(issued - start)
         between_seconds.append(time.perf_counter() - issued)
-    found, host = min(laps.seconds()), min(host_seconds)
-    # Putting the step back to its beginning is not part of it. The device does not
-    # wait for that unless it waits for the host in any case.
-    between = min(between_seconds)
-    if found <= _SAME * (host + between):
-        found = max(host, found - between)
-    return Pace(found, host)
+    return judged(laps.seconds(), host_seconds, between_seconds)
+
+
+def judged(
+    laps: Sequence[float], host: Sequence[float], between: Sequence[float]
+) -> Pace:
+    """Return the pace that the times of some runs in a row show.
+
+    Whether the device waits for the host is told by one lap and the run that it is of,
+    since hosts vary. A host that had issued the first run, to an idle device, in much
+    less time had to wait itself: for room in the device's queue. Putting the step back
+    to its beginning is not part of it, and a device does not wait for that unless it
+    waits for the host.
+
+    Args:
+        laps: The seconds from each run to the next, on the device.
+        host: What the host took to issue each run, the first included.
+        between: What it took after each to put the step back to its beginning.
+
+    Examples:
+        >>> judged([9.0, 8.0], [3.0, 8.0, 8.0], [0.5, 0.5, 0.5])
+        Pace(seconds=8.0, host_seconds=3.0)
+        >>> judged([9.0, 8.0], [7.0, 8.5, 7.5], [0.5, 0.5, 0.5])
+        Pace(seconds=7.5, host_seconds=7.5)
+    """
+    least = min(range(len(laps)), key=laps.__getitem__)
+    issued = host[least + 1]
+    keeps_waiting = laps[least] <= _SAME * (issued + between[least])
+    if keeps_waiting and host[0] >= _UNHINDERED * issued:
+        return Pace(issued, issued)
+    return Pace(laps[least], min(host))
 
 
 def _time_alone(step: TrainingStep) -> float:
