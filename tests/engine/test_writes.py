@@ -284,7 +284,7 @@ class Keeper(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(context: Any, *gradients: Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
         return gradients[0], None
 
 
