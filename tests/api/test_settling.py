@@ -108,12 +108,20 @@ def test_where_the_host_is_late_less_is_recorded_and_that_is_in_force(settled):
 
 def test_of_two_plans_the_one_that_was_faster_is_put_back(settled, monkeypatch):
     host = Host(recording_share=20.0)
-    paces = iter([Pace(1e3, 1e3), Pace(2e3, 2e3)])
+    paces = iter([Pace(0.1, 0.1), Pace(0.2, 0.2)])
     monkeypatch.setattr(host, "pace_of", lambda *_, **__: next(paces))
     found, last, _ = settled(host)
     assert found.rounds == 2
-    assert last.pace == Pace(1e3, 1e3)
+    assert last.pace == Pace(0.1, 0.1)
     assert last.attempt.adapted is found._in_force
     hooks = found._step.model._forward_pre_hooks.values()
     assert sum(isinstance(hook.__self__, Applied) for hook in hooks) == 1
     assert torch.is_grad_enabled()
+
+
+def test_a_plan_is_kept_where_another_one_would_take_too_long(settled, monkeypatch):
+    host = Host(recording_share=20.0)
+    monkeypatch.setattr(host, "pace_of", lambda *_, **__: Pace(1e3, 1e3))
+    found, last, _ = settled(host)
+    assert found.rounds == 1
+    assert last.attempt.adapted is found._in_force

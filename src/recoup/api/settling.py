@@ -22,7 +22,7 @@ from recoup.measure.optimizers import missing_state_bytes
 from recoup.measure.pace import Pace, pace_of
 from recoup.measure.training import TrainingStep
 from recoup.planners.infeasible import infeasible
-from recoup.planners.plan import floor_with, plan_with
+from recoup.planners.plan import floor_with, plan_beside, plan_with
 from recoup.planners.search import Search
 from recoup.planners.solution import Solution
 
@@ -32,12 +32,20 @@ _ROUNDS = 4
 _PATIENCE_SECONDS = 3.0
 _PATIENCE_STEPS = 6.0
 """How long after its begin a fit may still begin to plan more thoroughly: seconds, and
-steps of the model. What comes after, real steps, shall end with the fifth second and
-the fifteenth step."""
+steps of the model. Real steps come after."""
 
 _ROOM = 0.02
 """A plan that leaves more than this share of the budget unused is tried once more."""
 
+
+_LIMIT_SECONDS = 5.0
+_LIMIT_STEPS = 15.0
+"""How long a fit shall take at most: seconds, and plain steps."""
+
+_SECOND_TRY_SECONDS = 0.7
+_SECOND_TRY_STEPS = 8.0
+"""What it takes to plan once more for the host and to run that: seconds, and steps as
+long as those that the plan so far takes."""
 
 _SLOWER = 1.05
 """A plan that keeps the host longer than predicted by this factor is planned again."""
@@ -144,8 +152,14 @@ class Settling:
             self.graph.issuing is not None
             and settled.pace.is_bound_by_host
             and settled.pace.host_seconds > _SLOWER * predicted.seconds
-            and perf_counter() < self._patient_until
+            and self._has_time_for(settled.pace)
         )
+
+    def _has_time_for(self, pace: Pace) -> bool:
+        """Return whether another plan can be tried within the limit."""
+        limit = _LIMIT_SECONDS + _LIMIT_STEPS * self.search.known[0][1].seconds
+        needed = _SECOND_TRY_SECONDS + _SECOND_TRY_STEPS * pace.seconds
+        return perf_counter() + needed < self._started + limit
 
     def _hastened(self, slow: Settled, budget_left: int) -> Settled:
         """Plan again, knowing what the host took; return the faster of both plans."""
@@ -157,10 +171,13 @@ class Settling:
         )
         self.search = self.search.beside(issuing)
         self.graph = self.search.graph
-        other = self._plan(slow.attempt.target_bytes)
+        self._tell("planning once more, for a slower host")
+        target = slow.attempt.target_bytes
+        other = plan_beside(self.search, target, slow.attempt.solution)
+        self.planning_seconds += other.seconds_planning
         if other.simulation.seconds * _SLOWER > slow.pace.seconds:
             return slow
-        tried = self._try(other, slow.attempt.target_bytes, budget_left)
+        tried = self._try(other, target, budget_left)
         if tried.cost.peak_bytes <= budget_left:
             found = Settled(tried, pace_of(self._step, repeats=1))
             if found.pace.seconds < slow.pace.seconds:

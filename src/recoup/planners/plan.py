@@ -67,6 +67,28 @@ def plan_with(
     return _solution(found, bound, started)
 
 
+def plan_beside(search: Search, budget_bytes: int, known: Solution) -> Solution:
+    """Return the fastest plan that a search knows, or finds for another host.
+
+    Quicker than `plan_with`: only what the host has a part in is planned anew.
+
+    Args:
+        search: Knows the step beside that host, and plans of it.
+        budget_bytes: The most bytes that may be in use at any moment.
+        known: A plan within the budget, found beside the host of before.
+
+    Examples:
+        >>> search = Search(Graph((), 0, (), (), (), (), ()), EXACT)
+        >>> known = plan_with(search, 0)
+        >>> plan_beside(search, 0, known).segments
+        ()
+    """
+    started = perf_counter()
+    found = search.solve_for_host(budget_bytes)
+    assert found is not None, "one is known"
+    return _solution(found, known.bound_seconds, started)
+
+
 def floor(graph: Graph, *, allow: frozenset[Action] = EXACT) -> Solution:
     """Return the plan with the smallest peak that is known how to find.
 

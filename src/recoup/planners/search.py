@@ -73,14 +73,24 @@ class Search:
         if not blocks_of(self.graph):
             return None
         self._solve_for_device(budget_bytes, bound, until)
+        if not self._is_late(until):
+            self.solve_for_host(budget_bytes)
+        if not self._is_late(until):
+            self._refine(budget_bytes)
+        return self.best(budget_bytes)
+
+    def solve_for_host(self, budget_bytes: int) -> Plan | None:
+        """Look for plans that keep the host for less time, where that is what counts.
+
+        Returns:
+            The fastest plan known within the budget.
+        """
         for weight in _HOST_WEIGHTS:
-            if not self._waits_for_host(budget_bytes) or self._is_late(until):
+            if not self._waits_for_host(budget_bytes):
                 break
             self._solve_blocks(self._lens(weight), budget_bytes)
             if not self._may_save_host(budget_bytes):
                 break
-        if not self._is_late(until):
-            self._refine(budget_bytes)
         return self.best(budget_bytes)
 
     def beside(self, issuing: Issuing) -> "Search":
