@@ -93,7 +93,7 @@ def test_a_plan_is_kept_that_the_host_keeps_up_with(settled):
 
 
 def test_where_the_host_is_late_less_is_recorded_and_that_is_in_force(settled):
-    host = Host(recording_share=20.0)
+    host = Host(recording_share=3.0)
     found, last, budget_bytes = settled(host)
     assert len(host.paces) == 2
     assert last.pace == host.paces[1]
@@ -107,7 +107,7 @@ def test_where_the_host_is_late_less_is_recorded_and_that_is_in_force(settled):
 
 
 def test_of_two_plans_the_one_that_was_faster_is_put_back(settled, monkeypatch):
-    host = Host(recording_share=20.0)
+    host = Host(recording_share=3.0)
     paces = iter([Pace(0.1, 0.1), Pace(0.2, 0.2)])
     monkeypatch.setattr(host, "pace_of", lambda *_, **__: next(paces))
     found, last, _ = settled(host)
@@ -120,7 +120,7 @@ def test_of_two_plans_the_one_that_was_faster_is_put_back(settled, monkeypatch):
 
 
 def test_a_plan_is_kept_where_another_one_would_take_too_long(settled, monkeypatch):
-    host = Host(recording_share=20.0)
+    host = Host(recording_share=3.0)
     monkeypatch.setattr(host, "pace_of", lambda *_, **__: Pace(1e3, 1e3))
     found, last, _ = settled(host)
     assert found.rounds == 1
