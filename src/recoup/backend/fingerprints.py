@@ -21,8 +21,8 @@ def fingerprint(tensor: Tensor) -> Tensor:
     of 2**-32 at most. (`torch.hash_tensor` knows no places: it takes a dropout mask for
     any other with as many ones.)
 
-    Costs two passes over the tensor, in blocks of two million integers; never
-    synchronises.
+    Costs two passes over the tensor, in two blocks or more, of two million integers at
+    most, and memory for twice the tensor, at most 32 MiB; never synchronises.
 
     Examples:
         >>> a = torch.tensor([True, False, False, True])
@@ -33,9 +33,9 @@ def fingerprint(tensor: Tensor) -> Tensor:
     """
     flat = _flat(tensor)
     width = _width(flat)
-    length = _BLOCK * width // flat.element_size()
-    longest = min(_BLOCK, flat.nbytes // width)
-    weights = _weights(longest, tensor.device)
+    length = _length(flat, width)
+    count = min(length, flat.numel()) * flat.element_size() // width
+    weights = _weights(count, tensor.device)
     sums = [
         (bits * weights[: bits.numel()]).sum()
         for bits in (_integers(block, width) for block in flat.split(length))
@@ -45,9 +45,20 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
 def _weights(count: int, device: torch.device) -> Tensor:
     """Return an odd pseudo-random number for each place (the mixer of SplitMix64)."""
-    places = torch.arange(1, count + 1, device=device) * _GOLDEN
-    places = (places ^ (places >> 30)) * _MIXER
-    return (places ^ (places >> 27)) | 1
+    places = torch.arange(1, count + 1, device=device).mul_(_GOLDEN)
+    places.bitwise_xor_(places >> 30).mul_(_MIXER)
+    return places.bitwise_xor_(places >> 27).bitwise_or_(1)
+
+
+def _length(flat: Tensor, width: int) -> int:
+    """Return how many elements of a row make a block: half of it, but not too many.
+
+    The numbers for its places take twice the memory of what they are for.
+    """
+    element_bytes = flat.element_size()
+    group = max(1, width // element_bytes)  # elements that are whole integers
+    half = group * -(-flat.numel() // (2 * group))
+    return max(group, min(half, _BLOCK * width // element_bytes))
 
 
 def _flat(tensor: Tensor) -> Tensor:
