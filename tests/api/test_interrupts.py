@@ -91,3 +91,14 @@ def test_a_fitted_model_that_was_interrupted_trains_on_with_the_plain_bits():
         assert not open_regions()
         found.append([p.grad for p in model.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_an_interrupt_after_the_last_run_takes_the_plan_off(monkeypatch):
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(fit.__globals__, "_report", interrupted)
+    model = Counted()
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, torch.randn(64, 8), 0.8, loss=torch.sum)
+    assert hooks_of(model) == 0

@@ -16,7 +16,8 @@ from recoup.core.plan import Plan
 from recoup.core.segments import Action
 from recoup.core.units import print_bytes
 from recoup.engine.plans import apply_plan
-from recoup.measure.floor import run_step, time_step
+from recoup.measure.floor import run_step
+from recoup.measure.pace import pace_of
 from recoup.measure.peers import PEERS, Context, plain
 from recoup.measure.training import TrainingStep, training_step, untouched
 from recoup.report.findings import Entry
@@ -149,7 +150,7 @@ class _Arena:
                 with untouched(self._step) as step, context(step.model):
                     step.begin()
                     step.run()
-                    seconds = min(entry.seconds, time_step(step))
+                    seconds = min(entry.seconds, pace_of(step).seconds)
                 self.entries[number] = replace(entry, seconds=seconds)
                 self._empty_cache()
 
@@ -165,7 +166,7 @@ class _Arena:
             for p in step.model.parameters()
         ]
         cost = run_step(step)
-        seconds = time_step(step)
+        seconds = pace_of(step).seconds
         if self._reference is None:
             self._reference = gradients
         difference = largest_difference(self._reference, gradients)

@@ -261,7 +261,11 @@ def fit(  # noqa: PLR0913 (a step can be described in several ways)
         plain_bytes = simulate(settling.graph, ()).peak_bytes + settling.reserved_bytes
         asked_bytes = budget_bytes(budget, plain_bytes, described.device)
         settled = settling.settle(asked_bytes)
-        report = _report(model, settling, asked_bytes, settled)
+        try:
+            report = _report(model, settling, asked_bytes, settled)
+        except BaseException:
+            settled.attempt.adapted.remove()
+            raise
     report.total_seconds = time.perf_counter() - started
     return model, report
 

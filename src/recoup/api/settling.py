@@ -37,7 +37,6 @@ steps of the model. Real steps come after."""
 _ROOM = 0.02
 """A plan that leaves more than this share of the budget unused is tried once more."""
 
-
 _LIMIT_SECONDS = 5.0
 _LIMIT_STEPS = 15.0
 """How long a fit shall take at most: seconds, and plain steps."""

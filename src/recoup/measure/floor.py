@@ -47,11 +47,6 @@ def run_step(step: TrainingStep, *, resident: Sequence[object] = ()) -> Cost:
     return Cost(peak_bytes, seconds)
 
 
-def time_step(step: TrainingStep, *, repeats: int = 2) -> float:
-    """Return the least time of a step among some runs that follow each other."""
-    return pace_of(step, repeats=repeats).seconds
-
-
 def measure_floor(
     step: TrainingStep,
     *,
