@@ -23,11 +23,13 @@ class Cost:
     Attributes:
         peak_bytes: The most bytes in use.
         seconds: Its time among others in a row.
+        range_seconds: The least and the largest of it, from row to row.
         alone_seconds: Its time with the device idle before it.
     """
 
     peak_bytes: int
     seconds: float
+    range_seconds: tuple[float, float]
     alone_seconds: float
 
 
@@ -39,6 +41,7 @@ class Problem:
         scale: How large it is.
         device: Where it is.
         dtype: The type of its numbers; by default bfloat16 on an accelerator.
+        batches: How many batches of the case are one of this problem.
     """
 
     def __init__(
@@ -47,13 +50,16 @@ class Problem:
         scale: Scale,
         device: torch.device,
         dtype: torch.dtype | None = None,
+        *,
+        batches: int = 1,
     ) -> None:
         if dtype is None:
             dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
         self.case = case
         self.device = device
         self.model: nn.Module = case.build(scale, device=device, dtype=dtype)
-        self.batch: Pair = case.batch(scale, device=device, dtype=dtype)
+        inputs, target = case.batch(scale, device=device, dtype=dtype)
+        self.batch: Pair = _repeated(inputs, batches), _repeated(target, batches)
 
     def step(self) -> None:
         """Run forward and backward, holding the output meanwhile as loops do."""
@@ -100,9 +106,11 @@ class Problem:
         peak_bytes = self.peak_bytes()
         paces = [self.pace(steps=STEPS_IN_A_ROW) for _ in range(rounds)]
         self.clear()
+        in_a_row = [pace.in_a_row for pace in paces]
         return Cost(
             peak_bytes,
-            statistics.median(pace.in_a_row for pace in paces),
+            statistics.median(in_a_row),
+            (min(in_a_row), max(in_a_row)),
             statistics.median(pace.alone for pace in paces),
         )
 
@@ -127,3 +135,12 @@ def _tensors(inputs: Any) -> list[Tensor]:
     if isinstance(inputs, dict):
         return list(inputs.values())
     return list(inputs) if isinstance(inputs, tuple) else [inputs]
+
+
+def _repeated(inputs: Any, times: int) -> Any:
+    """Return a batch that has every sample so many times."""
+    if isinstance(inputs, dict):
+        return {name: _repeated(each, times) for name, each in inputs.items()}
+    if isinstance(inputs, tuple):
+        return tuple(_repeated(each, times) for each in inputs)
+    return inputs if times == 1 else torch.cat([inputs] * times)

@@ -1,7 +1,6 @@
 """The measured step: its graph says to the byte what a real step takes."""
 
 import time
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -18,9 +17,7 @@ from recoup.engine.runs import Cuts
 from recoup.measure import floor
 from recoup.measure.floor import measure_floor, run_step
 from recoup.measure.graphs import graph_of, recompute_all
-from recoup.measure.issuing import issuing_of
 from recoup.measure.observation import Instruments, observe
-from recoup.measure.pace import Pace
 from recoup.measure.training import training_step
 
 NAMES = ["bert", "convnext", "densenet-121", "llama", "resnet-50", "u-net"]
@@ -98,52 +95,3 @@ def test_an_interruption_of_an_operator_that_may_not_run_again_does_not_count(na
     graph = graph_of(seen.trace, seen.timer.seconds, blocks=seen.cuts)
     assert sum(op.name.startswith(name) for op in graph.operations) == 4
     assert graph.forward_seconds < 0.1
-
-
-def unmeasured():
-    """Return a graph whose operators take a second each, and the floor's time of it."""
-    step = described("llama")
-    graph = measure_floor(step)
-    graph = replace(
-        graph,
-        operations=tuple(replace(each, seconds=1.0) for each in graph.operations),
-        step_seconds=3.0 * len(graph.operations),
-        recording_seconds=0.0,
-    )
-    return graph, simulate(graph, recompute_all(graph)).seconds
-
-
-def test_what_operators_do_not_explain_is_in_the_plain_step_too():
-    graph, explained = unmeasured()
-    found = floor.calibrated(graph, 1.5 * explained)
-    assert simulate(found, recompute_all(found)).seconds == 1.5 * explained
-    assert simulate(found, ()).seconds == graph.step_seconds + 0.5 * explained
-
-
-def test_operators_that_take_longer_than_the_step_overlapped_in_it():
-    graph, explained = unmeasured()
-    found = floor.calibrated(graph, explained / 2)
-    assert simulate(found, recompute_all(found)).seconds == pytest.approx(explained / 2)
-    assert simulate(found, ()).seconds == pytest.approx(graph.step_seconds / 2)
-
-
-@pytest.mark.parametrize("share", [0.5, 1.0, 1.5])
-@pytest.mark.parametrize("host_share", [0.1, 0.9, 1.0])
-def test_the_floor_is_predicted_as_it_was_measured_beside_a_host(share, host_share):
-    graph, explained = unmeasured()
-    measured = share * explained
-    pace = Pace(measured, host_share * measured)
-    issuing = issuing_of(
-        graph,
-        pace,
-        forward_seconds=0.4 * pace.host_seconds,
-        plain_forward_seconds=0.2 * pace.host_seconds,
-    )
-    found = floor.beside_host(replace(graph, issuing=issuing), pace)
-    costs = simulate(found, recompute_all(found))
-    assert costs.issuing_seconds == pytest.approx(pace.host_seconds)
-    assert costs.seconds == pytest.approx(measured)
-    plain = simulate(found, ())
-    assert plain.issuing_seconds == pytest.approx(0.5 * pace.host_seconds)
-    if host_share == 1.0 and share > 1:
-        assert plain.device_seconds == graph.step_seconds

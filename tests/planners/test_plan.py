@@ -184,13 +184,15 @@ def test_a_step_takes_as_long_as_the_slower_of_device_and_host(graph):
 
 
 @pytest.mark.parametrize("share", [0.9, 0.75, 0.6, 0.5])
-def test_a_host_with_time_to_spare_changes_no_plan(graph, share):
+def test_a_host_with_time_to_spare_has_less_to_record_for_next_to_nothing(graph, share):
     budget_bytes = int(share * simulate(graph, ()).peak_bytes)
     beside = beside_host(graph, plain=0.2, recording=0.1, replaying=0.1)
     alone = plan(graph, budget_bytes, allow=KEEP)
     found = plan(beside, budget_bytes, allow=KEEP)
-    assert found.segments == alone.segments
-    assert found.gap == pytest.approx(alone.gap)
+    assert found.simulation.seconds <= 1.002 * alone.simulation.seconds
+    assert found.gap <= alone.gap + 0.002
+    recorded = total_footprint(graph, found.segments).recorded
+    assert recorded <= total_footprint(graph, alone.segments).recorded
 
 
 @pytest.mark.parametrize("share", [0.9, 0.75, 0.6, 0.5])

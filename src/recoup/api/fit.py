@@ -54,7 +54,9 @@ class Fit:
         plain_peak_bytes: The peak of the plain run, as predicted.
         plain_seconds: The time of the plain step, as predicted.
         predicted_peak_bytes: The peak of the plan, as predicted.
-        predicted_seconds: The time of a step with the plan, as predicted.
+        predicted_seconds: The time of a step with the plan, as predicted; beside an
+            accelerator with all times corrected by the steps that `fit` ran with it.
+        planned_seconds: The same before a step had run with the plan.
         measured_peak_bytes: The peak of a real step with the plan.
         measured_seconds: The time of a real step with the plan.
         reserved_bytes: Kept free for an optimizer's state that does not exist yet.
@@ -75,6 +77,7 @@ class Fit:
     plain_seconds: float
     predicted_peak_bytes: int
     predicted_seconds: float
+    planned_seconds: float
     measured_peak_bytes: int
     measured_seconds: float
     reserved_bytes: int
@@ -274,25 +277,28 @@ def _report(
     model: nn.Module, settling: Settling, asked_bytes: int, settled: Settled
 ) -> Fit:
     plain = simulate(settling.graph, ())
-    tried = settled.attempt
-    predicted = tried.solution.simulation
+    tried, solution = settled.attempt, settled.solution
+    predicted = solution.simulation
     seconds = settled.pace.seconds
     if device_of(model).type != "cpu":  # there, counting bytes takes time
         seconds = min(seconds, tried.cost.seconds)
     return Fit(
         model=model,
-        plan=replace(tried.adapted.plan, budget_bytes=asked_bytes),
+        plan=replace(
+            tried.adapted.plan, budget_bytes=asked_bytes, seconds=predicted.seconds
+        ),
         graph=settling.graph,
         budget_bytes=asked_bytes,
         plain_peak_bytes=plain.peak_bytes + settling.reserved_bytes,
         plain_seconds=plain.seconds,
         predicted_peak_bytes=predicted.peak_bytes + settling.reserved_bytes,
         predicted_seconds=predicted.seconds,
+        planned_seconds=tried.solution.simulation.seconds,
         measured_peak_bytes=tried.cost.peak_bytes + settling.reserved_bytes,
         measured_seconds=seconds,
         reserved_bytes=settling.reserved_bytes,
-        gap=tried.solution.gap,
-        planner=tried.solution.planner,
+        gap=solution.gap,
+        planner=solution.planner,
         planning_seconds=settling.planning_seconds,
         total_seconds=0.0,
         rounds=settling.rounds,

@@ -1,7 +1,7 @@
 """Settling on a plan: the fastest that fits by prediction, corrected by real steps."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 from torch.optim import Optimizer
@@ -13,11 +13,12 @@ from recoup.core.errors import InfeasibleError
 from recoup.core.graph import Graph
 from recoup.core.plan import plan_for
 from recoup.core.segments import Action
+from recoup.core.simulation import simulate
 from recoup.core.units import print_bytes
 from recoup.engine.plans import digest_of
 from recoup.engine.verification import Verify
+from recoup.measure.correction import corrected
 from recoup.measure.floor import Cost, measure_floor, run_step
-from recoup.measure.issuing import adjusted
 from recoup.measure.optimizers import missing_state_bytes
 from recoup.measure.pace import Pace, pace_of
 from recoup.measure.training import TrainingStep
@@ -49,6 +50,10 @@ long as those that the plan so far takes."""
 _SLOWER = 1.05
 """A plan that keeps the host longer than predicted by this factor is planned again."""
 
+_MORE_RUNS = 2
+"""How many more runs tell the pace of a plan with which the device waits for the host,
+whose times vary."""
+
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
@@ -69,10 +74,17 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """The plan that is in force in the end, and its pace."""
+    """The plan that is in force in the end, and its pace.
+
+    Attributes:
+        attempt: The plan.
+        pace: How long steps with it take.
+        solution: The plan, and what it costs by times that are corrected by its pace.
+    """
 
     attempt: Attempt
     pace: Pace
+    solution: Solution
 
 
 class Settling:
@@ -135,14 +147,26 @@ class Settling:
         try:
             best = self._best(asked_bytes)
             self._put_on(best)
-            self._tell("timing the plan")
-            settled = Settled(best, pace_of(self._step, repeats=1))
+            settled = self._timed(best)
             if self._is_late_by_the_host(settled):
                 settled = self._hastened(settled, asked_bytes - self.reserved_bytes)
         except BaseException:
             self._take_off()
             raise
         return settled
+
+    def _timed(self, attempt: Attempt) -> Settled:
+        """Run the plan in force for its pace, and correct all times by it."""
+        self._tell("timing the plan")
+        pace = pace_of(self._step, repeats=1, more=_MORE_RUNS)
+        solution = attempt.solution
+        graph = corrected(self.graph, solution.segments, pace)
+        if graph is not self.graph:
+            self.graph = graph
+            self.search = self.search.with_times_of(graph)
+            costs = simulate(graph, solution.segments)
+            solution = replace(solution, simulation=costs)
+        return Settled(attempt, pace, solution)
 
     def _is_late_by_the_host(self, settled: Settled) -> bool:
         """Return whether the device waits for the host longer than was predicted."""
@@ -162,26 +186,20 @@ class Settling:
 
     def _hastened(self, slow: Settled, budget_left: int) -> Settled:
         """Plan again, knowing what the host took; return the faster of both plans."""
-        assert self.graph.issuing is not None, "there is a host"
-        issuing = adjusted(
-            self.graph.issuing,
-            slow.attempt.solution.simulation.issuing_seconds,
-            slow.pace.host_seconds,
-        )
-        self.search = self.search.beside(issuing)
-        self.graph = self.search.graph
         self._tell("planning once more, for a slower host")
         target = slow.attempt.target_bytes
         other = plan_beside(self.search, target, slow.attempt.solution)
         self.planning_seconds += other.seconds_planning
         if other.simulation.seconds * _SLOWER > slow.pace.seconds:
             return slow
+        known = self.search
         tried = self._try(other, target, budget_left)
         if tried.cost.peak_bytes <= budget_left:
-            found = Settled(tried, pace_of(self._step, repeats=1))
+            found = self._timed(tried)
             if found.pace.seconds < slow.pace.seconds:
                 return found
         self._put_on(slow.attempt)
+        self.search, self.graph = known, known.graph
         return slow
 
     def _put_on(self, attempt: Attempt) -> None:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from recoup.core.graph import BEFORE, THROUGH, Claim, Graph, Save
 from recoup.core.replays import Passing, Replay, replayed, run_again, spikes
-from recoup.core.segments import REGION_OPERATORS, Action, Segment
+from recoup.core.segments import Action, Segment, recorded_operators
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,8 @@ class Footprint:
         remade: Bytes that a replay leaves in use, or that are copied because they are
             written over, with the first and last moment.
         replays: What is run again.
-        recorded: How many operators of forward are recorded, once for each region; and
-            some for each region itself.
+        recorded: How many operators of forward are recorded, once for each region; see
+            `recorded_operators`.
         starts: What each segment's replay starts from, inner segments first.
         passing: What replays make and inner ones let go of.
     """
@@ -176,7 +176,7 @@ def _add_region(
     """Account for a region; return what it may ask of the one around it."""
     segment, depth = region
     inside = graph.operations_between(segment.start, segment.stop)
-    total.recorded += len(inside) + REGION_OPERATORS
+    total.recorded += recorded_operators(len(inside), depth)
     claims, kept = _own_claims(graph, region)
     for inner in segment.inner:
         within = _Region(inner, depth + 1)

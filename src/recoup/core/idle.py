@@ -1,4 +1,4 @@
-"""Actions that do nothing but hold memory: plans do without them."""
+"""Actions and segments that save nothing: plans do without them."""
 
 from recoup.core.footprint import footprint
 from recoup.core.graph import Graph
@@ -30,3 +30,19 @@ def without_idle_actions(graph: Graph, segment: Segment) -> Segment:
         return Segment(segment.start, segment.stop, actions, inner)
 
     return rebuilt(segment)
+
+
+def is_idle(graph: Graph, segment: Segment) -> bool:
+    """Return whether nothing that a segment holds is run again or goes to the host.
+
+    Then it holds all that autograd would, for as long or longer, and records for
+    nothing.
+
+    Examples:
+        >>> from recoup.core.graph import Boundary
+        >>> places = (Boundary(0, 0), Boundary(0, 0))
+        >>> is_idle(Graph((), 0, (), (), (), places, ()), Segment(0, 1))
+        True
+    """
+    found = footprint(graph, segment)
+    return not found.replays and not found.offloads

@@ -9,12 +9,12 @@ from recoup.backend.timers import OperatorTimer
 from recoup.backend.trees import tensors
 from recoup.core.errors import UsageError
 from recoup.core.graph import Graph
-from recoup.core.simulation import simulate
 from recoup.engine.runs import Cuts
+from recoup.measure.correction import calibrated, corrected
 from recoup.measure.graphs import graph_of, recompute_all
 from recoup.measure.issuing import Calls, issuing_of
 from recoup.measure.observation import Instruments, cut, observe
-from recoup.measure.pace import Pace, pace_of, timed
+from recoup.measure.pace import pace_of, timed
 from recoup.measure.recording import recording_seconds
 from recoup.measure.training import TrainingStep
 
@@ -95,11 +95,11 @@ def measure_floor(
     issuing = issuing_of(
         graph,
         pace,
-        forward_seconds=calls.host_seconds,
         plain_forward_seconds=calls.again(step),
         least_seconds=recording_seconds(),
     )
-    return beside_host(replace(_run_times(graph, times), issuing=issuing), pace)
+    graph = replace(_run_times(graph, times), issuing=issuing)
+    return corrected(graph, recompute_all(graph), pace)
 
 
 def _run_times(graph: Graph, times: int) -> Graph:
@@ -116,50 +116,4 @@ def _run_times(graph: Graph, times: int) -> Graph:
             for operation in graph.operations
         ),
         recording_seconds=graph.recording_seconds * times,
-    )
-
-
-def calibrated(graph: Graph, floor_seconds: float) -> Graph:
-    """Return the graph with times by which the measured step took what it took.
-
-    Operators that add up to more than the step overlapped in it. Time that they do not
-    explain is in the plain step as well.
-
-    Args:
-        graph: The graph, with the times of operators.
-        floor_seconds: The time of a step in which every block is recomputed.
-    """
-    predicted = simulate(graph, recompute_all(graph)).device_seconds
-    if predicted <= floor_seconds:
-        unexplained = floor_seconds - predicted
-        return replace(graph, step_seconds=graph.step_seconds + unexplained)
-    return _scaled(graph, floor_seconds / predicted)
-
-
-def beside_host(graph: Graph, pace: Pace) -> Graph:
-    """Return the graph with times by which device and host took what they took.
-
-    Where the device waited for the host, the host's time explains the step, and the
-    device's own is what its operators add up to, if that is less.
-
-    Args:
-        graph: The graph, with the times of operators and of the host.
-        pace: The pace of a step in which every block is recomputed.
-    """
-    predicted = simulate(graph, recompute_all(graph)).device_seconds
-    if not predicted or (predicted <= pace.seconds and pace.is_bound_by_host):
-        return graph
-    return _scaled(graph, pace.seconds / predicted)
-
-
-def _scaled(graph: Graph, share: float) -> Graph:
-    """Return the graph with a share of the device's times."""
-    return replace(
-        graph,
-        operations=tuple(
-            replace(operation, seconds=operation.seconds * share)
-            for operation in graph.operations
-        ),
-        step_seconds=graph.step_seconds * share,
-        recording_seconds=graph.recording_seconds * share,
     )

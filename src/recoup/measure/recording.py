@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from recoup.core.segments import REGION_OPERATORS
+from recoup.core.segments import recorded_operators
 from recoup.engine.active import region
 from recoup.engine.options import Options
 
@@ -38,4 +38,4 @@ def recording_seconds() -> float:
     recorded()
     plain = min(row() for _ in range(_REPEATS))
     inside = min(recorded() for _ in range(_REPEATS))
-    return max(0.0, inside - plain) / (_OPERATORS + REGION_OPERATORS)
+    return max(0.0, inside - plain) / recorded_operators(_OPERATORS)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recoup.core.graph import Claim, Graph
-from recoup.core.segments import REGION_OPERATORS
+from recoup.core.segments import recorded_operators
 from recoup.planners.options import Floats, Integers, Stretch
 
 _MOST = 60
@@ -161,7 +161,7 @@ class _Flat:
                 (tuple(np.flatnonzero(runs[number]).tolist()),)
                 if number in replays
                 else (),
-                len(self.inside) + REGION_OPERATORS,
+                recorded_operators(len(self.inside)),
                 held_bytes[number],
                 use[number],
             )

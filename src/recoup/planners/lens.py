@@ -20,6 +20,10 @@ _EFFORT = 20_000
 
 _PLACES = 48
 
+_LEANING = 0.02
+"""How much recording counts where the host does not: of plans that give the device as
+much to do, the one that records less leaves more room for a host that falls behind."""
+
 
 class Lens:
     """A graph in which the device's time and the host's are one, and its planners.
@@ -102,7 +106,8 @@ def weighed(graph: Graph, host_weight: float) -> Graph:
     if issuing is None:
         return graph
     if not host_weight:
-        return replace(graph, issuing=None)
+        leaning = graph.recording_seconds + _LEANING * issuing.recording_seconds
+        return replace(graph, recording_seconds=leaning, issuing=None)
     device_weight = 1 - host_weight
     again = host_weight * issuing.replaying_seconds
     return replace(
