@@ -279,9 +279,6 @@ def _report(
     plain = simulate(settling.graph, ())
     tried, solution = settled.attempt, settled.solution
     predicted = solution.simulation
-    seconds = settled.pace.seconds
-    if device_of(model).type != "cpu":  # there, counting bytes takes time
-        seconds = min(seconds, tried.cost.seconds)
     return Fit(
         model=model,
         plan=replace(
@@ -295,7 +292,7 @@ def _report(
         predicted_seconds=predicted.seconds,
         planned_seconds=tried.solution.simulation.seconds,
         measured_peak_bytes=tried.cost.peak_bytes + settling.reserved_bytes,
-        measured_seconds=seconds,
+        measured_seconds=settled.pace.seconds,
         reserved_bytes=settling.reserved_bytes,
         gap=solution.gap,
         planner=solution.planner,

@@ -35,30 +35,17 @@ class Pace:
         return self.seconds <= _SAME * self.host_seconds
 
 
-def pace_of(step: TrainingStep, *, repeats: int = 2, more: int = 0) -> Pace:
+def pace_of(step: TrainingStep, *, repeats: int = 2) -> Pace:
     """Return the times of a step among some runs that follow each other.
 
     They are issued as training issues them: the host waits for an accelerator after the
     last one alone, and one that finds it idle comes first and does not count.
 
     Costs one run more than the repeats beside an accelerator, else as many.
-
-    Args:
-        step: The step.
-        repeats: How many runs count.
-        more: How many more count if an accelerator waits for the host, whose times
-            vary; all are run anew then.
     """
     if step.device.type == "cpu":
         seconds = min(_time_alone(step) for _ in range(repeats))
         return Pace(seconds, seconds)
-    found = _pace_beside_device(step, repeats)
-    if more and found.is_bound_by_host:
-        found = _pace_beside_device(step, repeats + more)
-    return found
-
-
-def _pace_beside_device(step: TrainingStep, repeats: int) -> Pace:
     laps = Laps(step.device)
     host_seconds: list[float] = []
     between_seconds: list[float] = []
