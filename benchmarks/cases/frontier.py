@@ -101,7 +101,11 @@ class Target:
 
 
 def fitted(problem: Problem, target: Target) -> Contender:
-    """Fit the model to a budget, and take the plan off again."""
+    """Fit the model to a budget, and take the plan off again.
+
+    Without gradients, as before training: `fit` keeps those there are on the host.
+    """
+    problem.clear()
     _, report = recoup.fit(
         problem.model, problem.batch, target.budget_bytes, loss=problem.case.loss
     )

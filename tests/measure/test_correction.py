@@ -54,7 +54,9 @@ def test_the_floor_is_predicted_as_it_was_measured_beside_a_host(share, host_sha
     graph = replace(graph, issuing=issuing)
     found = corrected(graph, recompute_all(graph), pace)
     costs = simulate(found, recompute_all(found))
-    assert costs.issuing_seconds == pytest.approx(pace.host_seconds)
+    if pace.is_bound_by_host:
+        assert costs.issuing_seconds == pytest.approx(pace.host_seconds)
+    assert costs.issuing_seconds <= pace.host_seconds * (1 + 1e-9)
     assert costs.seconds == pytest.approx(measured)
     plain = simulate(found, ())
     assert plain.issuing_seconds == pytest.approx(0.5 * pace.host_seconds)

@@ -14,6 +14,7 @@ from recoup.core.graph import Issuing
 from recoup.core.simulation import simulate
 from recoup.measure.graphs import recompute_all
 from recoup.measure.issuing import (
+    RECORDING_BY_LEAST,
     REPLAY_BY_FORWARD,
     STEP_BY_FORWARD,
     Calls,
@@ -73,7 +74,7 @@ def test_a_model_that_needs_gradients_in_forward_is_taken_to_record_for_the_leas
     assert torch.is_grad_enabled()
     graph = transformer_graph(2)
     found = issuing_of(
-        graph, Pace(9.0, 3.0), plain_forward_seconds=float("inf"), least_seconds=1e-3
+        graph, Pace(3.0, 3.0), plain_forward_seconds=float("inf"), least_seconds=1e-3
     )
     assert found.recording_seconds == pytest.approx(1e-3)
     assert found.plain_seconds + all_recomputed(graph).seconds(found) == (
@@ -87,7 +88,7 @@ def all_recomputed(graph):
 
 def test_what_is_neither_the_plain_step_nor_replays_is_recording():
     graph = transformer_graph(3)
-    found = issuing_of(graph, Pace(20.0, 10.0), plain_forward_seconds=1.0)
+    found = issuing_of(graph, Pace(10.0, 10.0), plain_forward_seconds=1.0)
     work = all_recomputed(graph)
     assert found.plain_seconds == STEP_BY_FORWARD
     again = REPLAY_BY_FORWARD / len(graph.operations)
@@ -101,20 +102,36 @@ def test_what_is_neither_the_plain_step_nor_replays_is_recording():
     plain_forward=st.floats(0.001, 100) | st.just(float("inf")),
     least=st.floats(0, 0.1),
 )
-def test_all_of_the_hosts_time_is_in_one_part_or_another(host, plain_forward, least):
+def test_all_of_the_time_of_a_host_that_is_waited_for_is_in_some_part(
+    host, plain_forward, least
+):
     graph = transformer_graph(2)
-    found = issuing_of(
-        graph,
-        Pace(2 * host, host),
-        plain_forward_seconds=plain_forward,
-        least_seconds=least,
-    )
     work = all_recomputed(graph)
-    assert min(astuple(found)) >= 0
-    total = found.plain_seconds + work.seconds(found)
+    waited_for, ahead = (
+        issuing_of(
+            graph,
+            Pace(seconds, host),
+            plain_forward_seconds=plain_forward,
+            least_seconds=least,
+        )
+        for seconds in (host, 2 * host)
+    )
+    total = waited_for.plain_seconds + work.seconds(waited_for)
     assert total == pytest.approx(host)
-    recording = work.recorded * found.recording_seconds
-    assert recording >= min(work.recorded * least, host) * (1 - 1e-9)
+    assert min(astuple(ahead)) >= 0
+    assert ahead.plain_seconds == waited_for.plain_seconds
+    assert ahead.replaying_seconds == waited_for.replaying_seconds
+    assert ahead.recording_seconds <= waited_for.recording_seconds
+    least_recording = min(work.recorded * least, host) * (1 - 1e-9)
+    assert work.recorded * ahead.recording_seconds >= least_recording
+
+
+def test_a_host_that_is_not_waited_for_records_in_no_more_than_the_usual_time():
+    graph = transformer_graph(3)
+    found = issuing_of(
+        graph, Pace(90.0, 30.0), plain_forward_seconds=0.1, least_seconds=1e-3
+    )
+    assert found.recording_seconds == pytest.approx(RECORDING_BY_LEAST * 1e-3)
 
 
 @pytest.mark.parametrize("slower", [0.5, 1.5])
