@@ -33,10 +33,9 @@ def without_idle_actions(graph: Graph, segment: Segment) -> Segment:
 
 
 def is_idle(graph: Graph, segment: Segment) -> bool:
-    """Return whether nothing that a segment holds is run again or goes to the host.
+    """Return whether a segment runs nothing again and moves nothing to the host.
 
-    Then it holds all that autograd would, for as long or longer, and records for
-    nothing.
+    Then it holds all that autograd would, for as long or longer, and records in vain.
 
     Examples:
         >>> from recoup.core.graph import Boundary

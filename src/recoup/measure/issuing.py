@@ -12,6 +12,7 @@ from torch import nn
 from recoup.core.footprint import total_footprint
 from recoup.core.graph import Graph, Issuing
 from recoup.core.segments import Segment
+from recoup.core.simulation import simulate
 from recoup.measure.graphs import recompute_all
 from recoup.measure.pace import Pace, synchronize
 from recoup.measure.training import TrainingStep
@@ -24,7 +25,6 @@ experts, which waits for the device on the way."""
 REPLAY_BY_FORWARD = 1.5
 """How much longer it takes to run an operator again than in a forward without
 gradients: 1.2 times for that ResNet, 1.6 for the DenseNet."""
-
 
 RECORDING_BY_LEAST = 4.0
 """How much longer it takes to record an operator of a model, in forward and where
@@ -157,7 +157,7 @@ def learned(graph: Graph, segments: Sequence[Segment], pace: Pace) -> Issuing | 
     issuing = graph.issuing
     if issuing is None:
         return None
-    thought = issuing.plain_seconds + Work.of(graph, segments).seconds(issuing)
+    thought = simulate(graph, segments).issuing_seconds
     if not thought or (not pace.is_bound_by_host and thought <= pace.host_seconds):
         return issuing
     slower = pace.host_seconds / thought
