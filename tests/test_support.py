@@ -1,5 +1,6 @@
 """The checkers are shown something wrong, and must say so."""
 
+import ast
 import contextlib
 import itertools
 import os
@@ -7,6 +8,7 @@ import platform
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -452,3 +454,44 @@ def test_the_summary_counts_and_names(tmp_path):
 
 def test_loading_the_databases_leaves_the_flags_of_the_process_alone():
     assert not torch.backends.flags_frozen()
+
+
+VERDICTS = {"compare", "judge", "differences", "tree_differences"}
+"""Checkers of tests/support that say what they found instead of raising."""
+
+
+def unheard_verdicts(text: str) -> list[int]:
+    """Return the lines on which a verdict is asked for and nobody looks at it."""
+    tree = ast.parse(text)
+    known = {
+        name.asname or name.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        and (node.module or "").startswith("tests.support")
+        for name in node.names
+        if name.name in VERDICTS
+    }
+    return [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Call)
+        and isinstance(node.value.func, ast.Name)
+        and node.value.func.id in known
+    ]
+
+
+@pytest.mark.parametrize(
+    "module",
+    sorted(Path(__file__).parent.rglob("test_*.py")),
+    ids=lambda module: str(module.relative_to(Path(__file__).parent)),
+)
+def test_every_verdict_is_heard(module):
+    assert unheard_verdicts(module.read_text(encoding="utf-8")) == []
+
+
+def test_a_verdict_that_nobody_hears_is_found():
+    imported = "from tests.support.twin import compare\n"
+    assert unheard_verdicts(f"{imported}assert compare(a, b) == []\n") == []
+    assert unheard_verdicts(f"{imported}compare(a, b)\n") == [2]
+    assert unheard_verdicts("def compare(): ...\ncompare()\n") == []

@@ -224,9 +224,21 @@ class Recorder(OperatorMode):
                 continue
             if not facts.overwrites and value in self.tape.tainted:
                 return True
+            if facts.resizes and self._lies_elsewhere(target, value):
+                return True
             if value.producer != OUTSIDE:
                 stays = False
         return stays
+
+    def _lies_elsewhere(self, target: Tensor, value: Value) -> bool:
+        """Return whether assigning to `.data` has moved the very tensor of a value.
+
+        Whether an operator that may resize it does so could not be told from that.
+        """
+        lay, born = value.geometry, value.born
+        if lay is None or born is None or born() is not target:
+            return False
+        return self.tape.geometry(target) != lay
 
     def _before_writes(self, targets: Sequence[Tensor]) -> list[Value | None]:
         """Save what writes of one operator would destroy; return the values before."""
