@@ -284,6 +284,37 @@ class TestProcesses:
         assert remove_abandoned(tmp_path) == [used]
 
 
+FORKED = """
+import faulthandler, os, sys, torch
+from recoup import CheckpointScope, Disk, TierError
+
+def graph(length):
+    x = torch.linspace(-1, 1, length, requires_grad=True)
+    with CheckpointScope("block", store=Disk(sys.argv[1], smallest_bytes=0)):
+        return x, x.exp().sin()
+
+graph(100)[1].sum().backward()  # the threads run
+x, y = graph(1000)
+child = os.fork()
+if not child:
+    faulthandler.dump_traceback_later(60, exit=True)
+    try:
+        y.sum().backward()
+    except TierError as error:
+        del y
+        os._exit(7 if "forked" in str(error) else 8)
+    os._exit(9)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+y.sum().backward()
+assert torch.equal(x.grad, (x.exp().cos() * x.exp()).detach())
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_a_forked_child_is_refused_its_parents_files_and_leaves_them(tmp_path):
+    subprocess.run([sys.executable, "-c", FORKED, str(tmp_path)], check=True)
+
+
 class TestTheDirectory:
     def test_one_that_is_being_made_is_left_alone(self, tmp_path):
         young = tmp_path / f"{PREFIX}young"

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from recoup.backend.pinned import Buffer
 from recoup.backend.streams import streams_of
-from recoup.core.errors import UsageError
+from recoup.core.errors import TierError, UsageError
+from recoup.core.units import print_bytes
 from recoup.engine.tiers.account import ACCOUNTS
 from recoup.engine.tiers.host import WINDOW_BYTES, OnHost
 from recoup.engine.tiers.protocol import ExactTier, Stored, check_sizes
@@ -107,6 +108,12 @@ class OnDisk(Stored):
         """Return it; this thread waits for the file, if it is not read yet."""
         slot = self._slot
         assert slot is not None, "not dropped"
+        if not self._shelf.is_of_this_process:
+            raise TierError(
+                f"the disk tier cannot bring back {print_bytes(slot.nbytes)} from "
+                f"{slot.path}: that is a file of the process from which this one was "
+                "forked. Run forward in the process that runs backward."
+            )
         with slot.lock:
             if slot.host is not None and slot.error is None:
                 return slot.host.get()
@@ -123,13 +130,14 @@ class OnDisk(Stored):
 
     def prefetch(self) -> None:
         """Begin to read the file."""
-        if self._slot is not None and self._slot.host is None:
-            self._shelf.read_ahead(self._slot)
+        slot = self._slot
+        if slot is not None and slot.host is None and self._shelf.is_of_this_process:
+            self._shelf.read_ahead(slot)
 
     def settle(self) -> None:
         """Let what the device does from now on come after the copy to the host."""
         slot = self._slot
-        if slot is not None:
+        if slot is not None and self._shelf.is_of_this_process:
             with slot.lock:
                 if slot.host is not None:
                     slot.host.settle()
@@ -137,7 +145,7 @@ class OnDisk(Stored):
     def drop(self) -> None:
         """Remove the file."""
         slot, self._slot = self._slot, None
-        if slot is not None:
+        if slot is not None and self._shelf.is_of_this_process:
             self._shelf.drop(slot)
 
     def __del__(self) -> None:

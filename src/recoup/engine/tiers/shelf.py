@@ -57,6 +57,7 @@ class Shelf:
 
     def __init__(self, base: Path, pool: BufferPool, queue_bytes: int) -> None:
         self.directory = PrivateDirectory(base)
+        self._process = os.getpid()
         self._pool = pool
         self._queue_bytes = queue_bytes
         self._numbers = itertools.count()
@@ -68,6 +69,14 @@ class Shelf:
         self._ahead_bytes = 0
         self._failure: str | None = None
         atexit.register(self.directory.remove)
+
+    @property
+    def is_of_this_process(self) -> bool:
+        """Whether the files are this process's: a forked child has no part in them.
+
+        It has none of the threads either, and locks as they were at that moment.
+        """
+        return self._process == os.getpid()
 
     def put(self, host: OnHost) -> Slot:
         """Write what is on the host to a file, and drop it there.
