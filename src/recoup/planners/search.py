@@ -15,6 +15,7 @@ from recoup.planners.bounds import bound_seconds
 from recoup.planners.exhaustive import exhaustive
 from recoup.planners.lens import Lens
 from recoup.planners.lowest import lowest_plan
+from recoup.planners.narrow import narrowed
 from recoup.planners.options import segments_of
 from recoup.planners.partition import Partition, Path
 from recoup.planners.refine import refine
@@ -122,8 +123,7 @@ class Search:
 
     def add(self, segments: Iterable[Segment], planner: str) -> Simulation:
         """Remember a plan, without what is idle in it; return what it costs."""
-        plan = self._without_idle(segments)
-        costs = simulate(self.graph, plan)
+        plan, costs = self._tidied(segments)
         self.known.append((plan, costs, planner))
         return costs
 
@@ -140,8 +140,7 @@ class Search:
         plan = lowest_plan(
             self.graph, lens.places, reach=lens.reach, memory=lens.memory
         )
-        plan = self._without_idle(plan)
-        return plan, simulate(self.graph, plan), "floor"
+        return *self._tidied(plan), "floor"
 
     @property
     def _idle_seconds(self) -> float:
@@ -149,12 +148,23 @@ class Search:
         plain = self.known[0][1]
         return max(0.0, plain.issuing_seconds - plain.device_seconds)
 
-    def _without_idle(self, segments: Iterable[Segment]) -> tuple[Segment, ...]:
+    def _tidied(
+        self, segments: Iterable[Segment]
+    ) -> tuple[tuple[Segment, ...], Simulation]:
+        """Return a plan without what is idle in it, and what it costs."""
         graph = self.graph
-        plan = within_calls(graph, tuple(segments))
-        return tuple(
-            without_idle_actions(graph, s) for s in plan if not is_idle(graph, s)
+        plan = tuple(
+            without_idle_actions(graph, segment)
+            for segment in within_calls(graph, tuple(segments))
+            if not is_idle(graph, segment)
         )
+        costs = simulate(graph, plan)
+        narrow = tuple(part for segment in plan for part in narrowed(graph, segment))
+        if narrow != plan:
+            narrow_costs = simulate(graph, narrow)
+            if _is_no_worse(narrow_costs, costs):
+                return narrow, narrow_costs
+        return plan, costs
 
     def _fitting(self, budget_bytes: int) -> list[Plan]:
         return [plan for plan in self.known if plan[1].peak_bytes <= budget_bytes]
@@ -256,6 +266,10 @@ class Search:
         found = level.solve(budget_bytes)
         if found is not None:
             self.add(segments_of(found.options), "partition")
+
+
+def _is_no_worse(one: Simulation, other: Simulation) -> bool:
+    return one.peak_bytes <= other.peak_bytes and one.seconds <= other.seconds
 
 
 def _paced(costs: Simulation) -> float:
