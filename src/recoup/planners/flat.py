@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from recoup.core.graph import Claim, Graph
 from recoup.core.segments import recorded_operators
+from recoup.planners.narrow import operators_around
 from recoup.planners.options import Floats, Integers, Stretch
 
 _MOST = 60
@@ -30,7 +31,7 @@ class Costs:
 
     Attributes:
         replays: The operations of each replay, counted from the first of the stretch.
-        recorded: How many operators are recorded, and some for the region itself.
+        recorded: How many operators are recorded, by a narrow segment.
         held_bytes: What it holds when forward has ended.
         use: The bytes in use at the rows of the stretch, beyond what is there anyway.
     """
@@ -134,9 +135,13 @@ class _Flat:
         first, last = graph.boundaries[stretch[0]], graph.boundaries[stretch[1]]
         claims = graph.claims[first.saves : last.saves]
         self.end = max((claim.dies for claim in claims), default=0)
-        self.claims = [
-            c for c in claims if graph.values[c.value].producer in self.inside
+        self.stretch = stretch
+        self.saves = [
+            number
+            for number, claim in enumerate(claims, first.saves)
+            if graph.values[claim.value].producer in self.inside
         ]
+        self.claims = [graph.claims[number] for number in self.saves]
         self.held: dict[int, int] = {}
         for number, values in enumerate(sets):
             for value in values:
@@ -150,23 +155,42 @@ class _Flat:
         changes = np.zeros((self.count, len(self.rows) + 1))
         held_bytes = self._hold(demanded, changes)
         wanted = [c for c in self.claims if self._replayable(c)]
+        saves = [n for n in self.saves if self._replayable(self.graph.claims[n])]
         masks = [~self.held.get(claim.value, 0) for claim in wanted]
         asked = self._of_sets(masks)
         if wanted:
             self._leave(runs, wanted, asked, changes)
         use = np.cumsum(changes[:, :-1], axis=1)
         replays = np.flatnonzero(asked.any(axis=1)).tolist()
+        recorded = dict(zip(replays, self._recorded(runs, saves, asked), strict=True))
         return [
             Costs(
                 (tuple(np.flatnonzero(runs[number]).tolist()),)
-                if number in replays
+                if number in recorded
                 else (),
-                recorded_operators(len(self.inside)),
+                recorded.get(number, 0),
                 held_bytes[number],
                 use[number],
             )
             for number in range(self.count)
         ]
+
+    def _recorded(
+        self, runs: NDArray[np.bool_], saves: Sequence[int], asked: NDArray[np.bool_]
+    ) -> list[int]:
+        """Return how much is recorded, for the sets in which something is asked for."""
+        replays = asked.any(axis=1)
+        if not replays.any():
+            return []
+        runs, asked = runs[replays], asked[replays]
+        numbers = np.array(saves)
+        counts = operators_around(
+            self.graph,
+            self.stretch,
+            self.inside.start + _ends(runs),
+            numbers[_ends(asked)],
+        )
+        return [recorded_operators(count) for count in counts.tolist()]
 
     def _replayable(self, claim: Claim) -> bool:
         producer = self.graph.values[claim.value].producer
@@ -323,6 +347,13 @@ class _Flat:
         live = np.cumsum(live.reshape(self.count, width)[:, :-1], axis=1)
         live += self.mentions.workspace_bytes[start : start + count]
         return np.where(runs, live, 0).max(axis=1, initial=0).astype(np.int64)
+
+
+def _ends(flags: NDArray[np.bool_]) -> Integers:
+    """Return the first and the last place that is set in each row."""
+    return np.array(
+        [flags.argmax(axis=1), flags.shape[1] - 1 - flags[:, ::-1].argmax(axis=1)]
+    )
 
 
 def _between(pairs: Integers, inside: range) -> Integers:

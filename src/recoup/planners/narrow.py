@@ -1,11 +1,22 @@
 """Narrow segments: around no more of forward than what is recomputed, and its use."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
+from recoup.core.footprint import Footprint
 from recoup.core.graph import Graph
 from recoup.core.replays import replayed
-from recoup.core.segments import REGION_OPERATORS, Action, Segment
+from recoup.core.segments import (
+    REGION_OPERATORS,
+    Action,
+    Segment,
+    recorded_operators,
+)
+
+Integers = NDArray[np.int64]
 
 _WORTH = 2 * REGION_OPERATORS
 """How many operators must lie between two segments, so that two cost less than one."""
@@ -26,7 +37,7 @@ def narrowed(graph: Graph, segment: Segment) -> tuple[Segment, ...]:
         >>> narrowed(Graph((), 0, (), (), (), places, ()), Segment(0, 1))
         ()
     """
-    if segment.inner or Action.OFFLOAD in segment.actions.values():
+    if not _may_be_narrowed(segment):
         return (segment,)
     stretches: list[tuple[int, int]] = []
     for start, stop in sorted(_stretches(graph, segment)):
@@ -37,6 +48,53 @@ def narrowed(graph: Graph, segment: Segment) -> tuple[Segment, ...]:
     return tuple(_part(graph, segment, *stretch) for stretch in stretches)
 
 
+def recorded_narrowly(graph: Graph, segment: Segment, found: Footprint) -> int:
+    """Return how much a segment records when it is narrowed, to one at the most.
+
+    Args:
+        graph: The step.
+        segment: The segment.
+        found: What it does.
+    """
+    if not _may_be_narrowed(segment):
+        return found.recorded
+    saves = _saves_of_recomputed(graph, segment)
+    if not saves:
+        return 0
+    (replay,) = found.replays
+    count = operators_around(
+        graph,
+        (segment.start, segment.stop),
+        np.array([[replay.operations[0]], [replay.operations[-1]]]),
+        np.array([[saves[0]], [saves[-1]]]),
+    )
+    return recorded_operators(int(count[0]))
+
+
+def operators_around(
+    graph: Graph, stretch: Sequence[int], operations: Integers, saves: Integers
+) -> Integers:
+    """Return how many operators there are around some, and around some saves.
+
+    Between the nearest boundaries, that is.
+
+    Args:
+        graph: The step.
+        stretch: The boundaries that they are between in any case.
+        operations: The first ones, and the last ones.
+        saves: The first ones, and the last ones.
+    """
+    first, last = stretch
+    places = graph.boundaries[first : last + 1]
+    ran = np.array([place.operation for place in places])
+    saved = np.array([place.saves for place in places])
+    after_operations = np.searchsorted(ran, operations, side="right")
+    after_saves = np.searchsorted(saved, saves, side="right")
+    starts = np.minimum(after_operations[0], after_saves[0]) - 1
+    stops = np.maximum(after_operations[1], after_saves[1])
+    return ran[stops] - ran[starts]
+
+
 @dataclass(frozen=True, slots=True)
 class _Need:
     """What a region must be around: some operators, and a save."""
@@ -44,6 +102,10 @@ class _Need:
     first: int
     last: int
     save: int
+
+
+def _may_be_narrowed(segment: Segment) -> bool:
+    return not segment.inner and Action.OFFLOAD not in segment.actions.values()
 
 
 def _stretches(graph: Graph, segment: Segment) -> Iterator[tuple[int, int]]:
@@ -65,14 +127,25 @@ def _stretches(graph: Graph, segment: Segment) -> Iterator[tuple[int, int]]:
 
 
 def _needs(graph: Graph, segment: Segment) -> Iterator[_Need]:
-    places, values = graph.boundaries, graph.values
     inside = graph.operations_between(segment.start, segment.stop)
-    for save in range(places[segment.start].saves, places[segment.stop].saves):
+    for save in _saves_of_recomputed(graph, segment):
         value = graph.claims[save].value
-        if values[value].producer in inside:
-            operations, _ = replayed(graph, inside, [value], segment.actions)
-            if operations:
-                yield _Need(operations[0], operations[-1], save)
+        operations, _ = replayed(graph, inside, [value], segment.actions)
+        yield _Need(operations[0], operations[-1], save)
+
+
+def _saves_of_recomputed(graph: Graph, segment: Segment) -> list[int]:
+    """Return which saves in a segment are of values that it makes and does not hold."""
+    claims, values, operations = graph.claims, graph.values, graph.operations
+    first, last = graph.boundaries[segment.start], graph.boundaries[segment.stop]
+    inside = range(first.operation, last.operation)
+    return [
+        save
+        for save in range(first.saves, last.saves)
+        if (value := claims[save].value) not in segment.actions
+        and (producer := values[value].producer) in inside
+        and operations[producer].replayable
+    ]
 
 
 def _touch(graph: Graph, stop: int, start: int) -> bool:

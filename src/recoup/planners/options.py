@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from recoup.core.footprint import Footprint, Innermost, footprint, spikes_of
 from recoup.core.graph import Graph
 from recoup.core.segments import Action, Segment
+from recoup.planners.narrow import recorded_narrowly
 
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -25,11 +26,13 @@ class Option:
     Attributes:
         segments: What it runs as; none: everything is kept.
         footprint: What that does to memory and time.
-        recording_seconds: What recording adds to forward.
+        recorded: How many operators are recorded, by narrow segments.
+        recording_seconds: What that adds to forward.
     """
 
     segments: tuple[Segment, ...]
     footprint: Footprint
+    recorded: int = 0
     recording_seconds: float = 0.0
 
     @cached_property
@@ -78,7 +81,8 @@ def nested(
 ) -> Option:
     """Return the option to run a stretch as a segment with others inside."""
     found = footprint(graph, segment, innermost)
-    return Option((segment,), found, found.recorded * graph.recording_seconds)
+    recorded = recorded_narrowly(graph, segment, found)
+    return Option((segment,), found, recorded, recorded * graph.recording_seconds)
 
 
 def kept_around(graph: Graph, stretches: Iterable[Stretch]) -> Option:

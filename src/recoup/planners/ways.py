@@ -200,7 +200,7 @@ class Ways:
             tuple(number - start for number in replay.operations)
             for replay in option.footprint.replays
         )
-        return Costs(replays, option.footprint.recorded, held_bytes, use)
+        return Costs(replays, option.recorded, held_bytes, use)
 
 
 def _nested(
