@@ -14,7 +14,6 @@ from recoup.core.graph import Issuing
 from recoup.core.simulation import simulate
 from recoup.measure.graphs import recompute_all
 from recoup.measure.issuing import (
-    RECORDING_BY_LEAST,
     REPLAY_BY_FORWARD,
     STEP_BY_FORWARD,
     Calls,
@@ -23,6 +22,7 @@ from recoup.measure.issuing import (
     learned,
 )
 from recoup.measure.pace import Pace
+from recoup.measure.recording import RECORDING_BY_LEAST
 from recoup.measure.training import training_step
 
 

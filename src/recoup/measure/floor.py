@@ -15,7 +15,7 @@ from recoup.measure.graphs import graph_of, recompute_all
 from recoup.measure.issuing import Calls, issuing_of
 from recoup.measure.observation import Instruments, cut, observe
 from recoup.measure.pace import pace_of, timed
-from recoup.measure.recording import recording_seconds
+from recoup.measure.recording import least_recording_seconds, recording_seconds
 from recoup.measure.training import TrainingStep
 
 
@@ -96,7 +96,7 @@ def measure_floor(
         graph,
         pace,
         plain_forward_seconds=calls.again(step),
-        least_seconds=recording_seconds(),
+        least_seconds=least_recording_seconds(),
     )
     graph = replace(_run_times(graph, times), issuing=issuing)
     return corrected(graph, recompute_all(graph), pace)

@@ -15,6 +15,7 @@ from recoup.core.segments import Segment
 from recoup.core.simulation import simulate
 from recoup.measure.graphs import recompute_all
 from recoup.measure.pace import Pace, synchronize
+from recoup.measure.recording import RECORDING_BY_LEAST
 from recoup.measure.training import TrainingStep
 
 STEP_BY_FORWARD = 2.5
@@ -25,11 +26,6 @@ experts, which waits for the device on the way."""
 REPLAY_BY_FORWARD = 1.5
 """How much longer it takes to run an operator again than in a forward without
 gradients: 1.2 times for that ResNet, 1.6 for the DenseNet."""
-
-RECORDING_BY_LEAST = 4.0
-"""How much longer it takes to record an operator of a model, in forward and where
-backward asks for it, than the simplest one in forward: 4.4 times for a DenseNet on the
-CPU."""
 
 
 class Calls:
