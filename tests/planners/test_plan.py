@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 
 from benchmarks.graphs import transformer_graph
 from recoup.core.errors import InfeasibleError
-from recoup.core.footprint import total_footprint
+from recoup.core.footprint import footprint, total_footprint
 from recoup.core.graph import Issuing
 from recoup.core.segments import REGION_OPERATORS, Action
 from recoup.core.simulation import simulate
 from recoup.planners.every_kth import every_kth
 from recoup.planners.greedy import greedy
+from recoup.planners.narrow import narrowed
 from recoup.planners.plan import floor, frontier, plan, plan_with
 from recoup.planners.recompute_all import recompute_all
 from recoup.planners.search import Search
@@ -28,6 +29,16 @@ KEEP = frozenset({Action.KEEP})
 @pytest.fixture(scope="module")
 def graph():
     return transformer_graph(6)
+
+
+@pytest.mark.parametrize("share", [0.9, 0.75, 0.6, 0.5])
+def test_regions_are_around_what_is_recomputed_and_no_more(graph, share):
+    budget_bytes = int(share * simulate(graph, ()).peak_bytes)
+    segments = plan(graph, budget_bytes, allow=KEEP).segments
+    assert segments
+    for segment in segments:
+        assert narrowed(graph, segment) == (segment,)
+        assert footprint(graph, segment).replays
 
 
 @pytest.mark.parametrize("share", [1.0, 0.9, 0.75, 0.6, 0.5, 0.4, 0.3])
