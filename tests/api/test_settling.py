@@ -20,7 +20,8 @@ from recoup.measure.training import training_step, untouched
 
 NAME = "gpt"
 FASTER = 4
-SHARE = 0.75
+SECONDS = 1e-4
+SHARE = 0.6
 
 
 class Host:
@@ -41,9 +42,7 @@ class Host:
         segments = attempts[0][0]
         graph = self.settling.graph
         device = simulate(graph, segments).device_seconds
-        issuing = self.issuing(graph)
-        work = Work.of(graph, segments)
-        host = issuing.plain_seconds + work.recorded * issuing.recording_seconds
+        host = self.issuing(graph).seconds(*Work.of(graph, segments))
         self.paces.append(Pace(max(device, host), host))
         return self.paces[-1]
 
@@ -54,8 +53,16 @@ class Host:
         return Issuing(0.5 * step_seconds, recording, 0.0)
 
     def measure_floor(self, *args, **kwargs):
-        """Return a graph beside this host, as it is thought to be."""
+        """Return a graph beside this host, as it is thought to be.
+
+        With times that no other program on this machine has a part in.
+        """
         graph = measure_floor(*args, **kwargs)
+        graph = replace(
+            graph,
+            operations=tuple(replace(o, seconds=SECONDS) for o in graph.operations),
+            step_seconds=3 * SECONDS * len(graph.operations),
+        )
         thought = Issuing(*(part / FASTER for part in astuple(self.issuing(graph))))
         return replace(graph, recording_seconds=0.0, issuing=thought)
 

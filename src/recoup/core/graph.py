@@ -162,6 +162,16 @@ class Issuing:
     recording_seconds: float
     replaying_seconds: float
 
+    def seconds(self, recorded: int, replayed: int) -> float:
+        """Return the host's time for a step that records and runs so many again.
+
+        Examples:
+            >>> Issuing(4.0, 0.5, 0.25).seconds(recorded=2, replayed=4)
+            6.0
+        """
+        recording = recorded * self.recording_seconds
+        return self.plain_seconds + recording + replayed * self.replaying_seconds
+
 
 @dataclass(frozen=True)
 class Graph:

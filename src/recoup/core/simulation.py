@@ -170,11 +170,7 @@ def issuing_seconds(graph: Graph, total: Footprint) -> float:
     if issuing is None:
         return 0.0
     replayed = sum(len(replay.operations) for replay in total.replays)
-    return (
-        issuing.plain_seconds
-        + total.recorded * issuing.recording_seconds
-        + replayed * issuing.replaying_seconds
-    )
+    return issuing.seconds(total.recorded, replayed)
 
 
 def _merged(offloads: Iterable[Offload]) -> Iterable[Offload]:

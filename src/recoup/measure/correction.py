@@ -25,7 +25,7 @@ def calibrated(graph: Graph, floor_seconds: float) -> Graph:
     if predicted <= floor_seconds:
         unexplained = floor_seconds - predicted
         return replace(graph, step_seconds=graph.step_seconds + unexplained)
-    return _scaled(graph, floor_seconds / predicted)
+    return scaled(graph, floor_seconds / predicted)
 
 
 def corrected(graph: Graph, segments: Sequence[Segment], pace: Pace) -> Graph:
@@ -47,11 +47,16 @@ def corrected(graph: Graph, segments: Sequence[Segment], pace: Pace) -> Graph:
     predicted = simulate(graph, segments).device_seconds
     if not predicted or (predicted <= pace.seconds and pace.is_bound_by_host):
         return graph
-    return _scaled(graph, pace.seconds / predicted)
+    return scaled(graph, pace.seconds / predicted)
 
 
-def _scaled(graph: Graph, share: float) -> Graph:
-    """Return the graph with a share of the device's times."""
+def scaled(graph: Graph, share: float) -> Graph:
+    """Return the graph with a share of the device's times, or a multiple.
+
+    Examples:
+        >>> scaled(Graph((), 0, (), (), (), (), (), step_seconds=4.0), 0.5).step_seconds
+        2.0
+    """
     return replace(
         graph,
         operations=tuple(

@@ -10,7 +10,7 @@ from recoup.backend.trees import tensors
 from recoup.core.errors import UsageError
 from recoup.core.graph import Graph
 from recoup.engine.runs import Cuts
-from recoup.measure.correction import calibrated, corrected
+from recoup.measure.correction import calibrated, corrected, scaled
 from recoup.measure.graphs import graph_of, recompute_all
 from recoup.measure.issuing import Calls, issuing_of
 from recoup.measure.observation import Instruments, cut, observe
@@ -107,13 +107,4 @@ def _run_times(graph: Graph, times: int) -> Graph:
 
     The plan is carried out as many times, and so is all that it runs again.
     """
-    if times == 1:
-        return graph
-    return replace(
-        graph,
-        operations=tuple(
-            replace(operation, seconds=operation.seconds * times)
-            for operation in graph.operations
-        ),
-        recording_seconds=graph.recording_seconds * times,
-    )
+    return replace(scaled(graph, times), step_seconds=graph.step_seconds)

@@ -92,11 +92,6 @@ class Work(NamedTuple):
         replayed = sum(len(replay.operations) for replay in total.replays)
         return cls(total.recorded, replayed)
 
-    def seconds(self, issuing: Issuing) -> float:
-        """Return what it takes."""
-        recording = self.recorded * issuing.recording_seconds
-        return recording + self.replayed * issuing.replaying_seconds
-
 
 def issuing_of(
     graph: Graph,
@@ -124,8 +119,8 @@ def issuing_of(
     host = pace.host_seconds
     forward = min(plain_forward_seconds, host / STEP_BY_FORWARD)
     again = REPLAY_BY_FORWARD * forward / max(1, len(graph.operations))
-    least = Issuing(0.0, least_seconds, again)
-    plain = min(STEP_BY_FORWARD * forward, max(0.0, host - work.seconds(least)))
+    least = Issuing(0.0, least_seconds, again).seconds(*work)
+    plain = min(STEP_BY_FORWARD * forward, max(0.0, host - least))
     added = host - plain
     least_recording = min(work.recorded * least_seconds, added)
     recording = max(least_recording, added - work.replayed * again)

@@ -154,15 +154,15 @@ class _Flat:
         # One change for each row, and one after the last.
         changes = np.zeros((self.count, len(self.rows) + 1))
         held_bytes = self._hold(demanded, changes)
-        wanted = [c for c in self.claims if self._replayable(c)]
-        saves = [n for n in self.saves if self._replayable(self.graph.claims[n])]
+        claims = self.graph.claims
+        saves = [n for n in self.saves if self._replayable(claims[n])]
+        wanted = [claims[n] for n in saves]
         masks = [~self.held.get(claim.value, 0) for claim in wanted]
         asked = self._of_sets(masks)
         if wanted:
             self._leave(runs, wanted, asked, changes)
         use = np.cumsum(changes[:, :-1], axis=1)
-        replays = np.flatnonzero(asked.any(axis=1)).tolist()
-        recorded = dict(zip(replays, self._recorded(runs, saves, asked), strict=True))
+        recorded = self._recorded(runs, saves, asked)
         return [
             Costs(
                 (tuple(np.flatnonzero(runs[number]).tolist()),)
@@ -177,11 +177,11 @@ class _Flat:
 
     def _recorded(
         self, runs: NDArray[np.bool_], saves: Sequence[int], asked: NDArray[np.bool_]
-    ) -> list[int]:
+    ) -> dict[int, int]:
         """Return how much is recorded, for the sets in which something is asked for."""
-        replays = asked.any(axis=1)
-        if not replays.any():
-            return []
+        replays = np.flatnonzero(asked.any(axis=1))
+        if not len(replays):
+            return {}
         runs, asked = runs[replays], asked[replays]
         numbers = np.array(saves)
         counts = operators_around(
@@ -190,7 +190,8 @@ class _Flat:
             self.inside.start + _ends(runs),
             numbers[_ends(asked)],
         )
-        return [recorded_operators(count) for count in counts.tolist()]
+        recorded = map(recorded_operators, counts.tolist())
+        return dict(zip(replays.tolist(), recorded, strict=True))
 
     def _replayable(self, claim: Claim) -> bool:
         producer = self.graph.values[claim.value].producer

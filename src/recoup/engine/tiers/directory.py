@@ -58,10 +58,14 @@ class PrivateDirectory:
                 "another place with Disk(directory=...)."
             ) from error
 
+    @property
+    def is_of_this_process(self) -> bool:
+        """Whether this process made it: a forked child has no part in its files."""
+        return os.getpid() == self._owner
+
     def remove(self) -> None:
         """Remove the directory with all that is in it; a second time does nothing."""
-        # A forked child has no part in its parent's files.
-        if os.getpid() == self._owner:
+        if self.is_of_this_process:
             shutil.rmtree(self.path, ignore_errors=True)
             if self._lock >= 0:
                 os.close(self._lock)

@@ -57,7 +57,6 @@ class Shelf:
 
     def __init__(self, base: Path, pool: BufferPool, queue_bytes: int) -> None:
         self.directory = PrivateDirectory(base)
-        self._process = os.getpid()
         self._pool = pool
         self._queue_bytes = queue_bytes
         self._numbers = itertools.count()
@@ -72,11 +71,11 @@ class Shelf:
 
     @property
     def is_of_this_process(self) -> bool:
-        """Whether the files are this process's: a forked child has no part in them.
+        """Whether it is this process's.
 
-        It has none of the threads either, and locks as they were at that moment.
+        A forked child has none of the threads, and locks as they were at that moment.
         """
-        return self._process == os.getpid()
+        return self.directory.is_of_this_process
 
     def put(self, host: OnHost) -> Slot:
         """Write what is on the host to a file, and drop it there.
