@@ -54,6 +54,9 @@ LITERATURE = {
 
 COMPILED_BUDGETS = (0.5, 0.2)
 
+KINDS = ("eager", "compiled")
+"""The kinds of peers: those around a model's blocks, and torch.compile."""
+
 STEPS_IN_A_ROW = 6
 
 
@@ -149,8 +152,9 @@ def targets_of(
 ) -> dict[str, Target]:
     """Return the budgets for `fit`: those of the peers, and those of publications."""
     found = {
-        f"recoup beside {name}": Target(contenders[name].peak_bytes, beside=name)
-        for name in PEERS
+        f"recoup beside {name}": Target(contender.peak_bytes, beside=name)
+        for name, contender in contenders.items()
+        if name != "plain"
     }
     resident = resident_bytes(problem)
     activations = contenders["plain"].peak_bytes - resident
@@ -161,14 +165,32 @@ def targets_of(
     return found
 
 
+def peers_of(problem: Problem, kinds: Sequence[str]) -> dict[str, Context]:
+    """Return the ways of others that take part."""
+    found: dict[str, Context] = dict(PEERS) if "eager" in kinds else {}
+    if "compiled" in kinds:
+        torch.compiler.reset()
+        found |= {
+            f"torch.compile, budget {budget:.1f}": Compiled(problem.model, budget)
+            for budget in COMPILED_BUDGETS
+        }
+    return found
+
+
 def contenders_of(
-    problem: Problem, *, compiled: bool
+    problem: Problem, kinds: Sequence[str]
 ) -> tuple[dict[str, Contender], dict[str, str]]:
     """Return everyone who takes part, and why others do not."""
     found = {"plain": Contender(plain, peak_of(problem, plain))}
     absent: dict[str, str] = {}
-    for name, enter in PEERS.items():
-        found[name] = Contender(enter, peak_of(problem, enter))
+    for name, enter in peers_of(problem, kinds).items():
+        try:
+            found[name] = Contender(enter, peak_of(problem, enter))
+        except Exception as error:
+            if not isinstance(enter, Compiled):
+                raise
+            # Whatever the compiler says: the others can be compared without it.
+            absent[name] = f"{type(error).__name__}: {error!s:.60}"
     floor_bytes = 0
     for name, target in targets_of(problem, found).items():
         try:
@@ -186,19 +208,11 @@ def contenders_of(
         found["recoup floor"] = fitted(problem, Target(floor_bytes))
     except InfeasibleError as error:
         absent["recoup floor"] = f"infeasible: {error!s:.60}"
-    for budget in COMPILED_BUDGETS if compiled else ():
-        torch.compiler.reset()
-        enter = Compiled(problem.model, budget)
-        name = f"torch.compile, budget {budget:.1f}"
-        try:
-            found[name] = Contender(enter, peak_of(problem, enter))
-        except Exception as error:  # noqa: BLE001 (whatever the compiler says)
-            absent[name] = f"{type(error).__name__}: {error!s:.60}"
     return found, absent
 
 
-def rows_of(problem: Problem, *, compiled: bool, rounds: int) -> list[Row]:
-    contenders, absent = contenders_of(problem, compiled=compiled)
+def rows_of(problem: Problem, kinds: Sequence[str], *, rounds: int) -> list[Row]:
+    contenders, absent = contenders_of(problem, kinds)
     steps: Mapping[str, Callable[[], Pace]] = {
         name: partial(pace_with, problem, contender.enter)
         for name, contender in contenders.items()
@@ -269,7 +283,7 @@ def measure(
     scale: Scale,
     device: torch.device,
     *,
-    compiled: bool,
+    kinds: Sequence[str],
     rounds: int,
 ) -> Iterator[tuple[list[Row], dict[str, Cell]]]:
     """Run the models one after the other; yield all that is known after each."""
@@ -285,7 +299,7 @@ def measure(
     for name in names:
         start = time.perf_counter()
         problem = Problem(CASES[name], scale, device)
-        found = rows_of(problem, compiled=compiled, rounds=rounds)
+        found = rows_of(problem, kinds, rounds=rounds)
         del problem
         free_device(device)
         rows += found
@@ -315,7 +329,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--scale", choices=("tiny", "large"))
     parser.add_argument("--models", type=models_in, default=list(MODELS))
-    parser.add_argument("--skip-compile", action="store_true")
+    parser.add_argument("--peers", nargs="*", default=KINDS, choices=KINDS)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--draw", type=Path, help="only draw a results file (.json)")
     options = parsed(parser, arguments)
@@ -327,7 +341,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.models,
         scale_for(device, options.scale),
         device,
-        compiled=not options.skip_compile,
+        kinds=options.peers,
         rounds=options.rounds,
     )
     page = options.out

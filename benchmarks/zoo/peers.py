@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import FunctionType, MethodType
 
 import torch
 from torch import nn
@@ -10,6 +11,10 @@ from recoup.engine.blocks import block_names
 from recoup.measure.peers import PEERS, Context, plain
 
 __all__ = ["PEERS", "Compiled", "Context", "plain"]
+
+
+RECOMPILE_LIMIT = 64
+"""How many shapes of one block are compiled; past it torch would run it uncompiled."""
 
 
 class Compiled:
@@ -22,13 +27,16 @@ class Compiled:
 
     def __init__(self, model: nn.Module, budget: float) -> None:
         self._budget = budget
+        own = _Copies(f"_with_budget_{round(100 * budget)}_percent")
+        blocks = {name: model.get_submodule(name) for name in block_names(model)}
         self._forwards = {
-            name: torch.compile(model.get_submodule(name).forward, dynamic=False)
-            for name in block_names(model)
+            name: torch.compile(own.forward_of(block), dynamic=False)
+            for name, block in blocks.items()
         }
 
     @contextmanager
     def __call__(self, model: nn.Module) -> Iterator[None]:
+        import torch._dynamo.config as dynamo
         from torch._functorch import config
 
         with ExitStack() as stack:
@@ -36,5 +44,40 @@ class Compiled:
                 module = model.get_submodule(name)
                 module.__dict__["forward"] = forward
                 stack.callback(module.__dict__.pop, "forward")
-            with config.patch(activation_memory_budget=self._budget):
-                yield
+            stack.enter_context(config.patch(activation_memory_budget=self._budget))
+            stack.enter_context(
+                dynamo.patch(
+                    recompile_limit=RECOMPILE_LIMIT,
+                    accumulated_recompile_limit=RECOMPILE_LIMIT,
+                )
+            )
+            yield
+
+
+class _Copies:
+    """Copies of functions, one of each, that torch compiles apart from the originals.
+
+    It looks for what it has compiled by a function's code, whatever the budget: two
+    contenders with the same code would both run what was compiled for one of them.
+    """
+
+    def __init__(self, suffix: str) -> None:
+        self._suffix = suffix
+        self._copies: dict[FunctionType, FunctionType] = {}
+
+    def forward_of(self, module: nn.Module) -> MethodType:
+        """Return the forward of a module, bound to it."""
+        function = type(module).forward
+        assert isinstance(function, FunctionType), "written in Python"
+        if function not in self._copies:
+            code = function.__code__
+            copy = FunctionType(
+                code.replace(co_name=code.co_name + self._suffix),
+                function.__globals__,
+                function.__name__,
+                function.__defaults__,
+                function.__closure__,
+            )
+            copy.__kwdefaults__ = function.__kwdefaults__
+            self._copies[function] = copy
+        return MethodType(self._copies[function], module)
