@@ -35,7 +35,7 @@ class Host:
         self.paces: list[Pace] = []
         self.settling: Settling | None = None
 
-    def pace_of(self, step, *, repeats):
+    def pace_of(self, step, *, repeats, expected_seconds=None):
         """Return the pace that the plan in force would have."""
         assert self.settling is not None
         attempts = [plan for plan in self.settling.search.known if self.is_on(plan[0])]
@@ -154,7 +154,7 @@ def test_a_lap_that_was_disturbed_is_measured_again(settled, monkeypatch):
     usual = host.pace_of
     asked: list[int] = []
 
-    def disturbed(step, *, repeats):
+    def disturbed(step, *, repeats, expected_seconds=None):
         asked.append(repeats)
         pace = usual(step, repeats=repeats)
         return replace(pace, seconds=3 * pace.seconds) if repeats == 1 else pace
@@ -173,3 +173,18 @@ def test_a_step_takes_no_longer_in_a_row_than_alone(settled, monkeypatch):
     _, last, _ = settled(host, alone_seconds=0.25)
     assert last.pace == Pace(0.25, 1e-6)
     assert last.solution.simulation.seconds == pytest.approx(0.25)
+
+
+def test_a_host_that_varies_is_looked_at_by_more_laps(settled, monkeypatch):
+    host = Host(recording_share=3.0)
+    asked: list[tuple[int, float | None]] = []
+
+    def varying(step, *, repeats, expected_seconds=None):
+        asked.append((repeats, expected_seconds))
+        return Pace(0.2, 0.2)
+
+    monkeypatch.setattr(host, "pace_of", varying)
+    _, last, _ = settled(host, alone_seconds=0.1)
+    planned = last.attempt.solution.simulation.seconds
+    assert asked[:2] == [(1, None), (settling._HOST_LAPS, planned)]
+    assert last.pace == Pace(0.2, 0.2)  # one step alone says less than many

@@ -11,7 +11,7 @@ from torch import nn
 
 from recoup.backend.timers import Laps
 from recoup.measure import pace
-from recoup.measure.pace import Pace, judged, pace_of
+from recoup.measure.pace import Pace, judged, pace_of, usual
 from recoup.measure.training import training_step
 
 
@@ -110,3 +110,34 @@ def test_a_pace_is_the_slower_of_both_and_no_more_than_was_seen(host, between, d
 
 def test_one_slow_run_of_the_host_does_not_make_the_device_slow():
     assert judged([0.16, 0.13], [0.12, 0.15, 0.125], [0.005] * 3).is_bound_by_host
+
+
+@given(
+    times=st.lists(st.floats(0.1, 1), min_size=2, max_size=9),
+    expected=st.floats(0.05, 2),
+)
+def test_an_expectation_moves_as_far_as_times_contradict_it(times, expected):
+    found = usual(times, expected)
+    middle = usual(times)
+    rounding = 1e-12
+    assert min(times) - rounding <= found <= max(times) + rounding
+    within_a_quarter = (len(times) - 1) / 4 + 1
+    if found > expected:
+        assert sum(each < found - rounding for each in times) <= within_a_quarter
+        assert found <= middle + rounding
+    elif found < expected:
+        assert sum(each > found + rounding for each in times) <= within_a_quarter
+        assert found >= middle - rounding
+
+
+def test_times_that_agree_say_more_than_what_was_expected():
+    assert usual([0.3] * 5, expected=0.2) == 0.3
+    assert usual([0.3], expected=0.2) == 0.3
+
+
+def test_a_host_that_varies_does_not_correct_what_lies_among_its_times():
+    host = [0.12, 0.15, 0.12, 0.18, 0.13]
+    laps = [each + 0.005 for each in host[1:]]
+    assert judged(laps, host, [0.005] * 5, 0.14) == Pace(0.14, 0.14)
+    assert judged(laps, host, [0.005] * 5, 0.30).seconds == pytest.approx(0.1575)
+    assert judged(laps, host, [0.005] * 5).seconds == pytest.approx(0.14)

@@ -35,13 +35,20 @@ class Pace:
         return self.seconds <= _SAME * self.host_seconds
 
 
-def pace_of(step: TrainingStep, *, repeats: int = 2) -> Pace:
+def pace_of(
+    step: TrainingStep, *, repeats: int = 2, expected_seconds: float | None = None
+) -> Pace:
     """Return the times of a step among some runs that follow each other.
 
     They are issued as training issues them: the host waits for an accelerator after the
     last one alone, and one that finds it idle comes first and does not count.
 
     Costs one run more than the repeats beside an accelerator, else as many.
+
+    Args:
+        step: The step.
+        repeats: How many runs count.
+        expected_seconds: The time that was predicted, see `judged`.
     """
     if step.device.type == "cpu":
         seconds = min(_time_alone(step) for _ in range(repeats))
@@ -58,17 +65,20 @@ def pace_of(step: TrainingStep, *, repeats: int = 2) -> Pace:
         step.begin(waiting=False)
         host_seconds.append(issued - start)
         between_seconds.append(time.perf_counter() - issued)
-    return judged(laps.seconds(), host_seconds, between_seconds)
+    return judged(laps.seconds(), host_seconds, between_seconds, expected_seconds)
 
 
 def judged(
-    laps: Sequence[float], host: Sequence[float], between: Sequence[float]
+    laps: Sequence[float],
+    host: Sequence[float],
+    between: Sequence[float],
+    expected_seconds: float | None = None,
 ) -> Pace:
     """Return the pace that the times of some runs in a row show.
 
     A device's least time is its time: what is longer was disturbed. A host varies from
-    step to step, and is what is waited for: its time is the median. Which of the two it
-    is, one lap tells and the run that it is of. A host that had issued the first run,
+    step to step, and is what is waited for: see `usual`. Which of the two it is, one
+    lap tells and the run that it is of. A host that had issued the first run,
     to an idle device, in much less time had to wait itself: for room in the device's
     queue. Putting the step back to its beginning is not part of it, and a device does
     not wait for that unless it waits for the host.
@@ -77,6 +87,7 @@ def judged(
         laps: The seconds from each run to the next, on the device.
         host: What the host took to issue each run, the first included.
         between: What it took after each to put the step back to its beginning.
+        expected_seconds: The time that was predicted.
 
     Examples:
         >>> judged([9.0, 8.0], [3.0, 8.0, 8.0], [0.5, 0.5, 0.5])
@@ -88,9 +99,32 @@ def judged(
     issued = host[least + 1]
     keeps_waiting = laps[least] <= _SAME * (issued + between[least])
     if keeps_waiting and host[0] >= _UNHINDERED * issued:
-        usual = statistics.median(host[1:])
-        return Pace(usual, usual)
+        seconds = usual(host[1:], expected_seconds)
+        return Pace(seconds, seconds)
     return Pace(laps[least], min(host))
+
+
+def usual(times: Sequence[float], expected: float | None = None) -> float:
+    """Return the usual one of times that vary: the median, if nothing was expected.
+
+    Else what was expected, moved to the nearer quartile where it is not between both. A
+    few times that vary by 15 % do not say more than a prediction does; those that agree
+    with each other do.
+
+    Examples:
+        >>> usual([1.0, 2.0, 6.0])
+        2.0
+        >>> usual([1.0, 2.0, 6.0], expected=3.0)
+        3.0
+        >>> usual([1.0, 2.0, 6.0], expected=5.0)
+        4.0
+        >>> usual([2.0, 2.0, 2.0], expected=5.0)
+        2.0
+    """
+    if expected is None or len(times) == 1:
+        return statistics.median(times)
+    first, _, third = statistics.quantiles(times, n=4, method="inclusive")
+    return min(max(expected, first), third)
 
 
 def _time_alone(step: TrainingStep) -> float:
