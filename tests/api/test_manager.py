@@ -65,6 +65,19 @@ def limited(mebibytes, share=1.0):
 
 
 class TestAModel:
+    @pytest.mark.filterwarnings("ignore")  # of the compiler, about its own code
+    def test_a_model_that_is_compiled_afterwards_is_chosen_for(self):
+        torch.compiler.reset()
+        model = network()
+        plain = step(model)
+        manager = limited(1, 0.9)
+        compiled = torch.compile(manager.apply(model), backend="eager")
+        for _ in range(2):
+            with CheckpointProfiler() as profiler:
+                assert all(map(torch.equal, plain, step(compiled)))
+            assert profiler.checkpoint_count() > 0
+        manager.remove()
+
     def test_a_step_in_the_context_stays_within_the_budget(self):
         model = network()
         plain_bytes, plain = added_bytes(model), step(model)

@@ -440,6 +440,18 @@ class TestCompiled:
         twin(x).sum().backward()
         assert torch.equal(model.widen.weight.grad, twin.widen.weight.grad)
 
+    @pytest.mark.filterwarnings("ignore:The .grad attribute")
+    def test_a_checkpointed_module_that_is_compiled_afterwards_keeps_its_region(self):
+        torch._dynamo.reset()
+        model, x = network(), torch.randn(2, 8, 16)
+        for block in model:
+            checkpoint_module(block)
+        compiled = torch.compile(model, backend="eager")
+        for _ in range(2):
+            assert regions_of(lambda: compiled(x).sum().backward()) == 2
+        uncheckpoint_module(model[0])
+        assert regions_of(lambda: compiled(x).sum().backward()) == 1
+
 
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_a_region_that_is_taken_off_in_its_own_forward_is_ended(interrupted):

@@ -114,6 +114,31 @@ def test_no_plan_changes_a_bit(name, dtype):
     assert open_regions() == []
 
 
+@pytest.mark.filterwarnings("ignore")  # of the compiler, about its own code
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("name", ["each layer", "two and a half", "nested", "nothing"])
+def test_a_model_that_is_compiled_afterwards_keeps_its_plan(name, in_place):
+    torch.compiler.reset()
+    model, x = Model(), torch.randn(8, 4)
+    plain = gradients(model, x)
+    applied = apply_plan(model, Plan(PLANS[name]), verify="always")
+    with Watching() as seen:
+        gradients(model, x)
+    if in_place:
+        model.compile(backend="eager")
+    compiled = model if in_place else torch.compile(model, backend="eager")
+    for _ in range(2):
+        with Watching() as compiled_seen:
+            found = gradients(compiled, x)
+        assert compiled_seen.names == seen.names
+        assert all(map(torch.equal, plain, found))
+    applied.remove()
+    with Watching() as none:
+        assert all(map(torch.equal, plain, gradients(compiled, x)))
+    assert none.names == []
+    assert open_regions() == []
+
+
 def test_regions_are_those_of_the_plan():
     model = Model()
     applied = apply_plan(model, Plan(PLANS["nested"]))

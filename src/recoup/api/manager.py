@@ -15,6 +15,7 @@ from torch.nn.modules.module import (
 from torch.utils.hooks import RemovableHandle
 
 from recoup.api.adaptation import Adapted
+from recoup.backend.compiled import leave_uncompiled
 from recoup.backend.hooks import keywords_of_call
 from recoup.backend.trees import map_leaves, tensors
 from recoup.core.errors import InfeasibleError, UsageError
@@ -121,6 +122,7 @@ class CheckpointManager(ScopeManager):
                 # Its hooks come too late for the call that is under way.
                 adapted.begin(model, args, kwargs)
 
+        leave_uncompiled(first)
         handle = model.register_forward_pre_hook(first, with_kwargs=True, prepend=True)
         self._waiting.append(handle)
         return model

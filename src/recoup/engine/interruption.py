@@ -8,8 +8,6 @@ import sys
 import threading
 from types import FrameType
 
-import torch
-
 from recoup.engine.active import end, is_innermost, is_open
 
 
@@ -29,8 +27,6 @@ def begin_call(caller: object) -> object:
     Costs nothing but the note, unless it is inside another call: then a walk through
     the frames that are running.
     """
-    if torch.compiler.is_compiling():
-        return caller
     if _CALLS.stack:
         end_interrupted_calls()
     owner = object()
@@ -42,7 +38,7 @@ def begin_call(caller: object) -> object:
 
 def end_call(caller: object) -> object:
     """Take note that the last call has ended; return who began something in it."""
-    if torch.compiler.is_compiling() or not _CALLS.stack:
+    if not _CALLS.stack:
         return caller
     return _CALLS.stack.pop()[0]
 

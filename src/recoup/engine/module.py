@@ -9,7 +9,7 @@ from weakref import WeakSet, finalize, ref
 
 from torch import nn
 
-from recoup.backend.compiled import call_slot, is_compiled
+from recoup.backend.compiled import call_slot, is_compiled, leave_uncompiled
 from recoup.core.errors import UnsupportedError, UsageError
 from recoup.engine.active import begin, end, skip, transform_advice
 from recoup.engine.blocks import segment_names
@@ -292,3 +292,8 @@ def _call_again(
     if module.__dict__.get(_FLAG, False):
         return rerun(original, *args, **kwargs)
     return original(*args, **kwargs)
+
+
+for _hook in (Attached.before, Attached.after):
+    # Traced, they would be taken for a part of the module, and open no region.
+    leave_uncompiled(_hook)

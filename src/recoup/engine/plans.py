@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from recoup.backend.compiled import is_compiled
+from recoup.backend.compiled import is_compiled, leave_uncompiled
 from recoup.backend.graph import records_gradients
 from recoup.backend.hooks import forward_pre_hooks
 from recoup.core.errors import PlanError, UnsupportedError, UsageError
@@ -301,3 +301,8 @@ def _submodule(model: nn.Module, name: str) -> nn.Module:
             "does not have. Apply it to the model it was made for, or make it anew "
             "with recoup.fit."
         ) from error
+
+
+for _hook in (Applied._begin, Applied._end, _reach):
+    # Traced, they would be taken for a part of the model, and open no region.
+    leave_uncompiled(_hook)

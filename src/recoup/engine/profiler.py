@@ -12,6 +12,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from recoup.backend.compiled import leave_uncompiled
 from recoup.backend.graph import (
     Pack,
     Unpack,
@@ -290,3 +291,7 @@ class _Saved:
     region: int
     held: HeldOutside
     is_used: bool = True
+
+
+for _hook in (CheckpointProfiler._pack, CheckpointProfiler._unpack):
+    leave_uncompiled(_hook)
