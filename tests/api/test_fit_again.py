@@ -157,6 +157,12 @@ def test_a_fraction_is_a_share():
     assert report.budget_bytes == int(report.plain_peak_bytes * Fraction(9, 10))
 
 
+def test_a_share_may_be_written_in_percent():
+    _, report = recoup.fit(blocks(), odd_batch(), "80%", loss=mean_square)
+    assert report.budget_bytes == int(report.plain_peak_bytes * 0.8)
+    assert report.measured_peak_bytes <= report.budget_bytes
+
+
 def test_a_share_is_one_of_the_peak_with_the_optimizers_state():
     model, batch = blocks(), odd_batch()
     optimizer = torch.optim.Adam(model.parameters())

@@ -1,6 +1,7 @@
 """Bytes and seconds: what is read is exact, what is printed is near and readable."""
 
 import math
+import re
 from fractions import Fraction
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from recoup.core.errors import UsageError
-from recoup.core.units import parse_bytes, print_bytes, print_seconds
+from recoup.core.units import parse_bytes, parse_share, print_bytes, print_seconds
 
 BINARY = {"B": 0, "KiB": 1, "MiB": 2, "GiB": 3, "TiB": 4, "PiB": 5, "EiB": 6}
 DECIMAL = {"KB": 1, "MB": 2, "GB": 3, "TB": 4, "PB": 5, "EB": 6}
@@ -211,3 +212,22 @@ def test_a_printed_duration_is_within_one_percent(seconds):
     # Three significant digits are off by at most half a percent, whole seconds
     # above a minute and whole minutes above an hour by less than one.
     assert printed_seconds(print_seconds(seconds)) == pytest.approx(seconds, rel=0.01)
+
+
+@given(st.integers(1, 100))
+def test_a_text_in_percent_is_that_share(percent):
+    assert parse_share(f"{percent}%") == percent / 100
+    assert parse_share(f" {percent}.0 % ") == percent / 100
+
+
+@pytest.mark.parametrize("text", ["8GiB", "1024", "", "abc"])
+def test_what_is_not_in_percent_is_no_share(text):
+    assert parse_share(text) is None
+
+
+@pytest.mark.parametrize(
+    "text", ["0%", "-5%", "100.1%", "nan%", "inf%", "%", "x%", "60%%", "60% or so"]
+)
+def test_a_share_is_more_than_nothing_and_no_more_than_all(text):
+    with pytest.raises(UsageError, match=re.escape(repr(text))):
+        parse_share(text)

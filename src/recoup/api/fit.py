@@ -218,8 +218,8 @@ def fit(  # noqa: PLR0913 (a step can be described in several ways)
             mapping of keyword arguments. With a loss that takes the output and a
             target: a pair of what the model is called with and the target.
         budget: The most bytes on the device at any moment of a step, everything
-            counted: a number, a text as "8GiB", a float up to 1 as a share of the plain
-            peak, or None for what the device has.
+            counted: a number, a text as "8GiB", a share of the plain peak (a float
+            up to 1, or as in "60%"), or None for what the device has.
         loss: Computes the loss from the output (and the target). Without it the output
             must be the loss, or have it as `loss`.
         step: Runs forward and backward by itself, instead of `batch` and `loss`.

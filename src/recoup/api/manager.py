@@ -111,6 +111,7 @@ class CheckpointManager(ScopeManager):
                 "off. Turn it on, or place CheckpointScope by hand."
             )
 
+        @leave_uncompiled
         def first(
             model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> None:
@@ -122,7 +123,6 @@ class CheckpointManager(ScopeManager):
                 # Its hooks come too late for the call that is under way.
                 adapted.begin(model, args, kwargs)
 
-        leave_uncompiled(first)
         handle = model.register_forward_pre_hook(first, with_kwargs=True, prepend=True)
         self._waiting.append(handle)
         return model

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from recoup.api.budgets import Budget, budget_bytes
+from recoup.api.budgets import Budget, budget_bytes, share_of
 from recoup.api.fit import Fit
 from recoup.core.errors import UsageError
 from recoup.core.units import print_bytes, print_seconds
@@ -170,7 +170,7 @@ def _bytes(budget: Budget | Fit, device: torch.device) -> int:
         return budget.budget_bytes
     if budget is None:
         return 0
-    if isinstance(budget, float):
+    if share_of(budget) is not None:
         raise UsageError(
             f"a meter compares with bytes, not with a share: got {budget!r}. Give "
             'bytes, as in "8GiB", or what `fit` returned.'

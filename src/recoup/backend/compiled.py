@@ -1,10 +1,13 @@
 """Recognise functions and modules that torch.compile has compiled."""
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+
+Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
 def is_compiled(function: Any) -> bool:
@@ -40,20 +43,23 @@ def original_of(function: Any) -> Any:
     return getattr(function, "_torchdynamo_orig_callable", function)
 
 
-def leave_uncompiled(function: Any) -> None:
-    """Keep torch.compile from tracing a function, and all it calls.
+def leave_uncompiled(function: Hook) -> Hook:
+    """Keep torch.compile from tracing a function, and all it calls; return it.
 
     A compiled function that is called inside a region would otherwise make it compile
-    the recorder. Unlike `torch.compiler.disable`, this wraps nothing and so costs
-    nothing per call, and it does not import the compiler.
+    the recorder, and hooks of a model that is compiled would be taken for a part of the
+    model, and open no region. Unlike `torch.compiler.disable`, this wraps nothing and
+    so costs nothing per call, and it does not import the compiler.
     """
-    function._torchdynamo_disable = True
-    function._torchdynamo_disable_msg = "recoup's own code is not compiled"
+    marked: Any = function
+    marked._torchdynamo_disable = True
+    marked._torchdynamo_disable_msg = "recoup's own code is not compiled"
     frames: Any = getattr(torch._C, "_dynamo").eval_frame  # noqa: B009 (no stub)
     skip = frames._FrameAction.SKIP
     frames.set_code_exec_strategy(
-        function.__code__, frames._FrameExecStrategy(skip, skip)
+        marked.__code__, frames._FrameExecStrategy(skip, skip)
     )
+    return function
 
 
 def call_slot(module: nn.Module) -> str:

@@ -7,7 +7,7 @@ import typer
 
 from recoup.core.errors import UsageError
 from recoup.core.figures import figures_of
-from recoup.core.units import parse_bytes
+from recoup.core.units import parse_bytes, parse_share
 
 TargetName = Annotated[
     str,
@@ -70,31 +70,18 @@ MemoryPath = Annotated[
 ]
 
 
-def read_budget(text: str | None) -> str | float | None:
-    """Return a budget as `fit` takes it; a share may be written in percent.
+def check_budget_text(text: str | None) -> None:
+    """Raise before any work if a text is no budget as `fit` takes it.
 
     Raises:
         UsageError: It is neither bytes nor a share.
 
     Examples:
-        >>> read_budget("60%"), read_budget("8GiB"), read_budget(None)
-        (0.6, '8GiB', None)
+        >>> check_budget_text("60%")
+        >>> check_budget_text("8GiB")
     """
-    if text is None:
-        return None
-    if text.endswith("%"):
-        try:
-            share = float(text[:-1]) / 100
-        except ValueError:
-            share = 0.0
-        if not 0 < share <= 1:
-            raise UsageError(
-                f"a share of the plain peak is above 0% and up to 100%: got {text!r}."
-            )
-        return share
-    if parse_bytes(text) <= 0:
+    if text is not None and parse_share(text) is None and parse_bytes(text) <= 0:
         raise UsageError(f"a budget is more than no bytes: got {text!r}.")
-    return text
 
 
 def check_device(device: str | None, *, dry: bool) -> None:

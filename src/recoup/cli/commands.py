@@ -21,8 +21,8 @@ from recoup.cli.arguments import (
     PlanPath,
     Points,
     TargetName,
+    check_budget_text,
     check_device,
-    read_budget,
 )
 from recoup.cli.outputs import (
     as_json,
@@ -79,7 +79,7 @@ def fit(  # noqa: PLR0913 (one for each thing to be had)
 ) -> None:
     """Fit a model into a budget: measure, plan, check on a real step, and say so."""
     del debug  # read by `recoup.cli.main`
-    asked = read_budget(budget)
+    check_budget_text(budget)
     for path in (page, plan, findings):
         check_writable(path)
 
@@ -90,7 +90,7 @@ def fit(  # noqa: PLR0913 (one for each thing to be had)
     from recoup.report.texts import comparison_text, frontier_text, summary_text
 
     fitted, found = fit_target(
-        load_target(target), asked, offload=offload, points=points
+        load_target(target), budget, offload=offload, points=points
     )
     if page is not None:
         write_whole(page, page_of(found))
@@ -138,7 +138,7 @@ def measure(
 ) -> None:
     """Measure one step: where its memory goes, and how little it could do with."""
     del debug
-    asked = read_budget(budget)
+    check_budget_text(budget)
     check_device(device, dry=dry)
 
     from recoup.cli.targets import load_target
@@ -152,7 +152,7 @@ def measure(
     from recoup.report.texts import table as table_of
 
     graph, found = measure_findings(
-        load_target(target, dry=dry), Way(dry=dry, device=device), asked
+        load_target(target, dry=dry), Way(dry=dry, device=device), budget
     )
     numbers = graph_numbers(graph)
     view = found.plan
@@ -243,13 +243,14 @@ def compare(
 ) -> None:
     """Measure recoup beside PyTorch's own ways on your model: peak, time, gradients."""
     del debug
-    asked = [found for text in budget or () if (found := read_budget(text))]
+    for text in budget or ():
+        check_budget_text(text)
 
     from recoup.cli.targets import load_target
     from recoup.cli.work import compare_target
     from recoup.report.texts import contest_text
 
-    entries = compare_target(load_target(target), asked, offload=offload)
+    entries = compare_target(load_target(target), budget or (), offload=offload)
     if json:
         rows = [asdict(entry) for entry in entries]
         print(as_json({"target": target, "contenders": rows}))
@@ -323,7 +324,7 @@ def report(  # noqa: PLR0913 (one for each thing to be had)
 ) -> None:
     """Write one self-contained HTML page, and its charts as files if you like."""
     del debug
-    asked = read_budget(budget)
+    check_budget_text(budget)
     check_writable(out)
     check_figure(chart)
     check_figure(memory)
@@ -338,7 +339,7 @@ def report(  # noqa: PLR0913 (one for each thing to be had)
         from recoup.cli.targets import load_target
         from recoup.cli.work import fit_target
 
-        _, found = fit_target(load_target(source), asked, offload=False, points=9)
+        _, found = fit_target(load_target(source), budget, offload=False, points=9)
     written = [out]
     write_whole(out, page(found))
     for path, figure in (

@@ -28,7 +28,7 @@ from recoup.train.comparison import Comparison, compare_configurations
 
 
 def fit_target(
-    target: Target, budget: str | float | None, *, offload: bool, points: int
+    target: Target, budget: str | None, *, offload: bool, points: int
 ) -> tuple[Fit, Findings]:
     """Fit the user's model, and return what was found."""
     allow = {Action.KEEP, Action.OFFLOAD} if offload else {Action.KEEP}
@@ -76,7 +76,7 @@ def measure_target(target: Target, way: Way = _REAL) -> Graph:
 
 
 def measure_findings(
-    target: Target, way: Way, budget: str | float | None
+    target: Target, way: Way, budget: str | None
 ) -> tuple[Graph, Findings]:
     """Measure a step; return what is known of it, and of a plan if there is a budget.
 
@@ -139,7 +139,7 @@ def frontier_findings(
 
 
 def compare_target(
-    target: Target, budgets: Sequence[str | float], *, offload: bool
+    target: Target, budgets: Sequence[str], *, offload: bool
 ) -> tuple[Entry, ...]:
     """Measure recoup and PyTorch's own ways on the user's step, side by side."""
     with bar("measuring") as show:

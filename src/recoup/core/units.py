@@ -49,6 +49,31 @@ def parse_bytes(amount: int | str) -> int:
     return amount
 
 
+def parse_share(text: str) -> float | None:
+    """Return the share that a text in percent says, or None if it is not in percent.
+
+    Raises:
+        UsageError: It is not above 0% and up to 100%.
+
+    Examples:
+        >>> parse_share("60%"), parse_share("12.5 %"), parse_share("8GiB")
+        (0.6, 0.125, None)
+        >>> parse_share("120%")
+        Traceback (most recent call last):
+        recoup.core.errors.UsageError: a share is above 0% and up to 100%: got '120%'.
+    """
+    number, sign, rest = text.partition("%")
+    if not sign:
+        return None
+    try:
+        share = float(number) / 100
+    except ValueError:
+        share = 0.0
+    if rest.strip() or not 0 < share <= 1:
+        raise UsageError(f"a share is above 0% and up to 100%: got {text!r}.")
+    return share
+
+
 def print_bytes(amount_bytes: int) -> str:
     """Return bytes in the largest unit of 1024 that fits, to two decimals.
 

@@ -193,6 +193,7 @@ class Attached:
     handles: tuple[Any, ...] = ()
     leaves: bool = False
 
+    @leave_uncompiled
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Open a region, if the module's flag says so."""
         del args, kwargs
@@ -203,6 +204,7 @@ class Attached:
         else:
             skip(owner)
 
+    @leave_uncompiled
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         """Close the region, after an exception too."""
         del module, args, output
@@ -292,8 +294,3 @@ def _call_again(
     if module.__dict__.get(_FLAG, False):
         return rerun(original, *args, **kwargs)
     return original(*args, **kwargs)
-
-
-for _hook in (Attached.before, Attached.after):
-    # Traced, they would be taken for a part of the module, and open no region.
-    leave_uncompiled(_hook)

@@ -162,6 +162,7 @@ class Applied:
             episode.takes(model_calls)
         return episode
 
+    @leave_uncompiled
     def _begin(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
@@ -181,6 +182,7 @@ class Applied:
         if run is not None:
             run.reach("", entering=True)
 
+    @leave_uncompiled
     def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         del model, args, output
         if not _RUNS.stack or _RUNS.stack[-1][0] is not self:
@@ -261,6 +263,7 @@ def apply_plan(model: nn.Module, plan: Plan, *, verify: Verify = "first") -> App
     return Applied(model, plan, verify=verify)
 
 
+@leave_uncompiled
 def _reach(applied: Applied, name: str, entering: bool, *_: Any) -> None:  # noqa: FBT001
     applied.reach(name, entering=entering)
 
@@ -301,8 +304,3 @@ def _submodule(model: nn.Module, name: str) -> nn.Module:
             "does not have. Apply it to the model it was made for, or make it anew "
             "with recoup.fit."
         ) from error
-
-
-for _hook in (Applied._begin, Applied._end, _reach):
-    # Traced, they would be taken for a part of the model, and open no region.
-    leave_uncompiled(_hook)

@@ -263,6 +263,7 @@ class CheckpointProfiler:
                 stacklevel=3,
             )
 
+    @leave_uncompiled
     def _pack(self, tensor: Tensor) -> Any:
         self.note(tensor)
         around = self._around
@@ -273,6 +274,7 @@ class CheckpointProfiler:
 
     _pack.is_transparent = True  # pyright: ignore[reportFunctionMemberAccess]
 
+    @leave_uncompiled
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, Hold):
             return packed.fetch("a backward operator")
@@ -291,7 +293,3 @@ class _Saved:
     region: int
     held: HeldOutside
     is_used: bool = True
-
-
-for _hook in (CheckpointProfiler._pack, CheckpointProfiler._unpack):
-    leave_uncompiled(_hook)

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from recoup.backend.compiled import leave_uncompiled
 from recoup.backend.dispatch import OperatorMode, all_plain, run_complex
 from recoup.backend.kernels import KERNELS, Kernel, kernel_of
 from recoup.backend.operators import (
@@ -34,6 +35,7 @@ class Recorder(OperatorMode):
         self.tape = tape
         self.paused = False
 
+    @leave_uncompiled
     def __torch_dispatch__(
         self,
         func: Any,

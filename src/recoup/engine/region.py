@@ -151,6 +151,7 @@ class Region:
             self._check.excuse(derived_from_lossy(operations, roots))
         return program
 
+    @leave_uncompiled
     def pack(self, tensor: Tensor) -> Saved | Hold:
         """Take a tensor that autograd saves; return what stands for it."""
         if self.listeners and not is_handing_over():
@@ -195,6 +196,7 @@ class Region:
         if value.demand > 0 and hold.tier is not None:
             self._store(value)
 
+    @leave_uncompiled
     def unpack(self, packed: Saved | Hold) -> Tensor:
         """Return the tensor that `packed` stands for, recomputing it if need be."""
         if self._cleared:
@@ -393,7 +395,3 @@ def _wanted(saved: Iterable[Value]) -> list[Value]:
         for value in saved
         if value.demand > 0 and (value.hold is None or not value.hold.is_at_hand)
     ]
-
-
-for _method in (Recorder.__torch_dispatch__, Region.pack, Region.unpack):
-    leave_uncompiled(_method)

@@ -65,6 +65,7 @@ class CheckpointScope:
         True
     """
 
+    @leave_uncompiled
     def __init__(  # noqa: PLR0913 (options by keyword)
         self,
         name: str,
@@ -123,6 +124,7 @@ class CheckpointScope:
         """The bytes that the scope's living regions hold; shared storages once."""
         return held_bytes(self.nodes)
 
+    @leave_uncompiled
     def __enter__(self) -> Self:
         if not self.is_enabled:
             skip(self)
@@ -134,6 +136,7 @@ class CheckpointScope:
             self._nodes.append(CheckpointNode(region=region))
         return self
 
+    @leave_uncompiled
     def __exit__(
         self,
         kind: type[BaseException] | None,
@@ -175,11 +178,3 @@ def _caller() -> tuple[str, int, int]:
     except ValueError:  # made by a thread itself
         return "", 0, 0
     return frame.f_code.co_filename, frame.f_code.co_firstlineno, frame.f_lasti
-
-
-for _method in (
-    CheckpointScope.__init__,
-    CheckpointScope.__enter__,
-    CheckpointScope.__exit__,
-):
-    leave_uncompiled(_method)
