@@ -4,7 +4,6 @@
 # pyright: reportOptionalMemberAccess=false
 
 import copy
-import weakref
 from decimal import Decimal
 from fractions import Fraction
 
@@ -18,7 +17,6 @@ from recoup.backend.memory import StorageMeter
 from tests.support.bits import tree_differences
 from tests.support.fitting import gradients_after, state_of
 from tests.support.odd_models import Perceptron, mean_square, odd_batch
-from tests.support.twin import leftovers
 
 
 class Scoped(nn.Module):
@@ -170,92 +168,6 @@ def test_a_share_is_one_of_the_peak_with_the_optimizers_state():
     assert report.reserved_bytes > 0
     assert report.budget_bytes == report.plain_peak_bytes
     assert "nothing is recomputed" in str(report)
-
-
-class Failing(nn.Module):
-    """Runs out of memory after its blocks, as often as it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks, self.norm = blocks(), nn.BatchNorm1d(1)
-        self.failures = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = nn.functional.dropout(self.blocks(x), 0.2)
-        x = x + self.norm(x.flatten()[:, None]).reshape(x.shape)
-        if self.failures:
-            self.failures -= 1
-            raise torch.OutOfMemoryError
-        return x
-
-
-def fitted() -> tuple[Failing, recoup.Fit, Tensor]:
-    model, batch = Failing(), odd_batch()
-    _, report = recoup.fit(model, batch, 0.8, loss=mean_square)
-    return model, report, batch
-
-
-def test_a_step_out_of_memory_is_planned_tighter_and_gives_what_it_would_have_given():
-    def trained(failures: int) -> tuple[object, recoup.Fit]:
-        model, report, batch = fitted()
-        torch.manual_seed(1)
-        mean_square(model(batch)).backward()  # to be added to
-        model.failures = failures
-        report.run(lambda: mean_square(model(batch)).backward())
-        return {**state_of(model), "hooks": None, "random": torch.rand(1)}, report
-
-    (expected, calm), (found, tight) = trained(0), trained(1)
-    assert (calm.retries, tight.retries) == (0, 1)
-    assert tight.plan.peak_bytes < calm.plan.peak_bytes
-    assert list(tree_differences(expected, found, where="")) == []
-
-
-def test_a_step_that_fails_again_raises():
-    model, report, batch = fitted()
-    model.failures = 2
-    with pytest.raises(torch.OutOfMemoryError):
-        report.run(lambda: model(batch))
-    assert list(leftovers()) == []
-
-
-def test_a_step_that_added_to_gradients_before_it_failed_is_not_run_again():
-    model, report, batch = fitted()
-    runs = 0
-
-    def step() -> None:
-        nonlocal runs
-        runs += 1
-        mean_square(model(batch)).backward()
-        raise torch.OutOfMemoryError
-
-    mean_square(model(batch)).backward()
-    with pytest.raises(torch.OutOfMemoryError) as caught:
-        report.run(step)
-    assert runs == 1
-    assert "added to gradients" in caught.value.__notes__[0]
-
-
-def test_gradients_that_a_step_drops_are_not_held_for_it():
-    model, report, batch = fitted()
-    mean_square(model(batch)).backward()
-    gradients = [weakref.ref(p.grad) for p in model.parameters()]
-
-    def step() -> set[Tensor | None]:
-        model.zero_grad(set_to_none=True)
-        return {gradient() for gradient in gradients}
-
-    assert report.run(step) == {None}
-
-
-def test_other_errors_are_raised_at_once():
-    _, report, _ = fitted()
-
-    def step() -> None:
-        raise ValueError
-
-    with pytest.raises(ValueError):  # noqa: PT011 (any)
-        report.run(step)
-    assert report.retries == 0
 
 
 def test_a_frontier_is_that_of_a_model_or_of_its_graph():

@@ -1,5 +1,6 @@
 """A plan in force that follows the shapes it meets and tightens when memory ran out."""
 
+import math
 from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,10 @@ from recoup.engine.verification import Verify
 from recoup.planners.plan import floor, plan
 
 _STEPS = 8
-"""Sizes of batches are told apart in so many steps up to the measured one."""
+"""Sizes of batches are told apart in so many steps up to the measured one, and in so
+many from it to twice that, and so on."""
+
+_ROUNDING = 1e-9
 
 _TIGHTER = 0.9
 """A budget that was too much for the device is cut to this share of itself."""
@@ -50,7 +54,8 @@ class Adapted:
         self._allow = allow
         self._budget_bytes = made.budget_bytes
         self._measured: list[tuple[Hashable, int]] = []
-        self._plans: dict[int, Plan] = {_STEPS: made}
+        self._plans: dict[float, Plan] = {1.0: made}
+        self._chosen = made
         self._applied = Applied(model, self._choose, verify=verify)
 
     def begin(
@@ -68,8 +73,12 @@ class Adapted:
         self._applied.remove()
 
     def tighten(self) -> bool:
-        """Plan anew for less memory; say whether that was possible."""
-        budget_bytes = int(self._budget_bytes * _TIGHTER)
+        """Plan anew for less memory; say whether that was possible.
+
+        A plan that takes much less than the budget was still too much.
+        """
+        taken_bytes = self._chosen.peak_bytes or self._budget_bytes
+        budget_bytes = int(min(taken_bytes, self._budget_bytes) * _TIGHTER)
         try:
             made = _planned(self._graph, budget_bytes, self._allow)
         except InfeasibleError:
@@ -80,10 +89,15 @@ class Adapted:
 
     def adopt(self, made: Plan) -> None:
         """Put another plan for the measured step in force."""
-        self.plan = made
-        self._plans = {_STEPS: made}
+        self.plan = self._chosen = made
+        self._plans = {1.0: made}
 
     def _choose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+        """Return the plan for a call, and remember which it was."""
+        self._chosen = self._plan_of(args, kwargs)
+        return self._chosen
+
+    def _plan_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         """Return the plan for a call; the first step's are those that were measured."""
         found = tensors((args, kwargs))
         shapes = tuple(tensor.shape for tensor in found)
@@ -92,11 +106,11 @@ class Adapted:
             self._measured.append((shapes, mine))
         elements = max(elements for _, elements in self._measured)
         if not elements or any(shapes == known for known, _ in self._measured):
-            return self._plans[_STEPS]
-        bucket = -(-_STEPS * mine // elements)
-        made = self._plans.get(bucket)
+            return self._plans[1.0]
+        ratio = rounded_up(mine / elements)
+        made = self._plans.get(ratio)
         if made is None:
-            made = self._plans[bucket] = self._plan_for_size(bucket / _STEPS)
+            made = self._plans[ratio] = self._plan_for_size(ratio)
         return made
 
     def _plan_for_size(self, ratio: float) -> Plan:
@@ -106,6 +120,23 @@ class Adapted:
         except InfeasibleError:
             smallest = floor(scaled, allow=self._allow).segments
             return plan_for(scaled, smallest, budget_bytes=self._budget_bytes)
+
+
+def rounded_up(ratio: float) -> float:
+    """Return the size that is planned for, for a batch of some size by the measured.
+
+    They are few, whatever sizes there are: eighths up to the measured one, and above it
+    eight from each size to twice that.
+
+    Examples:
+        >>> rounded_up(0.01), rounded_up(0.5), rounded_up(0.51), rounded_up(2)
+        (0.125, 0.5, 0.625, 2.0)
+        >>> len({rounded_up(size / 64) for size in range(64, 64 * 16)})
+        33
+    """
+    if ratio <= 1:
+        return math.ceil(_STEPS * ratio) / _STEPS
+    return 2.0 ** (math.ceil(_STEPS * math.log2(ratio) - _ROUNDING) / _STEPS)
 
 
 def scale(graph: Graph, ratio: float) -> Graph:

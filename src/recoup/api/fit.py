@@ -33,9 +33,18 @@ from recoup.report.pages import fragment, page
 
 Model = TypeVar("Model", bound=nn.Module)
 
-_ADDED = (
+_CHANGED = (
     "recoup did not run the step again: it had already added to gradients that were "
-    "there before it. Drop them and begin with the first batch of the sum."
+    "there before it, or zeroed them in place. Drop them (zero_grad(set_to_none=True)) "
+    "and begin with the first batch of the sum."
+)
+_SMALLEST = (
+    "recoup did not run the step again: it knows no plan that takes a tenth less than "
+    "the one in force. Give a smaller batch, or move more off the device."
+)
+_RAN_TWICE = (
+    "recoup had planned for a tenth less memory and run the step again: this is how "
+    "the second run ended. Running it once more plans for yet a tenth less."
 )
 
 _RUNS = 7
@@ -66,6 +75,8 @@ class Fit:
         total_seconds: How long all of `fit` took.
         rounds: How many plans were tried on a real step.
         retries: How often a step ran out of memory and was run again.
+        tightenings: How often it was planned anew for less memory. Since then peak and
+            time are those that are predicted: what was measured is the plan before.
         search: The plans of the step that were found on the way.
     """
 
@@ -87,6 +98,7 @@ class Fit:
     total_seconds: float
     rounds: int
     retries: int = 0
+    tightenings: int = 0
     _adapted: Adapted | None = field(default=None, repr=False)
     search: Search | None = field(default=None, repr=False, compare=False)
 
@@ -108,10 +120,17 @@ class Fit:
         return self.model
 
     def tighten(self) -> bool:
-        """Plan anew for a tenth less memory; say whether that was possible."""
+        """Plan anew for a tenth less memory; say whether that was possible.
+
+        Less than the budget, and less than what the last step was planned to take.
+        """
         if self._adapted is None or not self._adapted.tighten():
             return False
-        self.plan = self._adapted.plan
+        plan = self.plan = self._adapted.plan
+        self.budget_bytes = plan.budget_bytes + self.reserved_bytes
+        self.predicted_peak_bytes = plan.peak_bytes + self.reserved_bytes
+        self.predicted_seconds = self.planned_seconds = plan.seconds
+        self.tightenings += 1
         return True
 
     def adopt(self, plan: Plan) -> None:
@@ -129,9 +148,10 @@ class Fit:
         """Run a step; if it runs out of memory, plan tighter and run it once more.
 
         Before that, gradients, buffers and random generators are put back as the step
-        found them, so that it gives what it would have given. If it had already added
-        to gradients that were there before, as the second of several batches that are
-        summed, it is not run again. Costs one copy of the buffers.
+        found them, those of the model and of what else the step refers to, so that it
+        gives what it would have given. If it had already added to gradients that were
+        there before, as the second of several batches that are summed, it is not run
+        again. Costs one copy of the buffers.
 
         Args:
             step: Runs forward and backward, and whatever else may be done twice.
@@ -140,21 +160,27 @@ class Fit:
             Exception: What the step raised: not of memory, or with nothing left to do.
         """
         device = device_of(self.model)
-        undoing = Undoing(self.model, device)
+        undoing = Undoing(step, self.model, device)
         try:
             return step()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             if not undoing.undo():
-                error.add_note(_ADDED)
+                error.add_note(_CHANGED)
                 raise
             if not self.tighten():
+                error.add_note(_SMALLEST)
                 raise
         self.retries += 1
         if device.type != "cpu":
             torch.accelerator.empty_cache()
-        return step()
+        try:
+            return step()
+        except Exception as error:
+            if is_out_of_memory(error):
+                error.add_note(_RAN_TWICE)
+            raise
 
     def findings(self, *, title: str = "", points: int = 7) -> Findings:
         """Return all that was found, for `recoup.report`; see `fit_findings`."""
@@ -171,11 +197,18 @@ class Fit:
 
     def __str__(self) -> str:
         slower = self.predicted_seconds / self.plain_seconds - 1
+        predicted = print_bytes(self.predicted_peak_bytes)
+        plain = print_bytes(self.plain_peak_bytes)
+        budget = f"budget {print_bytes(self.budget_bytes)}"
+        if self.tightenings:
+            return (
+                f"{budget}, after it was planned {self.tightenings} times for less: "
+                f"predicted peak {predicted} (plain {plain}); step {slower:+.1%} by "
+                f"prediction; {self._actions()}"
+            )
         return (
-            f"budget {print_bytes(self.budget_bytes)}: measured peak "
-            f"{print_bytes(self.measured_peak_bytes)} (predicted "
-            f"{print_bytes(self.predicted_peak_bytes)}, plain "
-            f"{print_bytes(self.plain_peak_bytes)}); step "
+            f"{budget}: measured peak {print_bytes(self.measured_peak_bytes)} "
+            f"(predicted {predicted}, plain {plain}); step "
             f"{print_seconds(self.measured_seconds)}, {slower:+.1%} by prediction; "
             f"{self._actions()}, at most {self.gap:.1%} from the best possible"
         )

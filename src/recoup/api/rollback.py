@@ -27,9 +27,14 @@ class Rollback:
     """Remembers what a forward pass changes besides gradients, and puts it back.
 
     These are Python's and torch's random generators and the model's buffers, such as
-    running statistics. NumPy's generator is left alone: no module of torch draws from
-    it, and reading it takes longer than all the rest. Costs one copy of the buffers,
-    kept, and a few kernels a step.
+    running statistics. NumPy's generator is left alone unless asked for: no module of
+    torch draws from it, and reading it takes longer than all the rest. Costs one copy
+    of the buffers, kept, and a few kernels a step.
+
+    Args:
+        model: The model.
+        device: Where it computes.
+        with_numpy: Whether NumPy's generator counts.
 
     Examples:
         >>> norm = nn.BatchNorm1d(2)
@@ -41,9 +46,12 @@ class Rollback:
         ([0.0, 0.0], 0)
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, device: torch.device, *, with_numpy: bool = False
+    ) -> None:
         self._model = model
         self._device = device
+        self._with_numpy = with_numpy
         self._states: RandomStates | None = None
         self._slots: list[BufferSlot] = []
         self._buffers: list[Tensor] = []
@@ -51,7 +59,7 @@ class Rollback:
 
     def remember(self) -> None:
         """Take note of how things stand."""
-        self._states = random_states(self._device, with_numpy=False)
+        self._states = random_states(self._device, with_numpy=self._with_numpy)
         buffers = buffers_of(self._model)
         if not _same(buffers, self._buffers):
             self._buffers = buffers

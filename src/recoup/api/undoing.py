@@ -1,57 +1,93 @@
 """Undo a step that broke off, so that it can be run again from where it began."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from recoup.api.rollback import Rollback
 from recoup.backend.storages import version_of
+from recoup.measure.surroundings import surroundings
+from recoup.measure.training import takes_gradient
 
 
 class Undoing:
     """Remembers where a step begins: gradients, buffers and random generators.
 
-    Gradients are remembered without being held: a step that drops them frees them.
-    Costs one copy of the buffers.
+    They are those of the model and of what else the step refers to, such as a head
+    or a loss with parameters. Gradients are remembered without being held: a step that
+    drops them frees them. Costs one copy of the buffers, a walk through the variables
+    of the step, and a tenth of a millisecond for NumPy's generator.
 
     Args:
+        step: Runs forward and backward.
         model: The model that is trained.
         device: Where it computes.
 
     Examples:
         >>> layer = nn.Linear(1, 1)
-        >>> undoing = Undoing(layer, torch.device("cpu"))
-        >>> layer(torch.ones(1)).backward()
+        >>> step = lambda: layer(torch.ones(1)).backward()
+        >>> undoing = Undoing(step, layer, torch.device("cpu"))
+        >>> step()
         >>> undoing.undo(), layer.weight.grad
         (True, None)
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._gradients = [(p, *_noted(p.grad)) for p in model.parameters()]
-        self._rollback = Rollback(model, device)
+    def __init__(
+        self, step: Callable[[], Any], model: nn.Module, device: torch.device
+    ) -> None:
+        modules, others = surroundings(step)
+        everything = nn.ModuleList(
+            {id(each): each for each in (model, *modules)}.values()
+        )
+        leaves = (*everything.parameters(), *filter(takes_gradient, others))
+        self._gradients = _noted(leaves)
+        self._rollback = Rollback(everything, device, with_numpy=True)
         self._rollback.remember()
 
     def undo(self) -> bool:
         """Put everything back; say whether that was possible.
 
-        It is not where a backward pass has added to gradients that were there before.
+        It is not where gradients that were there before have changed.
         """
-        found = [(p, known(), version) for p, known, version in self._gradients]
-        if any(g is not None and version_of(g) != version for _, g, version in found):
+        if any(noted.has_changed() for noted in self._gradients):
             return False
-        for parameter, gradient, _ in found:
-            parameter.grad = gradient
+        for noted in self._gradients:
+            noted.restore()
         self._rollback.restore()
         return True
 
 
-def _noted(gradient: Tensor | None) -> tuple[Callable[[], Tensor | None], int]:
-    if gradient is None:
-        return _nothing, -1
-    return weakref.ref(gradient), version_of(gradient)
+class _Gradient:
+    """The gradient of a leaf, known by a weak reference and its version."""
+
+    def __init__(self, leaf: Tensor) -> None:
+        gradient = leaf.grad
+        self._leaf = leaf
+        self._known = None if gradient is None else weakref.ref(gradient)
+        self._version = -1 if gradient is None else version_of(gradient)
+        self._is_dense = gradient is None or gradient.layout is torch.strided
+
+    def has_changed(self) -> bool:
+        """Return whether what was there cannot be had again.
+
+        A gradient that is gone was dropped by the step, which will do so again. But
+        backward adds to it in place only if both are dense and no graph is made: else
+        it is gone because the sum has taken its place.
+        """
+        if self._known is None:
+            return False
+        gradient, now = self._known(), self._leaf.grad
+        if gradient is not None:
+            return version_of(gradient) != self._version
+        return now is not None and (now.requires_grad or not self._is_dense)
+
+    def restore(self) -> None:
+        """Put it back, or none if the step had dropped it."""
+        self._leaf.grad = None if self._known is None else self._known()
 
 
-def _nothing() -> None:
-    return None
+def _noted(leaves: Iterable[Tensor]) -> list[_Gradient]:
+    return [_Gradient(leaf) for leaf in {id(leaf): leaf for leaf in leaves}.values()]
