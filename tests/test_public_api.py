@@ -48,6 +48,15 @@ def in_a_fresh_process(code: str) -> str:
     return done.stdout.strip()
 
 
+def test_importing_everything_draws_no_random_number():
+    code = (
+        "import random; random.seed(0); before = random.getstate()\n"
+        "import recoup; recoup.fit\n"
+        "print(random.getstate() == before)"
+    )
+    assert in_a_fresh_process(code) == "True"
+
+
 def test_torch_is_imported_only_when_a_name_needs_it():
     code = (
         "import sys, recoup, recoup.report.pages, recoup.planners.plan\n"

@@ -5,6 +5,7 @@ reports, plans and the command line work without waiting for torch, or without i
 """
 
 import importlib
+import random
 import sys
 import types
 import typing
@@ -29,7 +30,9 @@ class _Package(types.ModuleType):
     def __getattr__(self, name: str) -> typing.Any:
         if name.startswith("__") and name != "__all__":
             raise AttributeError(f"module 'recoup' has no attribute {name!r}")
+        drawn = random.getstate()
         public = importlib.import_module("recoup.public")
+        random.setstate(drawn)  # some packages draw from it when they are imported
         if name not in ("__all__", *public.__all__):
             raise AttributeError(f"module 'recoup' has no attribute {name!r}")
         for each in ("__all__", *public.__all__):

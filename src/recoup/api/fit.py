@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from recoup.api.adaptation import Adapted
+from recoup.api.arguments import actions_of, check_optimizer
 from recoup.api.budgets import Budget, budget_bytes, check_budget, told_bytes
 from recoup.api.findings import fit_findings
 from recoup.api.progress import Progress, progress_for
@@ -24,7 +25,7 @@ from recoup.core.plan import Plan
 from recoup.core.segments import Action
 from recoup.core.simulation import simulate
 from recoup.core.units import print_bytes, print_seconds
-from recoup.engine.verification import Verify
+from recoup.engine.verification import Verify, check_verify
 from recoup.measure.training import device_of, training_step, untouched
 from recoup.planners.plan import EXACT
 from recoup.planners.search import Search
@@ -285,13 +286,16 @@ def fit(  # noqa: PLR0913 (a step can be described in several ways)
     """
     started = time.perf_counter()
     check_budget(budget)
+    check_optimizer(optimizer)
+    check_verify(verify)
+    allowed = actions_of(allow)
     described = training_step(model, batch, loss=loss, step=step, device=device)
     with (
         progress_for(progress, runs=_RUNS) as course,
         untouched(described) as repeated,
     ):
         counted = replace(repeated, run=course.counting(repeated.run))
-        settling = Settling(counted, frozenset(allow), verify, course)
+        settling = Settling(counted, allowed, verify, course)
         settling.reserve(optimizer)
         settling.measure(blocks)
         plain_bytes = simulate(settling.graph, ()).peak_bytes + settling.reserved_bytes

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from recoup.api.arguments import actions_of
 from recoup.core.errors import UsageError
 from recoup.core.figures import FIGURES, Figures, figures_of
 from recoup.core.graph import Graph
@@ -14,7 +15,7 @@ from recoup.measure.dry import measure_dry
 from recoup.measure.floor import measure_floor
 from recoup.measure.roofline import here
 from recoup.measure.training import training_step, untouched
-from recoup.planners.plan import EXACT
+from recoup.planners.plan import EXACT, check_points
 from recoup.planners.plan import frontier as frontier_of
 from recoup.planners.solution import Solution
 
@@ -113,6 +114,8 @@ def frontier(  # noqa: PLR0913 (a step can be described in several ways)
         >>> peaks == sorted(peaks)
         True
     """
+    allowed = actions_of(allow)
+    check_points(points)
     if not isinstance(measured, Graph):
         measured = measure(measured, batch, loss=loss, step=step)
     elif batch is not None or loss is not None or step is not None:
@@ -120,9 +123,7 @@ def frontier(  # noqa: PLR0913 (a step can be described in several ways)
             "a graph is a measured step already: give either a graph alone, or a model "
             "with a batch."
         )
-    return frontier_of(
-        measured, points=points, allow=frozenset(allow), progress=progress
-    )
+    return frontier_of(measured, points=points, allow=allowed, progress=progress)
 
 
 def _figures(device: torch.device | str | None) -> Figures:

@@ -27,6 +27,17 @@ def all_plain(types: tuple[type, ...]) -> bool:
     return _PLAIN.issuperset(types)
 
 
+def copy_unseen(tensor: Tensor) -> Tensor:
+    """Return a copy on the host that no dispatch mode hears of.
+
+    Examples:
+        >>> copy_unseen(torch.ones(2))
+        tensor([1., 1.])
+    """
+    with torch._C._DisableTorchDispatch():
+        return tensor.detach().to("cpu", copy=True)
+
+
 def run_complex(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run an operator from inside a mode as it runs outside of one.
 

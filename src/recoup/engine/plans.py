@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 
 from recoup.backend.compiled import is_compiled, leave_uncompiled
@@ -23,7 +24,7 @@ from recoup.engine.runs import (
     SegmentedRun,
     Segments,
 )
-from recoup.engine.verification import Verify
+from recoup.engine.verification import Verify, check_verify
 
 Choose = Callable[[tuple[Any, ...], dict[str, Any]], Plan | None]
 """Returns the plan for a call of the model with these arguments; None: keep all."""
@@ -74,7 +75,7 @@ class Applied:
             raise PlanError(
                 f"this plan was made for another model than this "
                 f"{type(model).__name__}: its modules or the shapes of its parameters "
-                "differ. Make it anew with recoup.fit."
+                "differ, or their types. Make it anew with recoup.fit."
             )
         self._plan = plan
         self._verify: Verify = verify
@@ -91,6 +92,7 @@ class Applied:
     def put_on(self, model: nn.Module) -> None:
         """Put the plan in force on the model, again after `remove`."""
         found = _submodules(model, self._modules)
+        refuse_scripted([("", model), *found.items()])
         self._handles = [
             model.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True)
         ]
@@ -99,6 +101,7 @@ class Applied:
 
     def _follow(self, modules: Mapping[str, nn.Module]) -> None:
         """Be told when modules are entered and left."""
+        refuse_scripted(modules.items())
         for name, module in modules.items():
             self._handles += [
                 module.register_forward_pre_hook(
@@ -249,7 +252,7 @@ def apply_plan(model: nn.Module, plan: Plan, *, verify: Verify = "first") -> App
 
     Raises:
         PlanError: The plan was made for another model.
-        UsageError: A plan is in force on it already.
+        UsageError: A plan is in force on it already, or this is no plan or model.
 
     Examples:
         >>> import torch
@@ -260,12 +263,32 @@ def apply_plan(model: nn.Module, plan: Plan, *, verify: Verify = "first") -> App
         >>> model(torch.ones(2, 4)).sum().backward()
         >>> applied.remove()
     """
+    for given, wanted in ((model, nn.Module), (plan, Plan)):
+        if not isinstance(given, wanted):
+            raise UsageError(
+                f"apply_plan takes a model and a plan: got {type(given).__name__} for "
+                f"the {'plan' if wanted is Plan else 'model'}. A plan is read from a "
+                "file with Plan.from_json(path.read_text())."
+            )
+    check_verify(verify)
     return Applied(model, plan, verify=verify)
 
 
 @leave_uncompiled
 def _reach(applied: Applied, name: str, entering: bool, *_: Any) -> None:  # noqa: FBT001
     applied.reach(name, entering=entering)
+
+
+def refuse_scripted(modules: Iterable[tuple[str, nn.Module]]) -> None:
+    """Raise `UnsupportedError` if one of the modules can have no hooks."""
+    for name, module in modules:
+        if isinstance(module, torch.jit.ScriptModule):
+            part = f"its part {name!r}" if name else "it"
+            raise UnsupportedError(
+                f"this model cannot be planned for: {part} is scripted by torch.jit, "
+                "and tells nobody when it is called. Use the model as it was before "
+                "torch.jit.script or torch.jit.trace."
+            )
 
 
 def _refuse_two_plans(model: nn.Module) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from recoup.backend.buffers import buffer_slots, buffers_in, put_in_place
 from recoup.backend.randomness import random_states, restore_random_states
 from recoup.backend.storages import version_of
+from recoup.measure.writes import Writes
 
 
 class Beginning:
@@ -25,6 +26,7 @@ class Beginning:
         modules: The model, and other modules that the step may change.
         devices: Where the step computes.
         batch: What the step is given; it may write to it.
+        writes: Knows the parameters that the step writes to.
 
     Examples:
         >>> drop = nn.Dropout()
@@ -42,6 +44,7 @@ class Beginning:
         modules: Sequence[nn.Module],
         devices: Sequence[torch.device],
         batch: Sequence[Tensor] = (),
+        writes: Writes | None = None,
     ) -> None:
         self._modules = modules
         self._devices = devices
@@ -49,6 +52,7 @@ class Beginning:
         self._buffers = _Buffers(modules)
         self._set_up: _Buffers | None = None
         self._batch = [_Given(tensor) for tensor in batch]
+        self._writes = writes
         self._runs = 0
 
     def next(self, *, waiting: bool = True) -> None:
@@ -69,13 +73,15 @@ class Beginning:
         self._restore_others()
 
     def restore(self) -> None:
-        """Put generators, buffers and the batch back as before the first run."""
+        """Put all back as before the first run: generators, buffers, the batch."""
         self._buffers.restore()
         self._restore_others()
 
     def _restore_others(self) -> None:
         for content in self._batch:
             content.restore()
+        if self._writes is not None:
+            self._writes.restore()
         restore_random_states(self._states, *self._devices)
 
 

@@ -76,10 +76,16 @@ def observe(
         UsageError: A named block does not exist, or the step does not call the model.
     """
     known = {name for name, _ in step.model.named_modules()}
+    if isinstance(names, str):
+        raise UsageError(f"blocks= takes the paths of several modules: got {names!r}.")
     chosen = tuple(names) if names is not None else block_names(step.model)
     for name in chosen:
         if name not in known:
-            raise UsageError(f"the model has no module {name!r} to take as a block.")
+            raise UsageError(
+                f"the model has no module {name!r} to take as a block. Give paths as "
+                "model.named_modules() has them, or leave out blocks= to have them "
+                "found."
+            )
     cuts = every_kth(chosen) if _are_leaves(step.model, chosen) else chosen
     with cut(step, Cuts(cuts)):
         step.begin()

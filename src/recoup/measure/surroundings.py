@@ -2,13 +2,17 @@
 
 import functools
 from collections.abc import Iterator
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
 _DEPTH = 4
 """How many functions, objects and containers are gone through, one in the other."""
+
+_OBJECT_DEPTH = 2
+"""Down to here objects are looked into: the function's own, those of its variables, and
+of containers and partial arguments among these. Further down they are data."""
 
 _ITEMS = 1000
 """Larger containers are data."""
@@ -18,7 +22,7 @@ def surroundings(*functions: object) -> tuple[list[nn.Module], list[Tensor]]:
     """Return the modules and tensors that functions refer to, each once.
 
     They are looked for in closures, globals, defaults, partial arguments, the object
-    of a method, and in lists, tuples and dictionaries among these.
+    of a method, in what these objects hold, and in lists, tuples and dictionaries.
 
     Examples:
         >>> layer, x = nn.Linear(1, 1), nn.Parameter(nn.Linear(1, 1).bias)
@@ -53,7 +57,7 @@ def _parts(thing: Any, depth: int) -> Iterator[object]:
         yield from _variables(thing)
     elif isinstance(thing, list | tuple | dict) and len(thing) <= _ITEMS:
         yield from thing.values() if isinstance(thing, dict) else thing
-    elif depth == 0:
+    elif depth <= _OBJECT_DEPTH:
         yield from _attributes(thing)
 
 
@@ -70,6 +74,6 @@ def _variables(function: FunctionType) -> Iterator[object]:
 
 
 def _attributes(thing: object) -> Iterator[object]:
-    """Return what an object holds; what its class holds is code."""
-    if not isinstance(thing, type):
+    """Return what an object holds; what classes and modules of Python hold is code."""
+    if not isinstance(thing, type | ModuleType):
         yield from getattr(thing, "__dict__", {}).values()

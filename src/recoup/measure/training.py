@@ -15,8 +15,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from recoup.backend.stash import Stash
 from recoup.backend.trees import tensors
 from recoup.core.errors import UsageError
+from recoup.engine.plans import refuse_scripted
 from recoup.measure.beginning import Beginning
 from recoup.measure.surroundings import surroundings
+from recoup.measure.writes import Writes
 
 _DEFAULTS = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -83,16 +85,24 @@ def training_step(
         device: Where to count memory; by default where the model's parameters are.
 
     Raises:
+        UnsupportedError: A part of the model can have no hooks.
         UsageError: The arguments describe no step.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"this takes a model: got {type(model).__name__}.")
+    refuse_scripted(model.named_modules())
     if any(map(is_lazy, (*model.parameters(), *model.buffers()))):
         raise UsageError(
             f"this {type(model).__name__} has parameters that get their shape at its "
             "first call. Call it once on a batch before."
         )
-    where = torch.device(device) if device is not None else device_of(model)
+    for name, function in (("loss", loss), ("step", step)):
+        if function is not None and not callable(function):
+            raise UsageError(
+                f"{name}= takes a function: got {function!r} of type "
+                f"{type(function).__name__}."
+            )
+    where = usable_device(device) if device is not None else device_of(model)
     if step is not None:
         if batch is not None or loss is not None:
             raise UsageError("give either a step, or a batch with a loss: got both.")
@@ -138,9 +148,10 @@ def takes_gradient(tensor: Tensor) -> bool:
 
 @contextmanager
 def untouched(step: TrainingStep) -> Iterator[TrainingStep]:
-    """Yield a step whose runs leave nothing changed: gradients, buffers, generators.
+    """Yield a step whose runs leave nothing changed.
 
-    That is of the model, of its batch, and of what else the step refers to.
+    That is parameters, gradients, buffers and generators, of the model, of its batch,
+    and of what else the step refers to.
 
     After each `TrainingStep.begin` it is the same step again, with the same random
     numbers. Gradients are taken off, so that each run starts as one after `zero_grad`
@@ -152,12 +163,14 @@ def untouched(step: TrainingStep) -> Iterator[TrainingStep]:
     model = step.model
     gradients = [(leaf, leaf.grad) for leaf in step.all_leaves()]
     stash = Stash(gradient for _, gradient in gradients if gradient is not None)
-    beginning = Beginning((model, *step.around), _devices_of(step), tensors(step.batch))
+    modules = (model, *step.around)
+    writes = Writes(p for module in modules for p in module.parameters())
+    beginning = Beginning(modules, _devices_of(step), tensors(step.batch), writes)
     for parameter, _ in gradients:
         parameter.grad = None
     try:
         with _optimizers_refused(model):
-            yield replace(step, beginning=beginning)
+            yield replace(step, run=writes.watched(step.run), beginning=beginning)
     finally:
         for parameter, _ in gradients:
             parameter.grad = None
@@ -193,6 +206,30 @@ def _devices_of(step: TrainingStep) -> list[torch.device]:
     model = step.model
     found = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     return [device for device in {*found, step.device} if device.type != "meta"]
+
+
+def usable_device(device: torch.device | str) -> torch.device:
+    """Return the device of that name, where something can be computed here.
+
+    Raises:
+        UsageError: There is none, or nothing can be computed on it.
+
+    Examples:
+        >>> usable_device("cpu")
+        device(type='cpu')
+    """
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except Exception as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"device {device!r} cannot be used here: {reason}.") from error
+    if found.type == "meta":
+        raise UsageError(
+            "nothing is computed on the meta device. Name a real one, or measure dry: "
+            "recoup.measure(..., dry=True)."
+        )
+    return found
 
 
 def device_of(model: nn.Module) -> torch.device:

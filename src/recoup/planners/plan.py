@@ -2,9 +2,12 @@
 
 from collections.abc import Callable
 from time import perf_counter
+from typing import Any
 
+from recoup.core.errors import UsageError
 from recoup.core.graph import Graph
 from recoup.core.segments import Action
+from recoup.core.units import parse_bytes
 from recoup.planners.infeasible import infeasible
 from recoup.planners.search import Plan, Search
 from recoup.planners.solution import Solution
@@ -14,7 +17,7 @@ EXACT = frozenset({Action.KEEP, Action.OFFLOAD})
 
 
 def plan(
-    graph: Graph, budget_bytes: int, *, allow: frozenset[Action] = EXACT
+    graph: Graph, budget_bytes: int | str, *, allow: frozenset[Action] = EXACT
 ) -> Solution:
     """Return the fastest plan known whose peak is within a budget.
 
@@ -25,11 +28,13 @@ def plan(
 
     Args:
         graph: One step, as measured.
-        budget_bytes: The most bytes that may be in use at any moment.
+        budget_bytes: The most bytes that may be in use at any moment, as a number or a
+            text as "8GiB".
         allow: What may be done with a value besides recomputing it.
 
     Raises:
         InfeasibleError: No plan known fits; it names the smallest budget that does.
+        UsageError: This is no graph, or no number of bytes.
 
     Costs a second or two for 100 blocks of 25 operators.
 
@@ -38,7 +43,12 @@ def plan(
         >>> plan(Graph((), 0, (), (), (), (), ()), 0).segments
         ()
     """
-    return plan_with(Search(graph, allow), budget_bytes)
+    if not isinstance(graph, Graph):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise UsageError(
+            f"a plan is made for a measured step: got {type(graph).__name__}. Measure "
+            "one with recoup.measure."
+        )
+    return plan_with(Search(graph, allow), parse_bytes(budget_bytes))
 
 
 def plan_with(
@@ -126,7 +136,16 @@ def frontier(
         >>> len(frontier(Graph((), 0, (), (), (), (), ())))
         1
     """
+    check_points(points)
     return frontier_with(Search(graph, allow), points=points, progress=progress)
+
+
+def check_points(points: int) -> None:
+    """Raise `UsageError` unless it is a number of budgets to plan for."""
+    given: Any = points  # of any type, whatever the signature says
+    is_number = isinstance(given, int) and not isinstance(given, bool)
+    if not is_number or points < 1:
+        raise UsageError(f"points is a whole number of budgets from 1: got {points!r}.")
 
 
 def frontier_with(
