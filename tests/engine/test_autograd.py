@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import checkpoint as checkpointed_by_torch
 
 from recoup import (
     CheckpointGroup,
@@ -570,3 +571,38 @@ def test_saved_tensors_may_be_mutated_where_torch_allows_it():
         return {"x": x.grad}
 
     assert compare(step, always) == []
+
+
+@pytest.mark.parametrize("layer", [nn.LayerNorm(8), nn.RMSNorm(8), nn.PReLU()], ids=str)
+@pytest.mark.parametrize("region", REGIONS)
+def test_hooks_around_are_asked_for_what_they_got_as_often_as_they_got_it(
+    region, layer
+):
+    """Those of torch.utils.checkpoint give everything back once, and then refuse."""
+    x = torch.randn(4, 8, requires_grad=True)
+    asked: list[int] = []
+
+    def pack(tensor: Tensor) -> tuple[int, Tensor]:
+        asked.append(0)
+        return len(asked) - 1, tensor
+
+    def unpack(packed: tuple[int, Tensor]) -> Tensor:
+        asked[packed[0]] += 1
+        return packed[1]
+
+    def run(around: Any) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack), around:
+            y = x
+            for _ in range(3):
+                y = y + layer(y).tanh()
+        return torch.autograd.grad(y.sum(), [x, *layer.parameters()])
+
+    expected = run(contextlib.nullcontext())
+    assert all(map(torch.equal, expected, run(region("shared"))))
+    assert max(asked) == 1
+
+    def inside(x: Tensor) -> Tensor:
+        with region("inside"):
+            return x + layer(layer(x).tanh()).tanh()
+
+    checkpointed_by_torch(inside, x, use_reentrant=False).sum().backward()

@@ -44,3 +44,11 @@ def hand_over(holds: Sequence[Hold]) -> None:
             hold.hand_over(*hooks)
     finally:
         _HANDING.over = False
+
+
+def apart(hold: Hold, kept: Sequence[Hold]) -> Hold:
+    """Return the hold, or a twin if it is among those that are kept for autograd.
+
+    Hooks that keep it may give it back only once, as those of torch.utils.checkpoint.
+    """
+    return hold.twin() if any(hold is other for other in kept) else hold

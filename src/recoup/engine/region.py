@@ -19,6 +19,7 @@ from recoup.backend.graph import (
 from recoup.backend.storages import alias, copy_storage, version_of
 from recoup.core.errors import ClearedError
 from recoup.engine.holding import (
+    apart,
     hand_over,
     is_handing_over,
     is_watched_from_around,
@@ -92,6 +93,7 @@ class Region:
 
     def open(self) -> None:
         """Start recording on this thread."""
+        self._is_inside_hooks = is_watched_from_around()
         self._recorder = Recorder(self.tape)
         self._recorder.__enter__()
         tracer = self.tracer
@@ -163,6 +165,7 @@ class Region:
         except NotImplementedError:
             found = Hold(tensor.detach())
         if type(found) is Hold:
+            found = apart(found, self._kept) if self._is_inside_hooks else found
             self._kept.append(found)
             return found
         if type(found) is Value:
