@@ -15,7 +15,7 @@ from recoup.measure.dry import measure_dry
 from recoup.measure.floor import measure_floor
 from recoup.measure.roofline import here
 from recoup.measure.training import training_step, untouched
-from recoup.planners.plan import EXACT, check_points
+from recoup.planners.plan import check_points
 from recoup.planners.plan import frontier as frontier_of
 from recoup.planners.solution import Solution
 
@@ -87,7 +87,7 @@ def frontier(  # noqa: PLR0913 (a step can be described in several ways)
     loss: Callable[..., Tensor] | None = None,
     step: Callable[[], object] | None = None,
     points: int = 12,
-    allow: Iterable[Action] = EXACT,
+    allow: Iterable[Action] = (Action.KEEP,),
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Solution, ...]:
     """Return plans from the smallest peak to that of plain training.
@@ -101,7 +101,7 @@ def frontier(  # noqa: PLR0913 (a step can be described in several ways)
         loss: With a model: computes the loss.
         step: With a model: runs forward and backward, instead of `batch` and `loss`.
         points: For how many budgets, evenly spread, plans are looked for.
-        allow: What may be done with a value besides recomputing it.
+        allow: What may be done with a value besides recomputing it, as for `fit`.
         progress: Is told how many budgets are done, and how many there are.
 
     Raises:
