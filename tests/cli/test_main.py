@@ -115,6 +115,13 @@ def test_help_names_every_command_and_every_exit_status():
         assert str(status) in text
 
 
+def test_asked_for_nothing_it_prints_its_help(capsys):
+    assert run([]) == 0
+    nothing = capsys.readouterr()
+    assert run(["--help"]) == 0
+    assert (nothing.out, nothing.err) == (capsys.readouterr().out, "")
+
+
 def test_help_is_quick_and_imports_no_torch():
     code = (
         "import sys; from recoup.cli.main import run; run(['fit', '--help']);"
@@ -285,7 +292,9 @@ def test_doctor_finds_a_device_that_does_not_work(monkeypatch, capsys):
 def test_demo_is_the_demonstration(capsys):
     with pytest.raises(SystemExit):
         run(["demo", "--help"])
-    assert "GPT" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "GPT" in text
+    assert text.startswith("usage: recoup demo ")
 
 
 WRONG = [

@@ -62,7 +62,7 @@ def demo(context: typer.Context) -> int:
     """Train a small GPT plainly and with recoup, and compare them."""
     from recoup.cli.demo import main
 
-    return main(list(context.args))
+    return main(list(context.args), program="recoup demo")
 
 
 def fit(  # noqa: PLR0913 (one for each thing to be had)
