@@ -73,6 +73,66 @@ def huge():
     optimizer = torch.optim.Adam(model.parameters())
     return model, torch.ones(64, 60_000), torch.sum, optimizer
 
+def exits():
+    raise SystemExit(0)
+
+class Exits(nn.Module):
+    def forward(self, x):
+        raise SystemExit
+
+def exits_in_forward():
+    return Exits(), torch.ones(3), torch.sum
+
+def mismatched():
+    model, _, loss = make()
+    return model, torch.ones(256, 15), loss
+
+def divides():
+    model, batch, _ = make()
+    return model, batch, lambda out: 1 / 0
+
+def bad_loss():
+    model, batch, _ = make()
+    return model, batch, torch.det
+
+def bad_shape():
+    model, batch, _ = make()
+    return model, batch, lambda out: out.view(-1, 7).sum()
+
+def bad_norm():
+    return nn.Sequential(nn.BatchNorm1d(4)), torch.ones(3, 5), torch.sum
+
+class Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        raise ValueError("not written yet")
+
+def bad_backward():
+    model, batch, loss = make()
+    return model, batch, lambda out: loss(Backward.apply(out))
+
+def bad_step():
+    return {"model": make()[0], "step": lambda: [][1]}
+
+def no_model():
+    return "model", torch.ones(3), torch.sum
+
+def no_optimizer():
+    return *make(), "adam"
+
+def no_step():
+    return {"model": make()[0], "step": 3}
+
+def no_function():
+    return *make()[:2], "sum"
+
+def no_batch():
+    return {"model": make()[0]}
+
 number = 3
 """
 
@@ -83,6 +143,7 @@ def steps(tmp_path, monkeypatch):
     (tmp_path / "steps.py").write_text(STEPS)
     (tmp_path / "broken.py").write_text("import no_such_thing\n")
     (tmp_path / "worse.py").write_text("1 / 0\n")
+    (tmp_path / "leaves.py").write_text("import sys; sys.exit()\n")
     return "steps.py"
 
 
@@ -318,6 +379,28 @@ WRONG = [
     (["fit", "broken:make"], TARGET, "No module named 'no_such_thing'"),
     (["fit", "worse.py:make"], TARGET, "ZeroDivisionError"),
     (["fit", "steps.py:no_loss"], USAGE, "a loss of one number"),
+    (["fit", "leaves.py:make"], TARGET, "leaves.py cannot be imported, it raised Sys"),
+    (["fit", "steps.py:exits"], TARGET, "steps.py:exits raised SystemExit"),
+    (["measure", "steps.py:exits", "--dry"], TARGET, "raised SystemExit"),
+    (["fit", "steps.py:exits_in_forward"], TARGET, "steps.py:exits_in_forward raised"),
+    (["fit", "steps.py:mismatched"], TARGET, "the step of steps.py:mismatched raised"),
+    (["frontier", "steps.py:mismatched"], TARGET, "steps.py:mismatched raised"),
+    (["table", "steps.py:mismatched"], TARGET, "steps.py:mismatched raised"),
+    (["measure", "steps.py:mismatched", "--dry"], TARGET, "mismatched raised"),
+    (["measure", "steps.py:divides"], TARGET, "raised ZeroDivisionError: division"),
+    (["measure", "steps.py:bad_loss"], TARGET, "raised RuntimeError"),
+    (["table", "steps.py:bad_loss"], TARGET, "raised RuntimeError"),
+    (["measure", "steps.py:bad_shape"], TARGET, "raised RuntimeError"),
+    (["measure", "steps.py:bad_norm"], TARGET, "raised RuntimeError"),
+    (["measure", "steps.py:bad_backward"], TARGET, "raised ValueError: not written"),
+    (["table", "steps.py:bad_backward"], TARGET, "raised ValueError: not written"),
+    (["measure", "steps.py:bad_step"], TARGET, "raised IndexError: list index"),
+    (["measure", "steps.py:no_model"], TARGET, "no_model returned str as its model"),
+    (["fit", "steps.py:no_optimizer"], TARGET, "returned str as its optimizer"),
+    (["measure", "steps.py:no_optimizer"], TARGET, "returned str as its optimizer"),
+    (["measure", "steps.py:no_step"], TARGET, "returned int as its step"),
+    (["measure", "steps.py:no_function"], TARGET, "returned str as its loss"),
+    (["measure", "steps.py:no_batch"], TARGET, "neither a batch nor a step"),
     (["measure", "steps.py:make", "--dry", "--device", "abacus"], USAGE, "h100"),
     (["frontier", "steps.py:make", "--device", "h100"], USAGE, "--dry"),
     (["measure", "steps.py:looks", "--dry"], FAILED, "depends on the numbers"),
@@ -345,6 +428,11 @@ def test_bad_input_ends_in_one_sentence(steps, capsys, arguments, status, said):
     assert "Traceback" not in err
 
 
+def test_a_step_that_exits_is_no_row_of_a_comparison(steps, capsys):
+    assert run(["compare", f"{steps}:exits_in_forward"]) == TARGET
+    assert "exits_in_forward raised SystemExit" in capsys.readouterr().err
+
+
 def test_an_error_is_json_too_if_asked_for(steps, capsys):
     assert run(["fit", f"{steps}:raises", "--json"]) == TARGET
     said = json.loads(capsys.readouterr().out)
@@ -352,9 +440,12 @@ def test_an_error_is_json_too_if_asked_for(steps, capsys):
     assert "the data is not there" in said["error"]
 
 
-def test_a_traceback_comes_with_debug_only(steps, capsys):
-    assert run(["fit", f"{steps}:raises", "--debug"]) == TARGET
-    assert "Traceback" in capsys.readouterr().err
+@pytest.mark.parametrize("function", ["raises", "exits", "divides"])
+def test_a_traceback_comes_with_debug_only(steps, capsys, function):
+    assert run(["fit", f"{steps}:{function}", "--debug"]) == TARGET
+    err = capsys.readouterr().err
+    assert "Traceback" in err
+    assert f"in {'<lambda>' if function == 'divides' else function}\n" in err
 
 
 def test_a_fault_of_ours_says_so(steps, capsys, monkeypatch):
@@ -362,6 +453,18 @@ def test_a_fault_of_ours_says_so(steps, capsys, monkeypatch):
         raise KeyError("inside")
 
     monkeypatch.setattr("recoup.cli.targets.load_target", fault)
+    assert run(["fit", f"{steps}:make"]) == FAILED
+    assert "may be the fault of recoup" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("fault", [KeyError, AttributeError, AssertionError])
+def test_a_fault_of_ours_during_a_step_says_so(steps, capsys, monkeypatch, fault):
+    def record_call(*_: object) -> None:
+        raise fault("inside")
+
+    # As if it stood in the recorder, which the operators of a step call.
+    monkeypatch.setitem(record_call.__globals__, "__name__", "recoup.engine.recorder")
+    monkeypatch.setattr("recoup.engine.recorder.record_call", record_call)
     assert run(["fit", f"{steps}:make"]) == FAILED
     assert "may be the fault of recoup" in capsys.readouterr().err
 

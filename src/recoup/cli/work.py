@@ -14,6 +14,7 @@ from recoup.api.findings import graph_findings
 from recoup.api.fit import Fit, fit
 from recoup.api.measuring import measure
 from recoup.api.progress import bar
+from recoup.cli.faults import told_apart
 from recoup.cli.targets import Target
 from recoup.core.errors import InfeasibleError, UsageError
 from recoup.core.graph import Graph
@@ -32,15 +33,16 @@ def fit_target(
 ) -> tuple[Fit, Findings]:
     """Fit the user's model, and return what was found."""
     allow = {Action.KEEP, Action.OFFLOAD} if offload else {Action.KEEP}
-    _, fitted = fit(
-        target.model,
-        target.batch,
-        budget,
-        loss=target.loss,
-        step=target.step,
-        optimizer=target.optimizer,
-        allow=allow,
-    )
+    with told_apart(target):
+        _, fitted = fit(
+            target.model,
+            target.batch,
+            budget,
+            loss=target.loss,
+            step=target.step,
+            optimizer=target.optimizer,
+            allow=allow,
+        )
     with _status(f"planning for {points} other budgets"):
         return fitted, fitted.findings(title=target.name, points=points)
 
@@ -64,7 +66,7 @@ _REAL = Way()
 def measure_target(target: Target, way: Way = _REAL) -> Graph:
     """Measure a step of the user's model."""
     doing = "running a step without memory" if way.dry else "measuring a step"
-    with _status(doing):
+    with _status(doing), told_apart(target):
         return measure(
             target.model,
             target.batch,
@@ -142,7 +144,7 @@ def compare_target(
     target: Target, budgets: Sequence[str], *, offload: bool
 ) -> tuple[Entry, ...]:
     """Measure recoup and PyTorch's own ways on the user's step, side by side."""
-    with bar("measuring") as show:
+    with bar("measuring") as show, told_apart(target):
         return contest(
             target.model,
             target.batch,
@@ -170,7 +172,7 @@ def table_target(
         )
     if loss is not None and not takes_target(loss):
         batch, loss = (batch, None), loss_of_output
-    with _status("measuring four configurations"):
+    with _status("measuring four configurations"), told_apart(target):
         return compare_configurations(
             target.model,
             batch,
