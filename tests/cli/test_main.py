@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import time
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,6 +42,13 @@ def named():
     model, batch, loss = make()
     optimizer = torch.optim.Adam(model.parameters())
     return {"model": model, "batch": batch, "loss": loss, "optimizer": optimizer}
+
+def moved_on():
+    made = named()
+    made["loss"](made["model"](made["batch"])).backward()
+    made["optimizer"].step()
+    made["optimizer"].zero_grad()
+    return made
 
 def own_step():
     model, batch, loss = make()
@@ -323,6 +332,41 @@ def test_a_model_larger_than_this_machine_is_planned_for_another(steps, capsys):
     assert said["planned_peak_bytes"] > 4 * 8 * 60_000**2 * 4
     assert run(["measure", f"{steps}:huge", *dry, "--budget", "141GB"]) == INFEASIBLE
     assert "cannot be met" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("function", ["make", "named", "moved_on"])
+def test_every_figure_counts_the_state_that_an_optimizer_will_have(
+    steps, capsys, function
+):
+    def said(*arguments: str) -> dict[str, Any]:
+        assert run([*arguments, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    fitted = said("fit", f"{steps}:{function}", "--budget", "100%", "--points", "2")
+    for dry in ([], ["--dry"]):
+        measured = said("measure", f"{steps}:{function}", *dry)
+        plans = said("frontier", f"{steps}:{function}", "--points", "2", *dry)["plans"]
+        for found in (
+            (measured["floor_bytes"], measured["plain_peak_bytes"]),
+            (plans[0]["peak_bytes"], plans[-1]["peak_bytes"]),
+        ):
+            assert found == (fitted["floor_bytes"], fitted["plain_peak_bytes"])
+
+
+@pytest.mark.parametrize("command", ["measure", "fit"])
+def test_the_floor_that_is_printed_is_the_smallest_budget(steps, capsys, command):
+    assert (
+        run([command, f"{steps}:named", *(["--points", "2"] * (command == "fit"))]) == 0
+    )
+    found = re.search(r"(?:exactly +|floor .*\()(\d+) B", capsys.readouterr().out)
+    assert found is not None
+    floor_bytes = int(found[1])
+    asked = [command, f"{steps}:named", "--budget"]
+    assert run([*asked, f"{floor_bytes}"]) == 0
+    capsys.readouterr()
+    assert run([*asked, f"{floor_bytes - 1}"]) == INFEASIBLE
+    told = re.findall(r"Give it (\d+) bytes", capsys.readouterr().err)
+    assert told == [f"{floor_bytes}"]
 
 
 def test_dry_measurements_say_that_their_times_are_estimates(steps, capsys):
