@@ -19,10 +19,12 @@ from recoup.api.contest import PLAIN
 from recoup.cli.commands import COMMANDS
 from recoup.cli.main import run
 from recoup.cli.statuses import FAILED, FILE, INFEASIBLE, INTERRUPTED, TARGET, USAGE
-from recoup.core.plan import Plan
+from recoup.core.graph import Graph
+from recoup.core.plan import Place, Plan, Span
 from recoup.core.version import VERSION
 from recoup.measure.peers import PEERS
-from recoup.report.files import from_json
+from recoup.report.composition import compose
+from recoup.report.files import from_json, to_json
 
 ROOT = Path(__file__).parents[2]
 ENTRY = "import sys; from recoup.cli.main import main; sys.argv[0] = 'recoup'; main()"
@@ -153,6 +155,10 @@ def steps(tmp_path, monkeypatch):
     (tmp_path / "broken.py").write_text("import no_such_thing\n")
     (tmp_path / "worse.py").write_text("1 / 0\n")
     (tmp_path / "leaves.py").write_text("import sys; sys.exit()\n")
+    hostile = Plan((Span(Place("\ud800", 0, True), Place("h", 0, True)),))
+    (tmp_path / "hostile-plan.json").write_text(hostile.to_json())
+    found = compose(Graph((), 0, (), (), (), (), ()), (), title="\x1b[2J")
+    (tmp_path / "hostile-findings.json").write_text(to_json(found))
     return "steps.py"
 
 
@@ -456,6 +462,8 @@ WRONG = [
     (["explain", "steps.py"], USAGE, "no plan of recoup"),
     (["report", "steps.json", "--memory", "memory.jpg"], USAGE, ".svg or .png"),
     (["report", "missing.json"], FILE, "cannot be read"),
+    (["explain", "hostile-plan.json"], USAGE, r"a place is ['\ud800'"),
+    (["report", "hostile-findings.json"], USAGE, r"title is '\x1b[2J'"),
     (["frontier"], USAGE, "MODULE:FUNCTION"),
     (["nonsense"], USAGE, "nonsense"),
 ]
