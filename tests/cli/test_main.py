@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import time
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,10 +19,12 @@ from recoup.api.contest import PLAIN
 from recoup.cli.commands import COMMANDS
 from recoup.cli.main import run
 from recoup.cli.statuses import FAILED, FILE, INFEASIBLE, INTERRUPTED, TARGET, USAGE
-from recoup.core.plan import Plan
+from recoup.core.graph import Graph
+from recoup.core.plan import Place, Plan, Span
 from recoup.core.version import VERSION
 from recoup.measure.peers import PEERS
-from recoup.report.files import from_json
+from recoup.report.composition import compose
+from recoup.report.files import from_json, to_json
 
 ROOT = Path(__file__).parents[2]
 ENTRY = "import sys; from recoup.cli.main import main; sys.argv[0] = 'recoup'; main()"
@@ -40,6 +44,13 @@ def named():
     model, batch, loss = make()
     optimizer = torch.optim.Adam(model.parameters())
     return {"model": model, "batch": batch, "loss": loss, "optimizer": optimizer}
+
+def moved_on():
+    made = named()
+    made["loss"](made["model"](made["batch"])).backward()
+    made["optimizer"].step()
+    made["optimizer"].zero_grad()
+    return made
 
 def own_step():
     model, batch, loss = make()
@@ -73,6 +84,66 @@ def huge():
     optimizer = torch.optim.Adam(model.parameters())
     return model, torch.ones(64, 60_000), torch.sum, optimizer
 
+def exits():
+    raise SystemExit(0)
+
+class Exits(nn.Module):
+    def forward(self, x):
+        raise SystemExit
+
+def exits_in_forward():
+    return Exits(), torch.ones(3), torch.sum
+
+def mismatched():
+    model, _, loss = make()
+    return model, torch.ones(256, 15), loss
+
+def divides():
+    model, batch, _ = make()
+    return model, batch, lambda out: 1 / 0
+
+def bad_loss():
+    model, batch, _ = make()
+    return model, batch, torch.det
+
+def bad_shape():
+    model, batch, _ = make()
+    return model, batch, lambda out: out.view(-1, 7).sum()
+
+def bad_norm():
+    return nn.Sequential(nn.BatchNorm1d(4)), torch.ones(3, 5), torch.sum
+
+class Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        raise ValueError("not written yet")
+
+def bad_backward():
+    model, batch, loss = make()
+    return model, batch, lambda out: loss(Backward.apply(out))
+
+def bad_step():
+    return {"model": make()[0], "step": lambda: [][1]}
+
+def no_model():
+    return "model", torch.ones(3), torch.sum
+
+def no_optimizer():
+    return *make(), "adam"
+
+def no_step():
+    return {"model": make()[0], "step": 3}
+
+def no_function():
+    return *make()[:2], "sum"
+
+def no_batch():
+    return {"model": make()[0]}
+
 number = 3
 """
 
@@ -83,6 +154,11 @@ def steps(tmp_path, monkeypatch):
     (tmp_path / "steps.py").write_text(STEPS)
     (tmp_path / "broken.py").write_text("import no_such_thing\n")
     (tmp_path / "worse.py").write_text("1 / 0\n")
+    (tmp_path / "leaves.py").write_text("import sys; sys.exit()\n")
+    hostile = Plan((Span(Place("\ud800", 0, True), Place("h", 0, True)),))
+    (tmp_path / "hostile-plan.json").write_text(hostile.to_json())
+    found = compose(Graph((), 0, (), (), (), (), ()), (), title="\x1b[2J")
+    (tmp_path / "hostile-findings.json").write_text(to_json(found))
     return "steps.py"
 
 
@@ -113,6 +189,13 @@ def test_help_names_every_command_and_every_exit_status():
         assert f" {command.__name__} " in text
     for status in (0, 1, 2, 3, 4, 5, 130):
         assert str(status) in text
+
+
+def test_asked_for_nothing_it_prints_its_help(capsys):
+    assert run([]) == 0
+    nothing = capsys.readouterr()
+    assert run(["--help"]) == 0
+    assert (nothing.out, nothing.err) == (capsys.readouterr().out, "")
 
 
 def test_help_is_quick_and_imports_no_torch():
@@ -257,6 +340,41 @@ def test_a_model_larger_than_this_machine_is_planned_for_another(steps, capsys):
     assert "cannot be met" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("function", ["make", "named", "moved_on"])
+def test_every_figure_counts_the_state_that_an_optimizer_will_have(
+    steps, capsys, function
+):
+    def said(*arguments: str) -> dict[str, Any]:
+        assert run([*arguments, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    fitted = said("fit", f"{steps}:{function}", "--budget", "100%", "--points", "2")
+    for dry in ([], ["--dry"]):
+        measured = said("measure", f"{steps}:{function}", *dry)
+        plans = said("frontier", f"{steps}:{function}", "--points", "2", *dry)["plans"]
+        for found in (
+            (measured["floor_bytes"], measured["plain_peak_bytes"]),
+            (plans[0]["peak_bytes"], plans[-1]["peak_bytes"]),
+        ):
+            assert found == (fitted["floor_bytes"], fitted["plain_peak_bytes"])
+
+
+@pytest.mark.parametrize("command", ["measure", "fit"])
+def test_the_floor_that_is_printed_is_the_smallest_budget(steps, capsys, command):
+    assert (
+        run([command, f"{steps}:named", *(["--points", "2"] * (command == "fit"))]) == 0
+    )
+    found = re.search(r"(?:exactly +|floor .*\()(\d+) B", capsys.readouterr().out)
+    assert found is not None
+    floor_bytes = int(found[1])
+    asked = [command, f"{steps}:named", "--budget"]
+    assert run([*asked, f"{floor_bytes}"]) == 0
+    capsys.readouterr()
+    assert run([*asked, f"{floor_bytes - 1}"]) == INFEASIBLE
+    told = re.findall(r"Give it (\d+) bytes", capsys.readouterr().err)
+    assert told == [f"{floor_bytes}"]
+
+
 def test_dry_measurements_say_that_their_times_are_estimates(steps, capsys):
     dry = ["--dry", "--device", "a100"]
     assert run(["measure", f"{steps}:named", *dry, "--budget", "90%"]) == 0
@@ -285,7 +403,9 @@ def test_doctor_finds_a_device_that_does_not_work(monkeypatch, capsys):
 def test_demo_is_the_demonstration(capsys):
     with pytest.raises(SystemExit):
         run(["demo", "--help"])
-    assert "GPT" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "GPT" in text
+    assert text.startswith("usage: recoup demo ")
 
 
 WRONG = [
@@ -309,6 +429,28 @@ WRONG = [
     (["fit", "broken:make"], TARGET, "No module named 'no_such_thing'"),
     (["fit", "worse.py:make"], TARGET, "ZeroDivisionError"),
     (["fit", "steps.py:no_loss"], USAGE, "a loss of one number"),
+    (["fit", "leaves.py:make"], TARGET, "leaves.py cannot be imported, it raised Sys"),
+    (["fit", "steps.py:exits"], TARGET, "steps.py:exits raised SystemExit"),
+    (["measure", "steps.py:exits", "--dry"], TARGET, "raised SystemExit"),
+    (["fit", "steps.py:exits_in_forward"], TARGET, "steps.py:exits_in_forward raised"),
+    (["fit", "steps.py:mismatched"], TARGET, "the step of steps.py:mismatched raised"),
+    (["frontier", "steps.py:mismatched"], TARGET, "steps.py:mismatched raised"),
+    (["table", "steps.py:mismatched"], TARGET, "steps.py:mismatched raised"),
+    (["measure", "steps.py:mismatched", "--dry"], TARGET, "mismatched raised"),
+    (["measure", "steps.py:divides"], TARGET, "raised ZeroDivisionError: division"),
+    (["measure", "steps.py:bad_loss"], TARGET, "raised RuntimeError"),
+    (["table", "steps.py:bad_loss"], TARGET, "raised RuntimeError"),
+    (["measure", "steps.py:bad_shape"], TARGET, "raised RuntimeError"),
+    (["measure", "steps.py:bad_norm"], TARGET, "raised RuntimeError"),
+    (["measure", "steps.py:bad_backward"], TARGET, "raised ValueError: not written"),
+    (["table", "steps.py:bad_backward"], TARGET, "raised ValueError: not written"),
+    (["measure", "steps.py:bad_step"], TARGET, "raised IndexError: list index"),
+    (["measure", "steps.py:no_model"], TARGET, "no_model returned str as its model"),
+    (["fit", "steps.py:no_optimizer"], TARGET, "returned str as its optimizer"),
+    (["measure", "steps.py:no_optimizer"], TARGET, "returned str as its optimizer"),
+    (["measure", "steps.py:no_step"], TARGET, "returned int as its step"),
+    (["measure", "steps.py:no_function"], TARGET, "returned str as its loss"),
+    (["measure", "steps.py:no_batch"], TARGET, "neither a batch nor a step"),
     (["measure", "steps.py:make", "--dry", "--device", "abacus"], USAGE, "h100"),
     (["frontier", "steps.py:make", "--device", "h100"], USAGE, "--dry"),
     (["measure", "steps.py:looks", "--dry"], FAILED, "depends on the numbers"),
@@ -320,6 +462,8 @@ WRONG = [
     (["explain", "steps.py"], USAGE, "no plan of recoup"),
     (["report", "steps.json", "--memory", "memory.jpg"], USAGE, ".svg or .png"),
     (["report", "missing.json"], FILE, "cannot be read"),
+    (["explain", "hostile-plan.json"], USAGE, r"a place is ['\ud800'"),
+    (["report", "hostile-findings.json"], USAGE, r"title is '\x1b[2J'"),
     (["frontier"], USAGE, "MODULE:FUNCTION"),
     (["nonsense"], USAGE, "nonsense"),
 ]
@@ -336,6 +480,11 @@ def test_bad_input_ends_in_one_sentence(steps, capsys, arguments, status, said):
     assert "Traceback" not in err
 
 
+def test_a_step_that_exits_is_no_row_of_a_comparison(steps, capsys):
+    assert run(["compare", f"{steps}:exits_in_forward"]) == TARGET
+    assert "exits_in_forward raised SystemExit" in capsys.readouterr().err
+
+
 def test_an_error_is_json_too_if_asked_for(steps, capsys):
     assert run(["fit", f"{steps}:raises", "--json"]) == TARGET
     said = json.loads(capsys.readouterr().out)
@@ -343,9 +492,12 @@ def test_an_error_is_json_too_if_asked_for(steps, capsys):
     assert "the data is not there" in said["error"]
 
 
-def test_a_traceback_comes_with_debug_only(steps, capsys):
-    assert run(["fit", f"{steps}:raises", "--debug"]) == TARGET
-    assert "Traceback" in capsys.readouterr().err
+@pytest.mark.parametrize("function", ["raises", "exits", "divides"])
+def test_a_traceback_comes_with_debug_only(steps, capsys, function):
+    assert run(["fit", f"{steps}:{function}", "--debug"]) == TARGET
+    err = capsys.readouterr().err
+    assert "Traceback" in err
+    assert f"in {'<lambda>' if function == 'divides' else function}\n" in err
 
 
 def test_a_fault_of_ours_says_so(steps, capsys, monkeypatch):
@@ -353,6 +505,18 @@ def test_a_fault_of_ours_says_so(steps, capsys, monkeypatch):
         raise KeyError("inside")
 
     monkeypatch.setattr("recoup.cli.targets.load_target", fault)
+    assert run(["fit", f"{steps}:make"]) == FAILED
+    assert "may be the fault of recoup" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("fault", [KeyError, AttributeError, AssertionError])
+def test_a_fault_of_ours_during_a_step_says_so(steps, capsys, monkeypatch, fault):
+    def record_call(*_: object) -> None:
+        raise fault("inside")
+
+    # As if it stood in the recorder, which the operators of a step call.
+    monkeypatch.setitem(record_call.__globals__, "__name__", "recoup.engine.recorder")
+    monkeypatch.setattr("recoup.engine.recorder.record_call", record_call)
     assert run(["fit", f"{steps}:make"]) == FAILED
     assert "may be the fault of recoup" in capsys.readouterr().err
 

@@ -9,17 +9,22 @@ from hypothesis import strategies as st
 from recoup import Action, Plan, PlanError
 from recoup.core.plan import Held, Place, Span
 
+# All that can be printed: what cannot is refused, see below.
+printable = st.characters(exclude_categories=("C", "Z"), include_characters=" ")
 places = st.builds(
-    Place, st.text(max_size=8), st.integers(0, 9), st.sampled_from([True, False])
+    Place,
+    st.text(printable, max_size=8),
+    st.integers(0, 9),
+    st.sampled_from([True, False]),
 )
 held = st.builds(
     Held,
-    st.text(min_size=1, max_size=8),
+    st.text(printable, min_size=1, max_size=8),
     st.integers(0, 99),
     st.integers(0, 1 << 40),
     st.sampled_from(Action),
 )
-made = st.tuples(st.text(max_size=8), st.integers(1, 99))
+made = st.tuples(st.text(printable, max_size=8), st.integers(1, 99))
 spans = st.recursive(
     st.builds(
         Span, places, places, st.tuples(held), st.lists(made, max_size=2).map(tuple)
@@ -37,8 +42,8 @@ spans = st.recursive(
 plans = st.builds(
     Plan,
     st.lists(spans, max_size=4).map(tuple),
-    st.text(max_size=16),
-    st.text(max_size=16),
+    st.text(printable, max_size=16),
+    st.text(printable, max_size=16),
     st.integers(0, 1 << 50),
     st.integers(0, 1 << 50),
     st.floats(0, 1e6),
@@ -90,6 +95,42 @@ def changed(change) -> str:
 def test_a_bad_file_is_one_clear_error(text, says):
     with pytest.raises(PlanError, match=says):
         Plan.from_json(text)
+
+
+@pytest.mark.parametrize("name", ["\ud800", "\x1b[2J", "a\nb", "\u202e", "\x9b2J"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda data, name: data.update(signature=name),
+        lambda data, name: data.update(model=name),
+        lambda data, name: data["spans"][0].update(start=[name, 0, "enter"]),
+        lambda data, name: data["spans"][0].update(held=[[name, 0, 1, "keep"]]),
+        lambda data, name: data["spans"][0].update(made=[[name, 1]]),
+    ],
+)
+def test_names_that_cannot_be_printed_are_refused_in_words_that_can(change, name):
+    with pytest.raises(PlanError, match="is damaged") as caught:
+        Plan.from_json(changed(lambda data: change(data, name)))
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("amount", [-1, (1 << 63) + 1, 10**400, True])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda data, amount: data.update(budget_bytes=amount),
+        lambda data, amount: data.update(peak_bytes=amount),
+        lambda data, amount: data.update(model_calls=amount),
+        lambda data, amount: data.update(seconds=amount),
+        lambda data, amount: data["spans"][0].update(stop=["h", amount, "leave"]),
+        lambda data, amount: data["spans"][0].update(held=[["mm", amount, 1, "keep"]]),
+        lambda data, amount: data["spans"][0].update(held=[["mm", 0, amount, "keep"]]),
+        lambda data, amount: data["spans"][0].update(made=[["mm", amount]]),
+    ],
+)
+def test_amounts_that_no_machine_has_are_refused(change, amount):
+    with pytest.raises(PlanError, match="is damaged"):
+        Plan.from_json(changed(lambda data: change(data, amount)))
 
 
 def test_a_file_cannot_nest_without_end():

@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from recoup.core.errors import UsageError
 from recoup.report.charts import frontier_chart, timeline_chart
 from recoup.report.composition import compose
 from recoup.report.files import from_json, to_json
@@ -119,11 +120,35 @@ def test_findings_survive_a_file():
         ({"version": 7}, "'recoup findings' 7"),
         ({"more": 1}, "findings is"),
         ({"environment": [["a"]]}, "environment is ['a']"),
+        ({"budget_bytes": 10**400}, "budget_bytes is 1000"),
+        ({"plain_peak_bytes": -5}, "plain_peak_bytes is -5"),
+        ({"plain_seconds": float("inf")}, "plain_seconds is inf"),
+        ({"measured_seconds": float("nan")}, "measured_seconds is nan"),
+        ({"plain_seconds": 10**400}, "plain_seconds is 1000"),
+        ({"title": "\ud800"}, r"title is '\ud800'"),
+        ({"title": "\x1b[2J"}, r"title is '\x1b[2J'"),
+        ({"environment": [["a", "b\nc"]]}, r"environment is 'b\nc'"),
     ],
 )
 def test_a_damaged_file_is_named(change, said):
     data = {**json.loads(to_json(small_findings())), **change}
     with pytest.raises(ValueError, match="file of findings") as caught:
+        from_json(json.dumps(data))
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda layer: layer["bytes_at"].pop(), "columns is"),
+        (lambda layer: layer.update(category="sky"), "category is 'sky'"),
+        (lambda layer: layer["bytes_at"].__setitem__(0, -1), "bytes_at is -1"),
+    ],
+)
+def test_a_damaged_timeline_is_named(change, said):
+    data = json.loads(to_json(small_findings()))
+    change(data["plans"][0]["timeline"]["layers"][0])
+    with pytest.raises(UsageError, match="file of findings") as caught:
         from_json(json.dumps(data))
     assert said in str(caught.value)
 

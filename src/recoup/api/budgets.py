@@ -126,6 +126,8 @@ def infeasible_with(
 ) -> InfeasibleError:
     """Return an error for a budget of which a part had been set aside.
 
+    It speaks of the whole budget alone, so that only one amount is to be given.
+
     Args:
         error: It says that the rest is not enough.
         aside_bytes: What was set aside; less than nothing if plans took less than was
@@ -140,6 +142,8 @@ def infeasible_with(
         9
         >>> print(infeasible_with(error, -1, 4))
         a budget of 4 B cannot be met: a real step of the smallest plan took 6 B, ...
+        >>> print(str(infeasible_with(error, -1, 4)).partition("predicted. ")[2])
+        By prediction, no. Give it 6 bytes, or a smaller batch, or smaller blocks.
     """
     if not aside_bytes:
         return error
@@ -148,22 +152,33 @@ def infeasible_with(
         why = (
             "a real step of the smallest plan took "
             f"{print_bytes(floor_bytes)}, {print_bytes(-aside_bytes)} less than was "
-            f"predicted. Give it {floor_bytes} bytes. As predicted: {error}"
+            "predicted. By prediction, "
         )
     else:
         why = (
-            f"{print_bytes(aside_bytes)} of it are set aside for an optimizer's state, "
-            "for what a real step took beyond its plan, and for blocks that an "
-            f"accelerator's allocator does not divide. Give it {floor_bytes} bytes. "
-            f"Of the rest: {error}"
+            f"{print_bytes(aside_bytes)} are set aside for an optimizer's state, for "
+            "what a real step took beyond its plan, and for blocks that an "
+            "accelerator's allocator does not divide. Beside that, "
         )
     return InfeasibleError(
-        f"a budget of {print_bytes(budget_bytes)} cannot be met: {why}",
+        f"a budget of {print_bytes(budget_bytes)} cannot be met: {why}"
+        f"{_reason(error)} Give it {floor_bytes} bytes, or a smaller batch, or "
+        "smaller blocks.",
         budget_bytes=budget_bytes,
         floor_bytes=floor_bytes,
         moment=error.moment,
         holders=error.holders,
     )
+
+
+def _reason(error: InfeasibleError) -> str:
+    """Return what an error says between the budget and the advice.
+
+    Both are of a part of the budget, and would contradict those of the whole.
+    """
+    message = str(error)
+    _, said, rest = message.partition(" cannot be met: ")
+    return (rest if said else message).partition(" Give it ")[0]
 
 
 def free_bytes(device: torch.device) -> int:

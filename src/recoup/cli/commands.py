@@ -62,7 +62,7 @@ def demo(context: typer.Context) -> int:
     """Train a small GPT plainly and with recoup, and compare them."""
     from recoup.cli.demo import main
 
-    return main(list(context.args))
+    return main(list(context.args), program="recoup demo")
 
 
 def fit(  # noqa: PLR0913 (one for each thing to be had)
@@ -142,7 +142,7 @@ def measure(
     check_device(device, dry=dry)
 
     from recoup.cli.targets import load_target
-    from recoup.cli.work import Way, graph_numbers, measure_findings
+    from recoup.cli.work import Way, measure_findings, step_numbers
     from recoup.report.texts import (
         alive_text,
         blocks_text,
@@ -154,14 +154,7 @@ def measure(
     graph, found = measure_findings(
         load_target(target, dry=dry), Way(dry=dry, device=device), budget
     )
-    numbers = graph_numbers(graph)
-    view = found.plan
-    if found.budget_bytes:
-        numbers |= {
-            "budget_bytes": found.budget_bytes,
-            "planned_peak_bytes": view.peak_bytes,
-            "planned_seconds": view.seconds,
-        }
+    numbers, view = step_numbers(graph, found), found.plan
     if json:
         print(as_json({"target": target, **numbers}))
         return
@@ -169,7 +162,8 @@ def measure(
         ["operators of forward", str(numbers["operators"])],
         ["saved for backward", print_bytes(numbers["saved_bytes"])],
         ["plain peak", print_bytes(found.plain_peak_bytes)],
-        ["smallest peak", print_bytes(numbers["floor_bytes"])],
+        ["smallest peak", print_bytes(found.floor_bytes)],
+        ["as a budget, exactly", f"{found.floor_bytes} B"],
         ["time of a step", print_seconds(numbers["step_seconds"])],
     ]
     if found.budget_bytes:

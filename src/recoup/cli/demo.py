@@ -31,12 +31,21 @@ INTERRUPTED = 130
 """The exit status of a program ended by Ctrl-C: 128 and the number of the signal."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(
+    arguments: Sequence[str] | None = None,
+    *,
+    program: str = "python -m recoup.cli.demo",
+) -> int:
     """Run the demonstration; return 0 if both runs agree to the last bit.
 
-    Returns 1 if they differ or something failed, 130 if it was interrupted.
+    Args:
+        arguments: What was asked for; by default what the process was started with.
+        program: How it was started, for its help.
+
+    Returns:
+        1 if they differ or something failed, 130 if it was interrupted.
     """
-    options = _parser().parse_args(arguments)
+    options = _parser(program).parse_args(arguments)
     try:
         return _demonstrate(_settings(options), options.page, in_json=options.json)
     except KeyboardInterrupt:
@@ -152,9 +161,9 @@ def _write_page(report: Fit, target: Path | None, console: Console) -> None:
         console.print(f"The page: {target}", highlight=False, markup=False)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m recoup.cli.demo",
+        prog=program,
         description=(
             "Train a small GPT plainly and within half the memory of that, on a GPU if "
             "there is one, and compare memory, time and every bit of the result."

@@ -43,7 +43,8 @@ def run(arguments: Sequence[str]) -> int:
     """
     debug = "--debug" in arguments
     try:
-        returned = _application()(list(arguments), standalone_mode=False)
+        # Asked for nothing, it tells what can be asked for.
+        returned = _application()(list(arguments) or ["--help"], standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         returned = INTERRUPTED
     except Exception as error:  # noqa: BLE001 (whatever it is, it ends in a sentence)
@@ -60,7 +61,6 @@ def _application() -> typer.Typer:
         name="recoup",
         help="Make PyTorch training fit in the memory there is.",
         epilog=_EPILOGUE,
-        no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
     )

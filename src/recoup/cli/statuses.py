@@ -16,7 +16,9 @@ MEANINGS = {
     FAILED: "something failed that none of the others names",
     USAGE: "the command or what it was given cannot be understood",
     INFEASIBLE: "no plan fits into the budget",
-    TARGET: "your function raised, or returned something else than a step",
+    TARGET: (
+        "your function or its step raised, or it returned something else than a step"
+    ),
     FILE: "a file cannot be read or written",
     INTERRUPTED: "interrupted; nothing half-written is left behind",
 }

@@ -68,9 +68,9 @@ def load_target(name: str, *, dry: bool = False) -> Target:
         return described
     try:
         returned = function()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise CommandError(
-            f"{name} raised {type(error).__name__}: {_first_line(error)}. Call it by "
+            f"{name} raised {type(error).__name__}: {first_line(error)}. Call it by "
             "itself to see where, or give --debug.",
             status=TARGET,
         ) from error
@@ -83,7 +83,7 @@ def _without_memory(name: str, function: Callable[[], object]) -> Target | None:
     try:
         with torch.device("meta"):
             described = _described(name, function())
-    except Exception:  # noqa: BLE001 (then it is called again, and its errors shown)
+    except (Exception, SystemExit):  # noqa: BLE001 (then it is called again, and its errors shown)
         return None
     # A step of its own has tensors in it that nothing can stand in for.
     return described if described.step is None else None
@@ -107,7 +107,7 @@ def _module(place: str) -> ModuleType:
                 status=USAGE,
             ) from error
         raise _import_failed(place, error) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _import_failed(place, error) from error
 
 
@@ -126,10 +126,10 @@ def _module_of_file(path: Path) -> ModuleType:
     return module
 
 
-def _import_failed(place: str, error: Exception) -> CommandError:
+def _import_failed(place: str, error: BaseException) -> CommandError:
     return CommandError(
         f"{place} cannot be imported, it raised {type(error).__name__}: "
-        f"{_first_line(error)}. Import it by itself to see where, or give --debug.",
+        f"{first_line(error)}. Import it by itself to see where, or give --debug.",
         status=TARGET,
     )
 
@@ -140,13 +140,39 @@ def _described(name: str, returned: object) -> Target:
         unknown = [key for key in given if key not in (*_NAMES, "step")]
         if unknown or "model" not in given:
             raise _wrong(name, f"a dictionary with {', '.join(map(str, given))}")
-        return Target(name, **given)
+        return _checked(Target(name, **given))
     if isinstance(returned, tuple):
         parts = cast("tuple[Any, ...]", returned)
         if 2 <= len(parts) <= len(_NAMES):
-            return Target(name, *parts)
+            return _checked(Target(name, *parts))
         raise _wrong(name, f"a tuple of {len(parts)}")
     raise _wrong(name, type(returned).__name__)
+
+
+def _checked(target: Target) -> Target:
+    """Return a target whose parts are what they are called."""
+    parts = (
+        ("model", _is_model(target.model)),
+        ("loss", target.loss is None or callable(target.loss)),
+        ("optimizer", target.optimizer is None or _is_optimizer(target.optimizer)),
+        ("step", target.step is None or callable(target.step)),
+    )
+    for part, is_right in parts:
+        if not is_right:
+            kind = type(getattr(target, part)).__name__
+            raise _wrong(target.name, f"{kind} as its {part}")
+    if target.batch is None and target.step is None:
+        raise _wrong(target.name, "neither a batch nor a step")
+    return target
+
+
+def _is_model(model: object) -> bool:
+    return isinstance(model, importlib.import_module("torch.nn").Module)
+
+
+def _is_optimizer(optimizer: object) -> bool:
+    # By what is read of it: some wrap one of torch's without being one.
+    return all(hasattr(optimizer, name) for name in ("state", "param_groups", "step"))
 
 
 def _wrong(name: str, found: str) -> CommandError:
@@ -158,5 +184,13 @@ def _is_own(value: object, module: ModuleType) -> bool:
     return isinstance(value, Callable) and own
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
+    r"""Return the first line of what an error says, without a full stop.
+
+    Examples:
+        >>> first_line(ValueError("too long.\nsee above"))
+        'too long'
+        >>> first_line(SystemExit())
+        'no message'
+    """
     return (str(error).strip().splitlines() or ["no message"])[0].rstrip(".")

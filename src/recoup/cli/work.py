@@ -2,27 +2,29 @@
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from recoup.api.budgets import budget_bytes, infeasible_with
+from recoup.api.budgets import budget_bytes, infeasible_with, told_bytes
 from recoup.api.contest import Entry, contest
 from recoup.api.findings import graph_findings
 from recoup.api.fit import Fit, fit
 from recoup.api.measuring import measure
 from recoup.api.progress import bar
+from recoup.cli.faults import told_apart
 from recoup.cli.targets import Target
 from recoup.core.errors import InfeasibleError, UsageError
 from recoup.core.graph import Graph
 from recoup.core.segments import Action, Segment
 from recoup.core.simulation import simulate
 from recoup.core.units import print_bytes
-from recoup.measure.optimizers import missing_state_bytes
-from recoup.measure.training import takes_target
-from recoup.planners.plan import floor, frontier, plan
+from recoup.measure.optimizers import missing_state_bytes, state_bytes
+from recoup.measure.training import device_of, takes_target
+from recoup.planners.plan import floor_with, frontier, plan_with
+from recoup.planners.search import Search
 from recoup.report.findings import Findings
 from recoup.train.comparison import Comparison, compare_configurations
 
@@ -32,15 +34,16 @@ def fit_target(
 ) -> tuple[Fit, Findings]:
     """Fit the user's model, and return what was found."""
     allow = {Action.KEEP, Action.OFFLOAD} if offload else {Action.KEEP}
-    _, fitted = fit(
-        target.model,
-        target.batch,
-        budget,
-        loss=target.loss,
-        step=target.step,
-        optimizer=target.optimizer,
-        allow=allow,
-    )
+    with told_apart(target):
+        _, fitted = fit(
+            target.model,
+            target.batch,
+            budget,
+            loss=target.loss,
+            step=target.step,
+            optimizer=target.optimizer,
+            allow=allow,
+        )
     with _status(f"planning for {points} other budgets"):
         return fitted, fitted.findings(title=target.name, points=points)
 
@@ -64,7 +67,7 @@ _REAL = Way()
 def measure_target(target: Target, way: Way = _REAL) -> Graph:
     """Measure a step of the user's model."""
     doing = "running a step without memory" if way.dry else "measuring a step"
-    with _status(doing):
+    with _status(doing), told_apart(target):
         return measure(
             target.model,
             target.batch,
@@ -80,50 +83,90 @@ def measure_findings(
 ) -> tuple[Graph, Findings]:
     """Measure a step; return what is known of it, and of a plan if there is a budget.
 
-    Room is left for the state of an optimizer that has none yet.
+    All peaks, and the smallest budget, count the state that an optimizer will have.
 
     Raises:
         InfeasibleError: No plan fits into the budget.
     """
     graph = measure_target(target, way)
-    reserved_bytes = _reserved_bytes(target)
+    room = Room(_reserved_bytes(target, way), _counting_device(target, way))
+    search = Search(graph, _allowed(offload=False))
     asked_bytes = 0
     chosen: tuple[Segment, ...] = ()
     if budget is not None:
-        plain_bytes = simulate(graph, ()).peak_bytes + reserved_bytes
+        plain_bytes = simulate(graph, ()).peak_bytes + room.reserved_bytes
         asked_bytes = budget_bytes(budget, plain_bytes, torch.device("cpu"))
         with _status(f"planning for {print_bytes(asked_bytes)}"):
-            chosen = _chosen(graph, asked_bytes, reserved_bytes)
+            chosen = _chosen(search, asked_bytes, room)
     found = graph_findings(
         graph,
         target.model,
         chosen=chosen,
         budget_bytes=asked_bytes,
-        reserved_bytes=reserved_bytes,
+        reserved_bytes=room.reserved_bytes,
         title=target.name,
     )
-    return graph, found
+    floor_bytes = room.budget_bytes(floor_with(search).simulation.peak_bytes)
+    return graph, replace(found, floor_bytes=floor_bytes)
 
 
-def _chosen(graph: Graph, asked_bytes: int, reserved_bytes: int) -> tuple[Segment, ...]:
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a budget needs to hold beside a planned step.
+
+    Attributes:
+        reserved_bytes: An optimizer's state that the step was measured without.
+        device: Where its bytes are counted.
+    """
+
+    reserved_bytes: int
+    device: torch.device
+
+    def budget_bytes(self, planned_bytes: int) -> int:
+        """Return the budget to name for a plan that takes so much by itself.
+
+        Examples:
+            >>> Room(8, torch.device("cpu")).budget_bytes(100)
+            108
+        """
+        return told_bytes(planned_bytes + self.reserved_bytes, self.device)
+
+
+def _chosen(search: Search, asked_bytes: int, room: Room) -> tuple[Segment, ...]:
     try:
-        left_bytes = asked_bytes - reserved_bytes
-        return plan(graph, left_bytes, allow=_allowed(offload=False)).segments
+        return plan_with(search, asked_bytes - room.reserved_bytes).segments
     except InfeasibleError as error:
-        raise infeasible_with(error, reserved_bytes, asked_bytes) from None
+        aside_bytes = room.budget_bytes(error.floor_bytes) - error.floor_bytes
+        raise infeasible_with(error, aside_bytes, asked_bytes) from None
 
 
-def _reserved_bytes(target: Target) -> int:
+def _reserved_bytes(target: Target, way: Way) -> int:
+    """Return the bytes of an optimizer's state that a measured step did not count."""
     if target.optimizer is None:
         return 0
-    parameters = target.optimizer.param_groups[0]["params"]
-    return missing_state_bytes(target.optimizer, parameters[0].device)
+    device = device_of(target.model)
+    missing_bytes = missing_state_bytes(target.optimizer, device)
+    if device.type == "meta":
+        # That stands for the processor, where some state is in any case.
+        missing_bytes += missing_state_bytes(target.optimizer, torch.device("cpu"))
+    if way.dry or device.type == "cpu":
+        # No allocator counted what is there of it.
+        return missing_bytes + state_bytes(target.optimizer)
+    return missing_bytes
+
+
+def _counting_device(target: Target, way: Way) -> torch.device:
+    """Return the device whose allocator decides what a plan takes."""
+    return torch.device("cpu") if way.dry else device_of(target.model)
 
 
 def frontier_findings(
     target: Target, points: int, *, offload: bool, way: Way = _REAL
 ) -> Findings:
-    """Measure a step, and work out the fastest plans for many budgets."""
+    """Measure a step, and work out the fastest plans for many budgets.
+
+    All peaks count the state that an optimizer will have.
+    """
     graph = measure_target(target, way)
     allow = _allowed(offload=offload)
     with bar("planning") as show:
@@ -135,14 +178,20 @@ def frontier_findings(
                 f"planning for {total} budgets", done, total
             ),
         )
-    return graph_findings(graph, target.model, others=others, title=target.name)
+    return graph_findings(
+        graph,
+        target.model,
+        others=others,
+        reserved_bytes=_reserved_bytes(target, way),
+        title=target.name,
+    )
 
 
 def compare_target(
     target: Target, budgets: Sequence[str], *, offload: bool
 ) -> tuple[Entry, ...]:
     """Measure recoup and PyTorch's own ways on the user's step, side by side."""
-    with bar("measuring") as show:
+    with bar("measuring") as show, told_apart(target):
         return contest(
             target.model,
             target.batch,
@@ -170,7 +219,7 @@ def table_target(
         )
     if loss is not None and not takes_target(loss):
         batch, loss = (batch, None), loss_of_output
-    with _status("measuring four configurations"):
+    with _status("measuring four configurations"), told_apart(target):
         return compare_configurations(
             target.model,
             batch,
@@ -181,22 +230,31 @@ def table_target(
         )
 
 
-def graph_numbers(graph: Graph) -> dict[str, Any]:
-    """Return the main numbers of a measured step."""
-    plain = simulate(graph, ())
-    return {
+def step_numbers(graph: Graph, found: Findings) -> dict[str, Any]:
+    """Return the main numbers of a measured step, and of a plan if there is a budget.
+
+    Args:
+        graph: The step.
+        found: What `measure_findings` found out about it.
+    """
+    numbers: dict[str, Any] = {
         "operators": len(graph.operations),
         "moments": graph.moments,
         "saved_tensors": len(graph.saves),
         "saved_bytes": graph.saved_bytes,
-        "plain_peak_bytes": plain.peak_bytes,
-        "floor_bytes": floor(
-            graph, allow=frozenset({Action.KEEP})
-        ).simulation.peak_bytes,
+        "plain_peak_bytes": found.plain_peak_bytes,
+        "floor_bytes": found.floor_bytes,
         "step_seconds": graph.step_seconds,
         "estimated_for": graph.estimated_for,
         "link_bytes_per_second": graph.link_bytes_per_second,
     }
+    if found.budget_bytes:
+        numbers |= {
+            "budget_bytes": found.budget_bytes,
+            "planned_peak_bytes": found.plan.peak_bytes,
+            "planned_seconds": found.plan.seconds,
+        }
+    return numbers
 
 
 def _allowed(*, offload: bool) -> frozenset[Action]:

@@ -6,7 +6,6 @@ step, so that it can be stored, read, compared, and applied again without measur
 
 import hashlib
 import json
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any, cast
 
 from recoup.core.errors import PlanError
 from recoup.core.graph import BEFORE, Boundary, Graph
+from recoup.core.readings import MOST, is_amount, is_duration, is_printable
 from recoup.core.segments import Action, Segment
 
 FORMAT = "recoup plan"
@@ -259,20 +259,23 @@ class _Reader:
         self._data = cast("dict[str, Any]", data)
 
     def text(self, name: str) -> str:
-        return cast("str", self._field(name, str))
+        found = self._field(name, str)
+        if not is_printable(found):
+            raise _damaged(name, found)
+        return found
 
     def number(self, name: str, *, default: int | None = None) -> int:
         if default is not None and name not in self._data:
             return default
         found = self._field(name, int)
-        if isinstance(found, bool) or found < 0:
-            raise PlanError(f"this plan is damaged: {name} is {found!r:.60}. {_ADVICE}")
-        return cast("int", found)
+        if not is_amount(found):
+            raise _damaged(name, found)
+        return found
 
     def real(self, name: str) -> float:
         found = self._field(name, (int, float))
-        if isinstance(found, bool) or not 0 <= found <= sys.float_info.max:
-            raise PlanError(f"this plan is damaged: {name} is {found!r:.60}. {_ADVICE}")
+        if not is_duration(found):
+            raise _damaged(name, found)
         return float(found)
 
     def items(self, name: str) -> list[Any]:
@@ -304,30 +307,42 @@ def _read_span(data: Any, depth: int = 0) -> Span:
 
 def _read_place(data: list[Any]) -> Place:
     match data:
-        case [str(module), int(call), "enter" | "leave" as verb] if call >= 0:
+        case [module, call, "enter" | "leave" as verb] if is_printable(
+            module
+        ) and is_amount(call):
             return Place(module, call, verb == "enter")
         case _:
-            raise PlanError(f"this plan is damaged: a place is {data!r:.60}. {_ADVICE}")
+            raise _damaged("a place", data)
 
 
 def _read_held(data: Any) -> Held:
     match data:
-        case [str(operator), int(nth), int(nbytes), str(action)] if (
-            nth >= 0 and nbytes >= 0 and action in _ACTIONS
+        case [operator, nth, nbytes, str(action)] if (
+            is_printable(operator)
+            and is_amount(nth)
+            and is_amount(nbytes)
+            and action in _ACTIONS
         ):
             return Held(operator, nth, nbytes, _ACTIONS[action])
         case _:
-            raise PlanError(
-                f"this plan is damaged: a held value is {data!r:.60}. {_ADVICE}"
-            )
+            raise _damaged("a held value", data)
 
 
 def _read_made(data: Any) -> tuple[str, int]:
     match data:
-        case [str(operator), int(count)] if count > 0:
+        case [operator, count] if (
+            is_printable(operator) and is_amount(count) and count > 0
+        ):
             return operator, count
         case _:
-            raise PlanError(f"this plan is damaged: a count is {data!r:.60}. {_ADVICE}")
+            raise _damaged("a count", data)
+
+
+def _damaged(what: str, found: object) -> PlanError:
+    return PlanError(
+        f"this plan is damaged: {what} is {found!r:.60}, where names can be printed "
+        f"and amounts are from 0 to {MOST}. {_ADVICE}"
+    )
 
 
 _ACTIONS = {action.value: action for action in Action}

@@ -5,10 +5,12 @@ import json
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
 from recoup.core.errors import UsageError
-from recoup.report.findings import Findings
+from recoup.core.readings import MOST, is_amount, is_duration, is_printable
+from recoup.report.findings import CATEGORIES, Findings, Timeline
 
 FORMAT = "recoup findings"
 FORMAT_VERSION = 1
+_SOUND = {int: is_amount, float: is_duration, str: is_printable}
 _ADVICE = "Make it anew with `recoup fit ... --findings FILE`."
 
 
@@ -41,12 +43,24 @@ def from_json(text: str) -> Findings:
     if head != (FORMAT, FORMAT_VERSION):
         raise UsageError(
             f"this is no file of findings of version {FORMAT_VERSION}: it says "
-            f"{head[0]!r} {head[1]!r}. {_ADVICE}"
+            f"{head[0]!r:.60} {head[1]!r:.60}. {_ADVICE}"
         )
     found = cast("Findings", _read(fields, Findings, "findings"))
     if not 0 <= found.chosen < len(found.plans):
         raise _damaged("chosen", found.chosen)
+    for view in found.plans:
+        _check_bands(view.timeline)
     return found
+
+
+def _check_bands(timeline: Timeline) -> None:
+    """Raise unless the bands of a timeline have all its columns, and a colour."""
+    columns = len(timeline.moments)
+    for layer in timeline.layers:
+        if len(layer.bytes_at) != columns:
+            raise _damaged(f"a band of {columns} columns", layer.bytes_at)
+        if layer.category not in CATEGORIES:
+            raise _damaged("category", layer.category)
 
 
 def _read(data: Any, kind: Any, where: str) -> Any:
@@ -75,13 +89,13 @@ def _read(data: Any, kind: Any, where: str) -> Any:
         if len(items) != len(inner):
             raise _damaged(where, items)
         return tuple(_read(a, b, where) for a, b in zip(items, inner, strict=True))
-    wanted = (int, float) if kind is float else kind
-    if isinstance(data, bool) or not isinstance(data, wanted):
+    if not _SOUND[kind](data):
         raise _damaged(where, data)
     return kind(data)
 
 
 def _damaged(where: str, found: object) -> UsageError:
     return UsageError(
-        f"this file of findings is damaged: {where} is {found!r:.60}. {_ADVICE}"
+        f"this file of findings is damaged: {where} is {found!r:.60}, where text can "
+        f"be printed and amounts are from 0 to {MOST}. {_ADVICE}"
     )

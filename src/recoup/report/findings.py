@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+CATEGORIES = ("fixed", "held", "running", "replay")
+"""What the bytes of a band are there for."""
+
 
 @dataclass(frozen=True, slots=True)
 class Layer:
@@ -9,7 +12,7 @@ class Layer:
 
     Attributes:
         name: What the bytes are.
-        category: `fixed`, `held`, `running` or `replay`.
+        category: One of `CATEGORIES`.
         bytes_at: How many there are in each column of the timeline.
     """
 

@@ -11,7 +11,7 @@ from markupsafe import Markup
 from recoup.core.units import print_bytes, print_seconds
 from recoup.report.charts import frontier_chart, shades, timeline_chart
 from recoup.report.findings import Baseline, Findings, PlanView
-from recoup.report.texts import estimate_words
+from recoup.report.texts import estimate_words, floor_words
 
 _TEMPLATES = resources.files("recoup.report") / "templates"
 
@@ -65,7 +65,7 @@ def _body(findings: Findings) -> str:
         numbers=_numbers(findings),
         note=(
             "The smallest budget that can be met is "
-            f"{print_bytes(findings.floor_bytes)}. "
+            f"{floor_words(findings)}. "
             f"{estimate_words(findings.estimated_for)}"
         ).strip(),
         frontier=Markup(frontier_chart(findings)),

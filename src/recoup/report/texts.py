@@ -204,6 +204,18 @@ def estimate_words(estimated_for: str) -> str:
     )
 
 
+def floor_words(findings: Findings) -> str:
+    """Return the smallest budget, rounded to read and exact to be asked for.
+
+    Examples:
+        >>> from recoup.core.graph import Graph
+        >>> from recoup.report.composition import compose
+        >>> floor_words(compose(Graph((), 0, (), (), (), (), ()), (), floor_bytes=1030))
+        '1.01 KiB (1030 B)'
+    """
+    return f"{print_bytes(findings.floor_bytes)} ({findings.floor_bytes} B)"
+
+
 def summary_text(findings: Findings) -> str:
     """Return what was found: predictions, measurement, peak and blocks."""
     view = findings.plan
@@ -225,7 +237,7 @@ def summary_text(findings: Findings) -> str:
             ],
         ),
         "",
-        f"floor {print_bytes(findings.floor_bytes)}"
+        f"floor {floor_words(findings)}"
         + (
             f", budget {print_bytes(findings.budget_bytes)}"
             * bool(findings.budget_bytes)
