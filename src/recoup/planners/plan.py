@@ -48,7 +48,9 @@ def plan(
             f"a plan is made for a measured step: got {type(graph).__name__}. Measure "
             "one with recoup.measure."
         )
-    return plan_with(Search(graph, allow), parse_bytes(budget_bytes))
+    below_nothing = isinstance(budget_bytes, int) and budget_bytes < 0
+    amount = budget_bytes if below_nothing else parse_bytes(budget_bytes)
+    return plan_with(Search(graph, allow), int(amount))
 
 
 def plan_with(
