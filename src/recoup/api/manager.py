@@ -145,9 +145,14 @@ class CheckpointManager(ScopeManager):
             raise TypeError(f"this takes a CheckpointNode: got {type(node).__name__}.")
         if not self.auto_checkpoint:
             return False
-        others = [n for n in self.nodes if n.region is not node.region]
-        nodes = [*others, node]
-        return node in self._chosen(nodes)
+        region = node.region
+        nodes = [
+            node if region is not None and known.region is region else known
+            for known in self.nodes
+        ]
+        # In its place if it has one: which of equally large ones are chosen depends
+        # on their places.
+        return node in self._chosen(nodes if node in nodes else [*nodes, node])
 
     def selective_checkpointing(self, nodes: Sequence[CheckpointNode]) -> None:
         """Mark as many of the nodes as it takes to stay within the budget.
