@@ -352,3 +352,20 @@ class TestCalls:
         assert all(map(torch.equal, expected, step(model)))
         manager.remove()
         assert list(leftovers()) == []
+
+
+class TestQuestions:
+    @given(st.lists(st.sampled_from([1, 2, 3]), min_size=1, max_size=8))
+    def test_a_question_has_the_answer_that_all_together_have(self, widths):
+        manager = limited(1)
+        kept = []
+        for number, width in enumerate(widths):
+            scope = CheckpointScope(f"scope{number}")
+            manager.register_scope(scope)
+            x = torch.ones(width, 1 << 16, requires_grad=True)
+            with scope:
+                kept.append(x.exp().sin())
+        nodes = manager.nodes
+        answers = [manager.should_checkpoint(node) for node in nodes]
+        manager.selective_checkpointing(nodes)
+        assert answers == [node.is_checkpoint for node in nodes]

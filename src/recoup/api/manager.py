@@ -7,29 +7,28 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
 from torch.utils.hooks import RemovableHandle
 
-from recoup.api.adaptation import Adapted
+from recoup.api.choosing import peak_bytes, plan_together, way_beside, way_within
+from recoup.api.contexts import CONTEXTS, Depth
+from recoup.api.managed import Managed, managed_for, managed_in, measured
+from recoup.api.open_calls import OpenCalls
 from recoup.backend.compiled import leave_uncompiled
 from recoup.backend.hooks import keywords_of_call
-from recoup.backend.trees import map_leaves, tensors
-from recoup.core.errors import InfeasibleError, UsageError
-from recoup.core.plan import plan_for
-from recoup.core.segments import Action
+from recoup.core.errors import UsageError
 from recoup.core.units import print_bytes
 from recoup.engine.manager import ScopeManager
 from recoup.engine.node import CheckpointNode, held_bytes
-from recoup.measure.floor import measure_floor
-from recoup.measure.training import TrainingStep, untouched
-from recoup.planners.plan import floor, plan
 
 _MEBIBYTE = 1 << 20
-_KEEP = frozenset({Action.KEEP})
+
+_NAMED = 4
+"""A warning names so many models."""
 
 
 class CheckpointManager(ScopeManager):
@@ -44,7 +43,16 @@ class CheckpointManager(ScopeManager):
     marks inside the model stay as they are. If no plan fits, the smallest is taken,
     with a warning that names the budget it needs.
 
-    Models that other threads call inside `with manager:` run as they are.
+    Where a step calls several models one after the other, they share the budget: while
+    one runs, those before it hold what their backward needs. In the first such step
+    each is planned for what those before it leave, which may be too little; from the
+    second on all are planned together. A change of the budget holds from the next call
+    on.
+
+    A context may be entered again, and on several threads. Models that a thread calls
+    which is not in it run as they are. Of several managers whose contexts a thread is
+    in, the innermost chooses; a model that one of them has chosen for is left alone by
+    the others.
 
     For a bound on all of a device's memory, checked on a real step, use `recoup.fit`.
 
@@ -80,19 +88,26 @@ class CheckpointManager(ScopeManager):
             auto_checkpoint=auto_checkpoint,
             memory_threshold=memory_threshold,
         )
-        self.planned_bytes = 0
-        self._adapted: list[Adapted] = []
+        self._planned_bytes = 0
+        self._planned_for = 0
+        self._is_stale = False
+        self._managed: list[Managed] = []
+        self._calls = OpenCalls()
+        self._planning = threading.RLock()
         self._waiting: list[RemovableHandle] = []
         self._watching: list[RemovableHandle] = []
-        self._managed: list[nn.Module] = []
-        self._depth = 0
-        self._busy = False
-        self._thread = 0
+        self._contexts = 0
+        self._depth = Depth()
 
     @property
     def budget_bytes(self) -> int:
         """What a step may add to memory: the threshold's share of the budget."""
         return int(self.max_memory_mb * _MEBIBYTE * self.memory_threshold)
+
+    @property
+    def planned_bytes(self) -> int:
+        """What a step adds to memory, at its peak, with all that was planned."""
+        return self._planned_bytes
 
     def apply(self, model: nn.Module) -> nn.Module:
         """Choose what to checkpoint in a model, when it is first called.
@@ -117,11 +132,11 @@ class CheckpointManager(ScopeManager):
         ) -> None:
             if self._knows(model):
                 handle.remove()
-            elif not self._busy and torch.is_grad_enabled():
-                adapted = self._choose(model, args, kwargs)
+            elif self._may_choose(model):
+                managed = self._choose(model, args, kwargs)
                 handle.remove()
                 # Its hooks come too late for the call that is under way.
-                adapted.begin(model, args, kwargs)
+                managed.begin(model, args, kwargs)
 
         handle = model.register_forward_pre_hook(first, with_kwargs=True, prepend=True)
         self._waiting.append(handle)
@@ -129,11 +144,13 @@ class CheckpointManager(ScopeManager):
 
     def remove(self) -> None:
         """Take everything that was chosen off the models again."""
-        for adapted in self._adapted:
-            adapted.remove()
-        for handle in (*self._waiting, *self._watching):
-            handle.remove()
-        self._adapted, self._waiting, self._watching, self._managed = [], [], [], []
+        with self._planning, self._lock:
+            for managed in self._managed:
+                managed.remove()
+            for handle in (*self._waiting, *self._watching):
+                handle.remove()
+            self._managed, self._waiting, self._watching = [], [], []
+            self._calls = OpenCalls()
 
     def should_checkpoint(self, node: CheckpointNode) -> bool:
         """Return whether a node is one of those to recompute.
@@ -145,9 +162,14 @@ class CheckpointManager(ScopeManager):
             raise TypeError(f"this takes a CheckpointNode: got {type(node).__name__}.")
         if not self.auto_checkpoint:
             return False
-        others = [n for n in self.nodes if n.region is not node.region]
-        nodes = [*others, node]
-        return node in self._chosen(nodes)
+        region = node.region
+        nodes = [
+            node if region is not None and known.region is region else known
+            for known in self.nodes
+        ]
+        # In its place if it has one: which of equally large ones are chosen depends
+        # on their places.
+        return node in self._chosen(nodes if node in nodes else [*nodes, node])
 
     def selective_checkpointing(self, nodes: Sequence[CheckpointNode]) -> None:
         """Mark as many of the nodes as it takes to stay within the budget.
@@ -159,14 +181,38 @@ class CheckpointManager(ScopeManager):
         for node in nodes:
             node.is_checkpoint = node in chosen
 
+    def called(self, managed: Managed) -> None:
+        """Take note of a call of a planned model, and plan anew where that is due."""
+        # Whoever is planning now, on another thread, will see the next call.
+        if CONTEXTS.measuring or not self._planning.acquire(blocking=False):
+            return
+        try:
+            is_begun = self._calls.is_step_begun()
+            is_new = self._calls.begin(managed)
+            self._is_stale |= is_new and len(self._calls.now) > 1
+            is_changed = self._planned_for != self.budget_bytes
+            is_due = is_changed or (self._is_stale and is_begun)
+            if is_due:
+                self._plan_anew(is_changed=is_changed)
+            if is_due or is_new:
+                self._planned_bytes = peak_bytes(self._calls.rows)
+        finally:
+            self._planning.release()
+
+    def returned(self, managed: Managed, output: object) -> None:
+        """Take note of what a planned model returned."""
+        self._calls.end(managed, output)
+
     def __enter__(self) -> Self:
         super().__enter__()
-        if self.auto_checkpoint:
-            self._thread = threading.get_ident()
-            self._watching = [
-                register_module_forward_pre_hook(self._entered),
-                register_module_forward_hook(self._left, always_call=True),
-            ]
+        CONTEXTS.entered.append(self)
+        with self._lock:
+            self._contexts += 1
+            if self.auto_checkpoint and not self._watching:
+                self._watching = [
+                    register_module_forward_pre_hook(self._entered),
+                    register_module_forward_hook(self._left, always_call=True),
+                ]
         return self
 
     def __exit__(
@@ -175,32 +221,43 @@ class CheckpointManager(ScopeManager):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        for handle in self._watching:
-            handle.remove()
-        self._watching = []
-        self._depth = 0
+        with self._lock:
+            self._contexts -= 1
+            if not self._contexts:
+                for handle in self._watching:
+                    handle.remove()
+                self._watching = []
+        CONTEXTS.leave(self)
+        if self not in CONTEXTS.entered:
+            self._depth.calls = 0
         super().__exit__(kind, error, traceback)
 
     def _entered(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if threading.get_ident() != self._thread:
+        if CONTEXTS.measuring or self not in CONTEXTS.entered:
             return
-        self._depth += 1
-        chooses = self._depth == 1 and not self._busy and torch.is_grad_enabled()
-        if not chooses or self._knows(module):
+        self._depth.calls += 1
+        is_mine = self._depth.calls == 1 and CONTEXTS.innermost() is self
+        if not is_mine or self._knows(module) or not self._may_choose(module):
             return
         kwargs = keywords_of_call()
-        adapted = self._choose(module, args, kwargs)
+        managed = self._choose(module, args, kwargs)
         # Its hooks come too late for the call that is under way.
-        adapted.begin(module, args, kwargs)
-
-    def _knows(self, model: nn.Module) -> bool:
-        return any(model is other for other in self._managed)
+        managed.begin(module, args, kwargs)
 
     def _left(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         del module, args, output
-        if threading.get_ident() != self._thread:
-            return
-        self._depth = max(0, self._depth - 1)
+        if not CONTEXTS.measuring and self in CONTEXTS.entered:
+            self._depth.calls = max(0, self._depth.calls - 1)
+
+    def _knows(self, model: nn.Module) -> bool:
+        managed = managed_for(model)
+        return managed is not None and managed.owner is self
+
+    def _may_choose(self, model: nn.Module) -> bool:
+        """Return whether this is a step, and no other manager chose for the model."""
+        if CONTEXTS.measuring or not torch.is_grad_enabled():
+            return False
+        return all(found.owner in (self, None) for found in managed_in(model))
 
     def _chosen(self, nodes: Sequence[CheckpointNode]) -> list[CheckpointNode]:
         sizes = [held_bytes([node]) for node in nodes]
@@ -208,38 +265,76 @@ class CheckpointManager(ScopeManager):
 
     def _choose(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Adapted:
+    ) -> Managed:
         """Measure a step of the model on these arguments, and put a plan in force."""
-        self._busy = True
-        depth = self._depth
-        try:
-            described = _step(model, args, kwargs)
-            with torch.enable_grad(), untouched(described) as repeated:
-                graph = measure_floor(repeated)
-        finally:
-            self._busy = False
-            self._depth = depth
-        before = min(graph.other_bytes)
-        try:
-            solution = plan(graph, before + self.budget_bytes, allow=_KEEP)
-        except InfeasibleError:
-            solution = floor(graph, allow=_KEEP)
-            needed = solution.simulation.peak_bytes - before
-            warnings.warn(
-                f"a step of this {type(model).__name__} does not fit into "
-                f"{print_bytes(self.budget_bytes)} (max_memory_mb="
-                f"{self.max_memory_mb}, memory_threshold={self.memory_threshold}): the "
-                f"smallest plan takes {print_bytes(needed)}, and is used.",
-                stacklevel=2,
+        with self._planning:
+            CONTEXTS.measuring = True
+            try:
+                graph = measured(model, args, kwargs)
+            finally:
+                CONTEXTS.measuring = False
+            self._forget_the_dead()
+            if not self._managed:
+                self._planned_for = self.budget_bytes
+            held_bytes = sum(each.way.held_bytes for each in self._calls.now)
+            way = way_within(graph, self.budget_bytes - held_bytes)
+            self._check([type(model).__name__], way.added_bytes)
+            if held_bytes and held_bytes + way.added_bytes > self.budget_bytes:
+                way = way_beside(graph, way)
+            managed = Managed(
+                model,
+                graph,
+                way,
+                budget_bytes=self.budget_bytes,
+                is_alone=not held_bytes,
+                owner=self,
             )
-        self.planned_bytes = solution.simulation.peak_bytes - before
-        made = plan_for(
-            graph, solution.segments, budget_bytes=before + self.budget_bytes
+            self._managed.append(managed)
+            return managed
+
+    def _plan_anew(self, *, is_changed: bool) -> None:
+        """Plan for the budget as it is now, and for all that runs together."""
+        self._forget_the_dead()
+        budget_bytes = self.budget_bytes
+        self._planned_for, self._is_stale = budget_bytes, False
+        for managed in self._managed:
+            if is_changed or not managed.is_alone:
+                way = way_within(managed.measured, budget_bytes)
+                managed.run_so(way, managed.measured, budget_bytes=budget_bytes)
+                if is_changed:
+                    self._check([managed.model_name], way.added_bytes)
+        rows = [row for row in self._calls.rows if len(row) > 1]
+        if peak_bytes(rows) > budget_bytes:
+            plan_together(rows, budget_bytes)
+            largest = max(rows, key=lambda row: peak_bytes([row]))
+            names = [managed.model_name for managed in dict.fromkeys(largest)]
+            self._check(names, peak_bytes([largest]))
+
+    def _forget_the_dead(self) -> None:
+        dead = [managed for managed in self._managed if not managed.is_alive]
+        for managed in dead:
+            self._managed.remove(managed)
+            self._calls.forget(managed)
+
+    def _check(self, names: Sequence[str], needed_bytes: int) -> None:
+        """Warn if the smallest plan for what a step calls is too large."""
+        if needed_bytes <= self.budget_bytes:
+            return
+        which = f"this {names[0]}" if len(names) == 1 else f"{_listed(names)} together"
+        warnings.warn(
+            f"a step of {which} does not fit into {print_bytes(self.budget_bytes)} "
+            f"(max_memory_mb={self.max_memory_mb}, "
+            f"memory_threshold={self.memory_threshold}): the smallest plan takes "
+            f"{print_bytes(needed_bytes)}, and is used.",
+            stacklevel=2,
         )
-        adapted = Adapted(model, graph, made, _KEEP, verify="first")
-        self._adapted.append(adapted)
-        self._managed.append(model)
-        return adapted
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return some of the names, and how many there are besides."""
+    text = ", ".join(names[:_NAMED])
+    others = len(names) - _NAMED
+    return f"{text} and {others} more" if others > 0 else text
 
 
 def chosen(sizes: Sequence[int], budget_bytes: int) -> list[int]:
@@ -267,27 +362,3 @@ def chosen(sizes: Sequence[int], budget_bytes: int) -> list[int]:
     needed = count - len(found)
     found += [equal[len(equal) * (2 * i + 1) // (2 * needed)] for i in range(needed)]
     return sorted(found)
-
-
-def _step(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> TrainingStep:
-    # Cut off from what computed them: backward would go on there, and free its graph.
-    args, kwargs = map_leaves(_cut_off, (args, kwargs))
-    given = tensors((args, kwargs))
-
-    def run() -> None:
-        output = model(*args, **kwargs)
-        floats = [t for t in tensors(output) if t.requires_grad]
-        if floats:
-            torch.autograd.backward(floats, [torch.ones_like(t) for t in floats])
-
-    found = [*model.parameters(), *given]
-    device = found[0].device if found else torch.device("cpu")
-    return TrainingStep(model, run, given, device)
-
-
-def _cut_off(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return leaf.detach().requires_grad_(leaf.requires_grad)
