@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from recoup.backend.dispatch import OperatorMode, copy_unseen
-from recoup.backend.operators import facts_of
+from recoup.backend.kernels import kernel_of
 from recoup.backend.storages import has_storage, storage_address
 from recoup.backend.trees import tensors
 
@@ -82,11 +82,12 @@ class _Watch(OperatorMode):
     ) -> Any:
         del types
         kwargs = kwargs or {}
-        for place in facts_of(func).writes:
-            given = kwargs.get(place) if isinstance(place, str) else args[place]
-            for tensor in tensors(given):
-                if has_storage(tensor):
-                    self._copy(storage_address(tensor))
+        for place in kernel_of(func).facts.writes:
+            # One that is left to its default is not among the arguments.
+            by_name = isinstance(place, str)
+            given = kwargs.get(place) if by_name else args[place : place + 1]
+            for tensor in filter(has_storage, tensors(given)):
+                self._copy(storage_address(tensor))
         return func(*args, **kwargs)
 
     def _copy(self, address: int) -> None:

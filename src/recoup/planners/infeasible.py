@@ -19,9 +19,12 @@ def infeasible(
     moment = costs.peak_moment
     holders = _holders(graph, floor, moment)
     held = "; ".join(f"{name} {print_bytes(size)}" for name, size in holders[:_SHOWN])
+    asked, needed = print_bytes(budget_bytes), print_bytes(costs.peak_bytes)
+    if asked == needed:  # they differ by less than is printed
+        asked, needed = f"{budget_bytes} B", f"{costs.peak_bytes} B"
     message = (
-        f"a budget of {print_bytes(budget_bytes)} cannot be met: the smallest plan "
-        f"takes {print_bytes(costs.peak_bytes)}, {_place(graph, moment)}. "
+        f"a budget of {asked} cannot be met: the smallest plan known takes {needed}, "
+        f"{_place(graph, moment)}. "
         f"In use there: {held}. "
         f"Give it {costs.peak_bytes} bytes, or a smaller batch, or smaller blocks."
     )
