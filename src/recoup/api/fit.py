@@ -244,7 +244,8 @@ def fit(  # noqa: PLR0913 (a step can be described in several ways)
     gradients and random generators are afterwards as they were before. Train with any
     loop; gradients are bitwise those of the plain model.
 
-    Costs seven steps and the planning; two more steps for each correction.
+    Costs seven steps and the planning; two more steps for each correction, and up to
+    eight where an accelerator waits for its host.
 
     Args:
         model: The model; it stays the same object with the same parameters.
