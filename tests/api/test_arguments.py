@@ -25,7 +25,7 @@ def blocks(count: int = 3) -> nn.Sequential:
         ({"allow": "offload"}, "takes several actions"),
         ({"allow": None}, "takes several actions"),
         ({"allow": Action.KEEP}, "takes several actions"),
-        ({"allow": ["offlaod"]}, "'offlaod'"),
+        ({"allow": ["elsewhere"]}, "'elsewhere'"),
         ({"allow": [None]}, "Action.OFFLOAD"),
         ({"verify": "bogus"}, "'bogus'"),
         ({"verify": None}, "None"),
