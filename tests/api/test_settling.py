@@ -80,17 +80,20 @@ class Host:
 
 @pytest.fixture
 def settled(monkeypatch):
-    def settle(host, alone_seconds=math.inf):
+    def settle(host, alone_seconds=math.inf, *, peak_share=1.0, limit_seconds=60.0):
         case = CASES[NAME]
         model, batch = case.build("tiny"), case.batch("tiny")
         step = training_step(model, batch, loss=case.loss)
 
         def timed_run(*args, **kwargs):
-            return replace(run_step(*args, **kwargs), seconds=alone_seconds)
+            cost = run_step(*args, **kwargs)
+            peak_bytes = int(peak_share * cost.peak_bytes)
+            return replace(cost, seconds=alone_seconds, peak_bytes=peak_bytes)
 
         monkeypatch.setattr(settling, "measure_floor", host.measure_floor)
         monkeypatch.setattr(settling, "pace_of", host.pace_of)
         monkeypatch.setattr(settling, "run_step", timed_run)
+        monkeypatch.setattr(settling, "_LIMIT_SECONDS", limit_seconds)
         with untouched(step) as repeated:
             found = Settling(
                 repeated, frozenset({Action.KEEP}), "first", lambda _: None
@@ -175,16 +178,38 @@ def test_a_step_takes_no_longer_in_a_row_than_alone(settled, monkeypatch):
     assert last.solution.simulation.seconds == pytest.approx(0.25)
 
 
-def test_a_host_that_varies_is_looked_at_by_more_laps(settled, monkeypatch):
+@pytest.mark.parametrize(("seconds", "laps"), [(0.1, 7), (0.2, 5), (0.6, 3)])
+def test_a_host_that_varies_is_looked_at_by_more_laps_if_they_are_short(
+    settled, monkeypatch, seconds, laps
+):
     host = Host(recording_share=3.0)
     asked: list[tuple[int, float | None]] = []
 
     def varying(step, *, repeats, expected_seconds=None):
         asked.append((repeats, expected_seconds))
-        return Pace(0.2, 0.2)
+        return Pace(seconds, seconds)
 
     monkeypatch.setattr(host, "pace_of", varying)
-    _, last, _ = settled(host, alone_seconds=0.1)
+    _, last, _ = settled(host, alone_seconds=seconds / 2)
     planned = last.attempt.solution.simulation.seconds
-    assert asked[:2] == [(1, None), (settling._HOST_LAPS, planned)]
-    assert last.pace == Pace(0.2, 0.2)  # one step alone says less than many
+    assert asked[:2] == [(1, None), (laps, planned)]
+    assert last.pace == Pace(seconds, seconds)  # one step alone says less than many
+
+
+@pytest.mark.parametrize("limit_seconds", [1e9, -1e9])
+def test_room_is_used_if_there_is_time(settled, limit_seconds):
+    host = Host(recording_share=0.1)
+    found, last, budget_bytes = settled(
+        host, alone_seconds=0.01, peak_share=0.9, limit_seconds=limit_seconds
+    )
+    has_time = limit_seconds > 0
+    assert found.rounds == (2 if has_time else 1)
+    assert (last.attempt.target_bytes > budget_bytes) == has_time
+    assert last.attempt.cost.peak_bytes <= budget_bytes
+
+
+def test_a_plan_that_misses_the_budget_is_corrected_whatever_the_time(settled):
+    host = Host(recording_share=0.1)
+    found, last, budget_bytes = settled(host, peak_share=1.1, limit_seconds=-1e9)
+    assert found.rounds > 1
+    assert last.attempt.cost.peak_bytes <= budget_bytes

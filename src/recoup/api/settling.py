@@ -40,14 +40,17 @@ steps of the model. Real steps come after."""
 _ROOM = 0.02
 """A plan that leaves more than this share of the budget unused is tried once more."""
 
-_LIMIT_SECONDS = 5.0
-_LIMIT_STEPS = 15.0
-"""How long a fit shall take at most: seconds, and plain steps."""
+_LIMIT_SECONDS = 4.0
+_LIMIT_STEPS = 12.0
+"""When a fit does nothing more that it need not do: seconds, and plain steps. All of it
+shall take no more than 5 s and 15 steps; what is left is for a step that took longer
+than those before it."""
 
-_SECOND_TRY_SECONDS = 0.7
-_SECOND_TRY_STEPS = 8.0
-"""What it takes to plan once more for the host and to run that: seconds, and steps as
-long as those that the plan so far takes."""
+_ANOTHER_SECONDS = 0.7
+_ANOTHER_STEPS = 2.0
+_TIMING_STEPS = 6.0
+"""What it takes to plan once more and to try that, and to time it: seconds, and steps
+as long as those that the plan so far takes."""
 
 _SLOWER = 1.05
 """A plan that keeps the host longer than predicted by this factor is planned again."""
@@ -55,8 +58,10 @@ _SLOWER = 1.05
 _SURPRISE = 0.05
 _LAPS = 3
 _HOST_LAPS = 7
-"""A pace that is further from what was predicted than this share is measured again, and
-so is one that the host sets, whose times vary: by so many laps, if there is time."""
+_LOOK_SECONDS = 1.0
+"""A pace that is further from what was predicted than this share is measured again, by
+so many laps if there is time. So is one that the host sets, whose times vary: by more
+laps, as long as they are about so many seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +197,8 @@ class Settling:
 
     def _looked_at_again(self, pace: Pace, predicted_seconds: float) -> Pace | None:
         """Return the pace by as many laps as there is time for, if there is any."""
-        for repeats in (_HOST_LAPS, _LAPS) if pace.is_bound_by_host else (_LAPS,):
+        laps = round(_LOOK_SECONDS / pace.seconds) if pace.is_bound_by_host else _LAPS
+        for repeats in (min(max(laps, _LAPS), _HOST_LAPS), _LAPS):
             if self._has_time_for((repeats + 1) * pace.seconds):
                 # A full collection might come in one of the laps else, and be a lap.
                 gc.collect()
@@ -214,7 +220,7 @@ class Settling:
             and pace.is_bound_by_host
             and pace.host_seconds > _SLOWER * predicted.seconds
             and self._has_time_for(
-                _SECOND_TRY_SECONDS + _SECOND_TRY_STEPS * pace.seconds
+                _ANOTHER_SECONDS + (_ANOTHER_STEPS + _TIMING_STEPS) * pace.seconds
             )
         )
 
@@ -261,7 +267,7 @@ class Settling:
         """Yield plans tried on a real step, each corrected by the one before.
 
         One that misses the budget is followed by one for that much less; one that takes
-        less than was predicted by one for more, once.
+        less than was predicted by one for more, once and if there is time.
         """
         target, solution = self._first(budget_left)
         before: Attempt | None = None
@@ -278,10 +284,16 @@ class Settling:
             room_bytes = budget_left - tried.cost.peak_bytes
             error_bytes = tried.cost.peak_bytes - solution.simulation.peak_bytes
             fits = room_bytes >= 0
-            if fits and (error_bytes >= 0 or room_bytes < _ROOM * budget_left):
+            has_room = error_bytes < 0 and room_bytes >= _ROOM * budget_left
+            if fits and not (has_room and self._has_time_for_another(tried)):
                 return
             target = (budget_left if fits else target) - error_bytes
             before = tried
+
+    def _has_time_for_another(self, tried: Attempt) -> bool:
+        """Return whether there is time to plan and try again after an attempt."""
+        step_seconds = tried.cost.seconds
+        return self._has_time_for(_ANOTHER_SECONDS + _ANOTHER_STEPS * step_seconds)
 
     def _first(self, budget_left: int) -> tuple[int, Solution]:
         """Plan for a little less than there is, if there is a plan for that.
