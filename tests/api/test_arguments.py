@@ -66,17 +66,11 @@ def test_a_frontier_has_a_whole_number_of_points(points):
         recoup.frontier(graph, points=points)
 
 
-@pytest.mark.parametrize("budget", [0.5, float("nan"), None, "x", True])
+@pytest.mark.parametrize("budget", [0.5, float("nan"), None, "x", True, -1])
 def test_a_plan_is_for_bytes(budget):
     graph = recoup.measure(blocks(), odd_batch(), loss=mean_square)
     with pytest.raises(UsageError, match="amount of memory"):
         recoup.plan(graph, budget)
-
-
-def test_less_than_nothing_is_too_little():
-    graph = recoup.measure(blocks(), odd_batch(), loss=mean_square)
-    with pytest.raises(recoup.InfeasibleError):
-        recoup.plan(graph, -1)
 
 
 def test_a_plan_may_be_for_bytes_as_text():

@@ -135,7 +135,7 @@ def infeasible_with(
         budget_bytes: The budget with it.
 
     Examples:
-        >>> error = InfeasibleError("no.", budget_bytes=4, floor_bytes=7)
+        >>> error = InfeasibleError("no.", budget_bytes=4, floor_bytes=7, reason="no.")
         >>> infeasible_with(error, 0, 4) is error
         True
         >>> infeasible_with(error, 2, 6).floor_bytes
@@ -160,25 +160,17 @@ def infeasible_with(
             "what a real step took beyond its plan, and for blocks that an "
             "accelerator's allocator does not divide. Beside that, "
         )
+    # Budget and advice of the error are of a part of the budget: its reason will do.
+    reason = why + error.reason
     return InfeasibleError(
-        f"a budget of {print_bytes(budget_bytes)} cannot be met: {why}"
-        f"{_reason(error)} Give it {floor_bytes} bytes, or a smaller batch, or "
-        "smaller blocks.",
+        f"a budget of {print_bytes(budget_bytes)} cannot be met: {reason} Give it "
+        f"{floor_bytes} bytes, or a smaller batch, or smaller blocks.",
         budget_bytes=budget_bytes,
         floor_bytes=floor_bytes,
+        reason=reason,
         moment=error.moment,
         holders=error.holders,
     )
-
-
-def _reason(error: InfeasibleError) -> str:
-    """Return what an error says between the budget and the advice.
-
-    Both are of a part of the budget, and would contradict those of the whole.
-    """
-    message = str(error)
-    _, said, rest = message.partition(" cannot be met: ")
-    return (rest if said else message).partition(" Give it ")[0]
 
 
 def free_bytes(device: torch.device) -> int:

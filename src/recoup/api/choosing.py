@@ -15,7 +15,8 @@ from recoup.api.together import (
 )
 from recoup.core.errors import InfeasibleError
 from recoup.core.graph import Graph
-from recoup.planners.plan import floor, plan
+from recoup.planners.plan import floor_with, plan_with
+from recoup.planners.search import Search
 
 
 def way_within(graph: Graph, budget_bytes: int) -> Way:
@@ -25,10 +26,11 @@ def way_within(graph: Graph, budget_bytes: int) -> Way:
         >>> way_within(Graph((), 0, (), (), (), (), ()), 0).added_bytes
         0
     """
+    search = Search(graph, KEEP)
     try:
-        solution = plan(graph, before_bytes(graph) + budget_bytes, allow=KEEP)
+        solution = plan_with(search, before_bytes(graph) + budget_bytes)
     except InfeasibleError:
-        solution = floor(graph, allow=KEEP)
+        solution = floor_with(search)
     return way_of(graph, solution.segments, solution.simulation)
 
 

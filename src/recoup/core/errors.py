@@ -75,6 +75,7 @@ class InfeasibleError(RecoupError, RuntimeError):
     Attributes:
         budget_bytes: What was asked for.
         floor_bytes: The smallest budget that can be met.
+        reason: Why no less will do, in words; part of the message.
         moment: Where the peak of the smallest plan is, among the step's moments.
         holders: What is in use there: a description and its bytes, largest first.
     """
@@ -85,12 +86,14 @@ class InfeasibleError(RecoupError, RuntimeError):
         *,
         budget_bytes: int = 0,
         floor_bytes: int = 0,
+        reason: str = "",
         moment: int = 0,
         holders: tuple[tuple[str, int], ...] = (),
     ) -> None:
         super().__init__(message)
         self.budget_bytes = budget_bytes
         self.floor_bytes = floor_bytes
+        self.reason = reason
         self.moment = moment
         self.holders = holders
 

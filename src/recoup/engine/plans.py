@@ -101,7 +101,6 @@ class Applied:
 
     def _follow(self, modules: Mapping[str, nn.Module]) -> None:
         """Be told when modules are entered and left."""
-        refuse_scripted(modules.items())
         for name, module in modules.items():
             self._handles += [
                 module.register_forward_pre_hook(
@@ -152,7 +151,9 @@ class Applied:
         """
         with _FOLLOWING:
             missing = _modules_of(script) - self._modules
-            self._follow(_submodules(model, missing))
+            found = _submodules(model, missing)
+            refuse_scripted(found.items())
+            self._follow(found)
             self._modules |= missing
 
     def _episode(self, model_calls: int) -> Episode | None:

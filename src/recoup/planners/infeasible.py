@@ -22,16 +22,16 @@ def infeasible(
     asked, needed = print_bytes(budget_bytes), print_bytes(costs.peak_bytes)
     if asked == needed:  # they differ by less than is printed
         asked, needed = f"{budget_bytes} B", f"{costs.peak_bytes} B"
-    message = (
-        f"a budget of {asked} cannot be met: the smallest plan known takes {needed}, "
-        f"{_place(graph, moment)}. "
-        f"In use there: {held}. "
-        f"Give it {costs.peak_bytes} bytes, or a smaller batch, or smaller blocks."
+    reason = (
+        f"the smallest plan known takes {needed}, {_place(graph, moment)}. "
+        f"In use there: {held}."
     )
     return InfeasibleError(
-        message,
+        f"a budget of {asked} cannot be met: {reason} Give it {costs.peak_bytes} "
+        "bytes, or a smaller batch, or smaller blocks.",
         budget_bytes=budget_bytes,
         floor_bytes=costs.peak_bytes,
+        reason=reason,
         moment=moment,
         holders=holders,
     )

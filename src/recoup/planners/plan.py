@@ -48,9 +48,7 @@ def plan(
             f"a plan is made for a measured step: got {type(graph).__name__}. Measure "
             "one with recoup.measure."
         )
-    below_nothing = isinstance(budget_bytes, int) and budget_bytes < 0
-    amount = budget_bytes if below_nothing else parse_bytes(budget_bytes)
-    return plan_with(Search(graph, allow), int(amount))
+    return plan_with(Search(graph, allow), parse_bytes(budget_bytes))
 
 
 def plan_with(
