@@ -10,20 +10,8 @@ from typing import Any
 from recoup.backend.memory import is_out_of_memory
 from recoup.cli.statuses import TARGET, CommandError
 from recoup.cli.targets import Target, first_line
+from recoup.core.callers import is_calling_user
 from recoup.core.errors import RecoupError
-
-_CALLERS = frozenset(
-    {
-        ("recoup.measure.training", "run"),
-        ("recoup.measure.training", "_call"),
-        ("recoup.train.batches", "compute_loss"),
-        ("recoup.train.batches", "_call"),
-        ("recoup.train.stepper", "_attempt"),
-        ("recoup.train.stepper", "_move"),
-        ("recoup.cli.work", "loss_of_output"),
-    }
-)
-"""Where recoup calls a model, a loss, an optimizer, or backward of the user's."""
 
 _RECORDERS = frozenset({"recoup.engine.recorder", "recoup.backend.dispatch"})
 """Where recoup runs the operators of a step itself."""
@@ -81,15 +69,11 @@ def is_of_step(error: BaseException, step: Callable[[], object] | None = None) -
         return True  # recoup raises none
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     code = _code_of(step)
-    if not any(_calls(frame) or frame.f_code is code for frame in frames):
+    if not any(is_calling_user(frame) or frame.f_code is code for frame in frames):
         return False
     last = frames[-1]
     refused = isinstance(error, _REFUSALS) and _module_of(last) in _RECORDERS
-    return refused or _calls(last) or not _is_ours(last)
-
-
-def _calls(frame: FrameType) -> bool:
-    return (_module_of(frame), frame.f_code.co_name) in _CALLERS
+    return refused or is_calling_user(last) or not _is_ours(last)
 
 
 def _is_ours(frame: FrameType) -> bool:

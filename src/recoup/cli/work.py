@@ -16,6 +16,7 @@ from recoup.api.measuring import measure
 from recoup.api.progress import bar
 from recoup.cli.faults import told_apart
 from recoup.cli.targets import Target
+from recoup.core.callers import calls_user
 from recoup.core.errors import InfeasibleError, UsageError
 from recoup.core.graph import Graph
 from recoup.core.segments import Action, Segment
@@ -209,6 +210,7 @@ def table_target(
     """Measure the four rows for the user's model."""
     loss, batch = target.loss, target.batch
 
+    @calls_user
     def loss_of_output(output: Any, _: Any) -> Any:
         return target.loss(output)
 

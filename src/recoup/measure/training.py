@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from recoup.backend.stash import Stash
 from recoup.backend.trees import tensors
+from recoup.core.callers import calls_user
 from recoup.core.errors import UsageError
 from recoup.engine.plans import refuse_scripted
 from recoup.measure.beginning import Beginning
@@ -122,6 +123,7 @@ def training_step(
             )
         inputs, target = batch
 
+    @calls_user
     def run() -> None:
         output = _call(model, inputs)
         if loss is None:
@@ -239,6 +241,7 @@ def device_of(model: nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
+@calls_user
 def _call(model: nn.Module, inputs: Any) -> Any:
     if isinstance(inputs, Mapping):
         return model(**inputs)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from recoup.backend.trees import map_leaves, tensors
+from recoup.core.callers import calls_user
 from recoup.core.errors import UsageError
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -104,6 +105,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return _map(move, batch, _can_move)
 
 
+@calls_user
 def compute_loss(
     model: nn.Module, batch: Any, loss_fn: LossFunction | None = None
 ) -> Tensor:
@@ -173,6 +175,7 @@ def _map(
     return map_leaves(change, batch)
 
 
+@calls_user
 def _call(model: nn.Module, inputs: Any) -> Any:
     if isinstance(inputs, Tensor):
         return model(inputs)

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from recoup.api.rollback import Rollback
 from recoup.backend.memory import is_out_of_memory
 from recoup.backend.trees import tensors
+from recoup.core.callers import calls_user
 from recoup.core.errors import PeerError, UnsupportedError
 from recoup.precision.scaler import GradientScaler
 from recoup.precision.scope import MixedPrecisionScope
@@ -212,6 +213,7 @@ class Stepper:
             self.processes.average_gradients(self._parameters)
         return loss, len(parts)
 
+    @calls_user
     def _attempt(
         self, parts: Sequence[Any], total: float, *, synchronise: bool
     ) -> Tensor:
@@ -257,6 +259,7 @@ class Stepper:
         elif outcome.skipped:
             self._rollback.restore()
 
+    @calls_user
     def _move(self) -> tuple[Outcome, Tensor | None, Tensor | float | None]:
         """Unscale, clip, and step if everything is finite."""
         settings, scaler = self._settings, self.scaler
