@@ -253,6 +253,24 @@ def test_a_saved_tensor_transposed_and_then_written_to_in_the_region_is_an_error
     del z
 
 
+def test_one_of_several_views_may_be_read_after_a_write_to_all_of_them():
+    def step(region: Region) -> dict[str, Tensor | None]:
+        given = torch.randn(4, 4, requires_grad=True)
+        x = given * 2
+        view = x.unbind(0)[0]
+        x.add_(1)
+        with pytest.raises(RuntimeError, match="modified inplace"):
+            _ = view.is_leaf  # from here on torch says nothing about its graph
+        with region("block"):
+            with torch.no_grad():
+                factor = view + 1
+            y = (given.sin() * factor).sum()
+        y.backward()
+        return {"gradient": given.grad}
+
+    assert compare(step, always) == []
+
+
 @pytest.mark.parametrize(
     "write",
     [

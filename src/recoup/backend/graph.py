@@ -163,13 +163,31 @@ def records_gradients() -> bool:
     return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
+def has_graph(tensor: Tensor) -> bool:
+    """Return whether autograd knows how a tensor was computed.
+
+    Examples:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> has_graph(x), has_graph(x * 2), has_graph(torch.ones(2))
+        (False, True, False)
+    """
+    if not tensor.requires_grad:
+        return False
+    try:
+        return not tensor.is_leaf
+    except RuntimeError:
+        # One of several views that an operator returned at once, of a tensor that was
+        # written to since: torch knows that it has a graph, and will not give it.
+        return True
+
+
 def is_activation(tensor: Tensor) -> bool:
     """Return whether a tensor from outside is one that the graph alone may keep.
 
     Parameters and other leaves are kept by the graph itself, and what has no graph is
     data and buffers, which belong to somebody: moving them would free nothing.
     """
-    if not tensor.requires_grad or tensor.is_leaf:
+    if not has_graph(tensor):
         return False
     base = tensor._base
     return base is None or not base.is_leaf

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from recoup.backend.graph import has_graph
 from recoup.backend.storages import Geometry, alias, storage_address
 from recoup.engine.values import MOVED, Hold
 
@@ -28,7 +29,7 @@ class Attached:
             geometry: The geometry to give it back in, if that is not its own.
         """
         if tensor.requires_grad:
-            if not tensor.is_leaf:
+            if has_graph(tensor):
                 return Hold(alias(tensor), geometry)
             # It has no graph and cannot get one, but it can be given other memory.
             hold = Hold(tensor, geometry)

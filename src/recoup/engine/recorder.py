@@ -90,6 +90,10 @@ class Recorder(OperatorMode):
     ) -> Any:
         """Run an operator that changes how its first argument lies."""
         self.tape.attached.part_from(args[0])
+        value = self.tape.value_of(args[0])
+        if value is not None and value.hold is not None and value.hold.stored:
+            # It goes by the tensor's version, which may become another.
+            value.hold.stored.settle()
         out = kernel.run(*args, **kwargs)
         self.tape.reshape(out)
         return out

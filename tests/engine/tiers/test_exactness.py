@@ -62,6 +62,22 @@ def test_a_model_in_one_scope_around_its_own_scopes_is_bitwise_the_twin(name):
     assert compare(training(Problem(Whole, problem.inputs)), CheckpointScope) == []
 
 
+@pytest.mark.parametrize("tier", EXACT)
+def test_what_a_tier_holds_may_be_turned_round_in_place(tier):
+    def step(region: Region) -> dict[str, Tensor | None]:
+        given = torch.randn(4, 4, requires_grad=True)
+        x = given + 1
+        with region("block"):
+            unused = x * x  # autograd saves it, and never asks
+            y = x + x
+            x.t_()  # a new version, with nothing written
+            z = y * x
+        z.sum().backward()
+        return {"unused": unused, "gradient": given.grad}
+
+    assert compare(step, functools.partial(CheckpointScope, store=EXACT[tier])) == []
+
+
 def check(program: Program, tier: Tier) -> None:
     left_out, machine = repaired(program)
     region = functools.partial(CheckpointScope, store=tier)
