@@ -1,12 +1,20 @@
 """An interrupted call of a checkpointed module leaves no region open for long."""
 
 import copy
+import itertools
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    is_in_torch_dispatch_mode,
+)
 
-from recoup import checkpoint_module, uncheckpoint_module
+from recoup import CheckpointScope, checkpoint_module, uncheckpoint_module
+from recoup.backend.graph import ambient_hooks
 from recoup.engine.active import open_regions
 
 
@@ -102,3 +110,112 @@ def test_an_ordinary_error_closes_at_once():
     assert not open_regions()
     model(X)
     assert not open_regions()
+
+
+def test_training_of_a_plain_model_closes_it_after_its_first_backward():
+    model, other = checkpoint_module(Fatal()), nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    interrupt(model, X)
+    (region,) = open_regions()
+    expected = gradients(copy.deepcopy(other), X)
+    for _ in range(4):
+        assert all(map(torch.equal, gradients(other, X), expected))
+    assert not open_regions()
+    assert len(region.tape.operations) < 20
+
+
+def test_a_plain_model_that_saves_much_closes_it_before_any_backward():
+    model = checkpoint_module(Fatal())
+    interrupt(model, X)
+    y = X.clone().requires_grad_()
+    for _ in range(300):
+        y = y.tanh()
+    assert not open_regions()
+
+
+def test_a_scope_that_was_opened_since_stays_open():
+    model, other = checkpoint_module(Fatal()), nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    interrupt(model, X)
+    expected = gradients(copy.deepcopy(other), X)
+    with CheckpointScope("mine"):
+        for _ in range(2):
+            assert all(map(torch.equal, gradients(other, X), expected))
+        assert open_regions()[-1].name == "mine"
+        y = other(X)
+    assert all(
+        map(
+            torch.equal,
+            torch.autograd.grad(y.sum(), list(other.parameters())),
+            expected,
+        )
+    )
+    assert all(map(torch.equal, gradients(other, X), expected))
+    assert all(map(torch.equal, gradients(other, X), expected))
+    assert not open_regions()
+
+
+class Counting(TorchDispatchMode):
+    """Counts operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_hooks_and_modes_of_others_are_theirs_after_an_interrupt(inside):
+    model = checkpoint_module(Fatal(), verify="off")
+
+    def watched(run) -> tuple[int, int]:
+        packed: list[Tensor] = []
+
+        def pack(tensor: Tensor) -> Tensor:
+            packed.append(tensor)
+            return tensor
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor), Counting() as mode:
+            run()
+        return len(packed), mode.count
+
+    expected = watched(lambda: model(X))
+    if inside:
+        watched(lambda: interrupt(model, X))
+    else:
+        interrupt(model, X)
+    packs, operators = watched(lambda: model(X))
+    assert packs == expected[0]
+    assert operators >= expected[1]  # what was left open is closed among them
+    assert watched(lambda: model(X)) == expected
+    assert not open_regions()
+    assert ambient_hooks() is None
+    assert not is_in_torch_dispatch_mode()
+    assert not _get_current_dispatch_mode_stack()
+
+
+def test_gradients_taken_inside_a_region_are_recorded_once():
+    energy = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    weights = list(energy.parameters())
+
+    def descend(x: Tensor, steps: int) -> Tensor:
+        for _ in range(steps):
+            inner = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(energy(inner).sum(), inner)
+            x = x - 0.1 * slope
+        return energy(x)
+
+    def recorded(steps: int) -> int:
+        with CheckpointScope("descent"):
+            y = descend(X.double(), steps)
+            (region,) = open_regions()
+            operations = len(region.tape.operations)
+        found = torch.autograd.grad(y.sum(), weights)
+        plain = torch.autograd.grad(descend(X.double(), steps).sum(), weights)
+        assert all(map(torch.equal, found, plain))
+        return operations
+
+    counts = [recorded(steps) for steps in (1, 2, 3, 4)]
+    growth = [after - before for before, after in itertools.pairwise(counts)]
+    assert growth == growth[:1] * 3  # each step adds its own operators, once

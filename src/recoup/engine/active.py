@@ -3,9 +3,11 @@
 import threading
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 import torch
 
+from recoup.backend.frames import is_running
 from recoup.backend.graph import hooks_refused, records_gradients
 from recoup.backend.transforms import outside_transforms
 from recoup.core.errors import UnsupportedError, UsageError
@@ -23,7 +25,41 @@ class _Open(threading.local):
         self.stack: list[tuple[object, Region | None]] = []
 
 
-class Yielding:
+class Call:
+    """An owner of what is begun and ended by hooks of a module's call.
+
+    Args:
+        frame: The frame in which torch runs the hooks and forward, if that is known. It
+            is kept itself: its identity is soon another one's.
+    """
+
+    def __init__(self, frame: FrameType | None = None) -> None:
+        self._frame = frame
+        self._thread = threading.get_ident()
+
+    def is_under_way(self) -> bool:
+        """Return whether the call runs, as far as can be known on this thread."""
+        if self._frame is None or self._thread != threading.get_ident():
+            return True
+        return is_running(self._frame)
+
+    def end_if_left(self) -> bool:
+        """End what was begun here if the call was interrupted; say whether it was.
+
+        That alone: what was begun since then may be in order.
+        """
+        if self.is_under_way():
+            return False
+        stack = _OPEN.stack
+        for place, (owner, region) in enumerate(stack):
+            if owner is self:
+                del stack[place]
+                _close(region, is_left=True)
+                break
+        return True
+
+
+class Yielding(Call):
     """An owner whose region may be ended early, with the one that it was begun in."""
 
 
@@ -73,7 +109,7 @@ def begin(owner: object, name: str, options: Options, key: Hashable) -> Region |
     if region is not None:
         for observer in observers():
             observer.began(region)
-        region.open()
+        region.open(owner.end_if_left if isinstance(owner, Call) else None)
     _OPEN.stack.append((owner, region))
     return region
 
@@ -141,6 +177,12 @@ def end(owner: object) -> Region | None:
     return _pop()
 
 
+def end_or_leave(owner: Call) -> None:
+    """End what the owner began, in order or after an interrupt."""
+    if not owner.end_if_left():
+        end(owner)
+
+
 def _end_inside(owner: object) -> bool:
     """End all inside what the owner began; say whether any of it had to stay open.
 
@@ -156,13 +198,17 @@ def _end_inside(owner: object) -> bool:
 
 def _pop() -> Region | None:
     region = _OPEN.stack.pop()[1]
+    _close(region)
+    return region
+
+
+def _close(region: Region | None, *, is_left: bool = False) -> None:
     if region is not None:
         # What a region keeps to the end is none of a torch.func transform's tensors.
         with outside_transforms():
-            region.close()
+            region.close(is_left=is_left)
         for observer in observers():
             observer.ended(region)
-    return region
 
 
 def is_innermost(owner: object) -> bool:

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from recoup.backend.kernels import Kernel
+from recoup.backend.operators import Facts
 from recoup.engine.tape import Tape
 from recoup.engine.values import Operation
 
@@ -80,3 +81,20 @@ def _refer(tape: Tape, argument: Any, overwritten: Sequence[Tensor]) -> Any:
             for element in argument
         ]
     return argument
+
+
+def targets_of(
+    facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[Tensor]:
+    """Return the tensors that an operator writes to."""
+    found: list[Tensor] = []
+    for place in facts.writes:
+        if isinstance(place, str):
+            target = kwargs.get(place)
+        else:
+            target = args[place] if place < len(args) else None
+        if isinstance(target, Tensor):
+            found.append(target)
+        elif isinstance(target, (list, tuple)):
+            found.extend(t for t in target if isinstance(t, Tensor))
+    return found

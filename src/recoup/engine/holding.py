@@ -1,11 +1,12 @@
 """Handing over: saved-tensor hooks around a region may keep what the region holds."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from recoup.backend.graph import ambient_hooks
+from recoup.backend.storages import copy_storage, version_of
 from recoup.engine.observers import is_transparent
-from recoup.engine.values import Hold
+from recoup.engine.values import Hold, Value
 
 
 class _Handing(threading.local):
@@ -52,3 +53,24 @@ def apart(hold: Hold, kept: Sequence[Hold]) -> Hold:
     Hooks that keep it may give it back only once, as those of torch.utils.checkpoint.
     """
     return hold.twin() if any(hold is other for other in kept) else hold
+
+
+def copy_small(value: Value, most_bytes: int) -> None:
+    """Hold a copy of a value instead, if it is no larger and has not changed since."""
+    hold = value.hold
+    if hold is None or hold.tensor is None:
+        return
+    small = hold.tensor.untyped_storage().nbytes() <= most_bytes
+    if small and version_of(hold.tensor) == hold.version:
+        value.hold = Hold(copy_storage(hold.tensor), hold.geometry)
+
+
+def part_holds(values: Iterable[Value], kept: Iterable[Hold]) -> None:
+    """Let backward, which has those that are kept, and replays each have their own.
+
+    Hooks that hold them may give each back only once.
+    """
+    ours = {id(hold) for hold in kept}
+    for value in values:
+        if value.hold is not None and id(value.hold) in ours:
+            value.hold = value.hold.twin()

@@ -6,16 +6,15 @@ After an exception torch runs a module's hooks that are always called, but not a
 
 import sys
 import threading
-from types import FrameType
 
-from recoup.engine.active import end, is_innermost, is_open
+from recoup.engine.active import Call
 
 
 class _Calls(threading.local):
-    """The calls under way on this thread: by whom, in which frame, for whom."""
+    """The calls under way on this thread, and whose they are."""
 
     def __init__(self) -> None:
-        self.stack: list[tuple[object, FrameType, object]] = []
+        self.stack: list[tuple[Call, object]] = []
 
 
 _CALLS = _Calls()
@@ -29,10 +28,9 @@ def begin_call(caller: object) -> object:
     """
     if _CALLS.stack:
         end_interrupted_calls()
-    owner = object()
-    # Two up is torch's frame that runs the hooks and then forward. It is kept itself,
-    # since its identity is soon another one's.
-    _CALLS.stack.append((owner, sys._getframe(2), caller))  # noqa: SLF001 (of Python)
+    # Two up is torch's frame that runs the hooks and then forward.
+    owner = Call(sys._getframe(2))  # noqa: SLF001 (of Python)
+    _CALLS.stack.append((owner, caller))
     return owner
 
 
@@ -45,19 +43,10 @@ def end_call(caller: object) -> object:
 
 def is_calling(caller: object) -> bool:
     """Return whether a call of this one is under way on this thread."""
-    return any(other is caller for _, _, other in _CALLS.stack)
+    return any(other is caller for _, other in _CALLS.stack)
 
 
 def end_interrupted_calls() -> None:
     """End what was begun in calls that are no longer under way."""
-    running: set[FrameType] = set()
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 (of Python)
-    while frame is not None:
-        running.add(frame)
-        frame = frame.f_back
-    while _CALLS.stack and _CALLS.stack[-1][1] not in running:
-        owner = _CALLS.stack[-1][0]
-        if is_open(owner) and not is_innermost(owner):
-            return
-        _CALLS.stack.pop()
-        end(owner)
+    while _CALLS.stack and not _CALLS.stack[-1][0].is_under_way():
+        _CALLS.stack.pop()[0].end_if_left()

@@ -1,12 +1,15 @@
 """Who watches regions: profilers and managers, told of every region that runs."""
 
 import threading
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
+from recoup.backend.graph import Pack, Unpack
 from recoup.engine.values import Hold
+
+Traced = TypeVar("Traced", contravariant=True)
 
 Listener = Callable[[Tensor], None]
 """Called with a tensor that autograd saves in a region."""
@@ -48,6 +51,14 @@ class Observer(Protocol):
         ...
 
 
+class Tracer(Protocol[Traced]):
+    """Follows what is saved in a region through its backward."""
+
+    def hooks(self, region: Traced) -> tuple[Pack, Unpack]:
+        """Return hooks that do what the region's own do, and take note of it."""
+        ...
+
+
 _LOCK = threading.Lock()
 _OBSERVERS: list[Observer] = []
 
@@ -75,3 +86,9 @@ def is_transparent(pack: Callable[..., object]) -> bool:
     A region does not pass its holds on to such hooks.
     """
     return getattr(pack, "is_transparent", False)
+
+
+def tell(listeners: Iterable[Listener], tensor: Tensor) -> None:
+    """Call everyone who listens with a tensor that autograd saves."""
+    for listener in listeners:
+        listener(tensor)

@@ -71,3 +71,12 @@ class Recall:
         elif left == 0:
             pending.pop(value, None)
             free(value, self.live)
+
+
+def wanted_of(saved: Iterable[Value]) -> list[Value]:
+    """Return those of the saved values that a replay is to give."""
+    return [
+        value
+        for value in saved
+        if value.demand > 0 and (value.hold is None or not value.hold.is_at_hand)
+    ]

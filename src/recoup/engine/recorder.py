@@ -1,6 +1,7 @@
 """The recorder: sees each operator of a region and writes it on the tape."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +19,7 @@ from recoup.backend.operators import (
 )
 from recoup.backend.rng import generator_of, same_state
 from recoup.backend.storages import covers_storage, has_storage
-from recoup.engine.calls import NO_TENSORS, record_call
+from recoup.engine.calls import NO_TENSORS, record_call, targets_of
 from recoup.engine.tape import Tape
 from recoup.engine.values import OUTSIDE, Operation, Value
 
@@ -34,6 +35,16 @@ class Recorder(OperatorMode):
         super().__init__()
         self.tape = tape
         self.paused = False
+
+    @contextmanager
+    def pausing(self) -> Iterator[None]:
+        """Record nothing while the block runs."""
+        before = self.paused
+        self.paused = True
+        try:
+            yield
+        finally:
+            self.paused = before
 
     @leave_uncompiled
     def __torch_dispatch__(
@@ -153,7 +164,7 @@ class Recorder(OperatorMode):
     ) -> Any:
         """Record an operator that does more than compute its result."""
         facts = kernel.facts
-        targets = _targets(facts, args, kwargs) if facts.writes else []
+        targets = targets_of(facts, args, kwargs) if facts.writes else []
         if self._must_keep(facts, args, kwargs, targets):
             return self._unrecorded(kernel, args, kwargs, targets)
         recorded = args
@@ -300,7 +311,7 @@ class Recorder(OperatorMode):
         facts = kernel.facts
         self.tape.unrecorded.append(facts.name)
         if written is None:
-            written = _targets(facts, args, kwargs)
+            written = targets_of(facts, args, kwargs)
         targets = [target for target in written if has_storage(target)]
         self._before_writes(targets)
         # It may be the first to meet a complex tensor: nothing has looked at it yet.
@@ -338,22 +349,6 @@ def _seeds(out: Any) -> list[int]:
 
 
 _SEED_BYTES = 64
-
-
-def _targets(
-    facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[Tensor]:
-    found: list[Tensor] = []
-    for place in facts.writes:
-        if isinstance(place, str):
-            target = kwargs.get(place)
-        else:
-            target = args[place] if place < len(args) else None
-        if isinstance(target, Tensor):
-            found.append(target)
-        elif isinstance(target, (list, tuple)):
-            found.extend(t for t in target if isinstance(t, Tensor))
-    return found
 
 
 def _without_statistics(kernel: Kernel, args: tuple[Any, ...]) -> tuple[Any, ...]:

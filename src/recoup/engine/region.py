@@ -1,34 +1,35 @@
 """Regions: a stretch of forward whose saved tensors are forgotten and replayed."""
 
 import threading
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from functools import partial
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from torch import Tensor
 
 from recoup.backend.compiled import leave_uncompiled
 from recoup.backend.graph import (
-    Pack,
-    Unpack,
     current_backward,
     follow_backward,
     pop_hooks,
     push_hooks,
 )
-from recoup.backend.storages import alias, copy_storage, version_of
+from recoup.backend.stacks import Footing
+from recoup.backend.storages import alias
 from recoup.core.errors import ClearedError
 from recoup.engine.holding import (
     apart,
+    copy_small,
     hand_over,
     is_handing_over,
     is_watched_from_around,
+    part_holds,
 )
-from recoup.engine.observers import Listener
+from recoup.engine.observers import Listener, Tracer, tell
 from recoup.engine.options import Options
 from recoup.engine.placement import placement_of
 from recoup.engine.program import Live, Program, derived_from_lossy, number
-from recoup.engine.recall import Recall, Saved
+from recoup.engine.recall import Recall, Saved, wanted_of
 from recoup.engine.recorder import Recorder
 from recoup.engine.tape import Tape
 from recoup.engine.tiers.protocol import Tier
@@ -41,12 +42,8 @@ write are copied up to this size: they are counters and running statistics, whic
 next region will write again. Larger ones are held by reference and checked."""
 
 
-class Tracer(Protocol):
-    """Follows what is saved in a region through its backward."""
-
-    def hooks(self, region: "Region") -> tuple[Pack, Unpack]:
-        """Return hooks that do what the region's own do, and take note of it."""
-        ...
+_LOOK_EVERY = 256
+"""After how many saved tensors a region looks whether what it is part of still runs."""
 
 
 class Region:
@@ -70,11 +67,12 @@ class Region:
     # What is seldom asked for: it is set where it differs.
     replays = 0
     replayed_operators = 0
-    tracer: "Tracer | None" = None
+    tracer: "Tracer[Region] | None" = None
     _roots: list[Value] | None = None
     _program: Program | None = None
     _watched = -1
     _stores = False
+    _packs = 0
 
     def __init__(self, name: str, options: Options, key: Hashable) -> None:
         check = check_for(options.verify, key)
@@ -91,9 +89,15 @@ class Region:
         self._cleared = False
         self._lock = threading.RLock()
 
-    def open(self) -> None:
-        """Start recording on this thread."""
+    def open(self, close_if_left: Callable[[], bool] | None = None) -> None:
+        """Start recording on this thread.
+
+        What closes it if it was left by an interrupt, and says so, is asked now and
+        then, where nobody else may come to close it.
+        """
+        self._close_if_left = close_if_left
         self._is_inside_hooks = is_watched_from_around()
+        self._footing = Footing()
         self._recorder = Recorder(self.tape)
         self._recorder.__enter__()
         tracer = self.tracer
@@ -102,14 +106,20 @@ class Region:
         else:
             push_hooks(*tracer.hooks(self))
 
-    def close(self) -> None:
-        """Stop recording; drop what neither backward nor a replay needs."""
-        pop_hooks()
-        self._recorder.__exit__(None, None, None)
-        del self._recorder
+    def close(self, *, is_left: bool = False) -> None:
+        """Stop recording; drop what neither backward nor a replay needs.
+
+        One that was left by an interrupt has others around it than when it was opened.
+        """
+        if self.tracer is None:
+            self._footing.take_off_hooks(self.pack)
+        else:
+            pop_hooks()
+        self._footing.leave_mode(self._recorder)
+        del self._recorder, self._footing, self._close_if_left
         self._program = self._settle()
-        if is_watched_from_around():
-            self._part_holds(self._roots or [])
+        if not is_left and is_watched_from_around():
+            part_holds(self._roots or [], self._kept)
             hand_over(self.holds())
             self._program = None  # what was handed over is wanted too
         self.tape.finish()
@@ -140,7 +150,7 @@ class Region:
         written = tape.written
         for value in roots:
             if written and value in written:
-                _settle_state(value)
+                copy_small(value, STATE_BYTES)
             hold = value.hold
             assert hold is not None, "roots are held"
             value.born = None
@@ -157,8 +167,10 @@ class Region:
     def pack(self, tensor: Tensor) -> Saved | Hold:
         """Take a tensor that autograd saves; return what stands for it."""
         if self.listeners and not is_handing_over():
-            for listener in self.listeners:
-                listener(tensor)
+            tell(self.listeners, tensor)
+        self._packs += 1
+        if self._packs % _LOOK_EVERY == 0 and self._was_left():
+            return Hold(alias(tensor))
         tape = self.tape
         try:
             found = tape.save(tensor)
@@ -187,6 +199,10 @@ class Region:
         elif hold is not None and hold.tier is not None:
             self._store(value)
         return Saved(self, value, layout)
+
+    def _was_left(self) -> bool:
+        close_if_left = self.__dict__.get("_close_if_left")
+        return close_if_left is not None and close_if_left()
 
     def keep(self, value: Value, tensor: Tensor, store: Tier | None) -> None:
         """Hold a value that the tensor names, and say where it is to be kept."""
@@ -236,7 +252,7 @@ class Region:
         with self._lock:
             if self._cleared:
                 self._refuse()
-            wanted = _wanted(self.tape.saved)
+            wanted = wanted_of(self.tape.saved)
             live = self._run(wanted)
             return tuple(live[value] for value in wanted)
 
@@ -288,18 +304,8 @@ class Region:
         assert self._check is not None, "only called when there is a check"
         geometry = value.geometry if layout is None else layout.geometry
         assert geometry is not None, "an operation made the value"
-        self._recorder.paused = True
-        try:
+        with self._recorder.pausing():
             self._check.remember(value, tensor, geometry)
-        finally:
-            self._recorder.paused = False
-
-    def _part_holds(self, roots: list[Value]) -> None:
-        """Let backward and replays each fetch their own hold, once."""
-        kept = {id(hold) for hold in self._kept}
-        for value in roots:
-            if value.hold is not None and id(value.hold) in kept:
-                value.hold = value.hold.twin()
 
     def _brought(self, saved: Saved, hold: Hold) -> Tensor:
         with self._lock:
@@ -313,6 +319,7 @@ class Region:
         if recall is None or (recall.task != task and not recall.serves(task)):
             if task == -1 and not self.options.cache:
                 return self._alone(saved)
+            self._packs = -1  # the next one looks: few regions are open in a backward
             recall = self._start(task)
         tensor = recall.live.get(value if layout is None else layout)
         if tensor is None:
@@ -338,7 +345,7 @@ class Region:
             recall, lasting = self._recall, self.options.cache
             if recall is not None and recall.serves(task):
                 return recall
-            wanted = _wanted(self.tape.saved)
+            wanted = wanted_of(self.tape.saved)
             live = self._run(wanted)
             recall = Recall(live, wanted, -1 if lasting else task, lasting=lasting)
             self._recall = recall
@@ -369,32 +376,23 @@ class Region:
             program = Program(self.tape.operations, wanted)
         if self._stores:
             self._watch_backward()
-        check = self._check
-        if check is None:
-            live = program.run()
-        else:
-            live = program.run(partial(check.observe, self.name))
-            replayed = {value: live[value] for value in wanted}
-            check.compare(self.name, self.tape.operations, replayed)
         self.replays += 1
         self.replayed_operators += len(program.operations)
+        recorder = self.__dict__.get("_recorder")
+        if recorder is None:
+            return self._replayed(program, wanted)
+        # A backward inside the region: what it runs again is on the tape already.
+        with recorder.pausing():
+            live = self._replayed(program, wanted)
+        for value in wanted:
+            self.tape.name_again(live[value], value)
         return live
 
-
-def _settle_state(value: Value) -> None:
-    """Copy a small tensor from outside that the region itself wrote to."""
-    hold = value.hold
-    if hold is None or hold.tensor is None:
-        return
-    small = hold.tensor.untyped_storage().nbytes() <= STATE_BYTES
-    if small and version_of(hold.tensor) == hold.version:
-        value.hold = Hold(copy_storage(hold.tensor), hold.geometry)
-
-
-def _wanted(saved: Iterable[Value]) -> list[Value]:
-    """Return those of the saved values that a replay is to give."""
-    return [
-        value
-        for value in saved
-        if value.demand > 0 and (value.hold is None or not value.hold.is_at_hand)
-    ]
+    def _replayed(self, program: Program, wanted: list[Value]) -> Live:
+        check = self._check
+        if check is None:
+            return program.run()
+        live = program.run(partial(check.observe, self.name))
+        replayed = {value: live[value] for value in wanted}
+        check.compare(self.name, self.tape.operations, replayed)
+        return live

@@ -4,9 +4,17 @@ import itertools
 import weakref
 from dataclasses import dataclass, field
 
+from recoup.backend.frames import calling_frame
 from recoup.backend.graph import Pack, Unpack, ambient_hooks
 from recoup.core.plan import Place, Plan, Span
-from recoup.engine.active import Yielding, begin, end, is_innermost, is_open
+from recoup.engine.active import (
+    Yielding,
+    begin,
+    end,
+    end_or_leave,
+    is_innermost,
+    is_open,
+)
 from recoup.engine.options import Options
 from recoup.engine.policies import Policy
 from recoup.engine.region import Region
@@ -69,8 +77,9 @@ class CuttingRun:
 
     def __init__(self, cuts: Cuts) -> None:
         self._options = Options(policy=cuts.policy, verify="off")
-        self._open: object = None
+        self._open: Yielding | None = None
         self._hooks = ambient_hooks()
+        self._frame = calling_frame()
 
     def reach(self, module: str, *, entering: bool) -> None:
         """End one region and begin the next."""
@@ -81,13 +90,13 @@ class CuttingRun:
             if not is_innermost(self._open):
                 return
             end(self._open)
-        self._open = Yielding()
+        self._open = Yielding(self._frame)
         begin(self._open, "a measured block", self._options, "cut")
 
     def close(self) -> None:
         """End the last region."""
         if self._open is not None:
-            end(self._open)
+            end_or_leave(self._open)
 
 
 @dataclass(frozen=True)
@@ -117,11 +126,12 @@ class SegmentedRun:
 
     def __init__(self, segments: Segments) -> None:
         self._segments = segments
-        self._open: object = None
+        self._open: Yielding | None = None
         self._begun = 0
         self._inside = 0
         self._left = 0
         self._hooks = ambient_hooks()
+        self._frame = calling_frame()
 
     def reach(self, module: str, *, entering: bool) -> None:
         """Begin a region before a block that is in none, end it after its last."""
@@ -139,12 +149,12 @@ class SegmentedRun:
     def close(self) -> None:
         """End the last region."""
         if self._open is not None:
-            end(self._open)
+            end_or_leave(self._open)
 
     def _begin(self, module: str) -> None:
         if self._open is not None and is_open(self._open):
             return
-        self._open = Yielding()
+        self._open = Yielding(self._frame)
         self._inside = 0
         key = (self._segments.mark, self._begun)
         self._begun += 1
@@ -200,10 +210,11 @@ class Run:
     ) -> None:
         self._script = script
         self._verify: Verify = verify
-        self._open: list[tuple[_Stretch, object]] = []
+        self._open: list[tuple[_Stretch, Yielding]] = []
         self._episode = episode or Episode()
         self._calls = self._episode.calls
         self._hooks = ambient_hooks()
+        self._frame = calling_frame()
 
     def reach(self, module: str, *, entering: bool) -> None:
         """End and begin what ends and begins here.
@@ -225,7 +236,7 @@ class Run:
     def close(self) -> None:
         """End everything."""
         while self._open:
-            end(self._open.pop()[1])
+            end_or_leave(self._open.pop()[1])
 
     def _end_down_to(self, place: Place) -> None:
         """End the outermost stretch that ends here, and all inside it.
@@ -245,7 +256,7 @@ class Run:
         if around is not stretch.parent:
             return  # the one before it or around it did not end or begin as planned
         policy = HeldBySpan(stretch.table, stretch.made) if stretch.table else None
-        owner = Yielding()
+        owner = Yielding(self._frame)
         options = Options(policy=policy, verify=self._verify)
         region = begin(owner, stretch.name, options, stretch.key)
         if region is not None and self._episode.model_calls > 1:

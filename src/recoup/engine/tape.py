@@ -48,8 +48,7 @@ class Tape:
         unrecorded: The operators that ran without being recorded: what they returned is
             kept if it is needed.
         written: The outcomes of writes to tensors from outside.
-        late: The writes to saved values that gave no new version, if there were any
-            writes to saved values.
+        late: The writes to saved values that gave no new version, if there are any.
         attached: The holds of tensors from outside.
         unverified: Values with parts that no kernel writes, which are not compared.
         lazy_bits_seen: A complex tensor was met, so there may be lazy conjugations.
@@ -274,7 +273,7 @@ class Tape:
             geometry = self.geometry(tensor)
         value = Value(len(self.operations), geometry)
         value.born = born
-        self._name(tensor, value)
+        self.name_again(tensor, value)
         operation.writes = (*operation.writes, (before, value))
         if tainted:
             self.tainted.add(value)
@@ -290,7 +289,7 @@ class Tape:
         value = self._current.get(storage_address(tensor))
         if value is None or value.hold is not None or value.geometry is not None:
             value = Value(OUTSIDE, None)
-            self._name(tensor, value)
+            self.name_again(tensor, value)
         # Else nothing refers to what was there before: a value from outside is held if
         # anything does.
         self.written.add(value)
@@ -352,7 +351,8 @@ class Tape:
         value.producer = OUTSIDE
         value.born = None
 
-    def _name(self, tensor: Tensor, value: Value) -> None:
+    def name_again(self, tensor: Tensor, value: Value) -> None:
+        """Let a tensor name a value that others may name too."""
         address = storage_address(tensor)
         if address not in self._current:
             take_weak_reference(tensor)  # the same address, pinned

@@ -1,0 +1,86 @@
+"""Stacks of hooks and modes that torch keeps for each thread: take one out of them.
+
+Torch takes off what is on top, whatever it is. Where an interrupt has left something
+there, somebody who was there before has taken that off instead of his own, which is
+still there; and somebody else may have come since.
+"""
+
+from typing import Any
+
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
+
+from recoup.backend.graph import Pack, Unpack, ambient_hooks, pop_hooks, push_hooks
+
+
+class Footing:
+    """What is on top of the stacks when something is about to be put there.
+
+    Attributes:
+        hooks: The saved-tensor hooks.
+        mode: The dispatch mode.
+    """
+
+    __slots__ = ("hooks", "mode")
+
+    def __init__(self) -> None:
+        self.hooks = ambient_hooks()
+        stack = _get_current_dispatch_mode_stack()
+        self.mode = stack[-1] if stack else None
+
+    def take_off_hooks(self, pack: Pack) -> None:
+        """Take off the hooks that were put here.
+
+        Args:
+            pack: The first of the two.
+        """
+        hooks = ambient_hooks()
+        if hooks is not None and hooks[0] == pack:
+            pop_hooks()
+            return
+        stack: list[tuple[Pack, Unpack]] = []
+        while hooks is not None:
+            stack.append(hooks)
+            pop_hooks()
+            hooks = ambient_hooks()
+        place = _place_of(pack, [hooks[0] for hooks in stack])
+        if place is None and self.hooks is not None:
+            place = _place_of(self.hooks[0], [hooks[0] for hooks in stack])
+        if place is not None:
+            del stack[place]
+        for hooks in reversed(stack):
+            push_hooks(*hooks)
+
+    def leave_mode(self, mode: TorchDispatchMode) -> None:
+        """Leave the dispatch mode that was entered here."""
+        stack: list[Any] = _get_current_dispatch_mode_stack()
+        if stack and stack[-1] is mode:
+            mode.__exit__(None, None, None)
+            return
+        stack.reverse()
+        place = _place_of(mode, stack)
+        if place is not None:
+            _give_flags(mode, stack[place - 1])
+        elif self.mode is not None:
+            place = _place_of(self.mode, stack)
+        if place is not None:
+            above: list[Any] = [_pop_mode() for _ in range(place + 1)]
+            for entered in reversed(above[:-1]):
+                _push_mode(entered)
+
+
+def _place_of(wanted: Any, stack: list[Any]) -> int | None:
+    """Return where something is, from the top; by equality, as of bound methods."""
+    return next((n for n, found in enumerate(stack) if found == wanted), None)
+
+
+def _give_flags(left: TorchDispatchMode, above: TorchDispatchMode) -> None:
+    """Let the mode above one that is left put back what that one would have."""
+    for name, flags in vars(left).items():
+        others = vars(above).get(name)
+        if name.startswith("old_") and flags and others:
+            others[-1] = flags.pop()
