@@ -24,24 +24,26 @@ class Environment:
 
     Args:
         leaves: Leaves of the state, whose devices matter.
+        function: What is run; generators that it sees are put back with torch's own.
 
     Attributes:
         draws: Whether the steps draw random numbers; True until it is known.
     """
 
-    def __init__(self, leaves: list[Any]) -> None:
+    def __init__(self, leaves: list[Any], function: Any = None) -> None:
         devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
         self._devices = [d for d in devices if d.type not in ("cpu", "meta")]
         states = autocast_states({device.type for device in self._devices})
         # Each tape casts weights for itself; a cache would hold the graph of another.
         self._autocast = tuple(replace(state, cache=False) for state in states)
         self._casts = any(state.enabled for state in states)
-        self._begin = default_states(self._devices)
+        self._own: list[torch.Generator] = visible(function, torch.Generator)
+        self._begin = self._states()
         self.draws = True
 
     def settle(self) -> None:
         """Find out, after the first sweep, whether the steps drew random numbers."""
-        now = default_states(self._devices)
+        now = self._states()
         self.draws = not all(
             same_state(before, after)
             for (_, before), (_, after) in zip(self._begin, now, strict=True)
@@ -51,7 +53,11 @@ class Environment:
 
     def random_states(self) -> RandomStates | None:
         """Return the states to come back to, if that matters."""
-        return default_states(self._devices) if self.draws else None
+        return self._states() if self.draws else None
+
+    def _states(self) -> RandomStates:
+        own = [(generator, generator.get_state()) for generator in self._own]
+        return default_states(self._devices) + own
 
     def rewind(self, states: RandomStates | None) -> None:
         """Come back to earlier states; by default to those at the beginning."""

@@ -8,8 +8,14 @@ import torch
 from torch import Tensor
 
 from recoup.backend.graph import pull_gradients, recording
+from recoup.backend.storages import (
+    geometry_of,
+    has_storage,
+    storage_address,
+    version_of,
+)
 from recoup.loops.captures import Captures, lost_gradient
-from recoup.loops.steps import Step
+from recoup.loops.steps import KindError, Step
 from recoup.loops.trees import Structure, flatten, unflatten
 
 
@@ -62,7 +68,8 @@ def record(
     """
     start, stop = span
     before, watched = _watched(leaves)
-    passed = [_copied(leaf) for leaf in before] if in_place else before
+    passed = copied(before) if in_place else before
+    writes = Writes(before, passed) if in_place else None
     tape = Tape(start, stop, before, watched, [], structure, [], [], None)
     with recording():
         state = unflatten(structure, passed)
@@ -71,6 +78,8 @@ def record(
         else:
             with captures.replaced():
                 state = _run(step, state, tape)
+    if writes is not None:
+        writes.seen()
     tape.after, tape.structure = flatten(state)
     stray = captures.stray(_results(tape), _sources(tape))
     if stray is not None:
@@ -183,9 +192,59 @@ def _watched(leaves: list[Any]) -> tuple[list[Any], list[int]]:
     return found, places
 
 
-def _copied(leaf: Any) -> Any:
-    with torch.enable_grad():
-        return leaf.clone() if isinstance(leaf, Tensor) else leaf
+def copied(leaves: list[Any]) -> list[Any]:
+    """Return the leaves with copies of the tensors, for a step that writes to them.
+
+    Two that are one tensor are one copy: what is written to the one is in the other. So
+    the gradient of both is found at the first of them.
+    """
+    copies: dict[Any, Tensor] = {}
+    found: list[Any] = []
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            found.append(leaf)
+            continue
+        place = (_memory_of(leaf), geometry_of(leaf))
+        if place not in copies:
+            with torch.enable_grad():
+                copies[place] = leaf.clone()
+        found.append(copies[place])
+    return found
+
+
+class Writes:
+    """Notices that a step writes to copies of a state.
+
+    Args:
+        leaves: The leaves of the state.
+        copies: What the step is given.
+    """
+
+    def __init__(self, leaves: list[Any], copies: list[Any]) -> None:
+        self._copies = [copy for copy in copies if isinstance(copy, Tensor)]
+        self._versions = [version_of(copy) for copy in self._copies]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        apart = {id(copy) for copy in self._copies}
+        self._overlaps = len({_memory_of(leaf) for leaf in tensors}) < len(apart)
+
+    def seen(self) -> bool:
+        """Return whether it has.
+
+        Raises:
+            KindError: It has, and parts of the state overlap: of these each has a copy.
+        """
+        has_written = [version_of(copy) for copy in self._copies] != self._versions
+        if has_written and self._overlaps:
+            raise KindError(
+                "two parts of the state of a loop share memory, and the step writes to "
+                "its state: a copy of each would not see what is written to the other. "
+                "Return new tensors from the step, or clones of one of them."
+            )
+        return has_written
+
+
+def _memory_of(tensor: Tensor) -> int:
+    return storage_address(tensor) if has_storage(tensor) else id(tensor)
 
 
 def _watched_input(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from recoup.backend.graph import hooks_refused, records_gradients
+from recoup.backend.transforms import carries_tangents
 from recoup.core.errors import UnsupportedError
 from recoup.loops.captures import Captures, captured_by
 from recoup.loops.environment import Environment
@@ -64,10 +65,16 @@ def run_torch(
         )
     leaves, _ = flatten(initial_state)
     found = captured_by(step, leaves)
+    if carries_tangents([*filter(is_tensor, leaves), *captures, *found]):
+        raise UnsupportedError(
+            "checkpointed_loop is called in forward-mode differentiation, which it "
+            "cannot carry: tangents would be lost. Use torch.autograd.grad, backward "
+            "or recoup.grad, or run the loop plainly there."
+        )
     machine = TorchMachine(
         step,
         Captures([*captures, *found]),
-        Environment(leaves),
+        Environment(leaves, step.function),
         verify=plan.verify,
         tolerance=plan.tolerance,
         stores=plan.stores,

@@ -15,7 +15,7 @@ from recoup.loops.environment import Environment, RandomStates
 from recoup.loops.outputs import OutputStack
 from recoup.loops.outside import Outside
 from recoup.loops.steps import Step
-from recoup.loops.tapes import Cotangents, Tape, pull, record
+from recoup.loops.tapes import Cotangents, Tape, Writes, copied, pull, record
 from recoup.loops.trees import Structure, flatten, unflatten
 from recoup.loops.witness import Witness
 
@@ -87,24 +87,24 @@ class TorchMachine:
         self._tolerance = tolerance
         self._stores = stores
         self.witnesses: dict[int, Witness] = {}
+        self.output_witnesses: dict[int, Witness] = {}
         self._claims: list[tuple[int, int, Any]] = []
 
     def hold(self, state: Any, step: int, tier: int) -> Held:
         """Return what keeps a state: the tensors themselves, or copies of them."""
         leaves, structure = flatten(state)
-        kept = [
-            leaf
-            if not isinstance(leaf, Tensor)
-            else leaf.detach().clone()
-            if self.in_place
-            else leaf.detach()
-            for leaf in leaves
-        ]
+        kept = [_detached(leaf) for leaf in leaves]
+        if self.in_place:
+            kept = copied(kept)
         watched = self._verify == "always" or (
             self._verify == "first" and self.sweeping
         )
         if watched and step > 0:
             self.witnesses[step] = Witness(kept, self._tolerance)
+            if self.sweeping and self.stack is not None:
+                # Of the outputs every one that comes just before a state that is held.
+                witness = Witness(self.stack.last, self._tolerance)
+                self.output_witnesses[step] = witness
         versions = [version_of(x) if isinstance(x, Tensor) else 0 for x in kept]
         if self._stores and step > 0:
             store = self._stores[min(tier, len(self._stores) - 1)]
@@ -129,7 +129,7 @@ class TorchMachine:
         if self._stores:
             leaves = [_fetched(leaf) for leaf in leaves]
         if self.in_place:
-            return [leaf.clone() if is_tensor(leaf) else leaf for leaf in leaves]
+            return copied(leaves)
         return leaves
 
     def advance(self, state: Any, start: int, stop: int) -> Any:
@@ -176,10 +176,10 @@ class TorchMachine:
                 raise MismatchError(
                     f"the steps {start} to {stop - 1} of the loop over "
                     f"{self.step.name!r} were run again in backward and gave another "
-                    "state than in forward. A step must depend on its arguments alone: "
-                    "look for counters, in-place changes and random numbers that are "
-                    "not PyTorch's; or allow a difference with tolerance=, or switch "
-                    'the check off with verify="off".'
+                    "state or output than in forward. A step must depend on its "
+                    "arguments alone: look for counters, in-place changes and random "
+                    "numbers that are not PyTorch's; or allow a difference with "
+                    'tolerance=, or switch the check off with verify="off".'
                 )
 
     def forget(self) -> None:
@@ -188,10 +188,13 @@ class TorchMachine:
         self._claims = []
 
     def _recognise(self, tape: Tape) -> None:
+        claims: list[Any] = []
         witness = self.witnesses.pop(tape.stop, None)
-        if witness is None:
-            return
-        claims = witness.differs([_detached(leaf) for leaf in tape.after])
+        if witness is not None:
+            claims += witness.differs([_detached(leaf) for leaf in tape.after])
+        witness = self.output_witnesses.pop(tape.stop, None)
+        if witness is not None:
+            claims += witness.differs([_detached(leaf) for leaf in tape.outputs[-1]])
         for claim in claims:
             if claim is not False:  # known to be wrong, or not known yet
                 self._claims.append((tape.start, tape.stop, claim))
@@ -206,12 +209,11 @@ class TorchMachine:
     def _first(self, state: Any) -> Any:
         """Run the first step on a copy, and see whether it writes to it."""
         leaves, structure = flatten(state)
-        copies = [leaf.clone() if is_tensor(leaf) else leaf for leaf in leaves]
-        versions = [version_of(leaf) for leaf in copies if is_tensor(leaf)]
+        copies = copied(leaves)
+        writes = Writes(leaves, copies)
         given = None if self.step.feed is None else self.step.feed.at(0)
         state, output = self.step.run(unflatten(structure, copies), 0, given)
-        now = [version_of(leaf) for leaf in copies if is_tensor(leaf)]
-        self.in_place = versions != now
+        self.in_place = writes.seen()
         if self.stack is not None:
             self.stack.put(0, output)
         if self.outside is not None and self.verifies:

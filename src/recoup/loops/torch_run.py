@@ -190,6 +190,7 @@ class TorchRun:
             * (0 if machine.step.feed is None else len(machine.step.feed.leaves)),
         )
         witnesses = dict(machine.witnesses)
+        output_witnesses = dict(machine.output_witnesses)
         with torch.no_grad(), recomputing(), self._again():
             try:
                 self._reverse_pending()
@@ -200,6 +201,7 @@ class TorchRun:
             finally:
                 machine.forget()
                 machine.witnesses = witnesses
+                machine.output_witnesses = output_witnesses
 
     @contextmanager
     def _again(self) -> Iterator[None]:

@@ -47,7 +47,7 @@ def visible(function: Any, kind: type) -> list[Any]:
     while place < len(waiting) and place < _MOST_OBJECTS:
         thing = waiting[place]
         place += 1
-        if id(thing) in seen or isinstance(thing, _DULL):
+        if id(thing) in seen or isinstance(thing, _DULL) or _is_ours(thing):
             continue
         seen.add(id(thing))
         if isinstance(thing, kind):
@@ -177,6 +177,14 @@ def _inside(thing: Any) -> Iterator[Any]:
             yield getattr(thing, name, None)
         if not f"{type(thing).__module__}.".startswith(_LIBRARIES):
             yield vars(type(thing)).get("__call__")
+
+
+def _is_ours(thing: Any) -> bool:
+    """Return whether an object is recoup's own, such as the hooks of a region.
+
+    They hold tensors of regions that have run, which no function sees through them.
+    """
+    return type(thing).__module__.startswith("recoup.engine.")
 
 
 def _in_module(thing: nn.Module) -> Iterator[Any]:
