@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from recoup import CheckpointScope
+from recoup import CheckpointScope, rerun
 from tests.support.twin import Region, Step, compare
 
 off = functools.partial(CheckpointScope, verify="off")
@@ -87,6 +87,22 @@ def test_a_replay_is_where_forward_was(name):
         return {"gradient": found}
 
     assert compare(step, off) == []
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_function_that_is_run_again_has_forwards_default_type(name):
+    x = torch.randn(8, dtype=torch.float64, requires_grad=True)
+
+    def gradient(call: Callable[..., Tensor]) -> Tensor:
+        torch.manual_seed(0)
+        y = call(lambda t: (t + MAKERS[name](t)).sin().exp(), x)
+        with default_dtype(torch.float64):
+            found = torch.autograd.grad(y.sum(), x)[0]
+            assert torch.get_default_dtype() is torch.float64
+        return found
+
+    gradient(rerun)  # the first use is verified
+    assert torch.equal(gradient(rerun), gradient(lambda function, t: function(t)))
 
 
 def test_a_replay_that_raises_leaves_the_default_as_it_was():

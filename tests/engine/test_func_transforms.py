@@ -15,6 +15,7 @@ from recoup import (
     UnsupportedError,
     checkpoint,
     checkpoint_module,
+    rerun,
 )
 from recoup.engine.active import open_regions
 from tests.support.twin import Region, Step, compare, leftovers
@@ -279,3 +280,25 @@ REGIONS = {
 def test_a_replay_for_a_batch_of_gradients_draws_what_forward_drew(transform, region):
     assert compare(through(transform), REGIONS[region]) == []
     assert list(leftovers()) == []
+
+
+def by_autograd(y: Tensor, x: Tensor) -> Tensor:
+    return torch.autograd.grad(y, x, torch.eye(3), is_grads_batched=True)[0]
+
+
+def by_vmap(y: Tensor, x: Tensor) -> Tensor:
+    pull = functools.partial(torch.autograd.grad, y, x, retain_graph=True)
+    return torch.func.vmap(lambda weight: pull(weight)[0])(torch.eye(3))
+
+
+@pytest.mark.parametrize("jacobian", [by_autograd, by_vmap])
+def test_a_function_that_is_run_again_for_a_batch_of_gradients_draws_the_same(jacobian):
+    x, weight = torch.randn(3, requires_grad=True), torch.randn(3, 3)
+
+    def function(t: Tensor) -> Tensor:
+        return (nn.functional.dropout((t @ weight).tanh(), 0.5) * torch.rand(3)).sin()
+
+    torch.manual_seed(0)
+    plain = jacobian(function(x), x)
+    torch.manual_seed(0)
+    assert torch.equal(jacobian(rerun(function, x), x), plain)

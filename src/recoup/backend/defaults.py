@@ -29,12 +29,19 @@ def run_in_default(
     """
     if any(t.is_floating_point() or t.is_complex() for t in tensors((args, kwargs))):
         return run(*args, **kwargs)
-    with _in_force(dtype):
+    with in_default(dtype):
         return run(*args, **kwargs)
 
 
 @contextmanager
-def _in_force(dtype: torch.dtype) -> Iterator[None]:
+def in_default(dtype: torch.dtype) -> Iterator[None]:
+    """Run the block with a default type in force, on all threads.
+
+    Examples:
+        >>> with in_default(torch.float64):
+        ...     torch.ones(1).dtype
+        torch.float64
+    """
     before = default_dtype()
     torch.set_default_dtype(dtype)
     try:
