@@ -309,8 +309,8 @@ def _refuse_two_plans(model: nn.Module) -> None:
             raise UsageError(
                 f"this {type(model).__name__} cannot get a plan or segments: one is in "
                 f"force on {part} already. Take that off first, with `remove` of what "
-                "recoup.fit, recoup.apply_plan or the manager returned, or, as for "
-                "segments and for a copy of a model, with "
+                "recoup.fit, recoup.apply_plan or the manager returned, or, if it is "
+                "segments or came with a copy, with "
                 f"recoup.uncheckpoint_module({'that part' if name else 'the model'})."
             )
 
