@@ -4,6 +4,7 @@
 # pyright: reportOptionalMemberAccess=false
 
 import copy
+import pickle
 from decimal import Decimal
 from fractions import Fraction
 
@@ -85,6 +86,27 @@ def test_a_model_with_a_plan_gets_no_second_one():
     assert list(tree_differences(before, state_of(model), where="")) == []
     report.remove()
     recoup.apply_plan(model, report.plan).remove()
+
+
+@pytest.mark.parametrize(
+    "twin_of",
+    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
+    ids=["copy", "pickle"],
+)
+def test_a_copy_of_a_fitted_model_can_be_fitted_for_itself(twin_of):
+    model, batch = blocks(), odd_batch()
+    _, report = recoup.fit(model, batch, 0.8, loss=mean_square)
+    twin = twin_of(model)
+    with pytest.raises(UsageError, match=r"uncheckpoint_module\(the model\)"):
+        recoup.fit(twin, batch, 0.9, loss=mean_square)
+    recoup.uncheckpoint_module(twin)
+    _, another = recoup.fit(twin, batch, 0.9, loss=mean_square)
+    assert another.measured_peak_bytes <= another.budget_bytes
+    step = lambda of: gradients_after(of, lambda: mean_square(of(batch)).backward())  # noqa: E731
+    fitted = step(twin)
+    another.remove()
+    report.remove()
+    assert list(tree_differences(step(model), fitted, where="")) == []
 
 
 def test_a_fitted_model_can_be_copied_after_a_part_of_it_was_replaced():

@@ -15,6 +15,7 @@ from recoup import (
     UnsupportedError,
     checkpoint,
     checkpoint_module,
+    rerun,
 )
 from recoup.engine.active import open_regions
 from tests.support.twin import Region, Step, compare, leftovers
@@ -216,3 +217,88 @@ def test_disabled_saved_tensor_hooks_are_refused_by_our_error():
     ):
         x.exp()
     assert not open_regions()
+
+
+def dropping(x: Tensor, region: Region) -> Tensor:
+    weight = torch.randn(3, 3)
+    with region("outer"):
+        y = nn.functional.dropout((x @ weight).tanh(), 0.5).exp()
+        with region("inner"):
+            return (y * torch.rand(3) + nn.functional.dropout(x, 0.5)).sin()
+
+
+def batched_gradients(x: Tensor, tangent: Tensor, region: Region) -> Any:
+    y = dropping(x, region)
+    return torch.autograd.grad(y, x, torch.eye(3), is_grads_batched=True)
+
+
+def batched_twice(x: Tensor, tangent: Tensor, region: Region) -> Any:
+    y = dropping(x, region)
+    options = {"is_grads_batched": True, "create_graph": True}
+    (jacobian,) = torch.autograd.grad(y, x, torch.eye(3), **options)
+    again = torch.autograd.grad(jacobian, x, torch.randn(4, 3, 3), **options)
+    return jacobian, again, torch.autograd.grad(again[0].sum(), x)
+
+
+def batched_in_batches(x: Tensor, tangent: Tensor, region: Region) -> Any:
+    y = dropping(x, region)
+
+    def gradient(weight: Tensor) -> Tensor:
+        return torch.autograd.grad(y, x, weight, retain_graph=True)[0]
+
+    return torch.func.vmap(torch.func.vmap(gradient))(torch.randn(2, 4, 3))
+
+
+def batched_jacobian(x: Tensor, tangent: Tensor, region: Region) -> Any:
+    function = functools.partial(dropping, region=region)
+    return torch.autograd.functional.jacobian(function, x, vectorize=True)
+
+
+def batched_hessian(x: Tensor, tangent: Tensor, region: Region) -> Any:
+    def function(t: Tensor) -> Tensor:
+        return dropping(t, region).sum()
+
+    return torch.autograd.functional.hessian(function, x, vectorize=True)
+
+
+BATCHED = [
+    batched_gradients,
+    batched_twice,
+    batched_in_batches,
+    batched_jacobian,
+    batched_hessian,
+]
+REGIONS = {
+    "every time": always,
+    "in full": functools.partial(CheckpointScope, verify="full"),
+    "kept": functools.partial(CheckpointScope, verify="always", cache=True),
+}
+
+
+@pytest.mark.parametrize("region", REGIONS)
+@pytest.mark.parametrize("transform", BATCHED)
+def test_a_replay_for_a_batch_of_gradients_draws_what_forward_drew(transform, region):
+    assert compare(through(transform), REGIONS[region]) == []
+    assert list(leftovers()) == []
+
+
+def by_autograd(y: Tensor, x: Tensor) -> Tensor:
+    return torch.autograd.grad(y, x, torch.eye(3), is_grads_batched=True)[0]
+
+
+def by_vmap(y: Tensor, x: Tensor) -> Tensor:
+    pull = functools.partial(torch.autograd.grad, y, x, retain_graph=True)
+    return torch.func.vmap(lambda weight: pull(weight)[0])(torch.eye(3))
+
+
+@pytest.mark.parametrize("jacobian", [by_autograd, by_vmap])
+def test_a_function_that_is_run_again_for_a_batch_of_gradients_draws_the_same(jacobian):
+    x, weight = torch.randn(3, requires_grad=True), torch.randn(3, 3)
+
+    def function(t: Tensor) -> Tensor:
+        return (nn.functional.dropout((t @ weight).tanh(), 0.5) * torch.rand(3)).sin()
+
+    torch.manual_seed(0)
+    plain = jacobian(function(x), x)
+    torch.manual_seed(0)
+    assert torch.equal(jacobian(rerun(function, x), x), plain)

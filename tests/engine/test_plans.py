@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from recoup import Action, CheckpointScope, Plan, PlanError, apply_plan
+from recoup import (
+    Action,
+    CheckpointScope,
+    Plan,
+    PlanError,
+    apply_plan,
+    checkpoint_module,
+    uncheckpoint_module,
+)
 from recoup.core.plan import Held, Place, Span
 from recoup.engine.active import open_regions
 from recoup.engine.observers import subscribe, unsubscribe
@@ -298,6 +306,48 @@ def test_a_model_with_a_plan_can_be_copied(twin):
     applied.remove()
     assert len(seen.names) == 3
     assert all(map(torch.equal, copied, gradients(model, x)))
+
+
+def hooks_of(model: nn.Module) -> list[int]:
+    return [
+        len(module._forward_pre_hooks) + len(module._forward_hooks)
+        for module in model.modules()
+    ]
+
+
+@pytest.mark.parametrize(
+    "twin",
+    [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))],
+    ids=["itself", "copy", "pickle"],
+)
+def test_a_plan_comes_off_a_model_and_off_its_copies(twin):
+    model = Model()
+    before = hooks_of(model)
+    applied = apply_plan(model, Plan(PLANS["each layer"]))
+    other = twin(model)
+    assert uncheckpoint_module(other) is other
+    assert hooks_of(other) == before
+    x = torch.randn(8, 4)
+    with Watching() as seen:
+        found = gradients(other, x)
+    assert not seen.names
+    if other is not model:
+        assert hooks_of(model) != before
+    applied.remove()
+    assert hooks_of(model) == before
+    assert all(map(torch.equal, found, gradients(model, x)))
+    apply_plan(other, Plan(PLANS["each layer"])).remove()
+
+
+def test_regions_of_a_module_come_off_before_a_plan_below_them():
+    model = Model()
+    before = hooks_of(model)
+    applied = apply_plan(model, Plan(PLANS["each layer"]))
+    planned = hooks_of(model)
+    uncheckpoint_module(checkpoint_module(model))
+    assert hooks_of(model) == planned
+    applied.remove()
+    assert hooks_of(model) == before
 
 
 def test_a_plan_for_other_modules_is_refused():

@@ -455,7 +455,7 @@ class TestRefusals:
         assert not is_checkpointed(model)
         applied.remove()
         checkpoint_module(model, segment_size=2)
-        with pytest.raises(UsageError, match="segments with uncheckpoint_module"):
+        with pytest.raises(UsageError, match=r"segments or .*uncheckpoint_module"):
             apply_plan(model, plan)
         with pytest.raises(UsageError, match="checkpointed already"):
             checkpoint_module(model, segment_size=2)

@@ -38,6 +38,12 @@ def steady(x: Tensor) -> Tensor:
     return x + 1
 
 
+@torch.library.custom_op("recoup_tests::switched", mutates_args=())
+def switched(x: Tensor) -> Tensor:
+    """Give another result where a switch is on, as a kernel that it chooses does."""
+    return x + (1 if torch.backends.cudnn.benchmark else 2)
+
+
 def vector() -> Tensor:
     return torch.randn(50, requires_grad=True)
 
@@ -61,6 +67,22 @@ def test_a_nondeterministic_operator_is_named_at_the_first_use():
     assert scope.name in str(caught.value)
     assert "nondeterministic" in str(caught.value)
     assert "keep" in str(caught.value)
+
+
+def test_a_switch_that_is_set_inside_a_region_is_named_among_the_reasons():
+    x = vector()
+    with CheckpointScope(fresh()), torch.backends.cudnn.flags(benchmark=True):
+        y = multiplied(x, switched)
+    with pytest.raises(MismatchError, match=r"a switch .* around the whole step"):
+        y.sum().backward()
+
+
+def test_a_switch_around_the_whole_step_is_the_remedy():
+    with torch.backends.cudnn.flags(benchmark=True):
+        x = vector()
+        with CheckpointScope(fresh()):
+            y = multiplied(x, switched)
+        y.sum().backward()
 
 
 def test_a_deterministic_custom_operator_is_replayed_without_complaint():

@@ -2,6 +2,7 @@
 
 # pyright: reportPrivateImportUsage=false
 
+from collections import deque
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.optim.optimizer import (
 )
 
 from recoup import UsageError
+from recoup.backend.memory import StorageMeter
 from recoup.measure.optimizers import missing_state_bytes, state_bytes
 
 CPU = torch.device("cpu")
@@ -59,6 +61,19 @@ class Looking(Momentum):
         assert self.param_groups[0]["params"][0].sum().item() < 1e9
 
 
+class Nested(Momentum):
+    """One with its state in containers, and the same tensor in two of them."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        del closure
+        self.state["everyone"] = {"steps": torch.zeros(3)}  # pyright: ignore[reportArgumentType]
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            factors = [torch.eye(side) for side in parameter.shape]
+            state["factors"] = {"both": tuple(factors), "last": deque(factors, 1)}
+
+
 MAKERS = {
     "Adam": lambda p: torch.optim.Adam(p, amsgrad=True),
     "fused": lambda p: torch.optim.AdamW(p, fused=True),
@@ -66,6 +81,7 @@ MAKERS = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
     "Adafactor": torch.optim.Adafactor,
     "own": Momentum,
+    "nested": Nested,
     "looking": Looking,
 }
 
@@ -118,6 +134,52 @@ def test_an_optimizer_whose_step_cannot_be_made_says_what_to_do():
     optimizer = torch.optim.LBFGS(layers().parameters())
     with pytest.raises(UsageError, match=r"LBFGS .* leave out optimizer="):
         missing_state_bytes(optimizer, CPU)
+
+
+def test_after_the_step_that_it_advises_the_state_counts_as_it_is():
+    model = layers()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+    assert state_bytes(optimizer) == 0
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 8)).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert missing_state_bytes(optimizer, CPU) == 0
+    parameter_bytes = sum(p.nbytes for p in model.parameters())
+    # A direction, the gradient before, and the first pair of vectors, in lists.
+    assert state_bytes(optimizer) >= 4 * parameter_bytes
+
+
+# Copies of all parameters, and of the largest one, that a step makes and drops.
+STEPS = {
+    "foreach": (lambda p: torch.optim.AdamW(p, foreach=True), 1, 0),
+    "one by one": (lambda p: torch.optim.AdamW(p, foreach=False), 0, 2),
+    "fused": (lambda p: torch.optim.AdamW(p, fused=True), 0, 0),
+    "decaying": (
+        lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1, foreach=True),
+        1,
+        0,
+    ),
+    "two copies": (lambda p: torch.optim.Adadelta(p, foreach=True), 2, 0),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_takes_besides_what_the_guide_says(name):
+    make, copies, largest = STEPS[name]
+    model = layers()
+    optimizer = make(model.parameters())
+    train(model, optimizer)
+    with StorageMeter() as meter:
+        optimizer.step()
+    sizes = [p.nbytes for p in model.parameters()]
+    said_bytes = copies * sum(sizes) + largest * max(sizes)
+    # Besides single numbers, of which an optimizer makes some for each parameter.
+    assert said_bytes <= meter.peak_bytes <= said_bytes + 16 * len(sizes)
 
 
 def test_a_gradient_is_none_of_the_copys_business():

@@ -252,13 +252,17 @@ def fit(  # noqa: PLR0913 (a step can be described in several ways)
         batch: What it is called with: a tensor, a tuple of positional arguments, or a
             mapping of keyword arguments. With a loss that takes the output and a
             target: a pair of what the model is called with and the target.
-        budget: The most bytes on the device at any moment of a step, everything
-            counted: a number, a text as "8GiB", a share of the plain peak (a float
-            up to 1, or as in "60%"), or None for what the device has.
+        budget: The most bytes on the device at any moment of forward and backward,
+            everything counted: a number, a text as "8GiB", a share of the plain peak
+            (a float up to 1, or as in "60%"), or None for what the device has.
         loss: Computes the loss from the output (and the target). Without it the output
             must be the loss, or have it as `loss`.
         step: Runs forward and backward by itself, instead of `batch` and `loss`.
-        optimizer: Room is left for its state, if that does not exist yet.
+        optimizer: Room is left for its state, if that does not exist yet. What its
+            `step` makes and drops while it runs is not counted: with `foreach=True`,
+            torch's default on accelerators, up to about two copies of the parameters,
+            in place of the activations, which are gone by then; with `fused=True`
+            nothing, with `foreach=False` a few copies of the largest parameter.
         allow: What may be done with a value besides recomputing it.
         blocks: The paths of the modules between which the model is cut; by default
             they are found.

@@ -21,7 +21,7 @@ from recoup.engine.plans import digest_of
 from recoup.engine.verification import Verify
 from recoup.measure.correction import corrected
 from recoup.measure.floor import Cost, measure_floor, run_step
-from recoup.measure.optimizers import missing_state_bytes
+from recoup.measure.optimizers import missing_state_bytes, state_tensors
 from recoup.measure.pace import Pace, pace_of
 from recoup.measure.training import TrainingStep
 from recoup.planners.infeasible import infeasible
@@ -138,7 +138,7 @@ class Settling:
         """Leave room for an optimizer's state, and count what it has."""
         if optimizer is None:
             return
-        self._resident = [dict(state) for state in optimizer.state.values()]
+        self._resident = [*state_tensors(optimizer)]
         self.reserved_bytes = missing_state_bytes(optimizer, self._step.device)
 
     def measure(self, blocks: Sequence[str] | None) -> None:

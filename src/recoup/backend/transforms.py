@@ -1,7 +1,12 @@
 """The transforms of torch.func that are under way, and how to step out of them."""
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    contextmanager,
+    nullcontext,
+)
 from typing import Any
 
 import torch
@@ -12,12 +17,17 @@ from torch.autograd import forward_ad
 _functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009 (no stub names it)
 _innermost: Callable[[], Any] = _functorch.peek_interpreter_stack
 
+_BATCHED_GRADIENTS = torch._C._dispatch_key_parse("VmapMode")
+"""In force while autograd runs for a batch of gradients (`is_grads_batched`): that is
+not one of the transforms of torch.func, but older than they are."""
+
 
 def outside_transforms() -> AbstractContextManager[object]:
     """Run the block as if no transform of torch.func were under way on this thread.
 
     Inside one, every operator returns a wrapper that means nothing after its end: a
-    `detach` there has a version counter of its own.
+    `detach` there has a version counter of its own. Nor as if backward ran for a batch
+    of gradients at once, where no operator may draw random numbers.
 
     Examples:
         >>> found = []
@@ -30,9 +40,22 @@ def outside_transforms() -> AbstractContextManager[object]:
         >>> found
         [False]
     """
-    if _innermost() is None:
+    batched = torch._C._dispatch_tls_is_dispatch_key_included(_BATCHED_GRADIENTS)
+    transformed = _innermost() is not None
+    if not batched and not transformed:
         return nullcontext()
-    return temporarily_clear_interpreter_stack()
+    return _outside(batched=batched, transformed=transformed)
+
+
+@contextmanager
+def _outside(*, batched: bool, transformed: bool) -> Iterator[None]:
+    with ExitStack() as left:
+        if transformed:
+            left.enter_context(temporarily_clear_interpreter_stack())
+        if batched:
+            keys = torch._C.DispatchKeySet(_BATCHED_GRADIENTS)
+            left.enter_context(torch._C._ExcludeDispatchKeyGuard(keys))
+        yield
 
 
 def carries_tangents(tensors: Iterable[Tensor]) -> bool:

@@ -20,7 +20,7 @@ from recoup.engine.interruption import (
     is_calling,
 )
 from recoup.engine.options import Options
-from recoup.engine.plans import Applied
+from recoup.engine.plans import Applied, plans_on
 from recoup.engine.policies import Policy, recomputes_beside
 from recoup.engine.rerun import rerun
 from recoup.engine.runs import Segments
@@ -131,8 +131,18 @@ def checkpoint_module(  # noqa: PLR0913 (options by keyword)
 def uncheckpoint_module(module: Model) -> Model:
     """Take the regions off a module again; do nothing if it has none.
 
+    If `checkpoint_module` gave it none, a plan is taken off that `fit` or `apply_plan`
+    put on it. What they returned does that as well, but a copy of a model has the plan
+    and nothing to remove it by.
+
     Returns:
-        The module, as it was before `checkpoint_module`.
+        The module, as it was before `checkpoint_module`, `fit` or `apply_plan`.
+
+    Examples:
+        >>> import copy, torch
+        >>> layer = checkpoint_module(nn.Linear(4, 4))
+        >>> is_checkpointed(uncheckpoint_module(copy.deepcopy(layer)))
+        False
     """
     _require_module(module)
     attached, flag_before = module.__dict__.pop(_ATTACHED, (None, _ABSENT))
@@ -141,6 +151,9 @@ def uncheckpoint_module(module: Model) -> Model:
         del module.__dict__[_FLAG]
         if flag_before != _ABSENT:
             module.__dict__[_FLAG] = flag_before
+        return module
+    for applied in plans_on(module):
+        applied.remove()
     return module
 
 

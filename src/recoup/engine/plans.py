@@ -292,22 +292,27 @@ def refuse_scripted(modules: Iterable[tuple[str, nn.Module]]) -> None:
             )
 
 
-def _refuse_two_plans(model: nn.Module) -> None:
-    """Raise our error if a plan is in force already: of two neither would be what runs.
+def plans_on(module: nn.Module) -> list[Applied]:
+    """Return what is in force on a module itself: a plan, or segments.
 
-    Looked for among the hooks, which copies of a model have too.
+    Looked for among the hooks, which copies of a module have too.
     """
+    owners = [getattr(hook, "__self__", None) for hook in forward_pre_hooks(module)]
+    return [owner for owner in owners if isinstance(owner, Applied)]
+
+
+def _refuse_two_plans(model: nn.Module) -> None:
+    """Raise our error if a plan is in force: of two neither would be what runs."""
     for name, module in model.named_modules():
-        for hook in forward_pre_hooks(module):
-            if isinstance(getattr(hook, "__self__", None), Applied):
-                part = f"the part {name!r} of it" if name else "it"
-                raise UsageError(
-                    f"this {type(model).__name__} cannot get a plan or segments: one "
-                    f"is in force on {part} already. Take that off first, with "
-                    "`remove` of what recoup.fit, recoup.apply_plan or the manager "
-                    "returned, segments with uncheckpoint_module, or use a copy of the "
-                    "model that was made before."
-                )
+        if plans_on(module):
+            part = f"the part {name!r} of it" if name else "it"
+            raise UsageError(
+                f"this {type(model).__name__} cannot get a plan or segments: one is in "
+                f"force on {part} already. Take that off first, with `remove` of what "
+                "recoup.fit, recoup.apply_plan or the manager returned, or, if it is "
+                "segments or came with a copy, with "
+                f"recoup.uncheckpoint_module({'that part' if name else 'the model'})."
+            )
 
 
 def _modules_of(script: Script) -> set[str]:

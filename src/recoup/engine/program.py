@@ -1,14 +1,17 @@
 """Programs: the part of a tape that certain values need, ready to be run again."""
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from recoup.backend.defaults import default_dtype, run_in_default
 from recoup.backend.graph import below_autograd
 from recoup.backend.rng import random_state
 from recoup.backend.storages import copy_storage
+from recoup.backend.transforms import outside_transforms
 from recoup.engine.recomputing import recomputing
 from recoup.engine.values import OUTSIDE, Layout, Operation, Value
 
@@ -98,7 +101,9 @@ class Program:
         for value in self.roots:
             if value.hold is not None and value.hold.unpack:
                 live[value] = _held(value, "a replay")
-        with below_autograd(), recomputing():
+        # Backward may be run for a batch of gradients at once. What is replayed does
+        # not depend on them, and random operators refuse to run there.
+        with outside_transforms(), below_autograd(), recomputing():
             for operation, frees in zip(self.operations, self._frees, strict=True):
                 copied = copies.get(operation, ()) if copies else ()
                 _run_operation(operation, live, copied)
@@ -189,6 +194,8 @@ def _run_operation(operation: Operation, live: Live, copied: Sequence[Value]) ->
         for name in operation.names:
             kwargs[name] = _fill(kwargs[name], sources, operation)
     run = operation.kernel.run
+    if operation.default_dtype is not default_dtype():
+        run = partial(run_in_default, operation.default_dtype, run)
     if operation.random is not None:
         with random_state(*operation.random):
             out = run(*args, **kwargs)

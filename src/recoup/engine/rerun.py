@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from recoup.backend.autocast import autocast_as, autocast_states
 from recoup.backend.buffers import BufferSlot, buffer_slots, buffers_in, put_in_place
 from recoup.backend.compiled import original_of
+from recoup.backend.defaults import default_dtype, in_default
 from recoup.backend.fingerprints import fingerprint
 from recoup.backend.graph import (
     at_end_of_backward,
@@ -21,6 +22,7 @@ from recoup.backend.graph import (
 )
 from recoup.backend.rng import default_states, random_state
 from recoup.backend.storages import alias, has_storage
+from recoup.backend.transforms import outside_transforms
 from recoup.backend.trees import leaves, map_leaves, tensors
 from recoup.core.errors import ClearedError, MismatchError
 from recoup.engine.active import is_recordable, refuse_transform
@@ -40,10 +42,11 @@ def rerun(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     for compiled functions, which cannot be recorded. Prefer `checkpoint`, which
     records: there, no user code runs twice.
 
-    The second call sees the random state, the autocast state, the arguments and the
-    module buffers of the first; buffers are put back afterwards. It is stopped once
-    it has saved what backward needs. Each saved tensor must have the shape and type of
-    the first call's, and, the first time a function is used, the same bits.
+    The second call sees the random state, the autocast state, the default dtype, the
+    arguments and the module buffers of the first; buffers are put back afterwards. It
+    is stopped once it has saved what backward needs. Each saved tensor must have the
+    shape and type of the first call's, and, the first time a function is used, the
+    same bits.
 
     Costs: the function once more per backward; copies of its modules' small buffers.
 
@@ -115,6 +118,7 @@ class Rerun:
         self._captures = Captures(original)
         self._buffers = _Buffers(self._captures.modules())
         self._random = default_states(devices)
+        self._default_dtype = default_dtype()
         self._autocast = autocast_states({device.type for device in devices})
         self._arguments = map_leaves(_held, (args, kwargs))
         self._key: Hashable = ("rerun", getattr(original, "__code__", type(original)))
@@ -179,8 +183,10 @@ class Rerun:
             )
         self._captures.check(self.name)
         collected = _Collector(self._count, self._fingerprint)
-        args, kwargs = map_leaves(_fetched, self._arguments)
-        with self._as_before():
+        # Not as a part of a batch of gradients, which random operators refuse.
+        with outside_transforms():
+            args, kwargs = map_leaves(_fetched, self._arguments)
+        with outside_transforms(), self._as_before():
             push_hooks(collected.pack, collected.unpack)
             try:
                 self._function(*args, **kwargs)
@@ -203,6 +209,8 @@ class Rerun:
             stack.enter_context(recomputing())
             stack.enter_context(torch.enable_grad())
             stack.enter_context(autocast_as(self._autocast))
+            if self._default_dtype is not default_dtype():
+                stack.enter_context(in_default(self._default_dtype))
             for generator, state in self._random:
                 stack.enter_context(random_state(generator, state))
             stack.enter_context(self._buffers.as_before())

@@ -7,6 +7,7 @@ from typing import Any, final
 
 from torch import Generator, Tensor
 
+from recoup.backend.defaults import default_dtype
 from recoup.backend.graph import Pack, Unpack
 from recoup.backend.kernels import Kernel
 from recoup.backend.operators import Operator
@@ -129,10 +130,12 @@ class Operation:
         writes: Pairs of the value before and the value after a write.
         random: The generator it draws from and the state before it did.
         in_gradient_mode: It is to be run with the gradient mode on.
+        default_dtype: The default type of floating-point numbers when it was called.
     """
 
     __slots__ = (
         "args",
+        "default_dtype",
         "in_gradient_mode",
         "kernel",
         "kwargs",
@@ -159,6 +162,7 @@ class Operation:
         self.writes: Sequence[tuple[Value, Value]] = ()
         self.random: tuple[Generator, Tensor] | None = None
         self.in_gradient_mode = False
+        self.default_dtype = default_dtype()
 
     def reads(self) -> list[Value]:
         """Return the values it takes."""

@@ -23,9 +23,11 @@ _TRIES = 4
 
 _REASONS = (
     "Either the operator gives another result when it is run again (a "
-    "nondeterministic kernel), or something wrote to the region's tensors without "
-    "autograd's knowledge (`.data`, a custom kernel, NumPy). Keep its output with "
-    '`recoup.keep`, or find the first operator that differs with `verify="full"`.'
+    "nondeterministic kernel), or a switch that chooses kernels was not the same in "
+    "backward (`torch.backends...flags`, `sdpa_kernel`: put it around the whole step), "
+    "or something wrote to the region's tensors without autograd's knowledge (`.data`, "
+    "a custom kernel, NumPy). Keep its output with `recoup.keep`, or find the first "
+    'operator that differs with `verify="full"`.'
 )
 
 

@@ -1,7 +1,7 @@
 """How many bytes an optimizer's state will take, before it exists."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,13 +11,29 @@ from torch.optim import Optimizer
 from recoup.backend.fakes import NEEDS_CONTENTS, without_memory
 from recoup.backend.ledger import storages_in
 from recoup.backend.memory import device_meter
+from recoup.backend.trees import tensors
 from recoup.core.errors import UsageError
 
 
 def state_bytes(optimizer: Optimizer) -> int:
     """Return the bytes of the state that an optimizer has now."""
-    found = {id(s): s.nbytes() for s in storages_in(_state_tensors(optimizer))}
+    found = {id(s): s.nbytes() for s in storages_in(state_tensors(optimizer))}
     return sum(found.values())
+
+
+def state_tensors(optimizer: Optimizer) -> list[Tensor]:
+    """Return the tensors of an optimizer's state, those in lists and the like too.
+
+    Examples:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = torch.optim.SGD([weight])
+        >>> optimizer.state[weight] = {"pair": [torch.zeros(2), {"a": torch.ones(2)}]}
+        >>> state_tensors(optimizer)
+        [tensor([0., 0.]), tensor([1., 1.])]
+    """
+    # An optimizer may keep something under a name too, for no parameter.
+    states = optimizer.state.values()
+    return tensors([dict(s) if isinstance(s, Mapping) else s for s in states])
 
 
 def missing_state_bytes(optimizer: Optimizer, device: torch.device) -> int:
@@ -26,8 +42,11 @@ def missing_state_bytes(optimizer: Optimizer, device: torch.device) -> int:
     That is the state of those parameters that have none yet. The step is made by a
     copy of the optimizer, on tensors without memory if it can, and by no one's hooks.
 
+    One whose step cannot be made that way, such as LBFGS, which needs a closure, is
+    taken to have all its state as soon as it has some.
+
     Raises:
-        UsageError: The step cannot be made that way.
+        UsageError: The step cannot be made that way, and there is no state yet.
 
     Examples:
         >>> weight = torch.nn.Parameter(torch.ones(100))
@@ -44,12 +63,15 @@ def missing_state_bytes(optimizer: Optimizer, device: torch.device) -> int:
     try:
         return _bytes_of_steps(optimizer, groups, device)
     except Exception as error:
+        if any(optimizer.state.values()):
+            return 0
         name = type(optimizer).__name__
         raise UsageError(
             f"how much state {name} will take is found by a step of a copy of it, "
             f"which failed ({type(error).__name__}: {error}). Make its first step "
-            "before, so that its state counts as it is, or leave out optimizer= and "
-            "give a budget that is smaller by that much."
+            "before, so that its state counts as it is then (as many steps as it "
+            "grows for: LBFGS's does for history_size of them), or leave out "
+            "optimizer= and give a budget that is smaller by that much."
         ) from error
 
 
@@ -78,12 +100,13 @@ def _bytes_of_step(
         group["params"] = [twin_of(p) for p in group["params"]]
     _step_without_hooks(twin)
     counted_bytes = device_meter(device).counted_bytes
-    return sum(
-        counted_bytes(storage.nbytes())
-        for tensor in _state_tensors(twin)
+    found = {
+        id(storage): storage
+        for tensor in state_tensors(twin)
         if tensor.device.type == device.type
         for storage in storages_in(tensor)
-    )
+    }
+    return sum(counted_bytes(storage.nbytes()) for storage in found.values())
 
 
 def _without_state(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
@@ -126,12 +149,3 @@ def _copy_of(parameter: Tensor) -> Tensor:
     if parameter.requires_grad:
         twin.grad = torch.zeros_like(twin)
     return twin
-
-
-def _state_tensors(optimizer: Optimizer) -> list[Tensor]:
-    return [
-        value
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, Tensor)
-    ]
