@@ -19,7 +19,7 @@ from recoup import (
     uncheckpoint_module,
 )
 from recoup.backend.fingerprints import fingerprint
-from recoup.engine.verification import LEDGER, Ledger
+from recoup.engine.verified import LEDGER, Ledger
 from tests.support.counting import Alive, Operators
 
 _calls = itertools.count()
