@@ -36,28 +36,34 @@ def original_of(function: Any) -> Any:
         >>> original_of(len) is len
         True
         >>> module = nn.Tanh()
-        >>> original_of(module.__call__) is module
+        >>> original_of(functools.partial(module.__call__)) is module
         True
     """
+    function = uncompiled(function)
     if isinstance(function, functools.partial):
         return original_of(function.func)
+    return function
+
+
+def uncompiled(function: Any) -> Any:
+    """Return what was compiled as it was given to the compiler, partial or not."""
     if isinstance(function, MethodType):
         return _original_method(function)
     for name in ("_orig_mod", "_torchdynamo_orig_callable"):
         inside = getattr(function, name, None)
         if inside is not None:
-            return original_of(inside)
+            return uncompiled(inside)
     wrapped = getattr(function, "__wrapped__", None)
     if wrapped is not None and _is_of_compiler(function):
-        return original_of(wrapped)
+        return uncompiled(wrapped)
     return function
 
 
 def _original_method(method: MethodType) -> Any:
     owner, function = method.__self__, method.__func__
     if isinstance(owner, nn.Module) and function.__module__ == nn.Module.__module__:
-        return original_of(owner)  # the way in which torch calls any module
-    inside = original_of(function)
+        return uncompiled(owner)  # the way in which torch calls any module
+    inside = uncompiled(function)
     return method if inside is function else MethodType(inside, owner)
 
 

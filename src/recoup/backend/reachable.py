@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from recoup.backend.compiled import original_of
+from recoup.backend.compiled import uncompiled
 
 _DEPTH = 5
 """How many functions, objects and containers are gone through, one in the other."""
@@ -65,8 +65,8 @@ def _parts(thing: Any) -> Iterator[Any]:
     elif isinstance(thing, BuiltinMethodType):
         yield thing.__self__  # as in `append = items.append`
     elif isinstance(thing, FunctionType):
-        original = original_of(thing)
-        yield from _variables(thing) if original is thing else (original,)
+        inside = uncompiled(thing)
+        yield from _variables(thing) if inside is thing else (inside,)
     elif isinstance(thing, list | tuple | set | frozenset | deque | dict):
         if len(thing) <= _ITEMS:
             yield from list(thing.values() if isinstance(thing, dict) else thing)
