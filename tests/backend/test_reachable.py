@@ -74,6 +74,8 @@ PLACES = {
     "partial": lambda m: functools.partial(len, m),
     "partial keyword": lambda m: functools.partial(dict, layer=[m]),
     "inner function": lambda m: lambda x: [(lambda: m)() for _ in x],
+    "decorated function": lambda m: torch.no_grad()(lambda x: m(x)),
+    "cached function": lambda m: functools.cache(lambda x: m(x)),
     "compiled": lambda m: torch.compile(lambda x: m(x), backend="eager"),
     "object in a list in a closure": lambda m: (lambda things: lambda: things)(
         [Plain(m)]

@@ -19,7 +19,7 @@ _ITEMS = 1000
 _MOST_OBJECTS = 10_000
 _DULL = (str, bytes, int, float, complex, type(None), type, ModuleType, Tensor)
 _LIBRARIES = frozenset({"torch", "numpy", "recoup", "builtins", "logging", "threading"})
-"""Top-level packages whose functions and objects are not looked into."""
+"""Top-level packages whose objects, and globals of functions, are not looked into."""
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
@@ -35,7 +35,7 @@ def reachable_modules(*things: object) -> list[nn.Module]:
 
     Examples:
         >>> layers = {"first": [nn.Tanh()]}
-        >>> reachable_modules(lambda x: layers["first"][0](x))
+        >>> reachable_modules(functools.partial(map, layers["first"][0]))
         [Tanh()]
     """
     found: dict[int, nn.Module] = {}
@@ -85,17 +85,17 @@ def _beside_its_parts(module: nn.Module) -> Iterator[Any]:
 
 
 def _variables(function: FunctionType) -> Iterator[Any]:
-    if _is_of_library(function.__globals__.get("__name__", "")):
-        return
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
         except ValueError:
             continue  # a variable that has no value yet
+    yield from (function.__defaults__, function.__kwdefaults__)
+    if _is_of_library(function.__globals__.get("__name__", "")):
+        return  # what decorates a function is looked into, what it uses is not
     for name in _names_in(function.__code__):
         if name in function.__globals__:
             yield function.__globals__[name]
-    yield from (function.__defaults__, function.__kwdefaults__)
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
