@@ -2,6 +2,7 @@
 
 # Torch types what a module holds as Tensor | Module, and a gradient as maybe None.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportFunctionMemberAccess=false
 
 import functools
 
@@ -80,6 +81,32 @@ class TestOriginals:
         model = Mlp()
         assert original_of(torch.compile(model, backend="eager")) is model
         assert original_of(model) is model
+
+    def test_the_original_module_is_found_behind_what_calls_it(self):
+        model, other = Mlp(), Mlp()
+        assert original_of(torch.compile(model, backend="eager").forward) is model
+        other.compile(backend="eager")
+        assert original_of(other._compiled_call_impl) is other
+        assert original_of(model.__call__) is model
+        assert original_of(model.forward) == model.forward
+
+    def test_the_original_is_found_through_several_wrappings(self):
+        twice = torch.compile(torch.compile(function, backend="eager"), backend="eager")
+        assert original_of(twice) is function
+        partial = functools.partial(function)
+        assert original_of(torch.compile(partial, backend="eager")) is function
+
+    def test_the_original_of_a_compiled_method_is_bound(self):
+        class Holder:
+            @torch.compile(backend="eager")
+            def method(self, x):
+                return x
+
+        holder = Holder()
+        found = original_of(holder.method)
+        assert found.__self__ is holder
+        assert found.__qualname__.endswith("Holder.method")
+        assert found.__code__.co_filename == __file__
 
     def test_a_call_goes_through_the_slot(self):
         model = Mlp()

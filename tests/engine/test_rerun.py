@@ -2,6 +2,7 @@
 
 # Torch types what a module holds as Tensor | Module, and a gradient as maybe None.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportFunctionMemberAccess=false
 
 import copy
 import functools
@@ -23,6 +24,7 @@ from recoup import (
     MismatchError,
     UnsupportedError,
     checkpoint,
+    checkpoint_module,
     is_recomputing,
     rerun,
 )
@@ -435,6 +437,116 @@ class TestChecks:
         with pytest.raises(MismatchError, match="did not give what forward computed"):
             y.sum().backward()
 
+    def test_every_compiled_module_is_verified_on_its_own(self, compiled):
+        class Drifting(nn.Module):
+            factor = 1.0
+
+            def forward(self, x):
+                return (x * self.factor).sin()
+
+        for drifts in (False, True, True):
+            module = Drifting()
+            y = compiled(module)(leaf())
+            module.factor = 2.0 if drifts else 1.0
+            if drifts:
+                with pytest.raises(MismatchError, match=r"'.*Drifting'"):
+                    y.sum().backward()
+            else:
+                y.sum().backward()
+
+
+def _wrapped(module):
+    return checkpoint_module(torch.compile(module, backend="eager"))
+
+
+def _in_place(module):
+    module.compile(backend="eager")
+    return checkpoint_module(module)
+
+
+def _called(module):
+    return functools.partial(checkpoint, torch.compile(module, backend="eager"))
+
+
+@pytest.fixture(params=[_wrapped, _in_place, _called])
+def compiled(request):
+    """Each way to have a compiled module called again."""
+    torch._dynamo.reset()
+    yield request.param
+    torch._dynamo.reset()
+
+
+def normalized():
+    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Tanh())
+
+
+class TestCompiledModules:
+    @pytest.mark.parametrize("width", [8, 16])
+    def test_steps_leave_what_plain_steps_leave(self, compiled, width):
+        model = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.BatchNorm1d(width))
+        twin, x = copy.deepcopy(model), torch.randn(4, 8)
+        call = compiled(model)
+        for _ in range(3):
+            call(x).square().sum().backward()
+            twin(x).square().sum().backward()
+        for ours, plain in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(ours.grad, plain.grad)
+        for ours, plain in zip(model.buffers(), twin.buffers(), strict=True):
+            assert torch.equal(ours, plain)
+
+
+class Net:
+    """No module itself."""
+
+    def __init__(self, body):
+        self.body = body
+
+    def run(self, x):
+        return self.body(x)
+
+
+def _call_first(given, x):
+    while not isinstance(given, nn.Module):
+        held = vars(given) if isinstance(given, Net) else given
+        given = next(iter(held.values() if isinstance(held, dict) else held))
+    return given(x)
+
+
+class TestModulesElsewhere:
+    """Modules whose buffers a function moves, wherever it has them from."""
+
+    PLACES = {  # noqa: RUF012 (constant)
+        "list": lambda m: (lambda layers: lambda x: layers[0](x))([m]),
+        "dictionary": lambda m: (lambda layers: lambda x: layers["a"](x))({"a": m}),
+        "object": lambda m: Net(m).run,
+        "object in a closure": lambda m: (lambda net: lambda x: net.body(x))(Net(m)),
+        "default": lambda m: lambda x, layer=m: layer(x),
+        "argument": lambda m: functools.partial(lambda layer, x: layer(x), m),
+        "arguments in a list": lambda m: functools.partial(_call_first, [m]),
+    }
+
+    @pytest.mark.parametrize("place", PLACES)
+    def test_their_buffers_move_once(self, place):
+        torch._dynamo.reset()
+        model, x = normalized(), torch.randn(32, 8)
+        twin = copy.deepcopy(model)
+        function = torch.compile(self.PLACES[place](model), backend="eager")
+        for _ in range(3):
+            checkpoint(function, x).square().sum().backward()
+            twin(x).square().sum().backward()
+        for ours, plain in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(ours.grad, plain.grad)
+        for ours, plain in zip(model.buffers(), twin.buffers(), strict=True):
+            assert torch.equal(ours, plain)
+
+    def test_a_module_that_is_given_has_its_buffers_move_once(self):
+        model, x = normalized(), torch.randn(32, 8)
+        for given in ([model], {"a": [model]}, Net(model)):
+            model[1].reset_running_stats()
+
+            rerun(_call_first, given, x).sum().backward()
+            assert int(model[1].num_batches_tracked) == 1
+
 
 class TestNames:
     @pytest.mark.parametrize(
@@ -444,8 +556,14 @@ class TestNames:
             (nn.Tanh(), "Tanh"),
             (functools.partial(chain), "chain"),
             (torch.compile(chain, backend="eager"), "chain"),
+            (torch.compile(nn.Tanh(), backend="eager"), "Tanh"),
+            (torch.compile(nn.Tanh(), backend="eager").forward, "Tanh"),
+            (torch.compile(functools.partial(chain), backend="eager"), "chain"),
         ],
-        ids=["function", "module", "partial", "compiled"],
+        ids=[
+            *("function", "module", "partial", "compiled", "compiled module"),
+            *("what a compiled module calls", "compiled partial"),
+        ],
     )
     def test_a_call_is_called_after_its_function(self, function, name):
         manager = CheckpointManager()

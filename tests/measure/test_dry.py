@@ -13,8 +13,14 @@ from benchmarks.zoo.cases import CASES
 from recoup.api.fit import fit
 from recoup.api.measuring import measure
 from recoup.cli.gpt import Shape
-from recoup.core.errors import InfeasibleError, UnsupportedError, UsageError
+from recoup.core.errors import (
+    InfeasibleError,
+    MismatchError,
+    UnsupportedError,
+    UsageError,
+)
 from recoup.core.simulation import simulate
+from recoup.engine.module import checkpoint_module
 from recoup.measure.optimizers import missing_state_bytes
 from recoup.planners.plan import frontier, plan
 from tests.support.graphs import timeless
@@ -85,6 +91,21 @@ def test_a_loss_that_keeps_the_memory_it_computed_in_is_known_to(loss):
     batch = torch.ones(64, 8), torch.ones(64, 8)
     real = measure(model, batch, loss=loss)
     assert timeless(measure(model, batch, loss=loss, dry=True)) == timeless(real)
+
+
+def test_a_model_that_has_regions_is_measured_dry_and_is_not_verified_by_it():
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)]
+    model, x = nn.Sequential(*blocks), torch.randn(4, 8)
+    for block in blocks:
+        checkpoint_module(block)
+    dry = measure(model, x, loss=torch.sum, dry=True)
+    assert dry.saved_bytes == measure(model, x, loss=torch.sum).saved_bytes
+    unseen = checkpoint_module(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Tanh()))
+    measure(unseen, x, loss=torch.sum, dry=True)
+    y = unseen(x)
+    next(unseen.parameters()).data.add_(1)
+    with pytest.raises(MismatchError):
+        y.sum().backward()
 
 
 def test_a_step_of_ones_own_is_measured_dry():

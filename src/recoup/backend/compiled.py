@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from types import MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -29,18 +30,47 @@ def is_compiled(function: Any) -> bool:
 
 
 def original_of(function: Any) -> Any:
-    """Return the function that was compiled, or the function itself.
+    """Return what the user wrote: the function or module that was compiled, or itself.
 
     Examples:
         >>> original_of(len) is len
         True
+        >>> module = nn.Tanh()
+        >>> original_of(functools.partial(module.__call__)) is module
+        True
     """
+    function = uncompiled(function)
     if isinstance(function, functools.partial):
         return original_of(function.func)
-    module = getattr(function, "_orig_mod", None)
-    if module is not None:
-        return module
-    return getattr(function, "_torchdynamo_orig_callable", function)
+    return function
+
+
+def uncompiled(function: Any) -> Any:
+    """Return what was compiled as it was given to the compiler, partial or not."""
+    if isinstance(function, MethodType):
+        return _original_method(function)
+    for name in ("_orig_mod", "_torchdynamo_orig_callable"):
+        inside = getattr(function, name, None)
+        if inside is not None:
+            return uncompiled(inside)
+    wrapped = getattr(function, "__wrapped__", None)
+    if wrapped is not None and _is_of_compiler(function):
+        return uncompiled(wrapped)
+    return function
+
+
+def _original_method(method: MethodType) -> Any:
+    owner, function = method.__self__, method.__func__
+    if isinstance(owner, nn.Module) and function.__module__ == nn.Module.__module__:
+        return uncompiled(owner)  # the way in which torch calls any module
+    inside = uncompiled(function)
+    return method if inside is function else MethodType(inside, owner)
+
+
+def _is_of_compiler(function: Any) -> bool:
+    # What it wraps around objects that can be called takes their `__module__` over.
+    names: dict[str, Any] = getattr(function, "__globals__", {})
+    return names.get("__name__", "").startswith("torch._dynamo")
 
 
 def leave_uncompiled(function: Hook) -> Hook:

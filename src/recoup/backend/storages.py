@@ -1,9 +1,11 @@
 """Storage identity and geometry: which memory a tensor names, and how it lies there."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
+from torch.autograd import grad_mode
 
 storage_address: Callable[[Tensor], int] = getattr(  # noqa: B009 (no stub names it)
     torch._C, "_storage_address"
@@ -54,12 +56,43 @@ def has_storage(tensor: Tensor) -> bool:
     )
 
 
+def has_contents(tensor: Tensor) -> bool:
+    """Return whether there are numbers in a tensor, or at least may be.
+
+    There are none on the meta device and in the stand-ins of fake tensor modes, whose
+    storages are there.
+
+    Examples:
+        >>> has_contents(torch.ones(1)), has_contents(torch.ones(1, device="meta"))
+        (True, False)
+    """
+    if not torch._C._has_storage(tensor):
+        return tensor.device.type != "meta"
+    return tensor.untyped_storage().device.type != "meta"
+
+
 def version_of(tensor: Tensor) -> int:
     """Return the tensor's version counter; inference tensors have none, so -1."""
     try:
         return tensor._version
     except RuntimeError:
         return -1
+
+
+def writes_hidden(tensors: Iterable[Tensor]) -> AbstractContextManager[object]:
+    """Give tensors their versions back at the end of the block.
+
+    For a block that leaves in them what it found: autograd need not know.
+
+    Examples:
+        >>> t = torch.ones(1)
+        >>> with writes_hidden([t]):
+        ...     _ = t.add_(1).sub_(1)
+        >>> version_of(t)
+        0
+    """
+    counted = tuple(tensor for tensor in tensors if version_of(tensor) >= 0)
+    return grad_mode._unsafe_preserve_version_counter(counted)
 
 
 def alias(tensor: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from recoup.backend.reachable import reachable_modules
 from recoup.backend.storages import version_of
 from recoup.core.errors import CaptureError
 
@@ -44,11 +45,9 @@ class Captures:
             if isinstance(content, Tensor)
         }
 
-    def modules(self) -> list[nn.Module]:
-        """Return the modules among the captures, and the function's own."""
-        found = [c for c in self._seen.values() if isinstance(c, nn.Module)]
-        own = _owner(self._function)
-        return found if own is None else [own, *found]
+    def modules(self, *given: object) -> list[nn.Module]:
+        """Return the modules that the function, and what it is given, lead to."""
+        return reachable_modules(self._function, *given)
 
     def check(self, name: str) -> None:
         """Raise if a variable now refers to something else.
@@ -96,15 +95,6 @@ def _variables(function: Any) -> Iterator[tuple[str, Any]]:
         for name in code.co_names:
             if name in function.__globals__:
                 yield name, function.__globals__[name]
-
-
-def _owner(function: Any) -> nn.Module | None:
-    if isinstance(function, functools.partial):
-        return _owner(function.func)
-    if isinstance(function, nn.Module):
-        return function
-    owner = getattr(function, "__self__", None)
-    return owner if isinstance(owner, nn.Module) else None
 
 
 def _same(before: Any, after: Any) -> bool:

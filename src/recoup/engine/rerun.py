@@ -10,29 +10,30 @@ import torch
 from torch import Tensor, nn
 
 from recoup.backend.autocast import autocast_as, autocast_states
-from recoup.backend.buffers import BufferSlot, buffer_slots, buffers_in, put_in_place
-from recoup.backend.compiled import original_of
+from recoup.backend.compiled import leave_uncompiled, original_of
 from recoup.backend.defaults import default_dtype, in_default
 from recoup.backend.fingerprints import fingerprint
 from recoup.backend.graph import (
-    at_end_of_backward,
     current_backward,
+    follow_backward,
     pop_hooks,
     push_hooks,
 )
 from recoup.backend.rng import default_states, random_state
-from recoup.backend.storages import alias, has_storage
+from recoup.backend.storages import alias, has_contents, has_storage
 from recoup.backend.transforms import outside_transforms
 from recoup.backend.trees import leaves, map_leaves, tensors
 from recoup.core.errors import ClearedError, MismatchError
 from recoup.engine.active import is_recordable, refuse_transform
 from recoup.engine.captures import Captures
 from recoup.engine.holding import hand_over, is_handing_over
+from recoup.engine.kept_buffers import KeptBuffers
 from recoup.engine.observers import Listener, observers
 from recoup.engine.recomputing import recomputing
-from recoup.engine.region import STATE_BYTES
 from recoup.engine.values import Hold
-from recoup.engine.verification import LEDGER, RECOMPUTED, Verdict
+from recoup.engine.verdicts import Verdict, hand_in
+from recoup.engine.verification import RECOMPUTED
+from recoup.engine.verified import LEDGER
 
 
 def rerun(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -48,7 +49,9 @@ def rerun(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     shape and type of the first call's, and, the first time a function is used, the
     same bits.
 
-    Costs: the function once more per backward; copies of its modules' small buffers.
+    Costs: the function once more per backward; copies of its modules' small buffers,
+    and of large ones that are written to or are new. Looking for the modules takes
+    about a millisecond where there are hundreds.
 
     Args:
         function: What to call. It must do the same when called again.
@@ -60,6 +63,7 @@ def rerun(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     Raises:
         UnsupportedError: It is called under a torch.func transform that refuses hooks.
+            What backward raises is in the guide.
 
     Examples:
         >>> x = torch.ones(3, requires_grad=True)
@@ -89,14 +93,13 @@ def rerun(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 class Slot:
     """Stands for one tensor that the function saved in its first call."""
 
-    __slots__ = ("device", "dtype", "place", "print", "shape")
+    __slots__ = ("device", "dtype", "place", "shape")
 
-    def __init__(self, place: int, tensor: Tensor, seen: Tensor | None) -> None:
+    def __init__(self, place: int, tensor: Tensor) -> None:
         self.place = place
         self.shape = tensor.shape
         self.dtype = tensor.dtype
         self.device = tensor.device
-        self.print = seen
 
 
 class Rerun:
@@ -116,18 +119,22 @@ class Rerun:
         self.listeners: tuple[Listener, ...] = ()
         self._function: Callable[..., Any] | None = function
         self._captures = Captures(original)
-        self._buffers = _Buffers(self._captures.modules())
+        self._key = _key_of(original)
+        modules = self._captures.modules(function, args, kwargs)
+        self._buffers = KeptBuffers(modules, self._key)
         self._random = default_states(devices)
         self._default_dtype = default_dtype()
         self._autocast = autocast_states({device.type for device in devices})
         self._arguments = map_leaves(_held, (args, kwargs))
-        self._key: Hashable = ("rerun", getattr(original, "__code__", type(original)))
         self._verifies = LEDGER.needs(self._key)
+        self._since = LEDGER.moment
+        self._prints: list[Tensor | None] = []
         self._count = 0
         self._task = -1
-        self._found: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._found: dict[int, Tensor] = {}
         self._lock = threading.RLock()
 
+    @leave_uncompiled
     def pack(self, tensor: Tensor) -> Slot:
         """Forget a tensor that the first call saves."""
         if not is_handing_over():
@@ -135,19 +142,23 @@ class Rerun:
                 listener(tensor)
         place = self._count
         self._count += 1
-        return Slot(place, tensor, self._fingerprint(tensor))
+        self._prints.append(self._fingerprint(tensor))
+        return Slot(place, tensor)
 
+    @leave_uncompiled
     def unpack(self, slot: Slot) -> Tensor:
         """Return the tensor, calling the function again if this backward has not."""
         with self._lock:
             task = current_backward()
             if task == -1 or task != self._task or slot.place not in self._found:
-                self._found = self._call_again()
+                collected = self._call_again()
+                self._compare(collected.prints)
+                self._found = collected.found
                 self._task = task
                 if task != -1:
-                    at_end_of_backward(_Forgetting(self))
-            tensor, seen = self._found.pop(slot.place)
-            self._compare(slot, tensor, seen)
+                    follow_backward(self)
+            tensor = self._found.pop(slot.place)
+            self._require_alike(slot, tensor)
             return tensor
 
     def holds(self) -> list[Hold]:
@@ -161,7 +172,7 @@ class Rerun:
 
     def recompute(self) -> tuple[Tensor, ...]:
         """Call the function again now and return what it saves."""
-        return tuple(tensor for tensor, _ in self._call_again().values())
+        return tuple(self._call_again().found.values())
 
     def clear(self) -> None:
         """Drop the arguments; a later backward through the call is an error."""
@@ -169,20 +180,21 @@ class Rerun:
         self._arguments = ()
         self._found = {}
 
-    def forget(self) -> None:
-        """Drop recomputed tensors that backward did not ask for."""
+    def end(self, task: int) -> None:
+        """Drop recomputed tensors that a backward did not ask for."""
         with self._lock:
-            self._found = {}
-            self._task = -1
+            if task == self._task:
+                self._found = {}
+                self._task = -1
 
-    def _call_again(self) -> dict[int, tuple[Tensor, Tensor | None]]:
+    def _call_again(self) -> "_Collector":
         if self._function is None:
             raise ClearedError(
                 f"backward needs a tensor saved in {self.name!r}, but its checkpoints "
                 "were cleared. Run backward before clearing them."
             )
         self._captures.check(self.name)
-        collected = _Collector(self._count, self._fingerprint)
+        collected = _Collector(self._count, self._fingerprint, self._buffers)
         # Not as a part of a batch of gradients, which random operators refuse.
         with outside_transforms():
             args, kwargs = map_leaves(_fetched, self._arguments)
@@ -201,7 +213,7 @@ class Rerun:
                 f"{len(collected.found)} when it was called again in backward. A "
                 "function that is run again must do the same both times."
             )
-        return collected.found
+        return collected
 
     @contextmanager
     def _as_before(self) -> Iterator[None]:
@@ -213,17 +225,22 @@ class Rerun:
                 stack.enter_context(in_default(self._default_dtype))
             for generator, state in self._random:
                 stack.enter_context(random_state(generator, state))
-            stack.enter_context(self._buffers.as_before())
+            stack.enter_context(self._buffers.as_before(self.name))
             yield
 
     def _fingerprint(self, tensor: Tensor) -> Tensor | None:
         # Taken while the call runs, both times: a buffer may move on after that.
         # Bytes are workspaces with padding (oneDNN's), never activations.
-        if self._verifies and has_storage(tensor) and tensor.dtype != torch.uint8:
+        if (
+            self._verifies
+            and has_storage(tensor)
+            and has_contents(tensor)
+            and tensor.dtype != torch.uint8
+        ):
             return fingerprint(tensor)
         return None
 
-    def _compare(self, slot: Slot, tensor: Tensor, seen: Tensor | None) -> None:
+    def _require_alike(self, slot: Slot, tensor: Tensor) -> None:
         before = (slot.shape, slot.dtype, slot.device)
         if before != (tensor.shape, tensor.dtype, tensor.device):
             raise MismatchError(
@@ -232,27 +249,19 @@ class Rerun:
                 f"{tensor.dtype} when it was called again in backward. It must do the "
                 "same both times."
             )
-        if slot.print is None or seen is None:
-            return
-        verdict = Verdict(self.name, self._key, 0)
+
+    def _compare(self, again: list[Tensor | None]) -> None:
+        """Compare all that was saved, whether this backward asks for it or not."""
+        pairs = zip(self._prints, again, strict=True)
+        verdict = Verdict(self.name, self._key, operators=0, since=self._since)
         complaint = RECOMPUTED.format("the function")
-        verdict.add(slot.place, complaint, (seen != slot.print).any())
-        if current_backward() == -1:
-            verdict()
-        else:
-            at_end_of_backward(verdict)
-
-
-class _Forgetting:
-    """Drops what a backward left unused, without keeping the call alive till then."""
-
-    def __init__(self, call: Rerun) -> None:
-        self._call = weakref.ref(call)
-
-    def __call__(self) -> None:
-        call = self._call()
-        if call is not None:
-            call.forget()
+        compared = False
+        for place, (before, now) in enumerate(pairs):
+            if before is not None and now is not None:
+                verdict.add(place, complaint, before != now)
+                compared = True
+        if compared:
+            hand_in(verdict)
 
 
 class _Complete(Exception):  # noqa: N818 (a signal, not an error)
@@ -262,19 +271,31 @@ class _Complete(Exception):  # noqa: N818 (a signal, not an error)
 class _Collector:
     """Collects what the second call saves."""
 
-    def __init__(self, count: int, look: Callable[[Tensor], Tensor | None]) -> None:
+    def __init__(
+        self,
+        count: int,
+        look: Callable[[Tensor], Tensor | None],
+        buffers: KeptBuffers,
+    ) -> None:
         self._count = count
         self._look = look
-        self.found: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._buffers = buffers
+        self.found: dict[int, Tensor] = {}
+        self.prints: list[Tensor | None] = []
 
+    @leave_uncompiled
     def pack(self, tensor: Tensor) -> Tensor:
         # Detached: an operator's own output would hold itself through its graph.
         kept = tensor.detach()
-        self.found[len(self.found)] = (kept, self._look(kept))
+        if self._buffers.are_behind(kept):
+            kept = kept.clone()  # it is put back before backward uses this
+        self.found[len(self.found)] = kept
+        self.prints.append(self._look(kept))
         if len(self.found) == self._count:
             raise _Complete
         return kept
 
+    @leave_uncompiled
     def unpack(self, tensor: Tensor) -> Tensor:
         return tensor
 
@@ -300,43 +321,17 @@ def _fetched(leaf: Any) -> Any:
     return tensor.requires_grad_(leaf.requires_grad)
 
 
-class _Buffers:
-    """The buffers of modules as they were: which tensors, and copies of small ones."""
-
-    def __init__(self, modules: list[nn.Module]) -> None:
-        self._modules = modules
-        self._slots = _slots_of(modules)
-        self._copies = [
-            (buffer, buffer.detach().clone())
-            for buffer in buffers_in(self._slots)
-            if buffer.nbytes <= STATE_BYTES
-        ]
-
-    @contextmanager
-    def as_before(self) -> Iterator[None]:
-        """Run the block with buffers as they were, then put them back as they are."""
-        slots = _slots_of(self._modules)
-        contents = [buffer.detach().clone() for buffer, _ in self._copies]
-        put_in_place(self._slots)
-        with torch.no_grad():
-            for buffer, before in self._copies:
-                _set(buffer, before)
-        try:
-            yield
-        finally:
-            put_in_place(slots)
-            with torch.no_grad():
-                for (buffer, _), content in zip(self._copies, contents, strict=True):
-                    _set(buffer, content)
-
-
-def _slots_of(modules: list[nn.Module]) -> list[BufferSlot]:
-    return [slot for module in modules for slot in buffer_slots(module)]
-
-
-def _set(buffer: Tensor, content: Tensor) -> None:
-    # Through `.data`: putting a buffer back is no change that autograd must notice.
-    buffer.data.copy_(content)
+def _key_of(original: Any) -> Hashable:
+    """Return what verification knows a function by: its code, and its module."""
+    code = getattr(original, "__code__", type(original))
+    own = getattr(original, "__self__", None)
+    module = original if isinstance(original, nn.Module) else own
+    if not isinstance(module, nn.Module):
+        return "rerun", code
+    key = "rerun", code, weakref.ref(module)
+    hash(key)  # a weak reference has one after the end only if it had one before
+    LEDGER.forget_with(module, key)
+    return key
 
 
 def _name_of(function: Callable[..., Any]) -> str:

@@ -1,6 +1,5 @@
 """Verification: a replayed value must have the bits that forward saw."""
 
-import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Literal, get_args
 
@@ -8,10 +7,11 @@ import torch
 from torch import Tensor
 
 from recoup.backend.fingerprints import fingerprint
-from recoup.backend.graph import at_end_of_backward, current_backward
-from recoup.backend.storages import Geometry, flat, shaped
+from recoup.backend.storages import Geometry, flat, has_contents, shaped
 from recoup.core.errors import MismatchError, UsageError
 from recoup.engine.values import Operation, Value
+from recoup.engine.verdicts import REASONS, Verdict, hand_in
+from recoup.engine.verified import LEDGER
 
 Verify = Literal["first", "always", "full", "off"]
 """When replayed values are compared with forward's: the first time a region is used,
@@ -19,76 +19,16 @@ every time, every time against copies of all values (for debugging), or never.""
 
 _WORDS = get_args(Verify)
 
-_TRIES = 4
-
-_REASONS = (
-    "Either the operator gives another result when it is run again (a "
-    "nondeterministic kernel), or a switch that chooses kernels was not the same in "
-    "backward (`torch.backends...flags`, `sdpa_kernel`: put it around the whole step), "
-    "or something wrote to the region's tensors without autograd's knowledge (`.data`, "
-    "a custom kernel, NumPy). Keep its output with `recoup.keep`, or find the first "
-    'operator that differs with `verify="full"`.'
-)
-
-
 RECOMPUTED = "recomputing {} did not give what forward computed"
 _WRITTEN = "what {} returned was changed inside the region after autograd saved it"
-
-
-class Ledger:
-    """Remembers which regions have been verified, so that it is done once.
-
-    A region that runs other operators than were verified is due again, until those
-    have been. What does not come again is not waited for: after a few verifications
-    of others the region counts as verified.
-    """
-
-    def __init__(self) -> None:
-        self._done: dict[Hashable, set[int]] = {}
-        self._due: dict[Hashable, dict[int, int]] = {}
-        self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return len(self._done)
-
-    def needs(self, key: Hashable) -> bool:
-        """Return whether the region is to be verified when it is run next."""
-        return key not in self._done or key in self._due
-
-    def done(self, key: Hashable, signature: int) -> None:
-        """Take note that a region with these operators was verified."""
-        with self._lock:
-            self._done.setdefault(key, set()).add(signature)
-            waiting = self._due.pop(key, None)
-            if waiting is not None:
-                waiting.pop(signature, None)
-                left = {each: tries - 1 for each, tries in waiting.items() if tries > 1}
-                if left:
-                    self._due[key] = left
-
-    def ran(self, key: Hashable, signature: int) -> None:
-        """Take note that a region ran unverified; other operators make it due again."""
-        known = self._done.get(key)
-        if known is None or signature in known:
-            return  # what was never verified is due anyway
-        with self._lock:
-            self._due.setdefault(key, {})[signature] = _TRIES
-
-    def forget(self, key: Hashable) -> None:
-        """Forget a region that is no more."""
-        with self._lock:
-            self._done.pop(key, None)
-            self._due.pop(key, None)
-
-
-LEDGER = Ledger()
 
 
 class Check:
     """Compares the saved values of one region with what forward saw.
 
     Holds three integers for each saved value and synchronises nothing before the end
-    of backward.
+    of backward. Tensors without contents (on the meta device, or stand-ins) are passed
+    over, and nothing is noted of a region that is replayed on them.
 
     Args:
         key: What the ledger knows the region by, or None to leave no note.
@@ -96,6 +36,7 @@ class Check:
 
     def __init__(self, key: Hashable | None = None) -> None:
         self.key = key
+        self._since = LEDGER.moment
         self._seen: dict[Value, tuple[Geometry, Tensor]] = {}
         self._changed: list[tuple[Value, Tensor]] = []
 
@@ -106,7 +47,7 @@ class Check:
 
     def remember(self, value: Value, tensor: Tensor, geometry: Geometry) -> None:
         """Take the fingerprint of a value that autograd saves, once."""
-        if value not in self._seen:
+        if value not in self._seen and has_contents(tensor):
             self._seen[value] = (geometry, fingerprint(tensor))
 
     def watch(self, value: Value, tensor: Tensor) -> None:
@@ -138,7 +79,11 @@ class Check:
         Raises:
             MismatchError: Outside of a backward, at once.
         """
-        verdict = Verdict(region, self.key, signature(operations))
+        if not all(map(has_contents, replayed.values())):
+            return
+        verdict = Verdict(
+            region, self.key, operators=signature(operations), since=self._since
+        )
         for value, differs in self._changed:
             if value in replayed and value.hold is None:
                 operator = operations[value.producer].operator
@@ -149,10 +94,7 @@ class Check:
                 now = fingerprint(shaped(tensor, geometry))
                 operator = operations[value.producer].operator
                 verdict.add(value.producer, RECOMPUTED.format(operator), now != before)
-        if current_backward() == -1:
-            verdict()
-        else:
-            at_end_of_backward(verdict)
+        hand_in(verdict)
 
     def observe(self, region: str, value: Value, tensor: Tensor, operator: str) -> None:
         """Look at a value as a replay makes it; this check does not need to."""
@@ -175,7 +117,8 @@ class FullCheck(Check):
 
     def watch(self, value: Value, tensor: Tensor) -> None:
         """Keep a copy of the value."""
-        self._originals[value] = flat(tensor.detach()).clone()
+        if has_contents(tensor):
+            self._originals[value] = flat(tensor.detach()).clone()
 
     def observe(self, region: str, value: Value, tensor: Tensor, operator: str) -> None:
         """Compare a replayed value with forward's at once.
@@ -184,7 +127,7 @@ class FullCheck(Check):
             MismatchError: It differs; the operator is the first that does.
         """
         original = self._originals.get(value)
-        if original is None:
+        if original is None or not has_contents(tensor):
             return
         now = flat(tensor)
         if torch.equal(fingerprint(now), fingerprint(original)):
@@ -193,40 +136,8 @@ class FullCheck(Check):
         raise MismatchError(
             f"region {region!r}: {operator} is the first operator that gave another "
             f"result when it was run again: {unequal} of {now.numel()} elements of a "
-            f"{now.dtype} tensor differ. {_REASONS}"
+            f"{now.dtype} tensor differ. {REASONS}"
         )
-
-
-class Verdict:
-    """What a check found; reads the answers from the device when it is called.
-
-    Args:
-        region: The region's name.
-        key: What the ledger knows the region by, or None to leave no note.
-        operators: The signature of its operators.
-    """
-
-    def __init__(self, region: str, key: Hashable | None, operators: int) -> None:
-        self._region = region
-        self._key = key
-        self._operators = operators
-        self._flags: list[tuple[int, str, Tensor]] = []
-
-    def add(self, place: int, complaint: str, differs: Tensor) -> None:
-        """Add what to say of a value made at a place on the tape, if it differs."""
-        self._flags.append((place, complaint, differs))
-
-    def __call__(self) -> None:
-        """Raise if any value differed."""
-        wrong = [(at, saying) for at, saying, flag in self._flags if flag.item()]
-        if wrong:
-            raise MismatchError(
-                f"region {self._region!r}: {min(wrong)[1]} ({len(wrong)} of "
-                f"{len(self._flags)} comparisons of saved values differ). Do not use "
-                f"the gradients of this backward. {_REASONS}"
-            )
-        if self._key is not None:
-            LEDGER.done(self._key, self._operators)
 
 
 def check_verify(verify: Verify) -> None:

@@ -1,0 +1,108 @@
+"""Verified: which regions have been verified, so that it is done once."""
+
+import threading
+from collections.abc import Hashable, Iterable
+from weakref import finalize
+
+_TRIES = 4
+
+
+class Ledger:
+    """Remembers which regions have been verified, so that it is done once.
+
+    A region that runs other operators than were verified is due again, until those
+    have been. What does not come again is not waited for: after a few verifications
+    of others the region counts as verified.
+
+    A region that failed is verified until a few backwards in a row have passed. One
+    is not enough: where two runs of a region take turns, of which one is wrong, the
+    other passes after each failure. What ran before the failure says nothing about it.
+    """
+
+    def __init__(self) -> None:
+        self._done: dict[Hashable, set[int]] = {}
+        self._due: dict[Hashable, dict[int, int]] = {}
+        self._failures: dict[Hashable, tuple[int, int]] = {}
+        self._moment = 0
+        self._followed: set[Hashable] = set()
+        # Reentrant: the collector may end a module, and call `forget`, at any time.
+        self._lock = threading.RLock()
+
+    def __len__(self) -> int:
+        return len(self._done)
+
+    @property
+    def moment(self) -> int:
+        """A number that grows with every failure; a check takes note of its own."""
+        return self._moment
+
+    def needs(self, key: Hashable) -> bool:
+        """Return whether the region is to be verified when it is run next."""
+        return key not in self._done or key in self._due
+
+    def done(self, key: Hashable, signature: int) -> None:
+        """Take note that there is nothing (more) to verify in these operators."""
+        with self._lock:
+            if key not in self._failures:
+                self._add(key, signature)
+
+    def passed(self, key: Hashable, signatures: Iterable[int], since: int) -> None:
+        """Take note that all runs of a region that a backward went through passed.
+
+        Args:
+            key: What the region is known by.
+            signatures: The operators of those runs.
+            since: The moment at which the first of them was run.
+        """
+        with self._lock:
+            moment, left = self._failures.get(key, (0, 1))
+            if since < moment:
+                return
+            if left > 1:
+                self._failures[key] = (moment, left - 1)
+                return
+            self._failures.pop(key, None)
+            for signature in signatures:
+                self._add(key, signature)
+
+    def failed(self, key: Hashable) -> None:
+        """Take note that a region did not pass, whatever was known of it."""
+        with self._lock:
+            self._moment += 1
+            self._failures[key] = (self._moment, _TRIES)
+            self._done.pop(key, None)
+            self._due.pop(key, None)
+
+    def ran(self, key: Hashable, signature: int) -> None:
+        """Take note that a region ran unverified; other operators make it due again."""
+        known = self._done.get(key)
+        if known is None or signature in known:
+            return  # what was never verified is due anyway
+        with self._lock:
+            self._due.setdefault(key, {})[signature] = _TRIES
+
+    def forget(self, key: Hashable) -> None:
+        """Forget a region that is no more."""
+        with self._lock:
+            for known in (self._done, self._due, self._failures):
+                known.pop(key, None)
+            self._followed.discard(key)
+
+    def forget_with(self, owner: object, key: Hashable) -> None:
+        """Forget a region when its owner dies."""
+        with self._lock:
+            if key not in self._followed:
+                self._followed.add(key)
+                finalize(owner, self.forget, key).atexit = False
+
+    def _add(self, key: Hashable, signature: int) -> None:
+        self._done.setdefault(key, set()).add(signature)
+        waiting = self._due.pop(key, None)
+        if waiting is not None:
+            waiting.pop(signature, None)
+            left = {each: tries - 1 for each, tries in waiting.items() if tries > 1}
+            if left:
+                self._due[key] = left
+
+
+LEDGER = Ledger()
