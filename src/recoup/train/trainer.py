@@ -20,7 +20,7 @@ from recoup.train.budget import fit_together
 from recoup.train.compatibility import check_parts, check_types
 from recoup.train.interruption import Interruption
 from recoup.train.outcome import Outcome
-from recoup.train.position import Position, make_loader
+from recoup.train.position import Position, make_loader, own_position
 from recoup.train.processes import Report, unwrapped
 from recoup.train.progress import ProgressBar
 from recoup.train.recovery import weakly
@@ -35,7 +35,9 @@ from recoup.train.stepper import Stepper
 from recoup.train.units import UnitPlan
 
 _log = logging.getLogger(__name__)
-_VERSION = 2
+_VERSION = 3
+_READABLE = (2, _VERSION)
+"""Version 2 has the place in the data of the first process only."""
 
 
 class Trainer:
@@ -247,7 +249,7 @@ class Trainer:
             "skipped": self.skipped_steps,
             "pieces": self._stepper.recovery.pieces,
             **self._regions.state_dict(),
-            "position": self._position.state_dict(),
+            "position": processes.gather(self._position.state_dict()),
             **collect_state(self.model, self.optimizer, self._parts(), processes),
         }
         if processes.is_first:
@@ -261,12 +263,13 @@ class Trainer:
             SnapshotError: The file is damaged, or of another model or trainer.
         """
         state = read_snapshot(path)
-        if not isinstance(state, dict) or state.get("version") != _VERSION:
+        if not isinstance(state, dict) or state.get("version") not in _READABLE:
             raise SnapshotError(f"{path} was not written by this version's trainer.")
         processes = self._stepper.processes
         apply_state(state, self.model, self.optimizer, self._parts(), processes)
         self._position.load_state_dict(
-            state["position"], share=state["processes"] / processes.count
+            own_position(state["position"], processes.rank, processes.count),
+            share=state["processes"] / processes.count,
         )
         self._steps, self._known_skips = state["steps"], state["skipped"]
         self._unknown = None
