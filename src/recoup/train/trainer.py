@@ -155,14 +155,14 @@ class Trainer:
         """Make one step, of one batch or of several whose gradients are accumulated.
 
         Batches are weighted by `weight_fn`, so that the gradients are those of one
-        batch with all their samples. Under several processes all must call it
-        together.
+        batch with all their samples; one without samples is left out. Under several
+        processes all must call it together.
 
         Returns:
             What happened.
 
         Raises:
-            UsageError: No batch was given.
+            UsageError: No batch was given, or none that has samples.
             torch.OutOfMemoryError: The step does not fit, however it is computed.
         """
         if not batches:
@@ -284,6 +284,7 @@ class Trainer:
             self._fitted = None
 
     def _step(self, batches: Sequence[Any], reports: Sequence[Report]) -> StepResult:
+        batches = self._stepper.with_samples(batches, reports)
         self._prepare(batches)
         result = self._stepper.step(batches, reports, number=self._steps + 1)
         self._steps += 1
