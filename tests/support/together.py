@@ -242,11 +242,10 @@ def train_beside_nothing(rank: int, kind: str) -> dict[str, Any]:
         nothing = inputs[:0], points[:0]
         first = (inputs[:9], points[:9]), nothing
         second = nothing, (inputs[9:], points[9:])
-        if kind == "plain":
-            given = first + second
-        else:
-            given = second if rank else first
-        losses.append(trainer.step(*given).loss)
+        given = second if rank else first
+        losses.append(
+            trainer.step(*(first + second if kind == "plain" else given)).loss
+        )
     # The second step has a loss of each process, the others of the first alone.
     del losses[1]
     try:
@@ -358,9 +357,7 @@ def fit(rank: int, kind: str, path: Path, *, stop_at: int = 0) -> dict[str, Any]
     }
 
 
-def fit_in_own_order(
-    rank: int, path: Path, every: int | None, stop_at: int
-) -> Values:
+def fit_in_own_order(rank: int, path: Path, every: int | None, stop_at: int) -> Values:
     """Fit on data of this process's own, in an order of its own; stop dead if told."""
     model = make_model(rank, "replicated", dropout=0.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from recoup.api.fit import Fit
 from recoup.core.errors import SnapshotError, UsageError
 from recoup.precision.scaler import GradientScaler
-from recoup.train.averaging import ParameterAverage
+from recoup.train.averaging import ParameterAverage, lifted, refuse_applied
 from recoup.train.batches import LossFunction
 from recoup.train.budget import fit_together
 from recoup.train.compatibility import check_parts, check_types
@@ -162,7 +162,8 @@ class Trainer:
             What happened.
 
         Raises:
-            UsageError: No batch was given, or none that has samples.
+            UsageError: No batch was given, or none that has samples; or the averages
+                are applied.
             torch.OutOfMemoryError: The step does not fit, however it is computed.
         """
         if not batches:
@@ -195,13 +196,14 @@ class Trainer:
             What happened.
 
         Raises:
-            UsageError: The data cannot be gone through or is empty, or there is no
-                folder for the snapshots.
+            UsageError: The data cannot be gone through or is empty, there is no
+                folder for the snapshots, or the averages are applied.
             SnapshotError: The snapshot does not fit this trainer.
         """
         start = time.perf_counter()
         epochs = self.settings.epochs if epochs is None else epochs
         check_count("epochs", epochs)
+        refuse_applied(self.average, "fit")
         loader = make_loader(data, self.settings.batch_size)
         check_folder(self.settings.snapshot_path)
         if resume:
@@ -233,7 +235,8 @@ class Trainer:
     def save(self, path: str | Path) -> None:
         """Write everything that is needed to go on from here to a file, atomically.
 
-        Under several processes all must call it together; the first one writes.
+        While averages are applied, the parameters themselves are written. Under several
+        processes all must call it together; the first one writes.
 
         Raises:
             SnapshotError: The state of the scheduler or optimizer is no plain data.
@@ -242,18 +245,19 @@ class Trainer:
         check_folder(path)
         self._stepper.peaks.settle()
         processes = self._stepper.processes
-        state = {
-            "version": _VERSION,
-            "processes": processes.count,
-            "steps": self._steps,
-            "skipped": self.skipped_steps,
-            "pieces": self._stepper.recovery.pieces,
-            **self._regions.state_dict(),
-            "position": processes.gather(self._position.state_dict()),
-            **collect_state(self.model, self.optimizer, self._parts(), processes),
-        }
-        if processes.is_first:
-            write_snapshot(path, state)
+        with lifted(self.average):
+            state = {
+                "version": _VERSION,
+                "processes": processes.count,
+                "steps": self._steps,
+                "skipped": self.skipped_steps,
+                "pieces": self._stepper.recovery.pieces,
+                **self._regions.state_dict(),
+                "position": processes.gather(self._position.state_dict()),
+                **collect_state(self.model, self.optimizer, self._parts(), processes),
+            }
+            if processes.is_first:
+                write_snapshot(path, state)
         processes.tell(Report())
 
     def load(self, path: str | Path) -> None:
@@ -261,7 +265,9 @@ class Trainer:
 
         Raises:
             SnapshotError: The file is damaged, or of another model or trainer.
+            UsageError: The averages are applied.
         """
+        refuse_applied(self.average, "load")
         state = read_snapshot(path)
         if not isinstance(state, dict) or state.get("version") not in _READABLE:
             raise SnapshotError(f"{path} was not written by this version's trainer.")
@@ -284,6 +290,7 @@ class Trainer:
             self._fitted = None
 
     def _step(self, batches: Sequence[Any], reports: Sequence[Report]) -> StepResult:
+        refuse_applied(self.average, "step")
         batches = self._stepper.with_samples(batches, reports)
         self._prepare(batches)
         result = self._stepper.step(batches, reports, number=self._steps + 1)
