@@ -236,10 +236,10 @@ def train_beside_nothing(rank: int, kind: str) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = Trainer(model, optimizer, loss_fn=functional.mse_loss)
     losses = []
+    nothing = torch.zeros(0, 4), torch.zeros(0, 3)
     for step, size in enumerate((0, 3, 0)):
         inputs, targets = samples(9 + size, seed=step)
         points = functional.one_hot(targets, 3).float()
-        nothing = inputs[:0], points[:0]
         first = (inputs[:9], points[:9]), nothing
         second = nothing, (inputs[9:], points[9:])
         given = second if rank else first

@@ -210,6 +210,34 @@ def test_a_file_of_version_2_is_gone_on_with(tmp_path):
     assert run(make_trainer(seed=5, **path), resume=True) == expected[13:]
 
 
+def test_settings_are_those_of_now_and_the_state_is_that_of_the_snapshot(tmp_path):
+    data = batches(5)
+    before = {"precision": "fp16", "initial_loss_scale": 1024.0, "average_decay": 0.5}
+    first = make_trainer(**before, loss_scale_growth_interval=100)
+    for batch in data[:3]:
+        first.step(batch)
+    first.save(tmp_path / "run")
+    now = {**before, "initial_loss_scale": 8.0, "average_decay": 0.9}
+    second = make_trainer(**now, loss_scale_growth_interval=2, seed=7)
+    second.load(tmp_path / "run")
+    assert second.scaler is not None
+    assert second.average is not None
+    assert second.scaler.total_updates == 3
+    average = {name: mean.clone() for name, mean in second.average.parameters.items()}
+    # Three good steps are more than two: it grows at the next.
+    scales = [second.step(batch).scale for batch in data[3:]]
+    assert scales == [1024.0, 2048.0]
+    second.load(tmp_path / "run")
+    second.step(data[3])
+    for name, parameter in second.model.named_parameters():
+        expected = average[name].lerp(parameter.detach(), 1 - 0.9)
+        assert torch.equal(second.average.parameters[name], expected)
+    fixed = make_trainer(**before, dynamic_loss_scale=False)
+    fixed.load(tmp_path / "run")
+    assert fixed.scaler is not None
+    assert not fixed.scaler.is_dynamic
+
+
 def test_resuming_a_finished_run_finds_it_finished(tmp_path):
     data = batches(3)
     make_trainer(snapshot_path=tmp_path / "run").fit(data, epochs=2, resume=True)
