@@ -121,3 +121,20 @@ def test_from_what_was_saved_by_hand_numbers_are_drawn_as_if_now():
     found = table.recompute_from_checkpoint(1, range(2), lambda x, _: drop(x))
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(found, drop(torch.ones(100)))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("target", range(4))
+def test_generators_of_an_accelerator_are_put_back_too(target):
+    # The input is not there yet: a layer moves it.
+    stack = Stack([Noisy().cuda() for _ in range(4)])
+    table = checkpointer(2)
+
+    def run(x: Tensor, index: int) -> Tensor:
+        return stack.run(x.cuda(), index)
+
+    table.checkpointed_forward(torch.randn(16, 8), range(4), run)
+    before = torch.cuda.get_rng_state()
+    found = table.recompute_from_checkpoint(target, range(4), run)
+    assert torch.equal(found, stack.seen[target])
+    assert torch.equal(torch.cuda.get_rng_state(), before)
