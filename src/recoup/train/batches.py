@@ -51,6 +51,21 @@ def batch_size(batch: Any) -> int:
     return next(filter(None, lengths), 0 if lengths else 1)
 
 
+def has_samples(batch: Any) -> bool:
+    """Return whether a batch has any sample; asked of every batch, so it asks little.
+
+    Examples:
+        >>> has_samples((torch.ones(1, 6), "a")), has_samples((torch.ones(0, 6), "a"))
+        (True, False)
+    """
+    first = batch
+    while type(first) in (tuple, list) and first:
+        first = first[0]
+    if isinstance(first, Tensor) and first.shape and first.shape[0]:
+        return True
+    return batch_size(batch) > 0
+
+
 def split_batch(batch: Any, pieces: int) -> list[Any]:
     """Cut a batch into pieces along its samples, as equal as can be; without copying.
 

@@ -35,6 +35,8 @@ class Recovery:
 
         Those that have no samples to split by stay whole.
         """
+        if self.pieces == 1:
+            return list(batches)
         parts: list[Any] = []
         for batch in batches:
             pieces = min(self.pieces, sample_count(batch) or 1)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from recoup.core.errors import UsageError
-from recoup.train.batches import LossFunction, batch_size
+from recoup.train.batches import LossFunction, batch_size, has_samples
 
 WeightFunction = Callable[[Any], float]
 """Called with a batch; returns its weight among the batches of a step."""
@@ -43,7 +43,7 @@ class Reduction:
 
     def weigh(self, batch: Any) -> float:
         """Return what a batch weighs in the mean; nothing if it has no samples."""
-        return self.weight_fn(batch) if batch_size(batch) else 0.0
+        return self.weight_fn(batch) if has_samples(batch) else 0.0
 
     def shares(
         self, weights: Sequence[float], total: float | None, processes: int

@@ -18,8 +18,8 @@ from recoup.precision.scaler import GradientScaler
 from recoup.precision.scope import MixedPrecisionScope
 from recoup.train.batches import (
     LossFunction,
-    batch_size,
     compute_loss,
+    has_samples,
     tensors_in,
     to_device,
 )
@@ -107,16 +107,16 @@ class Stepper:
     def report(self, batches: Sequence[Any], *, stop: bool = False) -> Report:
         """Return what the other processes must know of the next step."""
         several = self.processes.count > 1
-        is_empty = not any(map(batch_size, batches))
         if len(batches) == 1 and not several:
             # Alone it has all the weight, whatever that is.
+            is_empty = not has_samples(batches[0])
             return Report(batches=1, stop=stop, is_empty=is_empty)
         return Report(
             weight=sum(self._reduction.weigh(batch) for batch in batches),
             batches=len(batches),
             stop=stop,
             is_new=several and not _shapes(batches) <= self._known_shapes,
-            is_empty=is_empty,
+            is_empty=not any(map(has_samples, batches)),
         )
 
     def with_samples(
@@ -137,7 +137,7 @@ class Stepper:
             )
         if self.processes.count > 1:
             return batches
-        return [batch for batch in batches if batch_size(batch)]
+        return [batch for batch in batches if has_samples(batch)]
 
     def step(
         self, batches: Sequence[Any], reports: Sequence[Report], *, number: int

@@ -290,8 +290,10 @@ class Trainer:
             self._fitted = None
 
     def _step(self, batches: Sequence[Any], reports: Sequence[Report]) -> StepResult:
-        refuse_applied(self.average, "step")
-        batches = self._stepper.with_samples(batches, reports)
+        if self.average is not None:
+            refuse_applied(self.average, "step")
+        if len(batches) > 1 or reports[0].is_empty:
+            batches = self._stepper.with_samples(batches, reports)
         self._prepare(batches)
         result = self._stepper.step(batches, reports, number=self._steps + 1)
         self._steps += 1
