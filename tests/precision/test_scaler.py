@@ -468,3 +468,22 @@ def test_float16_training_uses_it_on_every_device(device):
         losses.append(loss.item())
     assert losses[-1] < losses[0]
     assert scaler.total_updates == 30
+
+
+@pytest.mark.parametrize("interval", [2, 5, 9])
+def test_progress_is_loaded_without_settings_and_growth_goes_on(interval):
+    scaler = GradientScaler("cpu", 8.0, growth_interval=20, max_scale=64.0)
+    problem = Problem()
+    for number in range(7):
+        problem.iterate(scaler, math.inf if number == 2 else 1.0)
+    assert (scaler.get_scale(), scaler._get_growth_tracker()) == (4.0, 4)
+    other = GradientScaler("cpu", 32.0, growth_interval=interval, backoff_factor=0.25)
+    settings = {"growth_interval": interval, "backoff_factor": 0.25, "max_scale": 2**32}
+    other.load_progress(scaler.state_dict())
+    assert other.state_dict().items() >= settings.items()
+    assert (other.get_scale(), other.total_updates, other.skipped_updates) == (4, 7, 1)
+    # Good steps of before count; as many as suffice now make it grow at the next one.
+    for _ in range(max(1, interval - 4)):
+        assert other.get_scale() == 4.0
+        problem.iterate(other)
+    assert other.get_scale() == 8.0

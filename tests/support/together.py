@@ -22,6 +22,7 @@ from recoup import (
     Trainer,
     TrainerSettings,
     UnsupportedError,
+    UsageError,
     checkpoint_module,
 )
 from recoup.measure.optimizers import missing_state_bytes, state_bytes
@@ -229,6 +230,37 @@ def train_uneven(rank: int) -> Values:
     return parameters_of(model)
 
 
+def train_beside_nothing(rank: int, kind: str) -> dict[str, Any]:
+    """Make steps in which the second process has few samples, or none."""
+    model = make_model(rank, kind, dropout=0.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = Trainer(model, optimizer, loss_fn=functional.mse_loss)
+    losses = []
+    nothing = torch.zeros(0, 4), torch.zeros(0, 3)
+    for step, size in enumerate((0, 3, 0)):
+        inputs, targets = samples(9 + size, seed=step)
+        points = functional.one_hot(targets, 3).float()
+        first = (inputs[:9], points[:9]), nothing
+        second = nothing, (inputs[9:], points[9:])
+        given = second if rank else first
+        losses.append(
+            trainer.step(*(first + second if kind == "plain" else given)).loss
+        )
+    # The second step has a loss of each process, the others of the first alone.
+    del losses[1]
+    try:
+        trainer.step(nothing, nothing)
+    except UsageError as error:
+        refused = str(error)
+    else:
+        refused = "no"
+    return {
+        "parameters": parameters_of(model),
+        "losses": losses,
+        "refused": refused,
+    }
+
+
 def overflow(rank: int, kind: str) -> dict[str, Any]:
     """Make steps of which one overflows in the second process only."""
     model = make_model(rank, kind, dropout=0.0)
@@ -323,6 +355,28 @@ def fit(rank: int, kind: str, path: Path, *, stop_at: int = 0) -> dict[str, Any]
         "averages": [whole(a).double().flatten().tolist() for a in averages],
         "steps": trainer.steps,
     }
+
+
+def fit_in_own_order(rank: int, path: Path, every: int | None, stop_at: int) -> Values:
+    """Fit on data of this process's own, in an order of its own; stop dead if told."""
+    model = make_model(rank, "replicated", dropout=0.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = TrainerSettings(snapshot_path=path, snapshot_every_steps=every)
+    trainer = Trainer(model, optimizer, settings, functional.cross_entropy)
+    loader = DataLoader(
+        TensorDataset(*samples(32, seed=rank)),
+        batch_size=4,
+        shuffle=True,
+        generator=torch.Generator().manual_seed(rank),
+    )
+
+    def on_step(step: Any) -> None:
+        if step.number == stop_at:
+            raise KeyboardInterrupt
+
+    with contextlib.suppress(KeyboardInterrupt):
+        trainer.fit(loader, epochs=3, resume=True, on_step=on_step)
+    return parameters_of(model)
 
 
 def fail_while_accumulating(rank: int) -> str:

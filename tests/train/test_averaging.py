@@ -1,10 +1,15 @@
 """The average of parameters follows its formula and comes off again."""
 
+from contextlib import ExitStack
+
 import pytest
 import torch
 from torch import nn
 
 from recoup import ParameterAverage, UsageError
+from recoup.train.snapshot import read_snapshot
+from tests.support.bits import tree_differences
+from tests.support.training import batches, make_trainer, remains
 
 
 def test_it_is_the_exponential_average():
@@ -49,3 +54,67 @@ def test_an_average_of_other_parameters_is_refused():
     other = ParameterAverage(nn.Linear(2, 2, bias=False), decay=0.5)
     with pytest.raises(UsageError, match="bias"):
         average.load_state_dict(other.state_dict())
+
+
+def test_blocks_inside_blocks_come_off_one_by_one():
+    layer = nn.Linear(2, 2)
+    average = ParameterAverage(layer, decay=0.5)
+    with torch.no_grad():
+        layer.weight.add_(1)
+    moved, mean = layer.weight.detach().clone(), average.parameters["weight"]
+    with average.applied():
+        with average.applied(), average.lifted():
+            assert torch.equal(layer.weight, moved)
+        assert torch.equal(layer.weight, mean)
+        assert average.is_applied
+        with pytest.raises(UsageError, match="update was called"):
+            average.update()
+    assert torch.equal(layer.weight, moved)
+    assert not average.is_applied
+    average.update()
+
+
+def test_a_snapshot_written_with_averages_on_the_model_is_the_one_without(tmp_path):
+    trainer = make_trainer(average_decay=0.5)
+    for batch in batches(3):
+        trainer.step(batch)
+    assert trainer.average is not None
+    trainer.save(tmp_path / "outside")
+    with trainer.average.applied():
+        applied = remains(trainer)
+        trainer.save(tmp_path / "inside")
+        assert list(tree_differences(applied, remains(trainer), where="")) == []
+    outside, inside = (read_snapshot(tmp_path / name) for name in ("outside", "inside"))
+    assert list(tree_differences(outside, inside, where="")) == []
+
+
+@pytest.mark.parametrize("what", ["step", "fit", "load"])
+def test_nothing_that_would_be_lost_is_done_with_averages_on_the_model(tmp_path, what):
+    trainer = make_trainer(average_decay=0.5)
+    data = batches(2)
+    trainer.save(tmp_path / "run")
+    trainer.step(data[0])
+    given = {"step": data[1], "fit": data, "load": tmp_path / "run"}[what]
+    assert trainer.average is not None
+    before = remains(trainer)
+    with (
+        trainer.average.applied(),
+        pytest.raises(UsageError, match=f"{what} was called while"),
+    ):
+        getattr(trainer, what)(given)
+    assert trainer.steps == 1
+    assert list(tree_differences(before, remains(trainer), where="")) == []
+
+
+def test_averages_that_are_left_on_the_model_while_it_is_fitted_are_noticed():
+    trainer = make_trainer(average_decay=0.5)
+    average = trainer.average
+    assert average is not None
+    with ExitStack() as left_open:
+
+        def leave_them_on(_):
+            left_open.enter_context(average.applied())
+
+        with pytest.raises(UsageError, match="step was called while"):
+            trainer.fit(batches(3), on_step=leave_them_on)
+        assert trainer.steps == 1

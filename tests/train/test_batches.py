@@ -50,7 +50,9 @@ def test_a_batch_of_unequal_tensors_has_no_count_and_no_pieces():
         ({"temperature": torch.tensor(0.5), "x": torch.ones(3, 2)}, 3),
         (torch.tensor(1.0), 1),
         ([], 1),
-        ((torch.ones(0, 2), torch.ones(0)), 1),
+        ((torch.ones(0, 2), torch.ones(0)), 0),
+        ({"temperature": torch.tensor(0.5), "x": torch.ones(0, 2)}, 0),
+        ((torch.ones(0), torch.ones(3, 2)), 3),
     ],
 )
 def test_a_batch_of_unequal_tensors_has_a_size_all_the_same(batch, size):

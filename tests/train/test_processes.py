@@ -1,5 +1,7 @@
 """Two processes: DDP and FSDP2 give what one process gives, and nobody hangs."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -205,6 +207,29 @@ def test_an_interrupt_of_one_process_stops_all_after_the_same_step(tmp_path):
 
 def test_data_that_ends_earlier_in_one_process_ends_in_all(tmp_path):
     assert together(cases.uneven_data, tmp_path) == [6, 6]
+
+
+@pytest.mark.parametrize("kind", ["replicated", "static", "sharded"])
+def test_a_process_without_samples_does_not_count(tmp_path, kind):
+    (expected,) = together(cases.train_beside_nothing, tmp_path, "plain", count=1)
+    found = together(cases.train_beside_nothing, tmp_path, kind)
+    assert not isinstance(found[0], str), found
+    assert found[0]["parameters"] == found[1]["parameters"]
+    assert close(expected["parameters"], found[0]["parameters"])
+    assert found[0]["losses"] == pytest.approx(expected["losses"])
+    assert all("a step needs samples" in each["refused"] for each in found)
+
+
+@pytest.mark.parametrize(
+    ("every", "stop_at"),
+    [(4, 6), (None, 10)],
+    ids=["in the middle of an epoch", "at the end of an epoch"],
+)
+def test_every_process_goes_on_with_its_own_order(tmp_path, every, stop_at):
+    run = partial(together, cases.fit_in_own_order, tmp_path)
+    whole = run(tmp_path / "whole", every, 0)
+    run(tmp_path / "run", every, stop_at)
+    assert run(tmp_path / "run", every, 0) == whole
 
 
 @pytest.mark.parametrize("kind", ["replicated", "sharded"])

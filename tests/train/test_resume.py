@@ -150,6 +150,94 @@ def test_loaders_of_every_kind_go_on_where_they_were(tmp_path, name, kind):
     assert rest == expected[13:]
 
 
+@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize("killed_at", [None, 12])
+def test_the_order_goes_on_after_a_snapshot_at_the_end_of_an_epoch(
+    tmp_path, name, killed_at
+):
+    def run(trainer, epochs, **options):
+        losses = []
+
+        def note(step):
+            losses.append(step.loss)
+            if step.number == killed_at and not options:
+                raise KeyboardInterrupt
+
+        loader = LOADERS[name](TensorDataset(*samples(72)))
+        with contextlib.suppress(KeyboardInterrupt):
+            trainer.fit(loader, epochs=epochs, on_step=note, **options)
+        return losses
+
+    path = {"snapshot_path": tmp_path / "run"}
+    with seeded(8):
+        expected = run(make_trainer(), 3, resume=False)
+    with seeded(8):
+        # Finished after an epoch, or killed in the second without another snapshot.
+        run(make_trainer(**path), 1 if killed_at is None else 3)
+    with seeded(1234):
+        again = make_trainer(seed=5, **path)
+        again.load(tmp_path / "run")
+        # Between the epochs: what is written there again is what was read.
+        again.save(tmp_path / "run")
+        rest = run(make_trainer(seed=6, **path), 3, resume=True)
+    assert rest == expected[9:]
+
+
+def test_a_file_of_version_2_is_gone_on_with(tmp_path):
+    path = {"snapshot_path": tmp_path / "run"}
+
+    def run(trainer, *, resume=False, stop_at=None):
+        losses = []
+
+        def note(step):
+            losses.append(step.loss)
+            if step.number == stop_at:
+                raise KeyboardInterrupt
+
+        loader = LOADERS["own generator"](TensorDataset(*samples(72)))
+        with contextlib.suppress(KeyboardInterrupt):
+            trainer.fit(loader, epochs=2, on_step=note, resume=resume)
+        return losses
+
+    with seeded(8):
+        expected = run(make_trainer())
+    with seeded(8):
+        run(make_trainer(**path, snapshot_every_steps=13), stop_at=14)
+    state = read_snapshot(tmp_path / "run")
+    (position,) = state["position"]
+    del position["generators"]
+    write_snapshot(tmp_path / "run", {**state, "version": 2, "position": position})
+    assert run(make_trainer(seed=5, **path), resume=True) == expected[13:]
+
+
+def test_settings_are_those_of_now_and_the_state_is_that_of_the_snapshot(tmp_path):
+    data = batches(5)
+    before = {"precision": "fp16", "initial_loss_scale": 1024.0, "average_decay": 0.5}
+    first = make_trainer(**before, loss_scale_growth_interval=100)
+    for batch in data[:3]:
+        first.step(batch)
+    first.save(tmp_path / "run")
+    now = {**before, "initial_loss_scale": 8.0, "average_decay": 0.9}
+    second = make_trainer(**now, loss_scale_growth_interval=2, seed=7)
+    second.load(tmp_path / "run")
+    assert second.scaler is not None
+    assert second.average is not None
+    assert second.scaler.total_updates == 3
+    average = {name: mean.clone() for name, mean in second.average.parameters.items()}
+    # Three good steps are more than two: it grows at the next.
+    scales = [second.step(batch).scale for batch in data[3:]]
+    assert scales == [1024.0, 2048.0]
+    second.load(tmp_path / "run")
+    second.step(data[3])
+    for name, parameter in second.model.named_parameters():
+        expected = average[name].lerp(parameter.detach(), 1 - 0.9)
+        assert torch.equal(second.average.parameters[name], expected)
+    fixed = make_trainer(**before, dynamic_loss_scale=False)
+    fixed.load(tmp_path / "run")
+    assert fixed.scaler is not None
+    assert not fixed.scaler.is_dynamic
+
+
 def test_resuming_a_finished_run_finds_it_finished(tmp_path):
     data = batches(3)
     make_trainer(snapshot_path=tmp_path / "run").fit(data, epochs=2, resume=True)

@@ -266,6 +266,41 @@ def test_weights_may_be_something_else_than_samples():
         assert torch.allclose(whole, summed, rtol=0, atol=2**-52)
 
 
+def to_points(scores, targets):
+    """Compare with numbers that are no classes: what counts is the samples."""
+    return functional.mse_loss(scores[:, 0], targets.float())
+
+
+@pytest.mark.parametrize("loss_fn", [to_points, functional.cross_entropy])
+@pytest.mark.parametrize("pieces", [1, 2])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_batch_without_samples_changes_nothing(loss_fn, pieces, place):
+    some = batches(2)
+    data = [*some[:place], (torch.zeros(0, 4), some[0][1][:0]), *some[place:]]
+    if loss_fn is to_points:
+        some, data = ([(x, y.float()) for x, y in each] for each in (some, data))
+    without, trainer = (make_trainer(loss_fn=loss_fn) for _ in "ab")
+    results = []
+    for each, given in ((without, some), (trainer, data)):
+        each._stepper.recovery.pieces = pieces
+        with seeded(3):
+            results.append(each.step(*given))
+    assert results[1].loss == results[0].loss
+    assert results[1].parts == results[0].parts
+    assert list(tree_differences(remains(without), remains(trainer), where="")) == []
+
+
+def test_a_step_of_no_samples_at_all_is_refused_and_changes_nothing():
+    trainer = make_trainer()
+    nothing = torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64)
+    before = remains(trainer)
+    for given in ([nothing], [nothing, nothing]):
+        with pytest.raises(UsageError, match="a step needs samples"):
+            trainer.step(*given)
+    assert trainer.steps == 0
+    assert list(tree_differences(before, remains(trainer), where="")) == []
+
+
 def test_gradients_do_not_add_up_from_step_to_step():
     trainer = make_trainer()
     batch = batches(1)[0]

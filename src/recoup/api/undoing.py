@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from recoup.api.rollback import Rollback
 from recoup.backend.storages import version_of
-from recoup.measure.surroundings import surroundings
+from recoup.backend.surroundings import surroundings
 from recoup.measure.training import takes_gradient
 
 

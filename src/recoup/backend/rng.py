@@ -59,6 +59,28 @@ def default_states(devices: Sequence[torch.device]) -> list[tuple[Generator, Ten
     return [(generator, generator.get_state()) for generator in found.values()]
 
 
+def devices_in_use() -> list[torch.device]:
+    """Return the accelerators of this process, once it uses any.
+
+    None while their work is captured into a graph: their generators cannot be read.
+
+    Examples:
+        >>> all(device.type != "cpu" for device in devices_in_use())
+        True
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return []
+    module = torch.get_device_module(accelerator)
+    # `bool()` is False: what cannot be asked has no generators of this kind either.
+    is_used = getattr(module, "is_initialized", bool)()
+    is_captured = getattr(module, "is_current_stream_capturing", bool)()
+    if not is_used or is_captured:
+        return []
+    count = torch.accelerator.device_count()
+    return [torch.device(accelerator.type, index) for index in range(count)]
+
+
 def _device_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
     for argument in (*args, *kwargs.values()):
         if isinstance(argument, Tensor):

@@ -21,6 +21,7 @@ from recoup.engine.layer_plan import (
     place_of,
     too_many,
 )
+from recoup.engine.moments import Moment, leaving_no_trace
 from recoup.engine.options import Options
 from recoup.engine.rerun import rerun
 from recoup.engine.table import Entry, Table, last_place
@@ -42,7 +43,8 @@ class ActivationCheckpointer:
     again (`recompute_from_checkpoint`). Each forward begins with an empty table.
     Graphs of earlier forwards keep what they need by themselves.
 
-    Costs: the table holds the checkpoints of the last forward until `clear`.
+    Costs: the table holds the checkpoints of the last forward until `clear`, each with
+    the states of the random generators, some thirty kilobytes.
 
     Args:
         config: Which layers, how many, and how.
@@ -183,7 +185,7 @@ class ActivationCheckpointer:
         self.clear()
         self._layer_count = len(layers)
         table, sizes = Table(), []
-        table.input = Entry(-1, -1, activation, None)
+        table.input = Entry(-1, -1, activation, None, moment=Moment.now())
         start = 0
         for position in [*kept, len(layers) - 1]:
             if start <= position:
@@ -191,8 +193,13 @@ class ActivationCheckpointer:
                 activation = self._run(function, sizes, activation, stretch)
                 start = position + 1
             if position in kept:
-                layer = layers[position]
-                entry = Entry(layer, position, activation, place_of(self._config))
+                entry = Entry(
+                    layers[position],
+                    position,
+                    activation,
+                    place_of(self._config),
+                    moment=Moment.now(),
+                )
                 table.keep(position, entry)
         table.limit = max(layers, default=-1) + 1
         table.skipped_bytes = sum(sizes[position] for position in skipped)
@@ -205,6 +212,18 @@ class ActivationCheckpointer:
         self, target: int, layers: Sequence[int], function: LayerFunction
     ) -> Any:
         """Return the activation of a layer, computed from the nearest checkpoint.
+
+        The layers are called again and draw the random numbers that they drew in the
+        forward, under its autocast. Afterwards the random generators are as before, and
+        so are the buffers of the modules that the function refers to: by its variables,
+        its arguments in a `partial`, its object, and lists and dictionaries in these.
+        Buffers of modules that lie deeper move on.
+
+        What the layers compute with must be what it was. A layer whose result depends
+        on a buffer that its forward changes, as spectral normalisation's does, begins
+        with the buffer as it is now; batch normalisation in training does not depend on
+        its statistics. From an activation that was saved by hand, random numbers are
+        drawn as if now.
 
         Args:
             target: Which layer; if it comes more than once, the last time it does.
@@ -230,7 +249,8 @@ class ActivationCheckpointer:
                 f"No checkpoint found before layer {target} for recomputation"
             )
         stretch = layers[start + 1 : end + 1]
-        return _run_stretch(function, [], nearest.activation(), stretch)
+        with leaving_no_trace(function, nearest.moment):
+            return _run_stretch(function, [], nearest.activation(), stretch)
 
     def _run(
         self,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from recoup.backend.storages import alias
 from recoup.backend.trees import leaves, map_leaves
+from recoup.engine.moments import Moment
 from recoup.engine.tiers.protocol import Tier
 from recoup.engine.values import Hold
 
@@ -21,13 +22,21 @@ class Entry:
         position: Its place among the layers of a forward, if it is of one.
         activation: The activation: a tensor, or a nested structure of tensors.
         tier: Where it is kept, if not on its device as it is.
+        moment: How things stood for the layers after it, if it is of a forward.
     """
 
     def __init__(
-        self, layer: int, position: int | None, activation: Any, tier: Tier | None
+        self,
+        layer: int,
+        position: int | None,
+        activation: Any,
+        tier: Tier | None,
+        *,
+        moment: Moment | None = None,
     ) -> None:
         self.layer = layer
         self.position = position
+        self.moment = moment
         self._holds = map_leaves(partial(_held, tier), activation)
 
     @property

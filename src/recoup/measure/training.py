@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from recoup.backend.stash import Stash
+from recoup.backend.surroundings import surroundings
 from recoup.backend.trees import tensors
 from recoup.core.callers import calls_user
 from recoup.core.errors import UsageError
 from recoup.engine.plans import refuse_scripted
 from recoup.measure.beginning import Beginning
-from recoup.measure.surroundings import surroundings
 from recoup.measure.writes import Writes
 
 _DEFAULTS = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -26,6 +26,9 @@ _log = logging.getLogger(__name__)
 _LOGGED_AT_FIRST, _LOGGED_LATER = 10, 100
 _OWN_STATE = ("min_scale", "max_scale", "dynamic", "total_updates", "skipped_updates")
 
+_PROGRESS = ("scale", "_growth_tracker", "total_updates", "skipped_updates")
+"""What a run moves on; the rest of a state is settings."""
+
 
 class GradientScaler(OpenScaler):
     """Scale the loss so that small float16 gradients survive, and skip bad steps.
@@ -291,6 +294,19 @@ class GradientScaler(OpenScaler):
         self._known = KnownScale(
             ctypes.c_float(scale).value, int(state_dict["_growth_tracker"])
         )
+
+    def load_progress(self, state_dict: dict[str, Any]) -> None:
+        """Load scale and counts of a state of this class; settings stay as they are.
+
+        Raises:
+            UsageError: The scale is no number. Nothing has been changed.
+        """
+        if not self.is_enabled():
+            return
+        kept = {n: v for n, v in self.state_dict().items() if n not in _PROGRESS}
+        # The scale grows when the count meets the interval: beyond it, never again.
+        good_steps = min(state_dict["_growth_tracker"], kept["growth_interval"] - 1)
+        self.load_state_dict({**state_dict, **kept, "_growth_tracker": good_steps})
 
     def __getstate__(self) -> dict[str, Any]:
         self._known_overflows = self.skipped_updates

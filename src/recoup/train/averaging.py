@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -47,6 +47,13 @@ class ParameterAverage:
             name: parameter.detach().clone()
             for name, parameter in self._parameters.items()
         }
+        # What the parameters themselves are, for each block that applies averages.
+        self._taken_off: list[list[list[Tensor]]] = []
+
+    @property
+    def is_applied(self) -> bool:
+        """Whether the model has its averages now, instead of its parameters."""
+        return bool(self._taken_off)
 
     @property
     def parameters(self) -> dict[str, Tensor]:
@@ -54,7 +61,12 @@ class ParameterAverage:
         return dict(self._averages)
 
     def update(self) -> None:
-        """Take the parameters as they are now into the average."""
+        """Take the parameters as they are now into the average.
+
+        Raises:
+            UsageError: The averages are applied.
+        """
+        refuse_applied(self, "update")
         with torch.no_grad():
             for averages, parameters in self._groups():
                 lerp_all(averages, parameters, 1 - self._decay)
@@ -63,21 +75,33 @@ class ParameterAverage:
     def applied(self) -> Iterator[None]:
         """Give the model its averages inside the block, and take them off again.
 
-        Costs one more copy of the parameters while the block runs.
+        Nothing is trained in the block: a trainer refuses to step, to fit and to load
+        there. It may save, and saves the parameters. Costs one more copy of the
+        parameters while the block runs.
         """
-        with torch.no_grad():
-            kept = [
-                [parameter.detach().clone() for parameter in parameters]
-                for _, parameters in self._groups()
-            ]
-            for averages, parameters in self._groups():
-                copy_all(parameters, averages)
+        self._taken_off.append(self._values())
         try:
+            self._put([averages for averages, _ in self._groups()])
             yield
         finally:
-            with torch.no_grad():
-                for values, (_, parameters) in zip(kept, self._groups(), strict=True):
-                    copy_all(parameters, values)
+            self._put(self._taken_off.pop())
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Give the model its parameters inside the block, if averages are applied.
+
+        Costs one more copy of the parameters then, while the block runs.
+        """
+        if not self.is_applied:
+            yield
+            return
+        applied = self._values()
+        try:
+            # The first block took off the parameters, others in it took off averages.
+            self._put(self._taken_off[0])
+            yield
+        finally:
+            self._put(applied)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the averages; with a sharded model all processes must ask together."""
@@ -98,6 +122,18 @@ class ParameterAverage:
             for name, average in self._averages.items():
                 average.copy_(shard_like(average, state["averages"][name]))
 
+    def _values(self) -> list[list[Tensor]]:
+        """Return copies of what the parameters hold now."""
+        return [
+            [parameter.detach().clone() for parameter in parameters]
+            for _, parameters in self._groups()
+        ]
+
+    def _put(self, values: list[list[Tensor]]) -> None:
+        with torch.no_grad():
+            for group, (_, parameters) in zip(values, self._groups(), strict=True):
+                copy_all(parameters, group)
+
     def _groups(self) -> list[tuple[list[Tensor], list[Tensor]]]:
         groups: defaultdict[Any, tuple[list[Tensor], list[Tensor]]] = defaultdict(
             lambda: ([], [])
@@ -107,3 +143,26 @@ class ParameterAverage:
             averages.append(average)
             parameters.append(self._parameters[name])
         return list(groups.values())
+
+
+def refuse_applied(average: ParameterAverage | None, what: str) -> None:
+    """Raise if a model has its averages now.
+
+    Args:
+        average: Its average, if it has one.
+        what: What is asked for, that has no meaning then.
+
+    Raises:
+        UsageError: It has.
+    """
+    if average is not None and average.is_applied:
+        raise UsageError(
+            f"{what} was called while the model has its averages: what it does to the "
+            "parameters would be lost at the end of `with average.applied()`. Call it "
+            "after the block."
+        )
+
+
+def lifted(average: ParameterAverage | None) -> AbstractContextManager[None]:
+    """Give a model its parameters inside the block, whatever its average, if any."""
+    return nullcontext() if average is None else average.lifted()

@@ -35,20 +35,35 @@ def sample_count(batch: Any) -> int | None:
 
 
 def batch_size(batch: Any) -> int:
-    """Return how many samples a batch has, or seems to have: at least one.
+    """Return how many samples a batch has, or seems to have.
 
     Where its tensors do not agree, as inputs of (samples, tokens) do not with targets
-    of all tokens in a row, the first one that has a length tells.
+    of all tokens in a row, the first one that has any length tells. What has no tensor
+    that could tell is one sample.
 
     Examples:
         >>> batch_size((torch.ones(4, 6), torch.ones(24)))
         4
+        >>> batch_size((torch.ones(0, 6), torch.ones(0)))
+        0
     """
-    count = sample_count(batch)
-    if count is None:
-        lengths = (tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim())
-        count = next(lengths, 1)
-    return count or 1
+    lengths = [tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim()]
+    return next(filter(None, lengths), 0 if lengths else 1)
+
+
+def has_samples(batch: Any) -> bool:
+    """Return whether a batch has any sample; asked of every batch, so it asks little.
+
+    Examples:
+        >>> has_samples((torch.ones(1, 6), "a")), has_samples((torch.ones(0, 6), "a"))
+        (True, False)
+    """
+    first = batch
+    while type(first) in (tuple, list) and first:
+        first = first[0]
+    if isinstance(first, Tensor) and first.shape and first.shape[0]:
+        return True
+    return batch_size(batch) > 0
 
 
 def split_batch(batch: Any, pieces: int) -> list[Any]:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from recoup.backend.loaders import draw_as_if_new
@@ -24,7 +25,9 @@ class Position:
 
     The order of a shuffling loader is drawn from random generators when an epoch
     begins. Their states are kept, so that the order can be drawn again: resuming
-    means drawing it again and reading over the batches that were seen already.
+    means drawing it again and reading over the batches that were seen already. Between
+    two epochs there is nothing to read over, but a loader's own generators have moved
+    on by then, and the next order is drawn from where they are.
 
     Attributes:
         epoch: Epochs that are finished.
@@ -40,6 +43,8 @@ class Position:
         self.first_epoch = 0
         self._device = device
         self._beginning: dict[str, Any] | None = None
+        self._generators: Sequence[torch.Generator] = ()
+        self._left_at: list[Tensor] = []
         self._seen_elsewhere = 0
 
     def open(self, loader: Iterable[Any]) -> Iterator[Any]:
@@ -50,10 +55,13 @@ class Position:
                 sizes.
         """
         _tell_epoch(loader, self.epoch)
+        self._generators = _generators(loader)
+        left_at, self._left_at = self._left_at, []
         if self._beginning is None:
+            _put_back(self._generators, left_at)
             self._beginning = {
                 "random": random_states(self._device).plain(),
-                "generators": [each.get_state() for each in _generators(loader)],
+                "generators": _states(self._generators),
             }
             draw_as_if_new(loader)
             return iter(loader)
@@ -61,9 +69,7 @@ class Position:
         restore_random_states(
             RandomStates.of_plain(self._beginning["random"]), self._device
         )
-        states = self._beginning["generators"]
-        for generator, state in zip(_generators(loader), states, strict=False):
-            generator.set_state(state)
+        _put_back(self._generators, self._beginning["generators"])
         draw_as_if_new(loader)
         iterator = iter(loader)
         if not self.batches:
@@ -107,6 +113,7 @@ class Position:
             "samples": self.samples,
             "first_epoch": self.first_epoch,
             "beginning": self._beginning,
+            "generators": self._between_epochs(),
         }
 
     def load_state_dict(self, state: dict[str, Any], *, share: float = 1.0) -> None:
@@ -120,8 +127,16 @@ class Position:
         self.epoch = state["epoch"]
         self.first_epoch = state["first_epoch"]
         self._beginning = state["beginning"]
+        # Files of before version 3 do not have them.
+        self._generators, self._left_at = (), list(state.get("generators", ()))
         self.batches, self.samples = state["batches"], state["samples"]
         self._seen_elsewhere = 0 if share == 1.0 else int(self.samples * share)
+
+    def _between_epochs(self) -> list[Tensor]:
+        """Return where the loader's own generators stand, if no epoch is begun."""
+        if self._beginning is not None:
+            return []
+        return self._left_at or _states(self._generators)
 
     def _read_over_batches(self, iterator: Iterator[Any]) -> None:
         samples = 0
@@ -155,6 +170,25 @@ class Position:
                 "not divide evenly: %d samples will not be seen in this epoch",
                 self.samples - wanted,
             )
+
+
+def own_position(positions: Any, rank: int, count: int) -> dict[str, Any]:
+    """Return where a process stood; the first, if there were more or fewer than now.
+
+    Args:
+        positions: What the processes wrote; in files of version 2 the first one's.
+        rank: Which process asks.
+        count: How many there are now.
+
+    Examples:
+        >>> own_position([{"samples": 3}, {"samples": 4}], 1, 2)
+        {'samples': 4}
+        >>> own_position([{"samples": 3}, {"samples": 4}], 0, 1)
+        {'samples': 3}
+    """
+    if isinstance(positions, dict):
+        return positions
+    return positions[rank if len(positions) == count else 0]
 
 
 class _Nothing:
@@ -217,6 +251,15 @@ def _generators(loader: Any) -> Sequence[torch.Generator]:
         if isinstance(generator, torch.Generator):
             found[id(generator)] = generator
     return list(found.values())
+
+
+def _states(generators: Sequence[torch.Generator]) -> list[Tensor]:
+    return [generator.get_state() for generator in generators]
+
+
+def _put_back(generators: Sequence[torch.Generator], states: Sequence[Tensor]) -> None:
+    for generator, state in zip(generators, states, strict=False):
+        generator.set_state(state)
 
 
 def _tell_epoch(loader: Any, epoch: int) -> None:

@@ -26,6 +26,7 @@ class Report:
         batches: How many it has; none at the end of its data.
         stop: Whether it was asked to stop.
         is_new: Whether batches of these shapes are new to it.
+        is_empty: Whether its batches have no samples.
         failed: 0 if all went well, 1 if it ran out of memory, 2 if it failed.
     """
 
@@ -33,6 +34,7 @@ class Report:
     batches: int = 0
     stop: bool = False
     is_new: bool = False
+    is_empty: bool = False
     failed: int = 0
 
 
@@ -97,6 +99,7 @@ class Processes:
                 report.batches,
                 report.stop,
                 report.is_new,
+                report.is_empty,
                 report.failed,
             ],
             dtype=torch.float64,
@@ -197,5 +200,12 @@ def _refuse_old_sharding(model: nn.Module) -> None:
 
 
 def _as_report(numbers: Sequence[float]) -> Report:
-    weight, batches, stop, is_new, failed = numbers
-    return Report(weight, int(batches), bool(stop), bool(is_new), int(failed))
+    weight, batches, stop, is_new, is_empty, failed = numbers
+    return Report(
+        weight=weight,
+        batches=int(batches),
+        stop=bool(stop),
+        is_new=bool(is_new),
+        is_empty=bool(is_empty),
+        failed=int(failed),
+    )

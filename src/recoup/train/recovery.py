@@ -31,14 +31,17 @@ class Recovery:
         self._reason: str | None = None
 
     def cut(self, batches: Sequence[Any]) -> list[Any]:
-        """Return the batches in as many pieces as have turned out to fit."""
+        """Return the batches in as many pieces as have turned out to fit.
+
+        Those that have no samples to split by stay whole.
+        """
         if self.pieces == 1:
             return list(batches)
-        return [
-            piece
-            for batch in batches
-            for piece in split_batch(batch, min(self.pieces, sample_count(batch) or 1))
-        ]
+        parts: list[Any] = []
+        for batch in batches:
+            pieces = min(self.pieces, sample_count(batch) or 1)
+            parts += [batch] if pieces == 1 else split_batch(batch, pieces)
+        return parts
 
     def relieve(self, batches: Sequence[Any]) -> str | None:
         """Give up a little more; return what in words, or nothing if all is given up.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from recoup.core.errors import UsageError
-from recoup.train.batches import LossFunction, batch_size
+from recoup.train.batches import LossFunction, batch_size, has_samples
 
 WeightFunction = Callable[[Any], float]
 """Called with a batch; returns its weight among the batches of a step."""
@@ -26,7 +26,7 @@ class Reduction:
     """How the loss of a batch follows from the losses of its parts.
 
     Attributes:
-        weigh: What a batch weighs in the mean.
+        weight_fn: What a batch of samples weighs in the mean.
         sums: The losses of the parts are added up, and weigh nothing.
         is_known: It is torch's own, and need not be tried out.
 
@@ -37,9 +37,13 @@ class Reduction:
         1.0
     """
 
-    weigh: WeightFunction
+    weight_fn: WeightFunction
     sums: bool = False
     is_known: bool = False
+
+    def weigh(self, batch: Any) -> float:
+        """Return what a batch weighs in the mean; nothing if it has no samples."""
+        return self.weight_fn(batch) if has_samples(batch) else 0.0
 
     def shares(
         self, weights: Sequence[float], total: float | None, processes: int

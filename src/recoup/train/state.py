@@ -12,6 +12,7 @@ from recoup.backend.randomness import (
     restore_random_states,
 )
 from recoup.core.errors import SnapshotError
+from recoup.precision.scaler import GradientScaler
 from recoup.train.processes import Processes, unwrapped
 from recoup.train.sharding import shard_like, whole_tree
 
@@ -48,8 +49,8 @@ def apply_state(
 ) -> None:
     """Put the state back, sharded as the model is now.
 
-    With other processes than before, each that is new begins with random numbers of
-    its own.
+    Scaler and average keep the settings that they were made with. With other processes
+    than before, each that is new begins with random numbers of its own.
 
     Raises:
         SnapshotError: It is the state of another model or optimizer, or of other
@@ -77,7 +78,9 @@ def apply_state(
         }
     )
     for name, part in parts.items():
-        if part is not None:
+        if isinstance(part, GradientScaler):
+            part.load_progress(state[name])
+        elif part is not None:
             part.load_state_dict(state[name])
     device = next(iter(model.parameters())).device
     _apply_random(state["random"], device, processes.rank)

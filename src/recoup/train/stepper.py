@@ -13,10 +13,16 @@ from recoup.api.rollback import Rollback
 from recoup.backend.memory import is_out_of_memory
 from recoup.backend.trees import tensors
 from recoup.core.callers import calls_user
-from recoup.core.errors import PeerError, UnsupportedError
+from recoup.core.errors import PeerError, UnsupportedError, UsageError
 from recoup.precision.scaler import GradientScaler
 from recoup.precision.scope import MixedPrecisionScope
-from recoup.train.batches import LossFunction, compute_loss, tensors_in, to_device
+from recoup.train.batches import (
+    LossFunction,
+    compute_loss,
+    has_samples,
+    tensors_in,
+    to_device,
+)
 from recoup.train.outcome import Outcome
 from recoup.train.peaks import Peaks
 from recoup.train.processes import Processes, Report
@@ -103,13 +109,35 @@ class Stepper:
         several = self.processes.count > 1
         if len(batches) == 1 and not several:
             # Alone it has all the weight, whatever that is.
-            return Report(batches=1, stop=stop)
+            is_empty = not has_samples(batches[0])
+            return Report(batches=1, stop=stop, is_empty=is_empty)
         return Report(
             weight=sum(self._reduction.weigh(batch) for batch in batches),
             batches=len(batches),
             stop=stop,
             is_new=several and not _shapes(batches) <= self._known_shapes,
+            is_empty=not any(map(has_samples, batches)),
         )
+
+    def with_samples(
+        self, batches: Sequence[Any], reports: Sequence[Report]
+    ) -> Sequence[Any]:
+        """Return the batches that a step is made of: a mean leaves out the empty ones.
+
+        Several processes compute theirs all the same, with no weight: each must do what
+        the others wait for.
+
+        Raises:
+            UsageError: No process has a sample.
+        """
+        if all(report.is_empty for report in reports):
+            raise UsageError(
+                "a step needs samples: its batches have none. Leave empty batches out "
+                "of the data, or accumulate them with others."
+            )
+        if self.processes.count > 1:
+            return batches
+        return [batch for batch in batches if has_samples(batch)]
 
     def step(
         self, batches: Sequence[Any], reports: Sequence[Report], *, number: int

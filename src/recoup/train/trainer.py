@@ -14,13 +14,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from recoup.api.fit import Fit
 from recoup.core.errors import SnapshotError, UsageError
 from recoup.precision.scaler import GradientScaler
-from recoup.train.averaging import ParameterAverage
+from recoup.train.averaging import ParameterAverage, lifted, refuse_applied
 from recoup.train.batches import LossFunction
 from recoup.train.budget import fit_together
 from recoup.train.compatibility import check_parts, check_types
 from recoup.train.interruption import Interruption
 from recoup.train.outcome import Outcome
-from recoup.train.position import Position, make_loader
+from recoup.train.position import Position, make_loader, own_position
 from recoup.train.processes import Report, unwrapped
 from recoup.train.progress import ProgressBar
 from recoup.train.recovery import weakly
@@ -35,7 +35,9 @@ from recoup.train.stepper import Stepper
 from recoup.train.units import UnitPlan
 
 _log = logging.getLogger(__name__)
-_VERSION = 2
+_VERSION = 3
+_READABLE = (2, _VERSION)
+"""Version 2 has the place in the data of the first process only."""
 
 
 class Trainer:
@@ -153,14 +155,15 @@ class Trainer:
         """Make one step, of one batch or of several whose gradients are accumulated.
 
         Batches are weighted by `weight_fn`, so that the gradients are those of one
-        batch with all their samples. Under several processes all must call it
-        together.
+        batch with all their samples; one without samples is left out. Under several
+        processes all must call it together.
 
         Returns:
             What happened.
 
         Raises:
-            UsageError: No batch was given.
+            UsageError: No batch was given, or none that has samples; or the averages
+                are applied.
             torch.OutOfMemoryError: The step does not fit, however it is computed.
         """
         if not batches:
@@ -193,13 +196,14 @@ class Trainer:
             What happened.
 
         Raises:
-            UsageError: The data cannot be gone through or is empty, or there is no
-                folder for the snapshots.
+            UsageError: The data cannot be gone through or is empty, there is no
+                folder for the snapshots, or the averages are applied.
             SnapshotError: The snapshot does not fit this trainer.
         """
         start = time.perf_counter()
         epochs = self.settings.epochs if epochs is None else epochs
         check_count("epochs", epochs)
+        refuse_applied(self.average, "fit")
         loader = make_loader(data, self.settings.batch_size)
         check_folder(self.settings.snapshot_path)
         if resume:
@@ -231,7 +235,8 @@ class Trainer:
     def save(self, path: str | Path) -> None:
         """Write everything that is needed to go on from here to a file, atomically.
 
-        Under several processes all must call it together; the first one writes.
+        While averages are applied, the parameters themselves are written. Under several
+        processes all must call it together; the first one writes.
 
         Raises:
             SnapshotError: The state of the scheduler or optimizer is no plain data.
@@ -240,18 +245,19 @@ class Trainer:
         check_folder(path)
         self._stepper.peaks.settle()
         processes = self._stepper.processes
-        state = {
-            "version": _VERSION,
-            "processes": processes.count,
-            "steps": self._steps,
-            "skipped": self.skipped_steps,
-            "pieces": self._stepper.recovery.pieces,
-            **self._regions.state_dict(),
-            "position": self._position.state_dict(),
-            **collect_state(self.model, self.optimizer, self._parts(), processes),
-        }
-        if processes.is_first:
-            write_snapshot(path, state)
+        with lifted(self.average):
+            state = {
+                "version": _VERSION,
+                "processes": processes.count,
+                "steps": self._steps,
+                "skipped": self.skipped_steps,
+                "pieces": self._stepper.recovery.pieces,
+                **self._regions.state_dict(),
+                "position": processes.gather(self._position.state_dict()),
+                **collect_state(self.model, self.optimizer, self._parts(), processes),
+            }
+            if processes.is_first:
+                write_snapshot(path, state)
         processes.tell(Report())
 
     def load(self, path: str | Path) -> None:
@@ -259,14 +265,17 @@ class Trainer:
 
         Raises:
             SnapshotError: The file is damaged, or of another model or trainer.
+            UsageError: The averages are applied.
         """
+        refuse_applied(self.average, "load")
         state = read_snapshot(path)
-        if not isinstance(state, dict) or state.get("version") != _VERSION:
+        if not isinstance(state, dict) or state.get("version") not in _READABLE:
             raise SnapshotError(f"{path} was not written by this version's trainer.")
         processes = self._stepper.processes
         apply_state(state, self.model, self.optimizer, self._parts(), processes)
         self._position.load_state_dict(
-            state["position"], share=state["processes"] / processes.count
+            own_position(state["position"], processes.rank, processes.count),
+            share=state["processes"] / processes.count,
         )
         self._steps, self._known_skips = state["steps"], state["skipped"]
         self._unknown = None
@@ -281,6 +290,10 @@ class Trainer:
             self._fitted = None
 
     def _step(self, batches: Sequence[Any], reports: Sequence[Report]) -> StepResult:
+        if self.average is not None:
+            refuse_applied(self.average, "step")
+        if len(batches) > 1 or reports[0].is_empty:
+            batches = self._stepper.with_samples(batches, reports)
         self._prepare(batches)
         result = self._stepper.step(batches, reports, number=self._steps + 1)
         self._steps += 1

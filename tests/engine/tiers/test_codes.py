@@ -150,6 +150,17 @@ class TestEightBit:
             assert not bool((found.isinf() & ~x.isinf()).any())
         assert_within(x, found, bound)
 
+    @pytest.mark.parametrize(
+        "on", [Half(), Half(dtype=torch.float16), EightBit(), Packed(), HOST]
+    )
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64])
+    def test_the_error_is_the_same_wherever_it_is_kept(self, on, dtype):
+        x = torch.randn(3 * eight_bit.BLOCK, dtype=dtype)
+        found = back(EightBit(on), x)
+        assert torch.equal(found, back(EightBit(), x))
+        if not dtype.is_complex:
+            assert_within(x, found, eight_bit_bound(x))
+
     def test_it_takes_a_byte_a_number_and_a_scale_a_block(self):
         parts = eight_bit.encode(torch.randn(10 * eight_bit.BLOCK))
         assert [part.nbytes for part in parts] == [10 * eight_bit.BLOCK, 4 * 10]

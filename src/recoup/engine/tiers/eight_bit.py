@@ -19,6 +19,8 @@ _COMPLEX = {
     torch.complex128: torch.float64,
     torch.complex32: torch.float16,
 }
+_BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
+_PRECISE = {bits: precise for precise, bits in _BITS.items()}
 _LEVELS = 126
 """The largest code of a finite number; the three codes beyond it, on both sides, are
 the infinities and NaN."""
@@ -31,7 +33,8 @@ class EightBit(LossyTier):
     With m the largest finite magnitude in its block, the error of each number is at
     most m / 250 + 2^-126; numbers of 16 bits are rounded once more, to their type.
     Infinities and NaN stay what they are. Integers, booleans and 8-bit types stay bit
-    by bit. Complex numbers are pairs.
+    by bit. Complex numbers are pairs. The bound holds wherever the bytes are kept, on
+    tiers that round too: these get the scales as integers.
 
     Costs: some passes over the storage to put it and to get it; no synchronisation.
 
@@ -70,7 +73,10 @@ class EightBit(LossyTier):
 
 
 def encode(storage: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a code for each number, and a scale for each block."""
+    """Return a code for each number, and the bits of a scale for each block.
+
+    As integers, which no tier rounds: an error of a scale is one of all its numbers.
+    """
     precise = torch.float64 if storage.dtype is torch.float64 else torch.float32
     rows = in_blocks(storage, BLOCK).to(precise)
     finite = torch.where(rows.isfinite(), rows, torch.zeros_like(rows))
@@ -80,12 +86,15 @@ def encode(storage: Tensor) -> tuple[Tensor, Tensor]:
     codes = torch.where(rows.isposinf(), 127, codes)
     codes = torch.where(rows.isneginf(), -127, codes)
     codes = torch.where(rows.isnan(), -128, codes)
-    return codes.view(-1)[: storage.numel()].to(torch.int8), scale.view(-1)
+    return codes.view(-1)[: storage.numel()].to(torch.int8), scale.view(-1).view(
+        _BITS[precise]
+    )
 
 
-def decode(dtype: torch.dtype, codes: Tensor, scale: Tensor) -> Tensor:
+def decode(dtype: torch.dtype, codes: Tensor, scale_bits: Tensor) -> Tensor:
     """Return the storage in its own type again."""
     rows = in_blocks(codes, BLOCK)
+    scale = scale_bits.view(_PRECISE[scale_bits.dtype])
     wide = rows.to(scale.dtype) * scale.unsqueeze(1)
     wide = torch.where(rows == 127, torch.inf, wide)
     wide = torch.where(rows == -127, -torch.inf, wide)
