@@ -4,6 +4,7 @@ import ast
 from dataclasses import dataclass
 from typing import Any
 
+from recoup.loops.rewriting.guards import guarded_loops, jump_past_finally
 from recoup.loops.rewriting.names import (
     changed_names,
     free_names,
@@ -34,6 +35,7 @@ class FoundLoop:
         appended: The lists that it appends to, one element each iteration.
         breaks: It holds a `break`.
         returns: It holds a `return`.
+        doubtful: Those of the carried that may have no value before or after it.
         fault: Why it cannot be rewritten, or None.
     """
 
@@ -42,6 +44,7 @@ class FoundLoop:
     appended: tuple[str, ...]
     breaks: bool
     returns: bool
+    doubtful: tuple[str, ...]
     fault: str | None
 
 
@@ -109,8 +112,12 @@ def _visit(
         for field in ("body", "orelse", "finalbody"):
             inside = getattr(statement, field, [])
             _visit(inside, function, around, found, first_line)
-        for handler in getattr(statement, "handlers", []):
-            _visit(handler.body, function, around, found, first_line)
+        for part in (*getattr(statement, "handlers", []), *_cases(statement)):
+            _visit(part.body, function, around, found, first_line)
+
+
+def _cases(statement: ast.stmt) -> list[ast.match_case]:
+    return statement.cases if isinstance(statement, ast.Match) else []
 
 
 def _describe(
@@ -135,16 +142,51 @@ def _describe(
         appended=appended,
         breaks=_belongs(loop, ast.Break),
         returns=any(isinstance(node, ast.Return) for node in nodes),
-        fault=_fault(loop, function, written, body, first_line, set(carried))
+        doubtful=tuple(n for n in carried if n not in _sure_names(loop, function)),
+        fault=_guarded(loop, function, first_line)
+        or _fault(loop, function, written, body, first_line, set(carried))
         or _hidden_change(loop, function, written, set(carried), first_line),
     )
 
 
-def _local_names(function: ast.FunctionDef) -> set[str]:
+def _guarded(loop: LoopNode, function: ast.FunctionDef, first_line: int) -> str | None:
+    """Return what goes on after an exception in the loop, or after a jump."""
+    guard = guarded_loops(function).get(id(loop))
+    if guard is not None:
+        around, line = guard
+        return (
+            f"line {first_line + line - 1} has {around} around it, which would see "
+            "the variables of before the loop"
+        )
+    jump = jump_past_finally(loop.body)
+    if jump is not None:
+        line = first_line + jump.lineno - 1
+        return f"line {line} leaves an iteration, and a `finally` comes after it"
+    return None
+
+
+def _argument_names(function: ast.FunctionDef) -> set[str]:
     arguments = function.args
     everything = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
     everything += [a for a in (arguments.vararg, arguments.kwarg) if a is not None]
-    return {argument.arg for argument in everything} | written_names(function.body)
+    return {argument.arg for argument in everything}
+
+
+def _local_names(function: ast.FunctionDef) -> set[str]:
+    return _argument_names(function) | written_names(function.body)
+
+
+def _sure_names(loop: LoopNode, function: ast.FunctionDef) -> set[str]:
+    """Return the variables that surely have a value when the loop begins."""
+    if any(isinstance(node, ast.Delete) for node in ast.walk(function)):
+        return set()
+    found = _argument_names(function)
+    for statement in function.body:
+        if any(node is loop for node in ast.walk(statement)):
+            break
+        if isinstance(statement, (ast.Assign, ast.AnnAssign)):
+            found |= written_names([statement])
+    return found
 
 
 def _hidden_change(
@@ -277,7 +319,7 @@ def _fault(
     if shared & written:
         return f"it writes to {sorted(shared & written)[0]!r}, a global or nonlocal"
     for node in own_statements(loop.body):
-        reason = _node_fault(node)
+        reason = _node_fault(node) or _advance(node, own)
         if reason is not None:
             line = first_line + getattr(node, "lineno", 1) - 1
             return f"line {line} {reason}"
@@ -290,6 +332,21 @@ def _fault(
     if appended and any(isinstance(n, ast.Return) for n in own_statements(loop.body)):
         return f"it appends to {appended[0]!r} and holds a `return`"
     return None
+
+
+def _advance(node: ast.AST, own: set[str]) -> str | None:
+    """Say that a piece of code advances an iterator that is not of this iteration."""
+    match node:
+        case ast.Call(func=ast.Name(id="next"), args=[ast.Call(), *_]):
+            return None
+        case ast.Call(func=ast.Name(id="next"), args=[ast.Name(id=name), *_]) if (
+            name in own
+        ):
+            return None
+        case ast.Call(func=ast.Name(id="next")):
+            return "advances an iterator"
+        case _:
+            return None
 
 
 def _node_fault(node: ast.AST) -> str | None:

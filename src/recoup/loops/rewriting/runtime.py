@@ -56,7 +56,13 @@ class LoopOptions:
 
 
 class Runtime:
-    """Carries out the loops of one rewritten function."""
+    """Carries out the loops of one rewritten function.
+
+    Attributes:
+        undefined: Stands for a variable that has no value.
+    """
+
+    undefined = UNDEFINED
 
     def __init__(self, options: LoopOptions) -> None:
         self._options = options
