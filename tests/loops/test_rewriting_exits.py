@@ -241,7 +241,7 @@ def a_variable_of_a_loop_that_never_runs(x, steps):
 def a_variable_read_before_it_is_set(x, steps):
     for i in range(steps + 9):
         x = torch.sin(x)
-        if i == 5 and y:  # pyright: ignore[reportPossiblyUnboundVariable]
+        if i == 5 and y:  # noqa: F821 # pyright: ignore[reportPossiblyUnboundVariable]
             x = x * 2
         if i == 7:
             y = True  # noqa: F841 (read before it is set)
