@@ -12,6 +12,7 @@ from recoup.loops.rewriting.bodies import (
     sure_names,
 )
 from recoup.loops.rewriting.faults import fault_of
+from recoup.loops.rewriting.names import in_place_names, written_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,8 @@ class FoundLoop:
         appended: The lists that it appends to, one element each iteration.
         breaks: It holds a `break`.
         returns: It holds a `return`.
+        changed: Those of the carried that it may write to in place.
+        changes_items: It may write to what it goes over.
         doubtful: Those of the carried that may have no value before or after it.
         fault: Why it cannot be rewritten, or None.
     """
@@ -33,6 +36,8 @@ class FoundLoop:
     appended: tuple[str, ...]
     breaks: bool
     returns: bool
+    changed: tuple[str, ...]
+    changes_items: bool
     doubtful: tuple[str, ...]
     fault: str | None
 
@@ -87,12 +92,16 @@ def _describe(
 ) -> FoundLoop:
     _, carried = loop_state(loop, function, around)
     nodes = own_statements(loop.body)
+    changed = in_place_names(loop.body)
     return FoundLoop(
         line=first_line + loop.lineno - 1,
         carried=tuple(sorted(carried)),
         appended=appended_lists(loop),
         breaks=belongs(loop, ast.Break),
         returns=any(isinstance(node, ast.Return) for node in nodes),
+        changed=tuple(sorted(carried & changed)),
+        changes_items=isinstance(loop, ast.For)
+        and bool(changed & written_names([loop.target])),
         doubtful=tuple(sorted(carried - sure_names(loop, function))),
         fault=fault_of(loop, function, around, first_line),
     )

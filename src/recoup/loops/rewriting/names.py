@@ -62,6 +62,27 @@ def changed_names(body: Iterable[ast.AST]) -> set[str]:
     return found
 
 
+def in_place_names(body: Iterable[ast.AST]) -> set[str]:
+    """Return the variables that code may write to without setting them, by its look.
+
+    Examples:
+        >>> tree = ast.parse("a.mul_(2); b[0] = c; d += 1; e = f")
+        >>> sorted(in_place_names(tree.body))
+        ['a', 'b', 'd']
+    """
+    code = list(body)
+    found = changed_names(code)
+    for node in _own_nodes(code):
+        match node:
+            case ast.Subscript(ctx=ast.Store()):
+                found |= root_names(node)
+            case ast.AugAssign(target=ast.Name(id=name)):
+                found.add(name)
+            case _:
+                pass
+    return found
+
+
 def free_names(scope: ast.AST) -> set[str]:
     """Return the variables of the code around that an inner function reads.
 

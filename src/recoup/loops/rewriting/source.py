@@ -219,11 +219,13 @@ def _statements(
     made.append(_body_function(node, loop, body, unpack))
     given = "".join(f"{RUNTIME}.value(lambda: {name}), " for name in loop.carried)
     lists = "".join(f"{name}, " for name in loop.appended)
+    changed = f", changed={loop.changed!r}" if loop.changed else ""
     call = (
         f"({signal}, {value}, ({RUNTIME}_carry,)) = {RUNTIME}."
         f"{'run_while' if isinstance(node, ast.While) else 'run_for'}"
         f"({body}, ({given}), {source}, lists=({lists}), line={loop.line}, "
-        f"stops={loop.breaks or loop.returns})"
+        f"stops={loop.breaks or loop.returns}, names={loop.carried!r}"
+        f"{changed}{', changes_items=True' if loop.changes_items else ''})"
     )
     made += ast.parse(call).body
     made += ast.parse(unpack).body
