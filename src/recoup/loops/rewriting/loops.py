@@ -26,6 +26,7 @@ class FoundLoop:
         breaks: It holds a `break`.
         returns: It holds a `return`.
         changed: Those of the carried that it may write to in place.
+        kept: Those of the carried that the function may write to in place at all.
         changes_items: It may write to what it goes over.
         doubtful: Those of the carried that may have no value before or after it.
         fault: Why it cannot be rewritten, or None.
@@ -37,6 +38,7 @@ class FoundLoop:
     breaks: bool
     returns: bool
     changed: tuple[str, ...]
+    kept: tuple[str, ...]
     changes_items: bool
     doubtful: tuple[str, ...]
     fault: str | None
@@ -100,6 +102,7 @@ def _describe(
         breaks=belongs(loop, ast.Break),
         returns=any(isinstance(node, ast.Return) for node in nodes),
         changed=tuple(sorted(carried & changed)),
+        kept=tuple(sorted(carried & in_place_names(function.body))),
         changes_items=isinstance(loop, ast.For)
         and bool(changed & written_names([loop.target])),
         doubtful=tuple(sorted(carried - sure_names(loop, function))),

@@ -83,6 +83,7 @@ class Runtime:
         stops: bool,
         names: Sequence[str],
         changed: Sequence[str] = (),
+        kept: Sequence[str] = (),
         changes_items: bool = False,
     ) -> Ended:
         """Run a `for` loop; return how it ended, with which value, and the carry."""
@@ -108,7 +109,7 @@ class Runtime:
         before = Rollback([body], (carry, items))
         try:
             with _naming(self._options.name, line):
-                writes = Writes(carry, names, changed, [body, items])
+                writes = Writes(carry, names, changed, kept, [body, items])
                 if stops:
                     return self._run_stopping(body, writes, items, first)
                 return self._run_known(body, writes, items, first, lists)
@@ -129,6 +130,7 @@ class Runtime:
         stops: bool,
         names: Sequence[str],
         changed: Sequence[str] = (),
+        kept: Sequence[str] = (),
     ) -> Ended:
         """Run a `while` loop; return how it ended, with which value, and the carry."""
         body, test = bound(body), bound(test)
@@ -149,7 +151,7 @@ class Runtime:
         before = Rollback([body, test], carry)
         try:
             with _naming(self._options.name, line):
-                writes = Writes(carry, names, changed, [body, test])
+                writes = Writes(carry, names, changed, kept, [body, test])
                 return self._run_to_condition(body, writes, test, lists, stops)
         except KindError as error:
             before.restore()

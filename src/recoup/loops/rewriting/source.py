@@ -220,12 +220,14 @@ def _statements(
     given = "".join(f"{RUNTIME}.value(lambda: {name}), " for name in loop.carried)
     lists = "".join(f"{name}, " for name in loop.appended)
     changed = f", changed={loop.changed!r}" if loop.changed else ""
+    changed += f", kept={loop.kept!r}" if loop.kept else ""
+    changed += ", changes_items=True" if loop.changes_items else ""
     call = (
         f"({signal}, {value}, ({RUNTIME}_carry,)) = {RUNTIME}."
         f"{'run_while' if isinstance(node, ast.While) else 'run_for'}"
         f"({body}, ({given}), {source}, lists=({lists}), line={loop.line}, "
         f"stops={loop.breaks or loop.returns}, names={loop.carried!r}"
-        f"{changed}{', changes_items=True' if loop.changes_items else ''})"
+        f"{changed})"
     )
     made += ast.parse(call).body
     made += ast.parse(unpack).body

@@ -45,6 +45,8 @@ class Writes:
         carry: The variables of the loop, as they are before it.
         names: Their names.
         changed: The names of those that the loop writes to by its look.
+        kept: The names of those that are written to in the loop or elsewhere. Autograd
+            would find that the loop's own arguments were changed, so it gets copies.
         seen: What the loop sees besides: its functions and what it goes over.
 
     Attributes:
@@ -56,6 +58,7 @@ class Writes:
         carry: Carry,
         names: Iterable[str],
         changed: Iterable[str],
+        kept: Iterable[str],
         seen: Iterable[Any],
     ) -> None:
         self._names = list(names)
@@ -68,8 +71,9 @@ class Writes:
             for name, value in zip(self._names, carry, strict=True)
             for _ in nodes_of([value])
         ]
+        copies = set(kept)
         self.given: Carry = tuple(
-            copied(value, tensors_too=name in self._changed)
+            copied(value, tensors_too=name in copies)
             for name, value in zip(self._names, carry, strict=True)
         )
         self._origin: dict[int, int] = {}

@@ -1,0 +1,519 @@
+"""Source rewriting: what a loop writes to in place is seen by all, as in Python."""
+
+import collections
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from recoup import CaptureError, grad
+
+SHORT = {"min_loop_size": 2, "num_checkpoints": 4}
+X, W = (torch.tensor(value, dtype=torch.float64) for value in (0.7, 1.02))
+
+# pyright: reportPossiblyUnboundVariable=false, reportArgumentType=false
+# pyright: reportAttributeAccessIssue=false
+
+
+def zeros(*shape):
+    return torch.zeros(*shape, dtype=torch.float64)
+
+
+def an_element_of_a_tensor_in_a_list(x, w):
+    history = zeros(40)
+    rows = [history]
+    for i in range(40):
+        x = torch.sin(x * w)
+        history[i] = x
+    return rows[0].square().sum()
+
+
+def an_element_through_a_view(x, w):
+    base = zeros(2, 40)
+    row = base[1]
+    for i in range(40):
+        x = torch.sin(x * w)
+        row[i] = x
+    return base.square().sum()
+
+
+def an_element_seen_through_a_view(x, w):
+    history = zeros(2, 40)
+    row = history[0]
+    for i in range(40):
+        x = torch.sin(x * w)
+        history[0, i] = x
+    return row.square().sum()
+
+
+def a_tensor_out_of_a_dictionary(x, w):
+    table = {"h": zeros(40)}
+    h = table["h"]
+    for i in range(40):
+        x = torch.sin(x * w)
+        h[i] = x
+    return table["h"].square().sum()
+
+
+def an_operator_and_another_name(x, w):
+    a = x.clone()
+    other = a
+    for _ in range(40):
+        a.mul_(w).add_(0.01)
+    return other * 2
+
+
+def an_augmented_assignment_and_another_name(x, w):
+    total = x * 0
+    other = total
+    for _ in range(40):
+        x = torch.sin(x * w)
+        total += x
+    return other * 2
+
+
+def a_total_that_begins_as_a_number(x, w):
+    total = 0.0
+    for _ in range(40):
+        x = torch.sin(x * w)
+        total += x
+    return total
+
+
+def an_entry_and_another_name(x, w):
+    state = {"x": x, "count": 0}
+    same = state
+    for _ in range(40):
+        state["x"] = torch.sin(state["x"] * w)
+        state["count"] += 1
+    return same["x"] * same["count"]
+
+
+def an_entry_of_a_list_in_a_dictionary(x, w):
+    state = {"all": [x, x * 2]}
+    inner = state["all"]
+    for i in range(40):
+        state["all"][i % 2] = torch.sin(state["all"][i % 2] * w)
+    return inner[0] + inner[1]
+
+
+def a_tensor_in_a_container_written_to(x, w):
+    state = [zeros(40), x]
+    history = state[0]
+    for i in range(40):
+        state[1] = torch.sin(state[1] * w)
+        state[0][i] = state[1]
+    return history.square().sum()
+
+
+def a_write_before_a_break(x, w):
+    history = zeros(100)
+    other = history
+    for i in range(100):
+        if i == 60:
+            break
+        x = torch.sin(x * w)
+        history[i] = x
+    return other.square().sum()
+
+
+def a_write_in_a_while_loop(x, w):
+    history, i = zeros(100), 0
+    other = history
+    while x > 0.3:
+        x = torch.sin(x * w) * 0.97
+        history[i] = x
+        i = i + 1
+    return other.square().sum()
+
+
+def a_write_in_an_inner_loop(x, w):
+    history = zeros(4, 10)
+    other = history
+    for i in range(4):
+        for j in range(10):
+            x = torch.sin(x * w)
+            history[i, j] = x
+    return other.square().sum()
+
+
+def a_write_over_a_tensor(x, w):
+    history = zeros(40)
+    other = history.view(4, 10)
+    for i, row in enumerate(torch.linspace(0.5, 1.5, 40, dtype=torch.float64)):
+        x = torch.sin(x * w * row)
+        history[i] = x
+    return other.square().sum()
+
+
+def a_write_before_and_after(x, w):
+    history = zeros(42)
+    rows = [history]
+    history[0] = x * w
+    for i in range(40):
+        x = torch.sin(x + history[i])
+        history[i + 1] = x * w
+    history[41] = history[40] * 2
+    return rows[0].square().sum()
+
+
+def a_variable_that_never_changes_written_to_afterwards(x, w):
+    best = x * 0
+    kept = [best]
+    for i in range(40):
+        x = torch.sin(x * w)
+        if i > 1000:
+            best = x
+    best.add_(x)
+    return kept[0] * 3
+
+
+def two_names_for_one_result_written_to_afterwards(x, w):
+    for _ in range(40):
+        y = torch.sin(x * w)
+        x = y
+    x.mul_(3)
+    return y * 2
+
+
+def the_last_element_of_a_list_written_to_afterwards(x, w):
+    kept = []
+    for _ in range(40):
+        x = torch.sin(x * w)
+        kept.append(x)
+    x.mul_(3)
+    return kept[-1] + kept[3]
+
+
+CHECKPOINTED = [
+    an_element_of_a_tensor_in_a_list,
+    an_element_through_a_view,
+    an_element_seen_through_a_view,
+    a_tensor_out_of_a_dictionary,
+    an_operator_and_another_name,
+    an_augmented_assignment_and_another_name,
+    a_total_that_begins_as_a_number,
+    an_entry_and_another_name,
+    an_entry_of_a_list_in_a_dictionary,
+    a_tensor_in_a_container_written_to,
+    a_write_before_a_break,
+    a_write_in_a_while_loop,
+    a_write_in_an_inner_loop,
+    a_write_over_a_tensor,
+    a_write_before_and_after,
+    a_variable_that_never_changes_written_to_afterwards,
+    two_names_for_one_result_written_to_afterwards,
+    the_last_element_of_a_list_written_to_afterwards,
+]
+
+
+@pytest.mark.parametrize("options", [{}, {"strategy": "revolve"}])
+@pytest.mark.parametrize("function", CHECKPOINTED, ids=lambda f: f.__name__)
+def test_a_write_is_seen_by_everyone_who_refers_to_the_object(function, options):
+    expected = grad(function, (0, 1))(X, W)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        derivative = grad(
+            function, (0, 1), checkpoint={**SHORT, **options, "on_unsupported": "raise"}
+        )
+        found = derivative(X, W)
+    assert torch.equal(found[0], expected[0])
+    # Its uses outside of the loop, or twice in a step, are added in another order.
+    assert torch.allclose(found[1], expected[1], rtol=2**-48, atol=0)
+
+
+def two_names_for_one_tensor(x, w):
+    a = zeros(40)
+    b = a
+    for i in range(40):
+        x = torch.sin(x * w + b.sum() / 99)
+        a[i] = x
+        b.mul_(0.99)
+    return a.square().sum() + b.sum()
+
+
+def a_tensor_and_a_view_of_it(x, w):
+    base = x.repeat(4)
+    part = base[:2]
+    for i in range(40):
+        base.mul_(w * 0.99)
+        part[i % 2] = torch.sin(x)
+    return base.sum() + part.sum()
+
+
+def a_tensor_that_is_in_a_container_too(x, w):
+    h = zeros(40)
+    state = {"h": h, "x": x}
+    for i in range(40):
+        state["x"] = torch.sin(state["x"] * w + state["h"].sum() / 99)
+        h[i] = state["x"]
+    return state["h"].square().sum()
+
+
+def a_list_by_two_names(x, w):
+    one = [x, x]
+    other = one
+    for i in range(40):
+        one[i % 2] = torch.sin(other[0] * w)
+        other[1] = one[0] * w
+    return one[0] + other[1]
+
+
+def a_view_that_the_loop_reads(x, w):
+    history = zeros(40)
+    view = history.view(4, 10)
+    for i in range(40):
+        x = torch.sin(x * w + view.sum() / 99)
+        history[i] = x
+    return x
+
+
+def a_container_that_the_loop_reads(x, w):
+    state = {"x": x}
+    same = {"state": state}
+    for _ in range(40):
+        state["x"] = torch.sin(same["state"]["x"] * w)
+    return state["x"]
+
+
+def a_write_and_another_value(x, w):
+    h = x.repeat(2)
+    first = h
+    for _ in range(40):
+        h[0] = torch.sin(x)
+        h = h * w
+    return h.sum() + first.sum()
+
+
+def a_write_that_comes_late(x, w):
+    h = x.repeat(2)
+    first = h
+    for i in range(40):
+        x = torch.sin(x * w)
+        if i > 20:
+            h[0] = x
+    return first.sum() + h.sum()
+
+
+def a_variable_that_is_cloned_on_the_way(x, w):
+    h = zeros(40)
+    first = h
+    for i in range(40):
+        x = torch.sin(x * w)
+        if i == 20:
+            h = h.clone()
+        h[i] = x
+    return first.square().sum() + h.sum()
+
+
+def a_swap(x, w):
+    a, b = x.repeat(2), x.repeat(2) * 2
+    first = a
+    for _ in range(41):
+        a.mul_(w)
+        a, b = b, a
+    return first.sum() * 2 + a.sum() + b.sum() * 3
+
+
+def add_to(tensor, value):
+    tensor.add_(value)
+
+
+def a_function_that_writes(x, w):
+    h = x.repeat(2)
+    first = h
+    for i in range(40):
+        add_to(h, torch.sin(x) * w)
+        if i == 100:
+            h = h * 2
+    return first.sum()
+
+
+def a_tensor_in_a_list_that_is_made_anew(x, w):
+    box = [x.repeat(2)]
+    first = box[0]
+    for i in range(40):
+        inner = box[0]
+        inner[i % 2] = torch.sin(x * w + i)
+        box = [inner]
+    return first.sum() + box[0].sum()
+
+
+def a_view_that_leaves_the_loop(x, w):
+    h = zeros(40)
+    for i in range(40):
+        x = torch.sin(x * w)
+        h[i] = x
+        part = h[:3]
+    h.mul_(2)
+    return part.sum()
+
+
+def a_list_that_holds_what_is_written_to(x, w):
+    h, kept = x.repeat(2), []
+    for _ in range(40):
+        h.mul_(w)
+        kept.append(h)
+    return sum(kept).sum()
+
+
+def a_write_in_the_iteration_that_ends_the_loop(x, w):
+    h = x.repeat(2)
+    for i in range(100):
+        h.mul_(w)
+        if i == 60:
+            break
+    return h.sum()
+
+
+def a_write_in_the_iteration_that_returns(x, w):
+    total = x * 0
+    for i in range(100):
+        total += torch.sin(x * w)
+        if i == 60:
+            return total * 2
+    return total
+
+
+def a_table_of_another_kind(x, w):
+    state = collections.defaultdict(float, y=x * 0)
+    for _ in range(40):
+        x = torch.sin(x * w)
+        state["y"] += x
+    return state["y"]
+
+
+def a_numpy_array_beside_tensors(x, w):
+    counts = np.zeros(2)
+    for i in range(40):
+        counts[i % 2] += 1
+        x = torch.sin(x * w * float(counts[0]))
+    return x * float(counts.sum())
+
+
+def elements_that_are_written_to(x, w):
+    rows = [x * k for k in range(40)]
+    total = x * 0
+    for row in rows:
+        row.mul_(w)
+        total = total + torch.sin(row)
+    return total + rows[3]
+
+
+def a_transposition_in_place(x, w):
+    h = torch.stack([x, x * 2, x * 3, x * 4]).reshape(2, 2)
+    first = h
+    for i in range(41):
+        h.mul_(w)
+        if i % 2 == 0:
+            h.t_()
+    return first[0, 1] * 5 + h[1, 0]
+
+
+PLAIN = [
+    two_names_for_one_tensor,
+    a_tensor_and_a_view_of_it,
+    a_tensor_that_is_in_a_container_too,
+    a_list_by_two_names,
+    a_view_that_the_loop_reads,
+    a_container_that_the_loop_reads,
+    a_write_and_another_value,
+    a_write_that_comes_late,
+    a_variable_that_is_cloned_on_the_way,
+    a_swap,
+    a_function_that_writes,
+    a_tensor_in_a_list_that_is_made_anew,
+    a_view_that_leaves_the_loop,
+    a_list_that_holds_what_is_written_to,
+    a_write_in_the_iteration_that_ends_the_loop,
+    a_write_in_the_iteration_that_returns,
+    a_table_of_another_kind,
+    a_numpy_array_beside_tensors,
+    elements_that_are_written_to,
+    a_transposition_in_place,
+]
+
+
+@pytest.mark.parametrize("function", PLAIN, ids=lambda f: f.__name__)
+def test_a_write_that_cannot_be_followed_keeps_the_loop_plain(function):
+    expected = grad(function, (0, 1))(X, W)
+    derivative = grad(function, (0, 1), checkpoint=SHORT)
+    with pytest.warns(UserWarning, match="is not checkpointed and runs plain: it writ"):
+        found = derivative(X, W)
+    assert all(map(torch.equal, found, expected))
+
+
+def elements_written_to_by_another_name(x, w):
+    rows = [x * k for k in range(40)]
+    total = x * 0
+    for row in rows:
+        same = row
+        same.mul_(w)
+        total = total + torch.sin(row)
+    return total + rows[3]
+
+
+def test_elements_written_to_by_another_name_are_an_error():
+    with pytest.raises(CaptureError, match="writes to the elements that it goes over"):
+        grad(elements_written_to_by_another_name, checkpoint=SHORT)(X, W)
+
+
+def a_write_to_an_argument(x, w):
+    for _ in range(40):
+        x += w
+    return x
+
+
+def test_what_pytorch_refuses_stays_refused():
+    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+        grad(a_write_to_an_argument)(X, W)
+    derivative = grad(a_write_to_an_argument, checkpoint=SHORT)
+    with (
+        pytest.warns(UserWarning, match="which PyTorch does not allow"),
+        pytest.raises(RuntimeError, match="a leaf Variable that requires grad"),
+    ):
+        derivative(X, W)
+
+
+def an_entry_of_arrays(x):
+    state = {"x": x}
+    same = state
+    for _ in range(40):
+        state["x"] = np.sin(state["x"] * 1.1)
+    return same["x"]
+
+
+def an_array_written_to(x):
+    counts = np.zeros(3)
+    same = counts
+    for i in range(40):
+        counts[i % 3] += 1
+        x = np.sin(x * 1.1 + counts[0])
+    return x * same[1]
+
+
+def test_numpy_writes_are_seen_too():
+    pytest.importorskip("autograd", reason="an optional package")
+    x = np.array([0.3, 0.7])
+    found = grad(an_entry_of_arrays, checkpoint={**SHORT, "on_unsupported": "raise"})
+    assert np.array_equal(found(x), grad(an_entry_of_arrays)(x))
+    plain = grad(an_array_written_to, checkpoint=SHORT)
+    with pytest.warns(UserWarning, match="'counts' in place, which is no tensor"):
+        assert np.array_equal(plain(x), grad(an_array_written_to)(x))
+
+
+def test_jax_writes_are_seen_too():
+    pytest.importorskip("jax", reason="an optional package")
+    import jax.numpy as jnp
+
+    def an_entry(x):
+        state = {"x": x}
+        same = state
+        for _ in range(40):
+            state["x"] = jnp.sin(state["x"] * 1.1)
+        return same["x"]
+
+    x = jnp.float32(0.3)
+    found = grad(an_entry, checkpoint={**SHORT, "on_unsupported": "raise"})(x)
+    assert found == grad(an_entry)(x)
