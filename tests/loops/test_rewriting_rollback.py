@@ -57,8 +57,7 @@ def moved():
         torch.rand(1, generator=OWN).item(),
         OWN_PYTHON.random(),
         OWN_NUMPY.random(),
-        NORM.num_batches_tracked.item(),
-        NORM.running_mean.tolist() if NORM.running_mean is not None else None,
+        *(buffer.tolist() for buffer in NORM.buffers()),
     )
 
 

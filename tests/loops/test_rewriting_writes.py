@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from recoup import CaptureError, grad
+from recoup import CaptureError, UnsupportedError, grad
 
 SHORT = {"min_loop_size": 2, "num_checkpoints": 4}
 X, W = (torch.tensor(value, dtype=torch.float64) for value in (0.7, 1.02))
@@ -442,6 +442,52 @@ def test_a_write_that_cannot_be_followed_keeps_the_loop_plain(function):
     with pytest.warns(UserWarning, match="is not checkpointed and runs plain: it writ"):
         found = derivative(X, W)
     assert all(map(torch.equal, found, expected))
+
+
+def a_list_that_the_loop_goes_over(x, w):
+    values = [x * k for k in range(40)]
+    for i, value in enumerate(values):
+        x = torch.sin(x + value)
+        if i + 1 < 40:
+            values[i + 1] = x * w
+    return x
+
+
+def a_write_that_autograd_does_not_see(x, w):
+    p = x.clone()
+    q = p
+    for _ in range(40):
+        x = torch.sin(x * w)
+        p.data[...] = x.detach()
+    return q * x
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (a_list_that_the_loop_goes_over, "it goes over 'values' and writes to it"),
+        (a_write_that_autograd_does_not_see, "writes to the `data` of a tensor"),
+    ],
+)
+def test_a_write_that_shows_in_the_source_keeps_the_loop_plain(function, reason):
+    expected = grad(function, (0, 1))(X, W)
+    with pytest.warns(UserWarning, match=reason):
+        derivative = grad(function, (0, 1), checkpoint=SHORT)
+    assert all(map(torch.equal, derivative(X, W), expected))
+
+
+def a_list_gone_over_by_another_name(x, w):
+    values = [x * k for k in range(40)]
+    same = values
+    for i, value in enumerate(same):
+        x = torch.sin(x + value)
+        values[(i + 1) % 40] = x * w
+    return x + values[0]
+
+
+def test_a_list_gone_over_by_another_name_is_an_error():
+    with pytest.raises(UnsupportedError, match="goes over it by another name"):
+        grad(a_list_gone_over_by_another_name, checkpoint=SHORT)(X, W)
 
 
 def elements_written_to_by_another_name(x, w):

@@ -13,11 +13,21 @@ from recoup.loops.rewriting.bodies import (
 )
 from recoup.loops.rewriting.escapes import EAGER, INNER, escaping
 from recoup.loops.rewriting.guards import guarded_loops, jump_past_finally
-from recoup.loops.rewriting.names import free_names, read_names, root_names
+from recoup.loops.rewriting.names import (
+    free_names,
+    in_place_names,
+    is_in_place,
+    read_names,
+    root_names,
+)
 
 _CHANGES = {
     *("append", "appendleft", "extend", "extendleft", "insert", "add", "update"),
     *("remove", "discard", "clear", "sort", "reverse"),
+}
+_COPYING = {
+    *("range", "len", "list", "tuple", "sorted", "set", "clone", "copy", "size"),
+    *("shape", "ndim", "dtype", "device", "numel", "dim"),
 }
 _CHANGES_AND_RETURNS = {"pop", "popleft", "popitem", "setdefault"}
 
@@ -73,6 +83,10 @@ def _fault(
     own = written - carried  # made anew in every iteration
     if loop.orelse:
         return "it has an `else`"
+    if isinstance(loop, ast.For):
+        both = sorted(_gone_over(loop.iter) & in_place_names(loop.body))
+        if both:
+            return f"it goes over {both[0]!r} and writes to it"
     shared = {
         name
         for node in ast.walk(function)
@@ -82,7 +96,7 @@ def _fault(
     if shared & written:
         return f"it writes to {sorted(shared & written)[0]!r}, a global or nonlocal"
     for node in own_statements(loop.body):
-        reason = _node_fault(node) or _advance(node, own)
+        reason = _node_fault(node) or _advance(node, own) or _hidden_write(node, own)
         if reason is not None:
             line = first_line + getattr(node, "lineno", 1) - 1
             return f"line {line} {reason}"
@@ -110,6 +124,42 @@ def _advance(node: ast.AST, own: set[str]) -> str | None:
             return "advances an iterator"
         case _:
             return None
+
+
+def _gone_over(source: ast.AST) -> set[str]:
+    """Return the variables that a `for` loop goes over, and not over copies of them."""
+    match source:
+        case ast.Call(func=ast.Name(id=name)) if name in _COPYING:
+            return set()
+        case ast.Call(func=ast.Attribute(attr=name)) if name in _COPYING:
+            return set()
+        case ast.Attribute(attr=name) if name in _COPYING:
+            return set()
+        case ast.Name(id=name):
+            return {name}
+        case _:
+            parts = [_gone_over(part) for part in ast.iter_child_nodes(source)]
+            return set[str]().union(*parts)
+
+
+def _hidden_write(node: ast.AST, own: set[str]) -> str | None:
+    """Say that a piece of code writes to a tensor so that nobody can notice."""
+    match node:
+        case ast.Subscript(ctx=ast.Store(), value=written):
+            pass
+        case ast.Call(func=ast.Attribute(value=written, attr=method)) if is_in_place(
+            method
+        ):
+            pass
+        case _:
+            return None
+    through = any(
+        isinstance(part, ast.Attribute) and part.attr == "data"
+        for part in ast.walk(written)
+    )
+    if through and not root_names(written) <= own:
+        return "writes to the `data` of a tensor"
+    return None
 
 
 def _node_fault(node: ast.AST) -> str | None:

@@ -57,7 +57,7 @@ def changed_names(body: Iterable[ast.AST]) -> set[str]:
         for keyword in node.keywords:
             if keyword.arg == "out":
                 found |= root_names(keyword.value)
-        if isinstance(node.func, ast.Attribute) and _is_in_place(node.func.attr):
+        if isinstance(node.func, ast.Attribute) and is_in_place(node.func.attr):
             found |= root_names(node.func.value)
     return found
 
@@ -188,7 +188,8 @@ def _scan_case(
     _scan(case.body, names, sure | bound, found)
 
 
-def _is_in_place(method: str) -> bool:
+def is_in_place(method: str) -> bool:
+    """Return whether a method's name ends as those do that write in place."""
     return method.endswith("_") and not method.startswith("_")
 
 

@@ -1,7 +1,8 @@
 """Nodes: the containers and leaves of a state, one by one, and whether they change."""
 
+import gc
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, MappingView
 from numbers import Number
 from typing import Any
 
@@ -9,6 +10,8 @@ from torch import Tensor
 
 from recoup.backend.storages import has_storage, storage_address, version_of
 from recoup.loops.visible import visible
+
+_MOST_SOURCES = 1000
 
 
 class Undefined:
@@ -98,6 +101,25 @@ def containers_in(things: Iterable[Any]) -> set[int]:
                 inside = container.values() if type(container) is dict else container
                 waiting.append(tuple(inside))
     return set(found)
+
+
+def sources_of(items: Any) -> list[Any]:
+    """Return what an iterator takes its elements from.
+
+    Examples:
+        >>> values = [1, 2]
+        >>> any(source is values for source in sources_of(enumerate(zip(values))))
+        True
+    """
+    found: list[Any] = []
+    waiting = [items]
+    while waiting and len(found) < _MOST_SOURCES:
+        thing = waiting.pop()
+        if isinstance(thing, (Iterator, MappingView)):
+            waiting.extend(gc.get_referents(thing))
+        else:
+            found.append(thing)
+    return found
 
 
 def _gather(tree: Any, found: list[Any]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from recoup.core.errors import RecoupError, UnsupportedError
 from recoup.loops.feeds import Listed
 from recoup.loops.loop import checkpointed_loop
-from recoup.loops.rewriting.nodes import Undefined
+from recoup.loops.rewriting.nodes import Undefined, sources_of
 from recoup.loops.rewriting.plain import (
     Body,
     Carry,
@@ -88,6 +88,7 @@ class Runtime:
     ) -> Ended:
         """Run a `for` loop; return how it ended, with which value, and the carry."""
         body = bound(body)
+        sources = [] if isinstance(items, (list, tuple)) else sources_of(items)
         items = _sequence(items, line)
         total, first = len(items), 0
         if self._is_plain(total):
@@ -109,7 +110,7 @@ class Runtime:
         before = Rollback([body], (carry, items))
         try:
             with _naming(self._options.name, line):
-                writes = Writes(carry, names, changed, kept, [body, items])
+                writes = Writes(carry, names, changed, kept, [body, items], sources)
                 if stops:
                     return self._run_stopping(body, writes, items, first)
                 return self._run_known(body, writes, items, first, lists)

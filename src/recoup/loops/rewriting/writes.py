@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from recoup.backend.storages import has_storage, version_of
-from recoup.core.errors import CaptureError
+from recoup.core.errors import CaptureError, UnsupportedError
 from recoup.loops.rewriting.nodes import (
     containers_in,
     copied,
@@ -48,6 +48,7 @@ class Writes:
         kept: The names of those that are written to in the loop or elsewhere. Autograd
             would find that the loop's own arguments were changed, so it gets copies.
         seen: What the loop sees besides: its functions and what it goes over.
+        sources: What the loop's elements were taken out of beforehand.
 
     Attributes:
         given: The variables to run the loop on.
@@ -60,10 +61,12 @@ class Writes:
         changed: Iterable[str],
         kept: Iterable[str],
         seen: Iterable[Any],
+        sources: Iterable[Any] = (),
     ) -> None:
         self._names = list(names)
         self._changed = set(changed)
         self._seen = list(seen)
+        self._sources = list(sources)
         self._carry = carry
         self._real = nodes_of(carry)
         self._owners = [
@@ -210,6 +213,11 @@ class Writes:
         if [memory_of(node) for node in self._real].count(address) > 1:
             raise self._error(self._real, place, "which two of its variables refer to")
         if not isinstance(real, Tensor):
+            if id(real) in containers_in(self._sources):
+                raise UnsupportedError(
+                    f"a loop writes to {self._owners[place]!r} in place and goes over "
+                    "it by another name. Go over a copy: list(...)."
+                )
             if id(real) in containers_in(self._seen):
                 raise self._error(self._real, place, "and sees it by another name")
             return
