@@ -115,7 +115,7 @@ def sources_of(items: Any) -> list[Any]:
     waiting = [items]
     while waiting and len(found) < _MOST_SOURCES:
         thing = waiting.pop()
-        if isinstance(thing, (Iterator, MappingView)):
+        if isinstance(thing, (Iterator, MappingView, tuple)):
             waiting.extend(gc.get_referents(thing))
         else:
             found.append(thing)
