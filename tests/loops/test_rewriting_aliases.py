@@ -207,7 +207,27 @@ def a_transposition_in_place(x, w):
     return first[0, 1] * 5 + h[1, 0]
 
 
+def a_part_of_a_result_written_to_afterwards(x, w):
+    h = x.repeat(4)
+    for _ in range(40):
+        h = torch.sin(h * w)
+        part = h[:2]
+    h = h.mul_(2)
+    return part.sum()
+
+
+def an_element_gone_over_written_to_afterwards(x, w):
+    rows = [x * k for k in range(40)]
+    for row in rows:
+        x = torch.sin(x * w + row)
+        last = row
+    last.mul_(w)
+    return x + rows[-1]
+
+
 PLAIN = [
+    a_part_of_a_result_written_to_afterwards,
+    an_element_gone_over_written_to_afterwards,
     two_names_for_one_tensor,
     a_tensor_and_a_view_of_it,
     a_tensor_that_is_in_a_container_too,

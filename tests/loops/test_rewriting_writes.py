@@ -185,7 +185,17 @@ def the_last_element_of_a_list_written_to_afterwards(x, w):
     return kept[-1] + kept[3]
 
 
+def a_value_kept_from_the_first_iteration(x, w):
+    best = x * 0
+    for i in range(40):
+        x = torch.sin(x * w)
+        if i == 0:
+            best = x
+    return best + x * 2
+
+
 CHECKPOINTED = [
+    a_value_kept_from_the_first_iteration,
     an_element_of_a_tensor_in_a_list,
     an_element_through_a_view,
     an_element_seen_through_a_view,

@@ -24,6 +24,7 @@ from recoup.loops.rewriting.nodes import (
     memory_of,
     nodes_of,
 )
+from recoup.loops.rewriting.putting import Putting
 from recoup.loops.steps import KindError
 from recoup.loops.trees import flatten
 from recoup.loops.visible import visible
@@ -74,13 +75,16 @@ class Writes:
             for name, value in zip(self._names, carry, strict=True)
             for _ in nodes_of([value])
         ]
-        copies = set(kept)
+        self._kept = set(kept)
         self.given: Carry = tuple(
-            copied(value, tensors_too=name in copies)
+            copied(value, tensors_too=name in self._kept)
             for name, value in zip(self._names, carry, strict=True)
         )
         self._origin: dict[int, int] = {}
-        self._first: list[Any] = []
+        # Kept alive, or another object might get the address of one of them.
+        self._held: list[Any] = []
+        self._geometry: list[Any] = []
+        self._result: Any = None
         self._last: list[Any] | None = None
         self._rows: tuple[Any, ...] = ()
         self._listed: set[int] = set()
@@ -100,7 +104,9 @@ class Writes:
             index: Which step it is; None for the next one.
         """
         if self._is_done:
-            return body(carry, item)
+            result = body(carry, item)
+            self._result = result if result[0] is None else self._result
+            return result
         index = self._count if index is None else index
         self._count += 1
         nodes = nodes_of(carry)
@@ -122,10 +128,13 @@ class Writes:
             if places:
                 raise self._error(nodes, places[0], "in the iteration that ends it")
             return result
+        self._result = result
         self._last, self._rows = nodes_of(after), rows
         self._follow_rows()
         alive = any(id(node) in self._origin for node in self._last)
         self._is_done = not (alive or self._changed or given)
+        if self._is_done:
+            self._origin, self._held = {}, []
         return result
 
     def write_back(self, final: Carry) -> Carry:
@@ -134,15 +143,18 @@ class Writes:
         Raises:
             WriteError: Python would have done something else; nothing is changed.
         """
-        if self._last is None:  # no step was run
+        if self._result is None:  # no step was run
             return self._carry
+        _, after, self._rows = self._result
+        self._last = nodes_of(after)
         for place in sorted(self._written):
             self._check(place)
+        self._refuse_views()
         sources = [self._origin.get(id(node)) for node in self._last]
         for place in self._written:
             if sources[place] != place:
                 raise self._error(self._real, place, "and sets it as well")
-        putting = _Putting(self._real, self._last, self._origin, self._written)
+        putting = Putting(self._real, self._last, self._origin, self._written)
         return tuple(putting.node(value) for value in final)
 
     def row_objects(self, carry: Carry) -> list[Any]:
@@ -162,7 +174,8 @@ class Writes:
             self._origin = {
                 id(node): place for place, node in enumerate(nodes) if is_mutable(node)
             }
-            self._first = nodes
+            self._held = nodes
+            self._geometry = [_geometry(node) for node in nodes]
             return
         if len(nodes) == len(self._last) and any(
             new is not old for new, old in zip(nodes, self._last, strict=True)
@@ -174,6 +187,7 @@ class Writes:
                 for new, old in pairs
                 if id(old) in self._origin and is_mutable(new)
             }
+            self._held = nodes
 
     def _note(self, nodes: list[Any], places: list[int], index: Any) -> None:
         """Note what a step has written to; refuse what cannot be followed."""
@@ -224,14 +238,37 @@ class Writes:
         if address in {memory_of(tensor) for tensor in visible(self._seen, Tensor)}:
             raise self._error(self._real, place, "and sees its memory by another name")
         assert self._last is not None, "there was a step"
-        one, other = self._first[place], self._last[place]
-        if not isinstance(other, Tensor) or _geometry(one) != _geometry(other):
+        other = self._last[place]
+        if self._geometry[place] != _geometry(other):
             raise self._error(self._real, place, "and changes its shape")
         shared = [memory_of(node) for node in self._last].count(memory_of(other))
         if shared > 1:
             raise self._error(self._real, place, "and makes further views of it")
         if not _is_writable(real):
             raise self._error(self._real, place, "which PyTorch does not allow")
+
+    def _refuse_views(self) -> None:
+        """Refuse results that share memory, if one of them is written to elsewhere.
+
+        Each result of a loop has memory of its own.
+        """
+        assert self._last is not None, "there was a step"
+        places = [p for p, name in enumerate(self._owners) if name in self._kept]
+        if not places or len(self._last) != len(self._owners):
+            return
+        seen = [memory_of(tensor) for tensor in visible(self._seen, Tensor)]
+        outside = {*seen, *containers_in(self._seen)}
+        objects: dict[int, set[int]] = {}
+        for node in filter(is_mutable, self._last):
+            objects.setdefault(memory_of(node), set()).add(id(node))
+        for place in places:
+            node = self._last[place]
+            if not is_mutable(node) or id(node) in self._origin:
+                continue
+            if len(objects[memory_of(node)]) > 1 or memory_of(node) in outside:
+                raise self._error(
+                    self._last, place, "of which something else is a part"
+                )
 
     def _refuse_unknown(self, carry: Carry) -> None:
         for name, value in zip(self._names, carry, strict=True):
@@ -267,69 +304,11 @@ def watched(body: Any, writes: Writes) -> Any:
     return run
 
 
-class _Putting:
-    """Puts the results of a loop in the objects of before it.
-
-    Args:
-        real: The nodes of before the loop.
-        last: The nodes that its last step returned.
-        origin: Which node of before a node is, by `id`.
-        written: Those of before that were written to.
-    """
-
-    def __init__(
-        self,
-        real: list[Any],
-        last: list[Any],
-        origin: dict[int, int],
-        written: set[int],
-    ) -> None:
-        self._real = real
-        self._last = last
-        self._origin = origin
-        self._written = written
-        self._place = 0
-        self._made: dict[int, Any] = {}
-
-    def node(self, final: Any) -> Any:
-        """Return what stands for one node of the final state, in order."""
-        last = self._last[self._place]
-        self._place += 1
-        source = self._origin.get(id(last))
-        real = None if source is None else self._real[source]
-        if type(final) in (list, dict):
-            made = self._container(final, real if source in self._written else None)
-            made = real if source is not None else made
-        elif isinstance(final, tuple):
-            parts = [self.node(part) for part in final]
-            made = type(final)(*parts) if hasattr(final, "_fields") else tuple(parts)
-        elif source is None:
-            made = final
-        else:
-            if isinstance(real, Tensor) and source in self._written:
-                real.copy_(final)
-            made = real
-        return self._made.setdefault(id(last), made) if is_mutable(last) else made
-
-    def _container(self, final: Any, real: Any) -> Any:
-        """Return the container, or the one of before with its content."""
-        if isinstance(final, list):
-            parts = [self.node(part) for part in final]
-            if real is None:
-                return parts
-            real[:] = parts
-            return real
-        items = {name: self.node(part) for name, part in final.items()}
-        if real is None:
-            return items
-        real.clear()
-        real.update(items)
-        return real
-
-
-def _geometry(tensor: Tensor) -> Any:
-    strides = tensor.stride() if has_storage(tensor) else None
-    return tensor.shape, strides, tensor.dtype, tensor.device
+def _geometry(node: Any) -> Any:
+    if not isinstance(node, Tensor):
+        return None
+    strides = node.stride() if has_storage(node) else None
+    return node.shape, strides, node.dtype, node.device
 
 
 def _is_writable(tensor: Tensor) -> bool:
