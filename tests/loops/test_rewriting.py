@@ -107,20 +107,6 @@ def test_a_change_that_the_loop_does_not_name_is_found(function, reason):
         grad(function, checkpoint={**PLAIN, "on_unsupported": "raise"})
 
 
-def a_function_that_leaves_the_loop(x):
-    for _ in range(40):
-        x = torch.sin(x)
-        last = lambda: x * 2  # noqa: E731, B023 (late binding is the point)
-    return last()  # pyright: ignore[reportPossiblyUnboundVariable]
-
-
-def a_generator_that_leaves_the_loop(x):
-    for _ in range(40):
-        x = torch.sin(x)
-        parts = (x * k for k in range(3))
-    return sum(parts)  # pyright: ignore[reportPossiblyUnboundVariable]
-
-
 def a_list_that_grows(x):
     kept = []
     for _ in range(40):
@@ -140,8 +126,6 @@ def a_dictionary_that_grows(x):
 @pytest.mark.parametrize(
     "function",
     [
-        a_function_that_leaves_the_loop,
-        a_generator_that_leaves_the_loop,
         a_list_that_grows,
         a_dictionary_that_grows,
     ],

@@ -3,6 +3,8 @@
 import ast
 from collections.abc import Iterable, Sequence
 
+from recoup.loops.rewriting.guards import may_swallow
+
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
@@ -25,6 +27,10 @@ def written_names(body: Iterable[ast.AST]) -> set[str]:
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
                 found.add(name)
             case ast.ExceptHandler(name=str(name)):
+                found.add(name)
+            case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
+                found.add(name)
+            case ast.MatchMapping(rest=str(name)):
                 found.add(name)
             case ast.alias(name=name, asname=asname):
                 found.add((asname or name).split(".")[0])
@@ -51,8 +57,29 @@ def changed_names(body: Iterable[ast.AST]) -> set[str]:
         for keyword in node.keywords:
             if keyword.arg == "out":
                 found |= root_names(keyword.value)
-        if isinstance(node.func, ast.Attribute) and _is_in_place(node.func.attr):
+        if isinstance(node.func, ast.Attribute) and is_in_place(node.func.attr):
             found |= root_names(node.func.value)
+    return found
+
+
+def in_place_names(body: Iterable[ast.AST]) -> set[str]:
+    """Return the variables that code may write to without setting them, by its look.
+
+    Examples:
+        >>> tree = ast.parse("a.mul_(2); b[0] = c; d += 1; e = f")
+        >>> sorted(in_place_names(tree.body))
+        ['a', 'b', 'd']
+    """
+    code = list(body)
+    found = changed_names(code)
+    for node in _own_nodes(code):
+        match node:
+            case ast.Subscript(ctx=ast.Store()):
+                found |= root_names(node)
+            case ast.AugAssign(target=ast.Name(id=name)):
+                found.add(name)
+            case _:
+                pass
     return found
 
 
@@ -132,19 +159,37 @@ def _scan(
                 _scan(other, names, set(sure), found)
             case ast.With(items=items, body=inside):
                 found |= (read_names(items) & names) - sure
-                sure = _scan(inside, names, sure | written_names(items), found)
-            case ast.Try():
-                parts = [*statement.body, *statement.orelse, *statement.finalbody]
+                after = _scan(inside, names, sure | written_names(items), found)
+                sure = sure if may_swallow(statement) else after
+            case ast.Try() | ast.TryStar():
+                parts = [*statement.body, *statement.orelse]
                 _scan(parts, names, set(sure), found)
                 for handler in statement.handlers:
                     _scan(handler.body, names, set(sure), found)
+                sure = _scan(statement.finalbody, names, set(sure), found)
+            case ast.Match(subject=subject, cases=cases):
+                found |= (read_names([subject]) & names) - sure
+                for case in cases:
+                    _scan_case(case, names, sure, found)
             case _:
                 found |= (read_names([statement]) & names) - sure
                 sure = sure | (written_names([statement]) & names)
     return sure
 
 
-def _is_in_place(method: str) -> bool:
+def _scan_case(
+    case: ast.match_case, names: set[str], sure: set[str], found: set[str]
+) -> None:
+    bound = written_names([case.pattern])
+    tests: list[ast.AST] = [case.pattern]
+    if case.guard is not None:
+        tests.append(case.guard)
+    found |= (read_names(tests) & names) - sure - bound
+    _scan(case.body, names, sure | bound, found)
+
+
+def is_in_place(method: str) -> bool:
+    """Return whether a method's name ends as those do that write in place."""
     return method.endswith("_") and not method.startswith("_")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from recoup.core.errors import RecoupError, UnsupportedError
 from recoup.loops.feeds import Listed
 from recoup.loops.loop import checkpointed_loop
+from recoup.loops.rewriting.nodes import Undefined, sources_of
 from recoup.loops.rewriting.plain import (
     Body,
     Carry,
@@ -19,15 +20,12 @@ from recoup.loops.rewriting.plain import (
     run_plainly,
     run_while_plainly,
 )
+from recoup.loops.rewriting.rollback import Rollback
+from recoup.loops.rewriting.writes import WriteError, Writes, watched
 from recoup.loops.steps import KindError
 from recoup.loops.trees import flatten
 from recoup.schedules.online import Online
 from recoup.schedules.revolve import Revolve
-
-
-class Undefined:
-    """Stands for a variable that has no value yet."""
-
 
 UNDEFINED = Undefined()
 
@@ -56,7 +54,13 @@ class LoopOptions:
 
 
 class Runtime:
-    """Carries out the loops of one rewritten function."""
+    """Carries out the loops of one rewritten function.
+
+    Attributes:
+        undefined: Stands for a variable that has no value.
+    """
+
+    undefined = UNDEFINED
 
     def __init__(self, options: LoopOptions) -> None:
         self._options = options
@@ -68,7 +72,7 @@ class Runtime:
         except NameError:
             return UNDEFINED
 
-    def run_for(
+    def run_for(  # noqa: PLR0913 (each is a fact about the loop)
         self,
         body: Body,
         carry: Carry,
@@ -77,15 +81,23 @@ class Runtime:
         lists: Sequence[list[Any]],
         line: int,
         stops: bool,
+        names: Sequence[str],
+        changed: Sequence[str] = (),
+        kept: Sequence[str] = (),
+        changes_items: bool = False,
     ) -> Ended:
         """Run a `for` loop; return how it ended, with which value, and the carry."""
         body = bound(body)
+        sources = [] if isinstance(items, (list, tuple)) else sources_of(items)
         items = _sequence(items, line)
         total, first = len(items), 0
         if self._is_plain(total):
             return run_plainly(body, carry, iter(items), lists)
         if stops and _is_jax((carry, items)):
             self._refuse_to_stop(line)
+            return run_plainly(body, carry, iter(items), lists)
+        if changes_items and not isinstance(items, range):
+            self._complain(WriteError("it writes to what it goes over"), line)
             return run_plainly(body, carry, iter(items), lists)
         if not _is_settled(carry):
             signal, carry, row = _checked(body(carry, items[0]), carry)
@@ -95,17 +107,20 @@ class Runtime:
             first = 1
         if not _has_arrays((carry, items)) and not lists:
             return run_plainly(body, carry, itertools.islice(items, first, None), lists)
+        before = Rollback([body], (carry, items))
         try:
             with _naming(self._options.name, line):
+                writes = Writes(carry, names, changed, kept, [body, items], sources)
                 if stops:
-                    return self._run_stopping(body, carry, items, first)
-                return self._run_known(body, carry, items, first, lists)
+                    return self._run_stopping(body, writes, items, first)
+                return self._run_known(body, writes, items, first, lists)
         except KindError as error:
+            before.restore()
             self._complain(error, line)
             rest = itertools.islice(items, first, None)
             return run_plainly(body, carry, rest, lists)
 
-    def run_while(
+    def run_while(  # noqa: PLR0913 (each is a fact about the loop)
         self,
         body: Body,
         carry: Carry,
@@ -114,6 +129,9 @@ class Runtime:
         lists: Sequence[list[Any]],
         line: int,
         stops: bool,
+        names: Sequence[str],
+        changed: Sequence[str] = (),
+        kept: Sequence[str] = (),
     ) -> Ended:
         """Run a `while` loop; return how it ended, with which value, and the carry."""
         body, test = bound(body), bound(test)
@@ -131,10 +149,13 @@ class Runtime:
             append_row(lists, row)
         if not _has_arrays(carry) and not lists:
             return run_while_plainly(body, carry, test, lists)
+        before = Rollback([body, test], carry)
         try:
             with _naming(self._options.name, line):
-                return self._run_to_condition(body, carry, test, lists, stops)
+                writes = Writes(carry, names, changed, kept, [body, test])
+                return self._run_to_condition(body, writes, test, lists, stops)
         except KindError as error:
+            before.restore()
             self._complain(error, line)
             return run_while_plainly(body, carry, test, lists)
 
@@ -151,6 +172,13 @@ class Runtime:
     def _complain(self, error: KindError, line: int) -> None:
         if self._options.raises:
             raise error
+        if isinstance(error, WriteError):
+            warn_about(
+                f"the loop at line {line} of {self._options.name!r} is not "
+                f"checkpointed and runs plain: {error}. Change it, or call "
+                "checkpointed_loop."
+            )
+            return
         warn_about(
             f"the loop at line {line} of {self._options.name!r} runs plain: one of its "
             "variables is an array at one time and something else at another, is built "
@@ -161,53 +189,56 @@ class Runtime:
     def _run_to_condition(
         self,
         body: Body,
-        carry: Carry,
+        writes: Writes,
         test: Callable[[Carry], Any],
         lists: Sequence[list[Any]],
         stops: bool,  # noqa: FBT001 (passed on)
     ) -> Ended:
         if stops:
-            return self._stopped(body, carry, test, lambda _: None, None)
+            return self._stopped(body, writes, test, lambda _: None, None)
+        step = _step(watched(body, writes), lists)
         final, _ = checkpointed_loop(
-            self._named(_step(body, lists)),
-            carry,
+            self._named(step),
+            writes.given,
             condition=test,
             with_outputs=bool(lists),
             schedule=self._online(),
         )
-        return None, None, (_with_rows(final, lists),)
+        return None, None, (_with_rows(final, lists, writes),)
 
     def _run_known(
         self,
         body: Body,
-        carry: Carry,
+        writes: Writes,
         items: Any,
         first: int,
         lists: Sequence[list[Any]],
     ) -> Ended:
         steps = len(items) - first
-        step = self._named(_step(body, lists))
+        step = self._named(_step(watched(body, writes), lists))
         options: dict[str, Any] = {**self._plan(steps), "with_outputs": bool(lists)}
         if isinstance(items, range):
             begin, stride = items.start + first * items.step, items.step
 
             def indexed(carry: Carry, index: Any) -> Any:
-                return step(carry, begin + index * stride)
+                return step(carry, index, begin + index * stride)
 
-            final, _ = checkpointed_loop(
-                self._named(indexed), carry, steps, with_index=True, **options
-            )
+            counted, inputs = self._named(indexed), None
         else:
             rest = items[first:] if first else items
-            inputs = rest if _is_array(rest) else Listed(rest)
-            final, _ = checkpointed_loop(step, carry, steps, inputs=inputs, **options)
-        return None, None, (_with_rows(final, lists),)
+            counted, inputs = step, rest if _is_array(rest) else Listed(rest)
+        final, _ = checkpointed_loop(
+            counted, writes.given, steps, inputs=inputs, with_index=True, **options
+        )
+        return None, None, (_with_rows(final, lists, writes),)
 
-    def _run_stopping(self, body: Body, carry: Carry, items: Any, first: int) -> Ended:
+    def _run_stopping(
+        self, body: Body, writes: Writes, items: Any, first: int
+    ) -> Ended:
         total = len(items)
         return self._stopped(
             body,
-            carry,
+            writes,
             lambda _: True,
             lambda index: items[first + index],
             total - first,
@@ -216,7 +247,7 @@ class Runtime:
     def _stopped(
         self,
         body: Body,
-        carry: Carry,
+        writes: Writes,
         test: Callable[[Carry], Any],
         item: Callable[[int], Any],
         most: int | None,
@@ -226,10 +257,11 @@ class Runtime:
         The iteration that ends the loop gives back the carry it was given, and is run
         once more afterwards, where its value may be anything.
         """
+        watched_body = watched(body, writes)
 
         def step(state: tuple[Carry, int, bool]) -> tuple[Carry, int, bool]:
             carry, index, _ = state
-            signal, after, _ = body(carry, item(index))
+            signal, after, _ = watched_body(carry, item(index), index)
             return (after, index + 1, False) if signal is None else (carry, index, True)
 
         def goes_on(state: tuple[Carry, int, bool]) -> bool:
@@ -237,10 +269,11 @@ class Runtime:
 
         (carry, index, stopped), _ = checkpointed_loop(
             self._named(step),
-            (carry, 0, False),
+            (writes.given, 0, False),
             condition=goes_on,
             schedule=self._online(),
         )
+        carry = writes.write_back(carry)
         if not stopped:
             return None, None, (carry,)
         signal, after, _ = body(carry, item(index))
@@ -291,20 +324,24 @@ def warn_about(message: str) -> None:
     warnings.warn(message, UserWarning, stacklevel=4)
 
 
-def _step(body: Body, lists: Sequence[list[Any]]) -> Callable[..., Any]:
-    def step(carry: Carry, item: Any = None) -> Any:
-        _, after, row = body(carry, item)
+def _step(body: Callable[..., Any], lists: Sequence[list[Any]]) -> Callable[..., Any]:
+    def step(carry: Carry, index: Any = None, item: Any = None) -> Any:
+        _, after, row = body(carry, item, index)
         return (after, row) if lists else after
 
     return step
 
 
-def _with_rows(final: Any, lists: Sequence[list[Any]]) -> Carry:
+def _with_rows(final: Any, lists: Sequence[list[Any]], writes: Writes) -> Carry:
     if not lists:
-        return final
+        return writes.write_back(final)
     carry, rows = final
+    carry = writes.write_back(carry)
     for listed, stacked in zip(lists, rows or (), strict=False):
         listed.extend(stacked)
+    for listed, variable in zip(lists, writes.row_objects(carry), strict=False):
+        if variable is not None:
+            listed[-1] = variable
     return carry
 
 

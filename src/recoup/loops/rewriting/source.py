@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from recoup.core.errors import UnsupportedError
-from recoup.loops.rewriting.loops import FoundLoop, append_target, find_loops
+from recoup.loops.rewriting.bodies import append_target
+from recoup.loops.rewriting.loops import FoundLoop, find_loops
+from recoup.loops.rewriting.names import written_names
 
 RUNTIME = "_recoup"
 """The name under which the rewritten source sees the runtime."""
@@ -48,6 +50,7 @@ def rewrite(function: Callable[..., Any], runtime: Any) -> Rewritten:
     """
     tree, first_line = _parsed(function)
     name = tree.name
+    tree = _Conditions().visit(tree)
     found = find_loops(tree, first_line)
     changer = _Changer(found)
     changed = changer.visit(copy.copy(tree))
@@ -147,6 +150,23 @@ def _without_defaults(tree: ast.FunctionDef) -> ast.FunctionDef:
     return tree
 
 
+class _Conditions(ast.NodeTransformer):
+    """Moves a condition that assigns into the body of its `while` loop.
+
+    There its variables are those of the loop, as any others.
+    """
+
+    def visit_While(self, node: ast.While) -> Any:
+        """Change a `while` loop."""
+        self.generic_visit(node)
+        if node.orelse or not written_names([node.test]):
+            return node
+        leave = ast.If(ast.UnaryOp(ast.Not(), node.test), [ast.Break()], [])
+        node.body.insert(0, ast.copy_location(leave, node.test))
+        node.test = ast.copy_location(ast.Constant(value=True), node.test)
+        return ast.fix_missing_locations(node)
+
+
 class _Changer(ast.NodeTransformer):
     """Puts calls in place of loops, the inner ones first."""
 
@@ -185,13 +205,12 @@ def _statements(
     """Return what stands in place of a loop."""
     body, test = f"{RUNTIME}_body_{number}", f"{RUNTIME}_test_{number}"
     signal, value = f"{RUNTIME}_signal_{number}", f"{RUNTIME}_value_{number}"
-    names = ", ".join(loop.carried)
-    unpack = f"({names},) = {RUNTIME}_carry" if loop.carried else "pass"
+    unpack = _unpacking(loop)
     made: list[ast.stmt] = []
     if isinstance(node, ast.While):
-        head = ast.parse(f"def {test}({RUNTIME}_carry):\n {unpack}").body[0]
+        head = ast.parse(f"def {test}({RUNTIME}_carry): pass").body[0]
         assert isinstance(head, ast.FunctionDef), "parsed just now"
-        head.body.append(ast.Return(node.test))
+        head.body = [*ast.parse(unpack).body, ast.Return(node.test)]
         made.append(head)
         source = test
     else:
@@ -200,26 +219,40 @@ def _statements(
     made.append(_body_function(node, loop, body, unpack))
     given = "".join(f"{RUNTIME}.value(lambda: {name}), " for name in loop.carried)
     lists = "".join(f"{name}, " for name in loop.appended)
+    changed = f", changed={loop.changed!r}" if loop.changed else ""
+    changed += f", kept={loop.kept!r}" if loop.kept else ""
+    changed += ", changes_items=True" if loop.changes_items else ""
     call = (
         f"({signal}, {value}, ({RUNTIME}_carry,)) = {RUNTIME}."
         f"{'run_while' if isinstance(node, ast.While) else 'run_for'}"
         f"({body}, ({given}), {source}, lists=({lists}), line={loop.line}, "
-        f"stops={loop.breaks or loop.returns})"
+        f"stops={loop.breaks or loop.returns}, names={loop.carried!r}"
+        f"{changed})"
     )
     made += ast.parse(call).body
-    if loop.carried:
-        made += ast.parse(f"({names},) = {RUNTIME}_carry").body
+    made += ast.parse(unpack).body
     if loop.returns:
         made += ast.parse(f"if {signal} == 'return':\n return {value}").body
     return made
+
+
+def _unpacking(loop: FoundLoop) -> str:
+    """Return code that sets the variables, but for those that have no value."""
+    if not loop.carried:
+        return "pass"
+    lines = [f"({', '.join(loop.carried)},) = {RUNTIME}_carry"]
+    for name in loop.doubtful:
+        lines += [f"if {name} is {RUNTIME}.undefined:", f"    del {name}"]
+    return "\n".join(lines)
 
 
 def _body_function(
     node: ast.For | ast.While, loop: FoundLoop, name: str, unpack: str
 ) -> ast.stmt:
     """Return the body as a function of carry and item: signal, new carry, outputs."""
-    head = ast.parse(f"def {name}({RUNTIME}_carry, {RUNTIME}_item):\n {unpack}").body[0]
+    head = ast.parse(f"def {name}({RUNTIME}_carry, {RUNTIME}_item): pass").body[0]
     assert isinstance(head, ast.FunctionDef), "parsed just now"
+    head.body = [*ast.parse(unpack).body]
     if isinstance(node, ast.For):
         item = ast.Name(f"{RUNTIME}_item", ast.Load())
         head.body.append(ast.Assign([node.target], item, lineno=0))

@@ -1,0 +1,272 @@
+"""Faults: why a loop cannot be rewritten."""
+
+import ast
+
+from recoup.loops.rewriting.bodies import (
+    LoopNode,
+    append_target,
+    appended_lists,
+    belongs,
+    loop_state,
+    own_statements,
+    used_later,
+)
+from recoup.loops.rewriting.escapes import EAGER, INNER, escaping
+from recoup.loops.rewriting.guards import guarded_loops, jump_past_finally
+from recoup.loops.rewriting.names import (
+    free_names,
+    in_place_names,
+    is_in_place,
+    read_names,
+    root_names,
+)
+
+_CHANGES = {
+    *("append", "appendleft", "extend", "extendleft", "insert", "add", "update"),
+    *("remove", "discard", "clear", "sort", "reverse"),
+}
+_COPYING = {
+    *("range", "len", "list", "tuple", "sorted", "set", "clone", "copy", "size"),
+    *("shape", "ndim", "dtype", "device", "numel", "dim"),
+}
+_CHANGES_AND_RETURNS = {"pop", "popleft", "popitem", "setdefault"}
+
+
+def fault_of(
+    loop: LoopNode,
+    function: ast.FunctionDef,
+    around: list[LoopNode],
+    first_line: int,
+) -> str | None:
+    """Return why a loop cannot be rewritten, or None.
+
+    Args:
+        loop: The loop.
+        function: The function that it is in.
+        around: The loops around it, the outermost first.
+        first_line: The line of the file where the function's source begins.
+    """
+    written, carried = loop_state(loop, function, around)
+    return (
+        _guarded(loop, function, first_line)
+        or _fault(loop, function, written, carried, first_line)
+        or _hidden_change(loop, function, written, carried, first_line)
+        or _escape(loop, function, around, first_line)
+    )
+
+
+def _guarded(loop: LoopNode, function: ast.FunctionDef, first_line: int) -> str | None:
+    """Return what goes on after an exception in the loop, or after a jump."""
+    guard = guarded_loops(function).get(id(loop))
+    if guard is not None:
+        around, line = guard
+        return (
+            f"line {first_line + line - 1} has {around} around it, which would see "
+            "the variables of before the loop"
+        )
+    jump = jump_past_finally(loop.body)
+    if jump is not None:
+        line = first_line + jump.lineno - 1
+        return f"line {line} leaves an iteration, and a `finally` comes after it"
+    return None
+
+
+def _fault(
+    loop: LoopNode,
+    function: ast.FunctionDef,
+    written: set[str],
+    carried: set[str],
+    first_line: int,
+) -> str | None:
+    appended = appended_lists(loop)
+    body = [s for s in loop.body if append_target(s) not in appended]
+    own = written - carried  # made anew in every iteration
+    if loop.orelse:
+        return "it has an `else`"
+    if isinstance(loop, ast.For):
+        both = sorted(_gone_over(loop.iter) & in_place_names(loop.body))
+        if both:
+            return f"it goes over {both[0]!r} and writes to it"
+    shared = {
+        name
+        for node in ast.walk(function)
+        if isinstance(node, (ast.Global, ast.Nonlocal))
+        for name in node.names
+    }
+    if shared & written:
+        return f"it writes to {sorted(shared & written)[0]!r}, a global or nonlocal"
+    for node in own_statements(loop.body):
+        reason = _node_fault(node) or _advance(node, own) or _hidden_write(node, own)
+        if reason is not None:
+            line = first_line + getattr(node, "lineno", 1) - 1
+            return f"line {line} {reason}"
+    for node in own_statements(body):
+        name = append_target(node)
+        if name is not None and name not in own:
+            return f"it appends to {name!r} conditionally, repeatedly, or reads it"
+    if appended and (belongs(loop, ast.Break) or belongs(loop, ast.Continue)):
+        return f"it appends to {appended[0]!r} and holds a `break` or `continue`"
+    if appended and any(isinstance(n, ast.Return) for n in own_statements(loop.body)):
+        return f"it appends to {appended[0]!r} and holds a `return`"
+    return None
+
+
+def _advance(node: ast.AST, own: set[str]) -> str | None:
+    """Say that a piece of code advances an iterator that is not of this iteration."""
+    match node:
+        case ast.Call(func=ast.Name(id="next"), args=[ast.Call(), *_]):
+            return None
+        case ast.Call(func=ast.Name(id="next"), args=[ast.Name(id=name), *_]) if (
+            name in own
+        ):
+            return None
+        case ast.Call(func=ast.Name(id="next")):
+            return "advances an iterator"
+        case _:
+            return None
+
+
+def _gone_over(source: ast.AST) -> set[str]:
+    """Return the variables that a `for` loop goes over, and not over copies of them."""
+    match source:
+        case ast.Call(func=ast.Name(id=name)) if name in _COPYING:
+            return set()
+        case ast.Call(func=ast.Attribute(attr=name)) if name in _COPYING:
+            return set()
+        case ast.Attribute(attr=name) if name in _COPYING:
+            return set()
+        case ast.Name(id=name):
+            return {name}
+        case _:
+            parts = [_gone_over(part) for part in ast.iter_child_nodes(source)]
+            return set[str]().union(*parts)
+
+
+def _hidden_write(node: ast.AST, own: set[str]) -> str | None:
+    """Say that a piece of code writes to a tensor so that nobody can notice."""
+    match node:
+        case ast.Subscript(ctx=ast.Store(), value=written):
+            pass
+        case ast.Call(func=ast.Attribute(value=written, attr=method)) if is_in_place(
+            method
+        ):
+            pass
+        case _:
+            return None
+    through = any(
+        isinstance(part, ast.Attribute) and part.attr == "data"
+        for part in ast.walk(written)
+    )
+    if through and not root_names(written) <= own:
+        return "writes to the `data` of a tensor"
+    return None
+
+
+def _node_fault(node: ast.AST) -> str | None:
+    match node:
+        case ast.Yield() | ast.YieldFrom():
+            return "yields"
+        case ast.Await() | ast.AsyncFor() | ast.AsyncWith():
+            return "awaits"
+        case ast.Delete():
+            return "deletes a variable"
+        case ast.Attribute(ctx=ast.Store()):
+            return "writes to an attribute"
+        case ast.Call(func=ast.Name(id="setattr" | "delattr")):
+            return "writes to an attribute"
+        case ast.Import() | ast.ImportFrom():
+            return "imports"
+        case ast.ClassDef():
+            return "defines a class"
+        case _:
+            return None
+
+
+def _hidden_change(
+    loop: LoopNode,
+    function: ast.FunctionDef,
+    written: set[str],
+    carried: set[str],
+    first_line: int,
+) -> str | None:
+    """Return what the loop changes, or what sees its changes, without naming it."""
+    inside = {id(node) for top in loop.body for node in ast.walk(top)}
+    eager = _consumed_at_once(function)
+    writers: set[str] = set()
+    for node in ast.walk(function):
+        if node is function or id(node) in inside or not isinstance(node, INNER):
+            continue
+        if node.lineno > (loop.end_lineno or loop.lineno):
+            continue
+        if isinstance(node, ast.FunctionDef) and _writes_around(node):
+            writers.add(node.name)
+        seen = sorted(free_names(node) & written)
+        if seen and id(node) not in eager:
+            line = first_line + node.lineno - 1
+            return f"line {line} makes a function or generator that reads {seen[0]!r}"
+    called = sorted(writers & read_names(loop.body))
+    if called:
+        return f"it uses {called[0]!r}, which writes to a variable around it"
+    own, appended = written - carried, appended_lists(loop)
+    for node in own_statements(loop.body):
+        changed = _container_change(node)
+        if append_target(node) in appended or changed is None:
+            continue
+        roots = root_names(changed)
+        if not roots or not roots <= own:
+            line = first_line + changed.lineno - 1
+            return f"line {line} changes what {ast.unparse(changed)!r} refers to"
+    return None
+
+
+def _consumed_at_once(function: ast.FunctionDef) -> set[int]:
+    """Return the arguments of functions that run through a generator at once."""
+    return {
+        id(argument)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Call)
+        if isinstance(node.func, ast.Name) and node.func.id in EAGER
+        for argument in node.args
+    }
+
+
+def _writes_around(function: ast.FunctionDef) -> bool:
+    return any(isinstance(n, (ast.Nonlocal, ast.Global)) for n in ast.walk(function))
+
+
+def _container_change(node: ast.AST) -> ast.expr | None:
+    """Return the container that a piece of code changes by one of its methods."""
+    match node:
+        case ast.Expr(
+            value=ast.Call(func=ast.Attribute(value=container, attr=attr))
+        ) if attr in _CHANGES:
+            return container
+        case ast.Call(func=ast.Attribute(value=container, attr=attr)) if (
+            attr in _CHANGES_AND_RETURNS
+        ):
+            return container
+        case _:
+            return None
+
+
+def _escape(
+    loop: LoopNode,
+    function: ast.FunctionDef,
+    around: list[LoopNode],
+    first_line: int,
+) -> str | None:
+    """Return what would see variables of another time.
+
+    What a loop around makes may still be there in its next iteration.
+    """
+    for depth, made_in in enumerate([*around, loop]):
+        written, carried = loop_state(made_in, function, around[:depth])
+        moving = written | used_later(made_in, function, around[:depth], ast.Store)
+        node = escaping(made_in.body, own=written - carried, moving=moving)
+        if node is not None:
+            line = first_line + getattr(node, "lineno", 1) - 1
+            return (
+                f"line {line} makes a function or generator that may be used after "
+                "its iteration"
+            )
+    return None

@@ -1,0 +1,324 @@
+"""Writes: what the steps of a loop write to in place, and who else must see it.
+
+A checkpointed loop runs on copies of its variables. In Python a write in place changes
+the object itself, for everyone who refers to it. So the first sweep is watched; at its
+end what was written goes to the objects of before the loop. Where that would not be
+what Python does, the loop is refused, and nothing has been changed yet.
+"""
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recoup.backend.storages import has_storage, version_of
+from recoup.core.errors import CaptureError, UnsupportedError
+from recoup.loops.rewriting.nodes import (
+    containers_in,
+    copied,
+    is_known,
+    is_mutable,
+    mark_of,
+    memory_of,
+    nodes_of,
+)
+from recoup.loops.rewriting.putting import Putting
+from recoup.loops.steps import KindError
+from recoup.loops.trees import flatten
+from recoup.loops.visible import visible
+
+Carry = tuple[Any, ...]
+
+
+class WriteError(KindError):
+    """A write in place that a checkpointed loop cannot do as Python does."""
+
+
+class Writes:
+    """Watches the first sweep of one loop.
+
+    Costs some microseconds a step, as long as a variable still is what it was before
+    the loop, or is written to by the look of the source; a copy of those at the start.
+
+    Args:
+        carry: The variables of the loop, as they are before it.
+        names: Their names.
+        changed: The names of those that the loop writes to by its look.
+        kept: The names of those that are written to in the loop or elsewhere. Autograd
+            would find that the loop's own arguments were changed, so it gets copies.
+        seen: What the loop sees besides: its functions and what it goes over.
+        sources: What the loop's elements were taken out of beforehand.
+
+    Attributes:
+        given: The variables to run the loop on.
+    """
+
+    def __init__(
+        self,
+        carry: Carry,
+        names: Iterable[str],
+        changed: Iterable[str],
+        kept: Iterable[str],
+        seen: Iterable[Any],
+        sources: Iterable[Any] = (),
+    ) -> None:
+        self._names = list(names)
+        self._changed = set(changed)
+        self._seen = list(seen)
+        self._sources = list(sources)
+        self._carry = carry
+        self._real = nodes_of(carry)
+        self._owners = [
+            name
+            for name, value in zip(self._names, carry, strict=True)
+            for _ in nodes_of([value])
+        ]
+        self._kept = set(kept)
+        self.given: Carry = tuple(
+            copied(value, tensors_too=name in self._kept)
+            for name, value in zip(self._names, carry, strict=True)
+        )
+        self._origin: dict[int, int] = {}
+        # Kept alive, or another object might get the address of one of them.
+        self._held: list[Any] = []
+        self._geometry: list[Any] = []
+        self._result: Any = None
+        self._last: list[Any] | None = None
+        self._rows: tuple[Any, ...] = ()
+        self._listed: set[int] = set()
+        self._written: set[int] = set()
+        self._writes_at_first = False
+        self._is_done = False
+        self._count = 0
+        self._refuse_unknown(carry)
+
+    def run(self, body: Any, carry: Carry, item: Any, index: Any = None) -> Any:
+        """Run one step and see what it writes to.
+
+        Args:
+            body: What to run.
+            carry: The variables.
+            item: What the loop goes over.
+            index: Which step it is; None for the next one.
+        """
+        if self._is_done:
+            result = body(carry, item)
+            self._result = result if result[0] is None else self._result
+            return result
+        index = self._count if index is None else index
+        self._count += 1
+        nodes = nodes_of(carry)
+        self._follow(nodes, index)
+        marks = [mark_of(node) for node in nodes]
+        given = [leaf for leaf in flatten(item)[0] if isinstance(leaf, Tensor)]
+        versions = [version_of(leaf) for leaf in given]
+        result = body(carry, item)
+        if versions != [version_of(leaf) for leaf in given]:
+            raise CaptureError(
+                "the loop writes to the elements that it goes over, by another name: "
+                "what is written would be lost. Write to a clone."
+            )
+        signal, after, rows = result
+        now = [mark_of(node) for node in nodes]
+        places = [p for p, (m, n) in enumerate(zip(marks, now, strict=True)) if m != n]
+        self._note(nodes, places, index)
+        if signal is not None:
+            if places:
+                raise self._error(nodes, places[0], "in the iteration that ends it")
+            return result
+        self._result = result
+        self._last, self._rows = nodes_of(after), rows
+        self._follow_rows()
+        alive = any(id(node) in self._origin for node in self._last)
+        self._is_done = not (alive or self._changed or given)
+        if self._is_done:
+            self._origin, self._held = {}, []
+        return result
+
+    def write_back(self, final: Carry) -> Carry:
+        """Return the variables after the loop, what was written in its place.
+
+        Raises:
+            WriteError: Python would have done something else; nothing is changed.
+        """
+        if self._result is None:  # no step was run
+            return self._carry
+        _, after, self._rows = self._result
+        self._last = nodes_of(after)
+        for place in sorted(self._written):
+            self._check(place)
+        self._refuse_views()
+        sources = [self._origin.get(id(node)) for node in self._last]
+        for place in self._written:
+            if sources[place] != place:
+                raise self._error(self._real, place, "and sets it as well")
+        putting = Putting(self._real, self._last, self._origin, self._written)
+        return tuple(putting.node(value) for value in final)
+
+    def row_objects(self, carry: Carry) -> list[Any]:
+        """Return, for each list, the variable that its last element is, or None."""
+        if self._last is None:
+            return []
+        by_address = {
+            id(node): value
+            for node, value in zip(self._last, nodes_of(carry), strict=True)
+            if isinstance(node, Tensor)
+        }
+        return [by_address.get(id(row)) for row in self._rows]
+
+    def _follow(self, nodes: list[Any], index: Any) -> None:
+        """Know which nodes are those of before the loop."""
+        if not isinstance(index, int) or index == 0 or self._last is None:
+            self._origin = {
+                id(node): place for place, node in enumerate(nodes) if is_mutable(node)
+            }
+            self._held = nodes
+            self._geometry = [_geometry(node) for node in nodes]
+            return
+        if len(nodes) == len(self._last) and any(
+            new is not old for new, old in zip(nodes, self._last, strict=True)
+        ):
+            # The tape of the last steps begins with copies.
+            pairs = zip(nodes, self._last, strict=True)
+            self._origin = {
+                id(new): self._origin[id(old)]
+                for new, old in pairs
+                if id(old) in self._origin and is_mutable(new)
+            }
+            self._held = nodes
+
+    def _note(self, nodes: list[Any], places: list[int], index: Any) -> None:
+        """Note what a step has written to; refuse what cannot be followed."""
+        addresses = [memory_of(node) for node in nodes]
+        for place in places:
+            node, address = nodes[place], addresses[place]
+            if addresses.count(address) > 1:
+                raise self._error(nodes, place, "which two of its variables refer to")
+            if not isinstance(node, (Tensor, list, dict)):
+                raise self._error(
+                    nodes, place, "which is no tensor, list or dictionary"
+                )
+            if isinstance(node, Tensor):
+                if address in self._listed:
+                    raise self._error(nodes, place, "which is in a list as well")
+                if index == 0 or not isinstance(index, int):
+                    self._writes_at_first = True
+                elif not self._writes_at_first:
+                    raise self._error(nodes, place, "but not in the first iteration")
+            if id(node) in self._origin:
+                self._written.add(self._origin[id(node)])
+
+    def _follow_rows(self) -> None:
+        """Know what was put in a list and still is a variable."""
+        if not self._rows:
+            return
+        assert self._last is not None, "set by the caller"
+        here = {memory_of(node) for node in self._last if isinstance(node, Tensor)}
+        rows = {memory_of(leaf) for leaf in flatten(self._rows)[0]}
+        self._listed = (self._listed | rows) & here
+
+    def _check(self, place: int) -> None:
+        """Refuse a write that others would see, or see otherwise."""
+        real, address = self._real[place], memory_of(self._real[place])
+        if self._owners[place] not in self._changed:
+            raise self._error(self._real, place, "though not by the look of it")
+        if [memory_of(node) for node in self._real].count(address) > 1:
+            raise self._error(self._real, place, "which two of its variables refer to")
+        if not isinstance(real, Tensor):
+            if id(real) in containers_in(self._sources):
+                raise UnsupportedError(
+                    f"a loop writes to {self._owners[place]!r} in place and goes over "
+                    "it by another name. Go over a copy: list(...)."
+                )
+            if id(real) in containers_in(self._seen):
+                raise self._error(self._real, place, "and sees it by another name")
+            return
+        if address in {memory_of(tensor) for tensor in visible(self._seen, Tensor)}:
+            raise self._error(self._real, place, "and sees its memory by another name")
+        assert self._last is not None, "there was a step"
+        other = self._last[place]
+        if self._geometry[place] != _geometry(other):
+            raise self._error(self._real, place, "and changes its shape")
+        shared = [memory_of(node) for node in self._last].count(memory_of(other))
+        if shared > 1:
+            raise self._error(self._real, place, "and makes further views of it")
+        if not _is_writable(real):
+            raise self._error(self._real, place, "which PyTorch does not allow")
+
+    def _refuse_views(self) -> None:
+        """Refuse results that share memory, if one of them is written to elsewhere.
+
+        Each result of a loop has memory of its own.
+        """
+        assert self._last is not None, "there was a step"
+        places = [p for p, name in enumerate(self._owners) if name in self._kept]
+        if not places or len(self._last) != len(self._owners):
+            return
+        seen = [memory_of(tensor) for tensor in visible(self._seen, Tensor)]
+        outside = {*seen, *containers_in(self._seen)}
+        objects: dict[int, set[int]] = {}
+        for node in filter(is_mutable, self._last):
+            objects.setdefault(memory_of(node), set()).add(id(node))
+        for place in places:
+            node = self._last[place]
+            if not is_mutable(node) or id(node) in self._origin:
+                continue
+            if len(objects[memory_of(node)]) > 1 or memory_of(node) in outside:
+                raise self._error(
+                    self._last, place, "of which something else is a part"
+                )
+
+    def _refuse_unknown(self, carry: Carry) -> None:
+        for name, value in zip(self._names, carry, strict=True):
+            if name not in self._changed:
+                continue
+            for leaf in flatten(value)[0]:
+                if not is_known(leaf):
+                    raise WriteError(
+                        f"it writes to {name!r} in place, which has a "
+                        f"{type(leaf).__name__} in it"
+                    )
+
+    def _error(self, nodes: list[Any], place: int, why: str) -> WriteError:
+        same = len(nodes) == len(self._owners)
+        name = repr(self._owners[place]) if same else "a variable"
+        return WriteError(f"it writes to {name} in place, {why}")
+
+
+def watched(body: Any, writes: Writes) -> Any:
+    """Return the body of a loop, watched as long as `writes` is alive.
+
+    It is referred to weakly: what a loop's function can see counts as captured, and in
+    backward nothing is to be watched.
+    """
+    reference = weakref.ref(writes)
+
+    def run(carry: Carry, item: Any, index: Any = None) -> Any:
+        watching = reference()
+        if watching is None:
+            return body(carry, item)
+        return watching.run(body, carry, item, index)
+
+    return run
+
+
+def _geometry(node: Any) -> Any:
+    if not isinstance(node, Tensor):
+        return None
+    strides = node.stride() if has_storage(node) else None
+    return node.shape, strides, node.dtype, node.device
+
+
+def _is_writable(tensor: Tensor) -> bool:
+    """Return whether autograd lets one write to all of a tensor at once."""
+    if torch.is_grad_enabled() and tensor.requires_grad and tensor.is_leaf:
+        return False
+    if not has_storage(tensor):
+        return False
+    overlaps = any(
+        stride == 0 and size > 1
+        for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    )
+    return not overlaps and not tensor.is_inference()
