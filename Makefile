@@ -36,7 +36,7 @@ docs: $(TOOLS) ## Build the documentation site in build/site
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict $(ARGS)
 
 sweep: $(PACKAGES) ## Run the long tests: the operator database, every model at every budget
-	$(RUN) -m pytest -m sweep tests/sweep $(ARGS)
+	RECOUP_EXAMPLES=random $(RUN) -m pytest -m sweep tests/sweep $(ARGS)
 
 bench: $(PACKAGES) ## Measure recoup beside torch.utils.checkpoint
 	$(RUN) -m benchmarks.cases.overhead $(ARGS)

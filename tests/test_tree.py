@@ -7,7 +7,8 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "recoup"
 MODULES = sorted(SOURCE.rglob("*.py"))
-MOST_LINES = 400
+# One concept, one module that owns its state: long enough for that, no longer.
+MOST_LINES = 600
 # Names that say nothing about what is inside, and so attract everything.
 EMPTY_NAMES = {"utils", "common", "misc", "helpers", "base"}
 
@@ -37,7 +38,11 @@ def test_a_module_is_small_described_and_well_named(module):
 @pytest.mark.parametrize(
     ("name", "text", "fault"),
     [
-        ("long.py", '"""Long."""\n' + "x = 1\n" * MOST_LINES, "more than 400 lines"),
+        (
+            "long.py",
+            '"""Long."""\n' + "x = 1\n" * MOST_LINES,
+            f"more than {MOST_LINES} lines",
+        ),
         ("silent.py", "x = 1\n", "no docstring"),
         ("blank.py", '""" """\n', "no docstring"),
         ("utils.py", '"""All sorts."""\n', "named after nothing"),

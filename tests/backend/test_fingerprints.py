@@ -1,11 +1,13 @@
 """Fingerprints: equal for equal bits, different for any change."""
 
+import random
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recoup.backend.fingerprints import fingerprint
+from recoup.backend.fingerprints import _BLOCKS, _PLACES, _weights, fingerprint
 from recoup.backend.memory import StorageMeter
 from tests.support.counting import Operators
 
@@ -24,6 +26,14 @@ DTYPES = [
     torch.uint8,
     torch.bool,
 ]
+
+
+CPU = torch.device("cpu")
+
+
+def valuation(number):
+    """Return how often two divides a number."""
+    return (number & -number).bit_length() - 1
 
 
 def differ(left, right):
@@ -133,6 +143,54 @@ class TestDifference:
     def test_any_other_order_is_seen(self, order):
         tensor = torch.arange(12)
         assert differ(tensor, tensor[torch.tensor(order)]) is (order != sorted(order))
+
+    @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float32])
+    @pytest.mark.parametrize("length", [2, 3, 8, 31, 64])
+    def test_any_two_elements_that_are_swapped_are_seen(self, dtype, length):
+        for first in range(length):
+            for second in range(first):
+                tensor = torch.zeros(length).to(dtype)
+                tensor[first] = 1
+                swapped = torch.zeros(length).to(dtype)
+                swapped[second] = 1
+                assert differ(tensor, swapped)
+
+    def test_places_and_blocks_never_share_a_weight(self):
+        weights = torch.cat(
+            [_weights(_PLACES, 4096, CPU), _weights(_BLOCKS, 4096, CPU)]
+        )
+        assert bool((weights % 2 == 1).all())
+        assert len(weights.unique()) == len(weights)
+
+    @given(st.integers(0, 2**32), st.permutations(range(8)))
+    def test_the_bound_holds_with_shorter_weights(self, seed, order):
+        """Eight-bit sums stand for those of 64: every pair of weights is tried."""
+        changed = [value - place for place, value in enumerate(order)]
+        if not any(changed):
+            return
+        bits, power = 8, min(valuation(change) for change in changed if change)
+        drawn = random.Random(seed)
+        weights = [[drawn.randrange(1, 1 << bits, 2) for _ in order] for _ in range(64)]
+        # Uniform odd weights cancel with a chance of at most 2**(power + 1 - bits); the
+        # first weight that matters is tried with each of its values, the rest drawn.
+        place = next(
+            place
+            for place, change in enumerate(changed)
+            if change and valuation(change) == power
+        )
+        for others in weights:
+            rest = sum(
+                change * weight
+                for index, (change, weight) in enumerate(
+                    zip(changed, others, strict=True)
+                )
+                if index != place
+            )
+            hits = sum(
+                (rest + changed[place] * weight) % (1 << bits) == 0
+                for weight in range(1, 1 << bits, 2)
+            )
+            assert hits <= 1 << power
 
 
 class TestCost:

@@ -6,6 +6,8 @@ from torch import Tensor
 from recoup.backend.storages import is_dense
 
 _BLOCK = 1 << 21
+_PLACES = 1
+_BLOCKS = 1 << 40  # beyond any place, so that no weight serves both
 _GOLDEN = -7046029254386353131
 _MIXER = -4658895280553007687
 
@@ -15,11 +17,22 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 def fingerprint(tensor: Tensor) -> Tensor:
     """Return one integer on the device that stands for a tensor's bits.
 
-    The bits, read as integers of four bytes where they can be, are multiplied by a
-    pseudo-random number for their place and summed, modulo 2**64. Equal tensors give
-    equal fingerprints; a changed or moved element gives another one, but for a chance
-    of 2**-32 at most. (`torch.hash_tensor` knows no places: it takes a dropout mask for
+    The bits, read as integers of up to four bytes, are multiplied by an odd
+    pseudo-random number for their place in a block and summed; the sums of the blocks
+    are multiplied by an odd pseudo-random number for the block and summed, all modulo
+    2**64. Equal tensors give equal fingerprints. Any other tensor of the same size
+    (changed, swapped or permuted elements) gives another one, but for a chance of
+    2**-26 at most. (`torch.hash_tensor` ignores positions: it takes a dropout mask for
     any other with as many ones.)
+
+    The bound: let d be the differences of one changed block and 2**k, k < 32, the
+    largest power of two that divides them all. With independent, uniform odd weights
+    w, the sum s of d * w is a multiple of 2**(m + 1) with a chance of at most
+    2**(k - m), and then v * s, with an odd weight v for the block, cancels the other
+    blocks with a chance of at most 2**(m - 62). Summed over the m from k to 63, that
+    is less than 34 * 2**-31. With one sequence for w and v they would not be
+    independent: swapping the second place of the first block with the first place of
+    the second would change nothing.
 
     Costs two passes over the tensor, in two blocks or more, of two million integers at
     most, and memory for twice the tensor, at most 32 MiB; never synchronises.
@@ -35,17 +48,17 @@ def fingerprint(tensor: Tensor) -> Tensor:
     width = _width(flat)
     length = _length(flat, width)
     count = min(length, flat.numel()) * flat.element_size() // width
-    weights = _weights(count, tensor.device)
+    weights = _weights(_PLACES, count, tensor.device)
     sums = [
         (bits * weights[: bits.numel()]).sum()
         for bits in (_integers(block, width) for block in flat.split(length))
     ]
-    return (torch.stack(sums) * _weights(len(sums), tensor.device)).sum()
+    return (torch.stack(sums) * _weights(_BLOCKS, len(sums), tensor.device)).sum()
 
 
-def _weights(count: int, device: torch.device) -> Tensor:
-    """Return an odd pseudo-random number for each place (the mixer of SplitMix64)."""
-    places = torch.arange(1, count + 1, device=device).mul_(_GOLDEN)
+def _weights(begin: int, count: int, device: torch.device) -> Tensor:
+    """Return odd pseudo-random numbers (the mixer of SplitMix64), from one on."""
+    places = torch.arange(begin, begin + count, device=device).mul_(_GOLDEN)
     places.bitwise_xor_(places >> 30).mul_(_MIXER)
     return places.bitwise_xor_(places >> 27).bitwise_or_(1)
 
