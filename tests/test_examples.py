@@ -16,16 +16,16 @@ FOLDER = ROOT / "examples"
 EXAMPLES = sorted(FOLDER.glob("*.py"))
 NAMES = [example.name for example in EXAMPLES]
 EXPECTED = {
-    # Seed 001.
+    # SciRS2-autograd.
     "simple_checkpointing.py",
     "gradient_checkpointing.py",
     "enhanced_gradient_checkpointing.py",
     "flexible_checkpointing.py",
-    # Seed 000.
+    # MLFramework.
     "manual_scopes.py",
     "manager.py",
     "checkpointed_layer.py",
-    # Seed 002.
+    # Tangent.
     "loop_rnn.py",
     "loop_lstm.py",
     "loop_heat.py",

@@ -1,4 +1,4 @@
-"""What the tests of seed 002's upstream assert, written anew, and with gradients.
+"""What the tests of Tangent's fork assert, written anew, and with gradients.
 
 Upstream tests positions, forward results and arithmetic with NumPy; not one gradient.
 Here each law holds for NumPy and for torch.
