@@ -62,11 +62,9 @@ class Problem:
         self.batch: Pair = _repeated(inputs, batches), _repeated(target, batches)
 
     def step(self) -> None:
-        """Run forward and backward, holding the output meanwhile as loops do."""
+        """Run forward and backward; the output ends before backward begins."""
         inputs, target = self.batch
-        output = call(self.model, inputs)
-        loss = self.case.loss(output, target)
-        loss.backward()
+        self.case.loss(call(self.model, inputs), target).backward()
 
     def given(self) -> list[Tensor]:
         """Return the tensors of the batch."""

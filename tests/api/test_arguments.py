@@ -66,16 +66,22 @@ def test_a_frontier_has_a_whole_number_of_points(points):
         recoup.frontier(graph, points=points)
 
 
-@pytest.mark.parametrize("budget", [0.5, float("nan"), None, "x", True, -1])
-def test_a_plan_is_for_bytes(budget):
+@pytest.mark.parametrize("budget", [1.5, float("nan"), None, "x", True, -1, "120%"])
+def test_a_plan_is_for_a_budget(budget):
     graph = recoup.measure(blocks(), odd_batch(), loss=mean_square)
-    with pytest.raises(UsageError, match="amount of memory"):
+    with pytest.raises(UsageError, match=r"a budget|a share|amount of memory"):
         recoup.plan(graph, budget)
 
 
-def test_a_plan_may_be_for_bytes_as_text():
+def test_a_plan_takes_every_budget_that_fit_takes():
     graph = recoup.measure(blocks(), odd_batch(), loss=mean_square)
+    assert recoup.plan(graph, "1GiB").segments == recoup.plan(graph, "1.5G").segments
     assert recoup.plan(graph, "1GiB").segments == ()
+    plain_bytes = recoup.plan(graph, 1.0).simulation.peak_bytes
+    for budget in (0.9, "0.9", "90%", int(0.9 * plain_bytes)):
+        made = recoup.plan(graph, budget)
+        assert made.segments
+        assert made.simulation.peak_bytes <= 0.9 * plain_bytes
     with pytest.raises(UsageError, match=r"recoup\.measure"):
         recoup.plan("x", 10)
 

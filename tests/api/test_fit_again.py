@@ -45,8 +45,7 @@ def peak_bytes_of(model: nn.Module, batch: Tensor) -> int:
     model.zero_grad(set_to_none=True)
     with StorageMeter() as meter:
         meter.track(model, batch)
-        output = model(batch)
-        mean_square(output).backward()
+        mean_square(model(batch)).backward()
         peak_bytes = meter.peak_bytes
     model.zero_grad(set_to_none=True)
     return peak_bytes

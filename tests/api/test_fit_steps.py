@@ -42,8 +42,7 @@ def test_models_of_unusual_kinds_fit_and_give_the_gradients_of_their_twin(name):
     before = state_of(model)
 
     def step() -> None:
-        output = model(batch)
-        odd.loss(output).backward()
+        odd.loss(model(batch)).backward()
 
     expected = gradients_after(model, step)
     restore(model, before["state"])
@@ -104,8 +103,7 @@ def test_a_model_of_random_depth_is_planned_for_the_step_it_is_checked_on(source
     assert list(tree_differences(before, after, where="")) == []
 
     def step() -> None:
-        output = model(batch)
-        mean_square(output).backward()
+        mean_square(model(batch)).backward()
 
     assert peak_bytes_of(model, step, batch) == report.predicted_peak_bytes
     assert len(model.depths) == 8

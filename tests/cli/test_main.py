@@ -408,9 +408,18 @@ def test_demo_is_the_demonstration(capsys):
     assert text.startswith("usage: recoup demo ")
 
 
+@pytest.mark.parametrize("budget", ["0.9", "90%", "1Gi", "0.5G", "7.91MiB"])
+def test_budgets_are_taken_as_people_write_them(budget, steps, capsys):
+    asked = ["fit", f"{steps}:make", "--budget", budget, "--json", "--points", "2"]
+    assert run(asked) == 0
+    said = json.loads(capsys.readouterr().out)
+    if budget in ("0.9", "90%"):
+        assert said["budget_bytes"] == int(0.9 * said["plain_peak_bytes"])
+
+
 WRONG = [
     (["fit", "steps.py:make", "--budget", "8 bananas"], USAGE, "bananas"),
-    (["fit", "steps.py:make", "--budget", "0"], USAGE, "more than no bytes"),
+    (["fit", "steps.py:make", "--budget", "0"], USAGE, "must be positive"),
     (["fit", "steps.py:make", "--budget", "120%"], USAGE, "up to 100%"),
     (["fit", "steps.py:make", "--budget", "x%"], USAGE, "up to 100%"),
     (["fit", "steps.py:make", "--budget", "1KiB"], INFEASIBLE, "cannot be met"),

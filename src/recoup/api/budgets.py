@@ -1,28 +1,21 @@
 """Budgets: what a user may ask for, in bytes."""
 
 import os
-from numbers import Integral, Real
-from typing import Any
 
 import torch
 
-from recoup.core.errors import InfeasibleError, UsageError
-from recoup.core.units import parse_bytes, parse_share, print_bytes
+from recoup.core.errors import InfeasibleError
+from recoup.core.units import parse_budget, print_bytes
 
 Budget = str | int | float | None
-"""Bytes as a number or as text ("8GiB"), a share of the plain peak (a float up to 1, or
-"60%"), or None for what the device has."""
+"""Bytes as a number or as text ("8GiB"), a share of the plain peak (a float up to 1,
+"0.6" or "60%"), or None for what the device has. See `parse_budget`."""
 
 _SHARE_OF_DEVICE = 0.95
 """Of a device's free memory, the rest is left to fragments of the allocator."""
 
 
 _TWO_BLOCKS_BYTES = 2 << 20
-
-_HOW_TO_GIVE = (
-    'Give bytes as a whole number or as text, as in "8GiB", a share of the plain peak '
-    'as a float up to 1 or as in "60%", or None for what the device has.'
-)
 
 
 def budget_bytes(budget: Budget, plain_peak_bytes: int, device: torch.device) -> int:
@@ -44,26 +37,10 @@ def budget_bytes(budget: Budget, plain_peak_bytes: int, device: torch.device) ->
         >>> budget_bytes("60%", 1000, torch.device("cpu"))
         600
     """
-    check_budget(budget)
     if budget is None:
         return free_bytes(device)
-    share = share_of(budget)
-    return _whole_bytes(budget) if share is None else int(share * plain_peak_bytes)
-
-
-def share_of(budget: str | float) -> float | None:
-    """Return the share of the plain peak that a budget is, or None if it is bytes.
-
-    Raises:
-        UsageError: It is in percent, and not above 0% and up to 100%.
-
-    Examples:
-        >>> share_of(0.5), share_of("60%"), share_of("8GiB"), share_of(1)
-        (0.5, 0.6, None, None)
-    """
-    if isinstance(budget, str):
-        return parse_share(budget)
-    return None if isinstance(budget, Integral) else budget
+    found = parse_budget(budget)
+    return found if isinstance(found, int) else int(found * plain_peak_bytes)
 
 
 def check_budget(budget: Budget) -> None:
@@ -73,30 +50,10 @@ def check_budget(budget: Budget) -> None:
         >>> check_budget("0.5 GiB")
         >>> check_budget("0 GiB")
         Traceback (most recent call last):
-        recoup.core.errors.UsageError: a budget is a positive number of bytes: got '0...
+        recoup.core.errors.UsageError: a budget must be positive: got '0 GiB'. ...
     """
-    if budget is None:
-        return
-    given: Any = budget  # of any type, whatever the signature says
-    if isinstance(given, bool) or not isinstance(given, str | Real):
-        raise UsageError(
-            f"a budget is a number of bytes: got {given!r} of type "
-            f"{type(given).__name__}. {_HOW_TO_GIVE}"
-        )
-    share = share_of(budget)
-    if share is not None and not 0 < float(share) <= 1:
-        raise UsageError(
-            f"a budget given as a share is above 0 and up to 1: got {given!r}. "
-            f"{_HOW_TO_GIVE}"
-        )
-    if share is None and _whole_bytes(given) <= 0:
-        raise UsageError(
-            f"a budget is a positive number of bytes: got {given!r}. {_HOW_TO_GIVE}"
-        )
-
-
-def _whole_bytes(given: Any) -> int:
-    return parse_bytes(given) if isinstance(given, str) else int(given)
+    if budget is not None:
+        parse_budget(budget)
 
 
 def told_bytes(floor_bytes: int, device: torch.device) -> int:

@@ -7,10 +7,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from recoup.api.budgets import Budget, budget_bytes, share_of
+from recoup.api.budgets import Budget
 from recoup.api.fit import Fit
 from recoup.core.errors import UsageError
-from recoup.core.units import print_bytes, print_seconds
+from recoup.core.units import parse_budget, print_bytes, print_seconds
 from recoup.engine.recomputing import replay_seconds
 
 
@@ -104,7 +104,7 @@ class Meter:
         if every < 1:
             raise UsageError(f"a meter reads one of 1 or more steps: got {every}.")
         self._device = _device(device)
-        self._budget_bytes = _bytes(budget, self._device)
+        self._budget_bytes = _bytes(budget)
         self._every = every
         self._writer = writer
         self._step = 0
@@ -165,14 +165,15 @@ def _device(device: torch.device | str | None) -> torch.device:
     return accelerator or torch.device("cpu")
 
 
-def _bytes(budget: Budget | Fit, device: torch.device) -> int:
+def _bytes(budget: Budget | Fit) -> int:
     if isinstance(budget, Fit):
         return budget.budget_bytes
     if budget is None:
         return 0
-    if share_of(budget) is not None:
+    found = parse_budget(budget)
+    if isinstance(found, float):
         raise UsageError(
-            f"a meter compares with bytes, not with a share: got {budget!r}. Give "
+            f"expected bytes to compare with, got the share {budget!r}. Give "
             'bytes, as in "8GiB", or what `fit` returned.'
         )
-    return budget_bytes(budget, 0, device)
+    return found

@@ -7,7 +7,7 @@ import typer
 
 from recoup.core.errors import UsageError
 from recoup.core.figures import figures_of
-from recoup.core.units import parse_bytes, parse_share
+from recoup.core.units import parse_budget
 
 TargetName = Annotated[
     str,
@@ -21,7 +21,8 @@ BudgetText = Annotated[
     str | None,
     typer.Option(
         "--budget",
-        help="Peak bytes, everything counted: 8GiB, 600MB, or 60% of the plain peak. "
+        help="Peak bytes, everything counted: 8GiB, 600MB, or a share of the plain "
+        "peak: 60% or 0.6. "
         "By default what the device has.",
     ),
 ]
@@ -77,11 +78,11 @@ def check_budget_text(text: str | None) -> None:
         UsageError: It is neither bytes nor a share.
 
     Examples:
-        >>> check_budget_text("60%")
-        >>> check_budget_text("8GiB")
+        >>> for text in ("60%", "0.6", "8GiB", "7.91GiB", "8G"):
+        ...     check_budget_text(text)
     """
-    if text is not None and parse_share(text) is None and parse_bytes(text) <= 0:
-        raise UsageError(f"a budget is more than no bytes: got {text!r}.")
+    if text is not None:
+        parse_budget(text)
 
 
 def check_device(device: str | None, *, dry: bool) -> None:

@@ -1,43 +1,53 @@
-"""Parse and print amounts of memory and time, bytes in exact integers."""
+"""Parse and print amounts of memory, budgets and durations; bytes are integers."""
 
 import math
 import re
+from numbers import Integral, Real
+from typing import Any
 
 from recoup.core.errors import UsageError
 
 _BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _DECIMAL_UNITS = ("B", "KB", "MB", "GB", "TB", "PB", "EB")
 _BYTES_PER_UNIT = {
-    unit.lower(): base**power
+    spelling.lower(): base**power
     for base, units in ((1024, _BINARY_UNITS), (1000, _DECIMAL_UNITS))
     for power, unit in enumerate(units)
+    # With or without the B, as Kubernetes and Docker have it: 8Gi, 8G.
+    for spelling in ({unit, unit.removesuffix("B")} if power else {unit})
 }
 # Forty digits are far beyond any memory and below Python's own limit on the
 # digits it turns into an integer, which would surface as a foreign error.
-_AMOUNT = re.compile(r"([0-9]{1,40})(?:\.([0-9]{1,40}))?\s*([a-z]*)", re.IGNORECASE)
+_AMOUNT = re.compile(
+    r"([0-9]{1,40})(?:\.([0-9]{1,40}))?(?:e\+?([0-9]{1,2}))?\s*([a-z]*|%)",
+    re.IGNORECASE,
+)
+_LEAST_FLOAT_BYTES = 1000
 _HOW_TO_WRITE = (
-    "Write a whole number of bytes, or a number with a unit, "
-    "such as 1024, '1.5 MB' (1000 x 1000) or '8GiB' (1024 x 1024 x 1024)."
+    "Write bytes as a number, such as 1024, or as a number with a unit, such as "
+    "'1.5 MB' (1000 x 1000), '8G' (the same as '8GB') or '7.91GiB' "
+    "(1024 x 1024 x 1024)."
+)
+_HOW_TO_WRITE_SHARE = (
+    "Write a share of the plain peak as a number with a point, such as 0.6, or as "
+    "'60%'."
 )
 
 
 def parse_bytes(amount: int | str) -> int:
-    """Return an amount of memory as a whole number of bytes, without rounding.
+    """Return an amount of memory in whole bytes, rounded down.
 
-    `KB MB GB TB PB EB` are powers of 1000, `KiB MiB GiB TiB PiB EiB` powers of
-    1024, in upper or lower case; a number alone is bytes.
+    `KB MB GB TB PB EB` are powers of 1000, `KiB MiB GiB TiB PiB EiB` powers of 1024, in
+    upper or lower case, with or without the `B`; a number alone is bytes.
 
     Raises:
-        UsageError: The amount is not a number with a known unit, is negative, or
-            is not a whole number of bytes.
+        UsageError: The amount is not a number with a known unit, or is negative.
 
     Examples:
-        >>> parse_bytes("8GiB")
-        8589934592
-        >>> parse_bytes("1.5 MB")
-        1500000
-        >>> parse_bytes(1024)
-        1024
+        >>> parse_bytes("8GiB"), parse_bytes("8Gi"), parse_bytes("8G")
+        (8589934592, 8589934592, 8000000000)
+        >>> parse_bytes("1.5 MB"), parse_bytes("7.91GiB"), parse_bytes(1024)
+        (1500000, 8493297827, 1024)
     """
     if isinstance(amount, str):
         return _parse_text(amount)
@@ -49,29 +59,54 @@ def parse_bytes(amount: int | str) -> int:
     return amount
 
 
-def parse_share(text: str) -> float | None:
-    """Return the share that a text in percent says, or None if it is not in percent.
+def parse_budget(budget: str | float) -> int | float:
+    """Return a budget: an int is bytes, a float is a share of the plain peak.
+
+    A text means what the same number means in Python: with a point and without a unit
+    it is a share if it is at most 1. Floats of 1000 and more are bytes.
 
     Raises:
-        UsageError: It is not above 0% and up to 100%.
+        UsageError: It is neither, or is not positive.
 
     Examples:
-        >>> parse_share("60%"), parse_share("12.5 %"), parse_share("8GiB")
-        (0.6, 0.125, None)
-        >>> parse_share("120%")
+        >>> parse_budget("60%"), parse_budget("0.6"), parse_budget(0.6)
+        (0.6, 0.6, 0.6)
+        >>> parse_budget("8 GB"), parse_budget(8e9), parse_budget("8e9")
+        (8000000000, 8000000000, 8000000000)
+        >>> parse_budget("120%")
         Traceback (most recent call last):
-        recoup.core.errors.UsageError: a share is above 0% and up to 100%: got '120%'.
+        recoup.core.errors.UsageError: expected a share above 0% and up to 100% for ...
     """
-    number, sign, rest = text.partition("%")
-    if not sign:
-        return None
-    try:
-        share = float(number) / 100
-    except ValueError:
-        share = 0.0
-    if rest.strip() or not 0 < share <= 1:
-        raise UsageError(f"a share is above 0% and up to 100%: got {text!r}.")
-    return share
+    given: Any = budget
+    found: int | float
+    if isinstance(given, str):
+        share = _share_in(given)
+        found = parse_bytes(given) if share is None else share
+    elif isinstance(given, bool) or not isinstance(given, Real):
+        raise UsageError(
+            f"expected a budget, got {given!r} of type {type(given).__name__}. "
+            f"{_HOW_TO_WRITE} {_HOW_TO_WRITE_SHARE}"
+        )
+    elif isinstance(given, Integral):
+        found = int(given)
+    else:
+        found = float(given)
+        if math.isfinite(found) and found >= _LEAST_FLOAT_BYTES:
+            found = int(found)
+    if isinstance(found, float) and not 0 < found <= 1:
+        is_percent = isinstance(given, str) and "%" in given
+        bounds = "0% and up to 100%" if is_percent else "0 and up to 1"
+        raise UsageError(
+            f"expected a share above {bounds} for a budget, got {given!r}. "
+            f"{_HOW_TO_WRITE_SHARE} "
+            f"{_HOW_TO_WRITE}"
+        )
+    if found <= 0:
+        raise UsageError(
+            f"a budget must be positive: got {given!r}. {_HOW_TO_WRITE} "
+            f"{_HOW_TO_WRITE_SHARE}"
+        )
+    return found
 
 
 def print_bytes(amount_bytes: int) -> str:
@@ -127,20 +162,34 @@ def _parse_text(text: str) -> int:
     match = _AMOUNT.fullmatch(text.strip())
     if match is None:
         raise _unreadable(text, "it is not a number with a unit")
-    whole, decimals, unit = match[1], match[2] or "", match[3]
+    whole, decimals, exponent, unit = match[1], match[2] or "", match[3], match[4]
+    if unit == "%":
+        raise _unreadable(text, "it is a share, not bytes")
     factor = _BYTES_PER_UNIT.get(unit.lower() or "b")
     if factor is None:
         raise _unreadable(text, f"there is no unit {unit!r}")
-    amount_bytes, rest = divmod(int(whole + decimals) * factor, 10 ** len(decimals))
-    if rest:
-        reason = f"it is not a whole number of bytes (the next below is {amount_bytes})"
-        raise _unreadable(text, reason)
-    return amount_bytes
+    digits = int(whole + decimals) * 10 ** int(exponent or 0)
+    return digits * factor // 10 ** len(decimals)
+
+
+def _share_in(text: str) -> float | None:
+    """Return the share that a text says, of any size, or None if it is no share."""
+    stripped = text.strip()
+    if "%" in stripped:
+        try:
+            return float(stripped.removesuffix("%")) / 100
+        except ValueError:
+            return 0.0
+    match = _AMOUNT.fullmatch(stripped)
+    if match is None or match[2] is None or match[4] or match[3]:
+        return None
+    share = float(stripped)
+    return None if share >= _LEAST_FLOAT_BYTES else share
 
 
 def _unreadable(amount: object, reason: str) -> UsageError:
     return UsageError(
-        f"an amount of memory is needed, found {amount!r}: {reason}. {_HOW_TO_WRITE}"
+        f"expected an amount of memory, got {amount!r}: {reason}. {_HOW_TO_WRITE}"
     )
 
 

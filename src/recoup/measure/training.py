@@ -113,6 +113,23 @@ def training_step(
             "a step needs something to run on: got no batch. Give batch=, or step= "
             "with a function that runs forward and backward."
         )
+    loss_of_a_call = _loss_of_a_call(model, batch, loss)
+
+    @calls_user
+    def run() -> None:
+        _check_loss(loss_of_a_call()).backward()
+
+    return _with_surroundings(TrainingStep(model, run, batch, where), loss)
+
+
+def _loss_of_a_call(
+    model: nn.Module, batch: Any, loss: Callable[..., Tensor] | None
+) -> Callable[[], Any]:
+    """Return a function that calls the model and returns the loss alone.
+
+    The output ends with that call, as in a training loop: during backward the loss is
+    referenced, and not the logits.
+    """
     inputs, target = batch, None
     with_target = loss is not None and takes_target(loss)
     if with_target:
@@ -124,15 +141,13 @@ def training_step(
         inputs, target = batch
 
     @calls_user
-    def run() -> None:
+    def call() -> Any:
         output = _call(model, inputs)
         if loss is None:
-            found = _loss_in(output)
-        else:
-            found = loss(output, target) if with_target else loss(output)
-        _check_loss(found).backward()
+            return _loss_in(output)
+        return loss(output, target) if with_target else loss(output)
 
-    return _with_surroundings(TrainingStep(model, run, batch, where), loss)
+    return call
 
 
 def _with_surroundings(step: TrainingStep, function: object) -> TrainingStep:

@@ -7,7 +7,7 @@ from typing import Any
 from recoup.core.errors import UsageError
 from recoup.core.graph import Graph
 from recoup.core.segments import Action
-from recoup.core.units import parse_bytes
+from recoup.core.units import parse_budget
 from recoup.planners.infeasible import infeasible
 from recoup.planners.search import Plan, Search
 from recoup.planners.solution import Solution
@@ -17,7 +17,7 @@ EXACT = frozenset({Action.KEEP, Action.OFFLOAD})
 
 
 def plan(
-    graph: Graph, budget_bytes: int | str, *, allow: frozenset[Action] = EXACT
+    graph: Graph, budget_bytes: str | float, *, allow: frozenset[Action] = EXACT
 ) -> Solution:
     """Return the fastest plan known whose peak is within a budget.
 
@@ -29,12 +29,12 @@ def plan(
     Args:
         graph: One step, as measured.
         budget_bytes: The most bytes that may be in use at any moment, as a number or a
-            text as "8GiB".
+            text such as "8GiB"; or a share of the plain peak, as 0.6 or "60%".
         allow: What may be done with a value besides recomputing it.
 
     Raises:
         InfeasibleError: No plan known fits; it names the smallest budget that does.
-        UsageError: This is no graph, or no number of bytes.
+        UsageError: This is no graph, or no budget.
 
     Costs a second or two for 100 blocks of 25 operators.
 
@@ -48,7 +48,12 @@ def plan(
             f"a plan is made for a measured step: got {type(graph).__name__}. Measure "
             "one with recoup.measure."
         )
-    return plan_with(Search(graph, allow), parse_bytes(budget_bytes))
+    search = Search(graph, allow)
+    # A step that uses nothing has a peak of 0 bytes, which is then its budget too.
+    budget = 0 if budget_bytes == 0 else parse_budget(budget_bytes)
+    if isinstance(budget, float):
+        budget = int(budget * search.known[0][1].peak_bytes)
+    return plan_with(search, budget)
 
 
 def plan_with(
