@@ -149,15 +149,24 @@ class TestMoved:
             seen.check("function")
 
 
-class TestModules:
-    def test_modules_are_found_wherever_they_are_captured(self):
-        captured, owner = nn.Linear(2, 2), nn.Tanh()
+class TestInnerCode:
+    """Code inside of a function names variables as the function itself does."""
 
+    def test_a_global_that_a_generator_expression_alone_names(self, monkeypatch):
+        def function(xs):
+            return sum(x * SCALE for x in xs)
+
+        seen = Captures(function)
+        seen.check("function")
+        monkeypatch.setitem(globals(), "SCALE", 3.0)
+        with pytest.raises(CaptureError, match="'SCALE'"):
+            seen.check("function")
+
+    def test_a_variable_that_has_a_value_only_later(self):
         def function(x):
-            return captured(x)
+            return x * late
 
-        assert Captures(function).modules() == [captured]
-        assert Captures(owner).modules() == [owner]
-        assert Captures(owner.forward).modules() == [owner]
-        assert Captures(functools.partial(owner)).modules() == [owner]
-        assert Captures(len).modules() == []
+        seen = Captures(function)
+        late = 2.0
+        with pytest.raises(CaptureError, match="'late'"):
+            seen.check("function")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from recoup.api.rollback import Rollback
 from recoup.backend.storages import version_of
-from recoup.backend.surroundings import surroundings
+from recoup.backend.walk import reach
 from recoup.measure.training import takes_gradient
 
 
@@ -38,11 +38,10 @@ class Undoing:
     def __init__(
         self, step: Callable[[], Any], model: nn.Module, device: torch.device
     ) -> None:
-        modules, others = surroundings(step)
-        everything = nn.ModuleList(
-            {id(each): each for each in (model, *modules)}.values()
-        )
-        leaves = (*everything.parameters(), *filter(takes_gradient, others))
+        reached = reach(model, step, kind=(nn.Module, Tensor))
+        modules = [each for each in reached if isinstance(each, nn.Module)]
+        leaves = [t for t in reached if isinstance(t, Tensor) and takes_gradient(t)]
+        everything = nn.ModuleList(modules)
         self._gradients = _noted(leaves)
         self._rollback = Rollback(everything, device, with_numpy=True)
         self._rollback.remember()

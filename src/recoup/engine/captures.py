@@ -1,14 +1,11 @@
 """Captures: the variables a function sees, remembered to notice that they moved on."""
 
-import functools
-from collections.abc import Iterator
-from types import FunctionType, MethodType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from recoup.backend.reachable import reachable_modules
 from recoup.backend.storages import version_of
+from recoup.backend.walk import variables_of
 from recoup.core.errors import CaptureError
 
 _MISSING = object()
@@ -16,7 +13,7 @@ _PLAIN = (int, float, complex, str, bytes, bool, type(None))
 
 
 class Captures:
-    """What a function refers to by name: closure cells and globals.
+    """The closure cells and globals that a function, or code inside of it, names.
 
     Args:
         function: A function, method, partial or module.
@@ -38,16 +35,12 @@ class Captures:
 
     def __init__(self, function: Any) -> None:
         self._function = function
-        self._seen = dict(_variables(function))
+        self._seen = dict(variables_of(function))
         self._versions = {
             name: version_of(content)
             for name, content in self._seen.items()
             if isinstance(content, Tensor)
         }
-
-    def modules(self, *given: object) -> list[nn.Module]:
-        """Return the modules that the function, and what it is given, lead to."""
-        return reachable_modules(self._function, *given)
 
     def check(self, name: str) -> None:
         """Raise if a variable now refers to something else.
@@ -58,8 +51,9 @@ class Captures:
         Raises:
             CaptureError: Names the variable.
         """
-        now = dict(_variables(self._function))
-        for variable, before in self._seen.items():
+        now = dict(variables_of(self._function))
+        for variable in self._seen | now:
+            before = self._seen.get(variable, _MISSING)
             after = now.get(variable, _MISSING)
             if not _same(before, after):
                 raise CaptureError(
@@ -76,25 +70,6 @@ class Captures:
                     f"{name!r} is run again in backward, but the tensor {variable!r} "
                     "that it uses was changed in place. Change it after backward."
                 )
-
-
-def _variables(function: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(function, functools.partial):
-        yield from _variables(function.func)
-    elif isinstance(function, MethodType):
-        yield from _variables(function.__func__)
-    elif isinstance(function, FunctionType):
-        code = function.__code__
-        for name, cell in zip(
-            code.co_freevars, function.__closure__ or (), strict=True
-        ):
-            try:
-                yield name, cell.cell_contents
-            except ValueError:
-                yield name, _MISSING
-        for name in code.co_names:
-            if name in function.__globals__:
-                yield name, function.__globals__[name]
 
 
 def _same(before: Any, after: Any) -> bool:

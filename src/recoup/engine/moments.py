@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
+from torch import nn
 
 from recoup.backend.autocast import AutocastState, autocast_as, autocast_states
 from recoup.backend.buffers import unchanged_buffers
@@ -16,7 +17,7 @@ from recoup.backend.randomness import (
     restore_random_states,
 )
 from recoup.backend.rng import devices_in_use
-from recoup.backend.surroundings import surroundings
+from recoup.backend.walk import reach
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,6 @@ def leaving_no_trace(
         function: What the block calls.
         moment: When it was called before; by default it draws numbers as if now.
     """
-    modules, _ = surroundings(function, original_of(function))
+    modules = reach(function, original_of(function), kind=nn.Module)
     with unchanged_buffers(modules), (moment or Moment.now()).again():
         yield

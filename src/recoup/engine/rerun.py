@@ -23,6 +23,7 @@ from recoup.backend.rng import default_states, random_state
 from recoup.backend.storages import alias, has_contents, has_storage
 from recoup.backend.transforms import outside_transforms
 from recoup.backend.trees import leaves, map_leaves, tensors
+from recoup.backend.walk import reach
 from recoup.core.errors import ClearedError, MismatchError
 from recoup.engine.active import is_recordable, refuse_transform
 from recoup.engine.captures import Captures
@@ -120,7 +121,7 @@ class Rerun:
         self._function: Callable[..., Any] | None = function
         self._captures = Captures(original)
         self._key = _key_of(original)
-        modules = self._captures.modules(function, args, kwargs)
+        modules = reach(original, function, args, kwargs, kind=nn.Module)
         self._buffers = KeptBuffers(modules, self._key)
         self._random = default_states(devices)
         self._default_dtype = default_dtype()

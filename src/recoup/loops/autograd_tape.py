@@ -9,10 +9,10 @@ from autograd.core import VJPNode, add_outgrads
 from autograd.tracer import Box, isbox, new_box, trace_stack
 from autograd.util import toposort
 
+from recoup.backend.walk import reach
 from recoup.core.errors import CaptureError
 from recoup.loops.numpy_machine import NumpyMachine, is_continuous
 from recoup.loops.trees import Structure, flatten, unflatten
-from recoup.loops.visible import visible
 
 
 @dataclass(slots=True)
@@ -99,7 +99,7 @@ def without_traces(machine: NumpyMachine) -> None:
     Raises:
         CaptureError: A gradient would be lost.
     """
-    left = visible(machine.seeing(machine.values).function, Box)
+    left = reach(machine.seeing(machine.values).function, kind=Box)
     if left:
         raise CaptureError(
             f"{machine.step.name!r} sees a traced array of shape "

@@ -15,9 +15,9 @@ from torch.overrides import TorchFunctionMode
 
 from recoup.backend.graph import has_hooks
 from recoup.backend.trees import map_leaves
+from recoup.backend.walk import reach
 from recoup.core.errors import CaptureError
 from recoup.loops.steps import Step
-from recoup.loops.visible import visible
 
 Edge = tuple[Node, int]
 
@@ -34,7 +34,7 @@ def captured_tensors(function: Any) -> list[Tensor]:
         >>> captured_tensors(step)[0] is weight
         True
     """
-    return [tensor for tensor in visible(function, Tensor) if tensor.requires_grad]
+    return [tensor for tensor in reach(function, kind=Tensor) if tensor.requires_grad]
 
 
 def captured_by(step: Step, leaves: Sequence[Any]) -> list[Tensor]:

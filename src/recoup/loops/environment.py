@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from recoup.backend.autocast import autocast_as, autocast_states
 from recoup.backend.buffers import buffers_of
 from recoup.backend.rng import default_states, same_state
-from recoup.loops.visible import visible
+from recoup.backend.walk import reach
 
 RandomStates = list[tuple[torch.Generator, Tensor]]
 
@@ -37,7 +37,7 @@ class Environment:
         # Each tape casts weights for itself; a cache would hold the graph of another.
         self._autocast = tuple(replace(state, cache=False) for state in states)
         self._casts = any(state.enabled for state in states)
-        self._own: list[torch.Generator] = visible(function, torch.Generator)
+        self._own: list[torch.Generator] = reach(function, kind=torch.Generator)
         self._begin = self._states()
         self.draws = True
 
@@ -96,7 +96,7 @@ def buffers_kept(function: Any) -> Iterator[None]:
     """
     buffers = {
         id(buffer): buffer
-        for module in visible(function, nn.Module)
+        for module in reach(function, kind=nn.Module)
         for buffer in buffers_of(module)
     }
     contents = [(buffer, buffer.detach().clone()) for buffer in buffers.values()]

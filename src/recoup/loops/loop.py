@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from recoup.backend.walk import reach
 from recoup.core.errors import UsageError
 from recoup.core.units import parse_bytes
 from recoup.engine.tiers.protocol import Tier
@@ -18,7 +19,6 @@ from recoup.loops.steps import Step
 from recoup.loops.torch_budget import fit_torch_budget
 from recoup.loops.torch_loop import run_torch
 from recoup.loops.trees import flatten
-from recoup.loops.visible import visible
 from recoup.schedules.online import Online
 from recoup.schedules.schedule import Schedule
 
@@ -233,12 +233,12 @@ def _kind_of(leaves: list[Any], step: Step) -> str:
     arrays = [*leaves, *fed]
     if any(isinstance(leaf, Tensor) for leaf in arrays):
         return "torch"
-    if visible(step.function, Tensor) and not any(map(_is_array, arrays)):
+    if reach(step.function, kind=Tensor) and not any(map(_is_array, arrays)):
         return "torch"
     jax = sys.modules.get("jax")
     if jax is not None and (
         any(isinstance(leaf, jax.Array) for leaf in arrays)
-        or visible(step.function, jax.Array)
+        or reach(step.function, kind=jax.Array)
     ):
         return "jax"
     return "numpy"

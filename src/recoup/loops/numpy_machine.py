@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from recoup.backend.walk import reach
 from recoup.core.errors import CaptureError, MismatchError, UnsupportedError, UsageError
 from recoup.loops.feeds import Feed
 from recoup.loops.steps import Step
+from recoup.loops.substitution import rebuilt
 from recoup.loops.trees import Structure, flatten, unflatten
-from recoup.loops.visible import rebuilt, visible
 from recoup.loops.witness import Witness
 
 Held = tuple[Structure, list[Any]]
@@ -143,7 +144,7 @@ class NumpyMachine:
         known = None if self.outside is None else {id(array) for array in self.outside}
         found = [
             array
-            for array in visible(function, np.ndarray)
+            for array in reach(function, kind=np.ndarray)
             if known is not None and self._verify != "off" and id(array) not in known
         ]
         if found or traced_arrays(function):
@@ -177,7 +178,7 @@ class NumpyMachine:
         if step.with_outputs:
             self._put(output)
         # What the first step has made for itself is a cache of its own.
-        self.outside = visible(step.function, np.ndarray)
+        self.outside = reach(step.function, kind=np.ndarray)
         return state
 
     def _reverse_by_vjp(self, state: Any, start: int, stop: int) -> None:
@@ -212,14 +213,14 @@ class NumpyMachine:
 def traced_arrays(thing: Any) -> list[Any]:
     """Return the arrays that HIPS autograd traces and that an object can see."""
     tracer = sys.modules.get("autograd.tracer")
-    return [] if tracer is None else visible(thing, tracer.Box)
+    return [] if tracer is None else reach(thing, kind=tracer.Box)
 
 
 def hides_arrays(leaf: Any) -> bool:
     """Return whether a leaf of a state is an object with arrays inside."""
     if isinstance(leaf, np.ndarray):
         return leaf.dtype.kind == "O"
-    return bool(visible(leaf, np.ndarray) or traced_arrays(leaf))
+    return bool(reach(leaf, kind=np.ndarray) or traced_arrays(leaf))
 
 
 def _copied(leaf: Any) -> Any:

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from recoup.backend.storages import version_of
+from recoup.backend.walk import reach
 from recoup.core.errors import CaptureError
-from recoup.loops.visible import visible
 
 _ADVICE = (
     "Return it as a part of the state, or as an output with with_outputs=True; keep "
@@ -47,7 +47,7 @@ class Outside:
         self._strict = False
         self._seen = {
             id(tensor): (tensor, version_of(tensor), tensor.requires_grad)
-            for tensor in visible(function, Tensor)
+            for tensor in reach(function, kind=Tensor)
         }
 
     def settle(self) -> None:
@@ -56,7 +56,7 @@ class Outside:
         From now on any further tensor is one too many, also one without a graph.
         """
         self._strict = True
-        for tensor in visible(self._function, Tensor):
+        for tensor in reach(self._function, kind=Tensor):
             if not tensor.requires_grad and id(tensor) not in self._seen:
                 self._seen[id(tensor)] = (tensor, version_of(tensor), False)
 
@@ -70,7 +70,7 @@ class Outside:
             CaptureError: A gradient would be lost.
         """
         made = _made_by_hooks(self._function)
-        now = visible(self._function, Tensor)
+        now = reach(self._function, kind=Tensor)
         for tensor in now:
             if id(tensor) not in made:
                 self._check(tensor, name)
@@ -113,13 +113,13 @@ def holds_other_tensors(leaves: list[Any], known: list[Any]) -> Any:
     Returns:
         The first such object, or None.
     """
-    addresses = {id(tensor) for tensor in visible(known, Tensor)}
+    addresses = {id(tensor) for tensor in reach(known, kind=Tensor)}
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             continue
         if isinstance(leaf, (types.GeneratorType, map, filter, zip)):
             return leaf
-        if any(id(tensor) not in addresses for tensor in visible(leaf, Tensor)):
+        if any(id(tensor) not in addresses for tensor in reach(leaf, kind=Tensor)):
             return leaf
     return None
 
@@ -128,7 +128,7 @@ def _made_by_hooks(function: Any) -> set[int]:
     """Return the tensors that hooks such as weight normalization put into modules."""
     return {
         id(value)
-        for top in visible(function, nn.Module)
+        for top in reach(function, kind=nn.Module)
         for module in top.modules()
         if module._forward_pre_hooks  # noqa: SLF001 (there is no other way to ask)
         for value in vars(module).values()

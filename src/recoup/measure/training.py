@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from recoup.backend.stash import Stash
-from recoup.backend.surroundings import surroundings
 from recoup.backend.trees import tensors
+from recoup.backend.walk import reach
 from recoup.core.callers import calls_user
 from recoup.core.errors import UsageError
 from recoup.engine.plans import refuse_scripted
@@ -152,8 +152,11 @@ def _loss_of_a_call(
 
 def _with_surroundings(step: TrainingStep, function: object) -> TrainingStep:
     """Return the step with what else its runs may change, so that it is put back."""
-    modules, captured = surroundings(function)
-    others = tuple(module for module in modules if module is not step.model)
+    own = {id(module) for module in step.model.modules()}
+    reached = reach(step.model, function, kind=(nn.Module, Tensor))
+    modules = [each for each in reached if isinstance(each, nn.Module)]
+    others = tuple(module for module in modules if id(module) not in own)
+    captured = [each for each in reached if isinstance(each, Tensor)]
     found = [t for t in (*tensors(step.batch), *captured) if takes_gradient(t)]
     return replace(step, around=others, leaves=tuple(found))
 

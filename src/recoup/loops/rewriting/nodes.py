@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from recoup.backend.storages import has_storage, storage_address, version_of
-from recoup.loops.visible import visible
+from recoup.backend.walk import reach
 
 _MOST_SOURCES = 1000
 
@@ -91,16 +91,7 @@ def copied(tree: Any, *, tensors_too: bool) -> Any:
 
 def containers_in(things: Iterable[Any]) -> set[int]:
     """Return the `id` of every list and dictionary in sight of some objects."""
-    found: dict[int, Any] = {}
-    waiting = [tuple(things)]
-    while waiting:
-        sight = waiting.pop()
-        for container in [*visible(sight, list), *visible(sight, dict)]:
-            if id(container) not in found:
-                found[id(container)] = container
-                inside = container.values() if type(container) is dict else container
-                waiting.append(tuple(inside))
-    return set(found)
+    return {id(each) for each in reach(*things, kind=(list, dict))}
 
 
 def sources_of(items: Any) -> list[Any]:

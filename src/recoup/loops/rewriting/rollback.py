@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from recoup.backend.buffers import BufferSlot, buffer_slots, put_in_place
 from recoup.backend.randomness import random_states, restore_random_states
+from recoup.backend.walk import reach
 from recoup.loops.trees import flatten
-from recoup.loops.visible import visible
 
 
 class Rollback:
@@ -36,12 +36,12 @@ class Rollback:
         seen = list(functions)
         leaves, _ = flatten(state)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        tensors += visible(seen, Tensor)
+        tensors += reach(*seen, kind=Tensor)
         devices = {tensor.device for tensor in tensors}
         self._devices = [d for d in devices if d.type not in ("cpu", "meta")]
         self._random = random_states(*self._devices)
         self._generators = _generator_states([*seen, *leaves])
-        modules = visible([*seen, *leaves], nn.Module)
+        modules = reach(*seen, *leaves, kind=nn.Module)
         self._slots = [slot for module in modules for slot in buffer_slots(module)]
         self._contents = _contents(self._slots)
 
@@ -65,16 +65,18 @@ def _generator_states(things: list[Any]) -> list[tuple[Callable[[Any], Any], Any
     """Return the states of the generators in sight, each with what puts it back."""
     found: list[tuple[Callable[[Any], Any], Any]] = [
         (generator.set_state, generator.get_state())
-        for generator in visible(things, torch.Generator)
+        for generator in reach(*things, kind=torch.Generator)
     ]
-    found += [(own.setstate, own.getstate()) for own in visible(things, random.Random)]
+    found += [
+        (own.setstate, own.getstate()) for own in reach(*things, kind=random.Random)
+    ]
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return found
-    for generator in visible(things, numpy.random.Generator):
+    for generator in reach(*things, kind=numpy.random.Generator):
         bits = generator.bit_generator
         found.append((_setter(bits), bits.state))
-    for old in visible(things, numpy.random.RandomState):
+    for old in reach(*things, kind=numpy.random.RandomState):
         found.append((old.set_state, old.get_state()))
     return found
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from recoup.backend.storages import has_storage, version_of
+from recoup.backend.walk import reach
 from recoup.core.errors import CaptureError, UnsupportedError
 from recoup.loops.rewriting.nodes import (
     containers_in,
@@ -27,7 +28,6 @@ from recoup.loops.rewriting.nodes import (
 from recoup.loops.rewriting.putting import Putting
 from recoup.loops.steps import KindError
 from recoup.loops.trees import flatten
-from recoup.loops.visible import visible
 
 Carry = tuple[Any, ...]
 
@@ -235,7 +235,7 @@ class Writes:
             if id(real) in containers_in(self._seen):
                 raise self._error(self._real, place, "and sees it by another name")
             return
-        if address in {memory_of(tensor) for tensor in visible(self._seen, Tensor)}:
+        if address in {memory_of(tensor) for tensor in reach(self._seen, kind=Tensor)}:
             raise self._error(self._real, place, "and sees its memory by another name")
         assert self._last is not None, "there was a step"
         other = self._last[place]
@@ -256,7 +256,7 @@ class Writes:
         places = [p for p, name in enumerate(self._owners) if name in self._kept]
         if not places or len(self._last) != len(self._owners):
             return
-        seen = [memory_of(tensor) for tensor in visible(self._seen, Tensor)]
+        seen = [memory_of(tensor) for tensor in reach(self._seen, kind=Tensor)]
         outside = {*seen, *containers_in(self._seen)}
         objects: dict[int, set[int]] = {}
         for node in filter(is_mutable, self._last):
