@@ -12,6 +12,7 @@ from recoup.backend.operators import (
     draws,
     draws_outside_generators,
     facts_of,
+    is_repeatable,
 )
 
 aten = torch.ops.aten
@@ -300,9 +301,38 @@ class TestKept:
         assert facts_of(cond_op).opaque
 
     def test_additions_in_any_order_are_kept_on_accelerators_only(self):
+        x, rows = torch.zeros(3), torch.zeros(3, dtype=torch.long)
         for operator in (aten.index_add.default, aten.scatter_add_.default):
             facts = facts_of(operator)
-            assert (facts.opaque, facts.opaque_on_accelerator) == (False, True)
+            assert (facts.opaque, facts.adds_in_any_order) == (False, True)
+            assert is_repeatable(facts, (x, 0, rows, x), {})
+            on_device = (x.to("meta"), 0, rows, x)
+            assert not is_repeatable(facts, on_device, {})
+
+    def test_one_number_may_be_written_in_any_order(self):
+        x, rows = torch.zeros(3, device="meta"), torch.zeros(3, dtype=torch.long)
+        assert is_repeatable(facts_of(aten.scatter.value), (x, 0, rows, 1.0), {})
+        assert not is_repeatable(facts_of(aten.scatter.src), (x, 0, rows, x), {})
+
+    def test_collectives_of_process_groups_write_to_their_first_argument(self):
+        pytest.importorskip("torch.distributed")
+        for name in ("allreduce_", "broadcast_", "allgather_", "recv_", "alltoall_"):
+            facts = facts_of(getattr(torch.ops.c10d, name).default)
+            assert (facts.writes, facts.opaque) == ((0,), True), name
+        for name in ("send", "barrier"):
+            facts = facts_of(getattr(torch.ops.c10d, name).default)
+            assert (facts.writes, facts.opaque) == ((), True), name
+
+    def test_torchs_own_operators_are_believed_and_those_of_others_are_not(self):
+        assert not any(facts_of(overload).is_unproven for overload in ALL)
+        with torch.library._scoped_library("recoup_others", "DEF") as library:
+            library.define("read(Tensor x) -> Tensor")
+            library.define("write(Tensor(a!) x) -> ()")
+            library.define("number(int x) -> int")
+            made = torch.ops.recoup_others
+            assert facts_of(made.read.default).is_unproven
+            assert not facts_of(made.write.default).is_unproven
+            assert not facts_of(made.number.default).is_unproven
 
     def test_a_custom_operator_is_judged_by_its_schema(self):
         with torch.library._scoped_library("recoup_facts", "DEF") as library:
@@ -313,7 +343,7 @@ class TestKept:
             )
             namespace = torch.ops.recoup_facts
             assert facts_of(namespace.plain.default) == Facts(
-                name="recoup_facts.plain.default", makes_more=True
+                name="recoup_facts.plain.default", makes_more=True, is_unproven=True
             )
             assert facts_of(namespace.write.default).writes == (0, "y")
             assert facts_of(namespace.draw.default).random

@@ -1,5 +1,6 @@
 """Observe operators below autograd as they run."""
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,6 +8,14 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+_CONTROL_FLOW = frozenset(
+    {
+        ("torch._higher_order_ops.utils", "_hop_compile_and_call"),
+        ("torch.nn.attention.flex_attention", "flex_attention"),
+    }
+)
+_FRAMES = 16
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor})
 
@@ -19,6 +28,25 @@ class OperatorMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         # True would wrap every call in a second one that costs more than the call.
+        return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return whether the compiler may run under the mode: for control flow alone.
+
+        `torch.cond` and its like compile their functions even in eager mode, and fail
+        on functions that were not. They reach the mode as one operator. Any other
+        compiled function runs uncompiled, so that the mode sees its operators.
+        """
+        frame = sys._getframe(1)
+        if frame.f_code.co_name == "__enter__":  # asked once for each region
+            return False
+        for _ in range(_FRAMES):
+            if (frame.f_globals.get("__name__"), frame.f_code.co_name) in _CONTROL_FLOW:
+                return True
+            if frame.f_back is None:
+                break
+            frame = frame.f_back
         return False
 
 

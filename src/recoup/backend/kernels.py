@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from recoup.backend.operators import facts_of
+from recoup.backend.operators import Facts, facts_of
 
 _GENERATED = {
     getattr(torch._C, "_VariableFunctions"): (  # noqa: B009 (no stub names it)
@@ -81,15 +81,19 @@ class Kernel:
         statistics: Positions of running statistics, if moving them is all that it does
             beside its results and it can be run without them.
         training_at: The position of the flag without which it moves none, or -1.
+        is_unproven: Whether it writes to its arguments has to be seen at its next call.
         reshapes: It changes the metadata of its argument.
         moves: It may copy to another device.
     """
 
     def __init__(self, operator: Any) -> None:
-        facts = facts_of(operator)
         self.operator = operator
-        self.facts = facts
         self.run = _fastest(operator)
+        self.learn(facts_of(operator))
+
+    def learn(self, facts: Facts) -> None:
+        """Go by these facts from now on."""
+        self.facts = facts
         self.passes = facts.passes
         self.blank = facts.blank
         self.simple = facts.simple or facts.blank
@@ -99,6 +103,7 @@ class Kernel:
         self.moves = facts.name.startswith("aten._to_copy")
         self.statistics = facts.statistics if facts.moves_statistics else ()
         self.training_at = facts.training_at
+        self.is_unproven = facts.is_unproven
 
 
 KERNELS: dict[int, Kernel] = {}

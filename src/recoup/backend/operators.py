@@ -1,5 +1,6 @@
 """What the engine must know about an operator before it may be run again."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,10 @@ class Facts:
         name: The operator's name with its overload, as `aten.add.Tensor`.
         passes: It only makes views or changes metadata: nothing to record.
         opaque: Its outputs are kept, never recomputed.
-        opaque_on_accelerator: The same, on devices where it adds in any order.
+        adds_in_any_order: Its floating-point additions have no fixed order where
+            several threads run it: `is_repeatable` says where.
+        is_unproven: It belongs to a library that is not known to tell the truth in its
+            schemas: whether it writes to its arguments has to be seen.
         writes: Arguments it writes to: positions, or names of keywords.
         overwrites: It writes without reading what was there.
         makes_more: It returns tensors other than those it writes to.
@@ -47,7 +51,8 @@ class Facts:
     name: str
     passes: bool = False
     opaque: bool = False
-    opaque_on_accelerator: bool = False
+    adds_in_any_order: bool = False
+    is_unproven: bool = False
     writes: tuple[int | str, ...] = ()
     overwrites: bool = False
     makes_more: bool = False
@@ -128,7 +133,8 @@ class Facts:
         return bool(
             self.passes
             or self.opaque
-            or self.opaque_on_accelerator
+            or self.adds_in_any_order
+            or self.is_unproven
             or self.ragged
             or self.asks_gradient_mode
             or self.shape_only
@@ -161,13 +167,15 @@ def facts_of(operator: Any) -> Facts:
     tags = operator.tags
     name = name_of(operator)
     base = schema.name
-    written = _writes(schema)
+    library = base.split("::")[0]
+    written = _writes(schema) or _hidden_writes(base)
     statistics = _statistics(base, schema)
     return Facts(
         name=name,
         passes=_passes(operator, written),
         opaque=_is_opaque(base, tags),
-        opaque_on_accelerator=base.rstrip("_") in _ATOMIC,
+        adds_in_any_order=base.rstrip("_") in _ATOMIC,
+        is_unproven=library not in _KNOWN and _takes_tensors(schema, written),
         writes=written,
         overwrites=base in _OVERWRITING or _is_out(written),
         makes_more=any(returned.alias_info is None for returned in schema.returns),
@@ -221,6 +229,44 @@ def draws_outside_generators(facts: Facts, args: tuple[Any, ...]) -> bool:
     )
 
 
+def is_repeatable(facts: Facts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether running a call again gives the same bits.
+
+    It does not where threads write to one place in any order. Accelerators do that in
+    many kernels. On a CPU only a few kernels do, when there are several threads and
+    more elements than one thread takes.
+
+    Examples:
+        >>> facts = facts_of(torch.ops.aten.index_put.default)
+        >>> x, rows = torch.zeros(3), torch.tensor([0, 0])
+        >>> is_repeatable(facts, (x, [rows], torch.ones(2), True), {})
+        True
+    """
+    if not facts.adds_in_any_order:
+        return True
+    given = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+    name = facts.name.split(".")[1].rstrip("_")
+    if any(tensor.device.type != "cpu" for tensor in given):
+        # One number, wherever it is written, in any order.
+        return name == "scatter" and not isinstance(args[3], Tensor)
+    if name not in _RACING_ON_CPU or torch.get_num_threads() == 1:
+        return True
+    target, indices = args[0], args[1]
+    if name == "index_copy":
+        indices, values = [None] * args[1] + [args[2]], args[3]
+    else:
+        values = args[2]
+    if isinstance(indices, Tensor):  # of `put`, whose target is one row to it
+        return indices.numel() < _GRAIN
+    # Masks name each place once; one value gives the same sum in any order.
+    places = [i for i in indices if i is not None and i.dtype not in _MASKS]
+    if not places or values.numel() == 1:
+        return True
+    rows = math.prod(torch.broadcast_shapes(*(place.shape for place in places)))
+    indexed = (n for n, i in zip(target.shape, indices, strict=False) if i is not None)
+    return rows * target.numel() < _GRAIN * math.prod(indexed)
+
+
 def _takes_none(schema: Any, position: int) -> bool:
     return "Optional" in str(schema.arguments[position].type)
 
@@ -230,6 +276,22 @@ def _writes(schema: Any) -> tuple[int | str, ...]:
         argument.name if argument.kwarg_only else position
         for position, argument in enumerate(schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+def _hidden_writes(base: str) -> tuple[int | str, ...]:
+    """Return what an operator writes to although its schema does not say so."""
+    library, name = base.split("::")
+    # The collectives of process groups: each fills its first argument, or changes it.
+    return (0,) if library == "c10d" and name.endswith("_") else ()
+
+
+def _takes_tensors(schema: Any, written: tuple[int | str, ...]) -> bool:
+    """Return whether there are tensors among the arguments that it does not write."""
+    return any(
+        "Tensor" in str(argument.type)
+        and (argument.name if argument.kwarg_only else position) not in written
+        for position, argument in enumerate(schema.arguments)
     )
 
 
@@ -300,24 +362,95 @@ _KEPT = frozenset(
     }
 )
 
-_COLLECTIVES = frozenset({"_c10d_functional", "c10d", "fsdp", "symm_mem"})
+# Several processes take part: running one twice would block, or change what others see.
+_COLLECTIVES = frozenset(
+    {
+        "_c10d_functional",
+        "_c10d_functional_autograd",
+        "_dtensor",
+        "c10d",
+        "c10d_functional",
+        "fsdp",
+        "symm_mem",
+    }
+)
 
-# Floating-point additions in any order on accelerators; the documentation of
-# torch.use_deterministic_algorithms lists them.
+# Libraries of torch itself: their schemas, and `_hidden_writes`, say what is written.
+_KNOWN = _COLLECTIVES | {
+    "_quantized",
+    "aten",
+    "mkldnn",
+    "mkldnn_prepacked",
+    "mkl",
+    "onednn",
+    "prim",
+    "prims",
+    "prepacked",
+    "profiler",
+    "quantized",
+    "quantized_decomposed",
+    "rngprims",
+    "sparse",
+}
+
+# Writes to one place in any order on accelerators; the documentation of
+# torch.use_deterministic_algorithms lists them. Derivatives are among them: gradients
+# may be taken inside a region.
 _ATOMIC = frozenset(
     {
+        "aten::_adaptive_avg_pool2d_backward",
+        "aten::_adaptive_avg_pool3d_backward",
+        "aten::_ctc_loss_backward",
+        "aten::_efficient_attention_backward",
         "aten::_embedding_bag",
+        "aten::_embedding_bag_dense_backward",
+        "aten::_flash_attention_backward",
         "aten::_index_put_impl",
+        "aten::_scaled_dot_product_efficient_attention_backward",
+        "aten::_scaled_dot_product_flash_attention_backward",
+        "aten::_unsafe_index_put",
+        "aten::_upsample_bicubic2d_aa_backward",
+        "aten::_upsample_bilinear2d_aa_backward",
+        "aten::adaptive_max_pool2d_backward",
+        "aten::avg_pool3d_backward",
         "aten::cumsum",
+        "aten::fractional_max_pool2d_backward",
+        "aten::fractional_max_pool3d_backward",
+        "aten::grid_sampler_2d_backward",
+        "aten::grid_sampler_3d_backward",
         "aten::index_add",
+        "aten::index_copy",
         "aten::index_put",
         "aten::index_reduce",
+        "aten::max_pool3d_with_indices_backward",
+        "aten::max_unpool2d",
+        "aten::max_unpool3d",
+        "aten::nll_loss2d_forward",
         "aten::put",
+        "aten::reflection_pad1d_backward",
+        "aten::reflection_pad2d_backward",
+        "aten::reflection_pad3d_backward",
+        "aten::replication_pad1d_backward",
+        "aten::replication_pad2d_backward",
+        "aten::replication_pad3d_backward",
+        "aten::scatter",
         "aten::scatter_add",
         "aten::scatter_reduce",
         "aten::segment_reduce",
+        "aten::upsample_bicubic2d_backward",
+        "aten::upsample_bilinear2d_backward",
+        "aten::upsample_linear1d_backward",
+        "aten::upsample_trilinear3d_backward",
     }
 )
+
+# Those that do so on a CPU with several threads: additions are atomic, and where a
+# place is named twice, either value may stay.
+_RACING_ON_CPU = frozenset(
+    {"_index_put_impl", "_unsafe_index_put", "index_copy", "index_put", "put"}
+)
+_GRAIN = 32768  # elements; fewer are left to one thread (`at::internal::GRAIN_SIZE`)
+_MASKS = frozenset({torch.bool, torch.uint8})
 
 _UNINITIALISED = frozenset(
     {

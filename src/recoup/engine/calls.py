@@ -9,6 +9,7 @@ from torch.nn import Parameter
 
 from recoup.backend.kernels import Kernel
 from recoup.backend.operators import Facts
+from recoup.backend.trees import tensors
 from recoup.engine.tape import Tape
 from recoup.engine.values import Operation
 
@@ -96,5 +97,5 @@ def targets_of(
         if isinstance(target, Tensor):
             found.append(target)
         elif isinstance(target, (list, tuple)):
-            found.extend(t for t in target if isinstance(t, Tensor))
+            found.extend(tensors(target))
     return found

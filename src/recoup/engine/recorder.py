@@ -15,10 +15,13 @@ from recoup.backend.operators import (
     crosses_devices,
     draws,
     draws_outside_generators,
+    is_repeatable,
     without_contents,
 )
 from recoup.backend.rng import generator_of, same_state
 from recoup.backend.storages import covers_storage, has_storage
+from recoup.backend.trees import tensors
+from recoup.backend.undeclared import FirstSight
 from recoup.engine.calls import NO_TENSORS, record_call, targets_of
 from recoup.engine.tape import Tape
 from recoup.engine.values import OUTSIDE, Operation, Value
@@ -30,6 +33,8 @@ class Recorder(OperatorMode):
     Args:
         tape: What to write on.
     """
+
+    _first_sight: FirstSight | None = None
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
@@ -70,7 +75,8 @@ class Recorder(OperatorMode):
                 return self._in_place(kernel, args, kwargs)
             if kernel.statistics:
                 return self._with_statistics(kernel, args, kwargs)
-            return self._special(kernel, args, kwargs)
+            record = self._prove if kernel.is_unproven else self._special
+            return record(kernel, args, kwargs)
         if kernel.moves and kwargs.get("device") is not None:
             return self._special(kernel, args, kwargs)
         tape = self.tape
@@ -92,9 +98,35 @@ class Recorder(OperatorMode):
     def _run(
         self, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        if self._first_sight is not None:
+            self._first_sight.begin()
         if self.tape.lazy_bits_seen:
             return run_complex(kernel.run, args, kwargs)
         return kernel.run(*args, **kwargs)
+
+    def _prove(
+        self, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Record the first call of an operator that may write without saying so.
+
+        One that does is recorded with its writes from its next call on. Of this call
+        the results are kept.
+        """
+        sight = FirstSight(kernel, args, kwargs)
+        self._first_sight = sight
+        try:
+            out = self._special(kernel, args, kwargs)
+        finally:
+            self._first_sight = None
+        written = sight.end()
+        if written:
+            with sight.undone(written):
+                self._before_writes(written)
+            for tensor in (*written, *tensors(out)):
+                if has_storage(tensor):
+                    self.tape.forget(tensor)
+            self.tape.unrecorded.append(kernel.facts.name)
+        return out
 
     def _reshaped(
         self, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -226,10 +258,8 @@ class Recorder(OperatorMode):
     ) -> bool:
         if facts.opaque or draws_outside_generators(facts, args):
             return True
-        if facts.opaque_on_accelerator:
-            tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
-            if any(tensor.device.type != "cpu" for tensor in tensors):
-                return True
+        if facts.adds_in_any_order and not is_repeatable(facts, args, kwargs):
+            return True
         # A write to a tensor from outside happens once, in forward. The operation is
         # recorded only if it also makes or changes something of the region's own.
         stays = bool(targets) and not facts.statistics and not facts.makes_more

@@ -145,7 +145,7 @@ class Region:
         tape.operations = operations
         if len(wanted) < len(tape.saved):
             tape.saved = dict.fromkeys(wanted)
-        take_note(self._check, self._key, operations)
+        take_note(self._check, self._key, tape)
         tape.placement.place_roots(roots)
         written = tape.written
         for value in roots:
@@ -394,5 +394,5 @@ class Region:
             return program.run()
         live = program.run(partial(check.observe, self.name))
         replayed = {value: live[value] for value in wanted}
-        check.compare(self.name, self.tape.operations, replayed)
+        check.compare(self.name, self.tape, replayed)
         return live

@@ -1,6 +1,6 @@
 """Verification: a replayed value must have the bits that forward saw."""
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Literal, get_args
 
 import torch
@@ -9,7 +9,8 @@ from torch import Tensor
 from recoup.backend.fingerprints import fingerprint
 from recoup.backend.storages import Geometry, flat, has_contents, shaped
 from recoup.core.errors import MismatchError, UsageError
-from recoup.engine.values import Operation, Value
+from recoup.engine.tape import Tape
+from recoup.engine.values import Value
 from recoup.engine.verdicts import REASONS, Verdict, hand_in
 from recoup.engine.verified import LEDGER
 
@@ -71,7 +72,7 @@ class Check:
     def compare(
         self,
         region: str,
-        operations: Sequence[Operation],
+        tape: Tape,
         replayed: Mapping[Value, Tensor],
     ) -> None:
         """Compare replayed values with forward's, at the end of the running backward.
@@ -81,8 +82,9 @@ class Check:
         """
         if not all(map(has_contents, replayed.values())):
             return
+        operations = tape.operations
         verdict = Verdict(
-            region, self.key, operators=signature(operations), since=self._since
+            region, self.key, operators=signature(tape), since=self._since
         )
         for value, differs in self._changed:
             if value in replayed and value.hold is None:
@@ -159,16 +161,18 @@ def check_for(verify: Verify, key: Hashable) -> Check | None:
     return None
 
 
-def take_note(
-    check: Check | None, key: Hashable, operations: Sequence[Operation]
-) -> None:
+def take_note(check: Check | None, key: Hashable, tape: Tape) -> None:
     """Take note that a region ran, with the operations that it would replay."""
     if check is None:
-        LEDGER.ran(key, signature(operations))
-    elif check.key is not None and not operations:
-        LEDGER.done(key, signature(operations))  # there is nothing to compare
+        LEDGER.ran(key, signature(tape))
+    elif check.key is not None and not tape.operations:
+        LEDGER.done(key, signature(tape))  # there is nothing to compare
 
 
-def signature(operations: Sequence[Operation]) -> int:
-    """Return a number that stands for the operators of a region."""
-    return hash(tuple([id(operation.kernel) for operation in operations]))
+def signature(tape: Tape) -> int:
+    """Return a number that stands for the operators of a region.
+
+    Those that are not replayed count too: what they wrote may be what is.
+    """
+    replayed = [id(operation.kernel) for operation in tape.operations]
+    return hash((tuple(replayed), tuple(tape.unrecorded)))

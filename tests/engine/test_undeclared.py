@@ -1,0 +1,196 @@
+"""Operators are judged by what they do, whatever their schemas say."""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from recoup import CheckpointScope
+from recoup.backend.kernels import KERNELS, kernel_of
+from tests.support.counting import Operators
+from tests.support.twin import Region, compare, plain
+
+_numbers = itertools.count()
+
+unverified = functools.partial(CheckpointScope, verify="off")
+verified = functools.partial(CheckpointScope, verify="always")
+
+
+@pytest.fixture
+def library() -> Iterator[Any]:
+    """A library of operators that nobody knows, with a name of its own."""
+    name = f"recoup_undeclared_{next(_numbers)}"
+    with torch.library._scoped_library(name, "FRAGMENT") as made:
+        made.define("double(Tensor x) -> Tensor")
+        made.define("change(Tensor x, float by) -> Tensor")
+        made.define("fill(Tensor[] into, *, Tensor source) -> ()")
+        made.define("honest(Tensor(a!) x) -> ()")
+        made.impl("double", lambda x: x * 2, "CPU")
+        made.impl("change", change, "CPU")
+        made.impl("fill", fill, "CPU")
+        made.impl("honest", honest, "CPU")
+        yield getattr(torch.ops, name)
+
+
+def change(x: Tensor, by: float) -> Tensor:
+    """Write to the argument, as a compiled kernel does: no version counts it."""
+    x.data.mul_(by)
+    return x + 1
+
+
+def honest(x: Tensor) -> None:
+    x.mul_(3)
+
+
+def fill(into: list[Tensor], *, source: Tensor) -> None:
+    for place, target in enumerate(into):
+        target.data.copy_(source * (place + 1))
+
+
+def own_value(ops: Any, x: Tensor, outside: Tensor) -> Tensor:
+    with torch.no_grad():
+        y = x.exp()
+        ops.change(y, 0.5)
+    return (x * y).sin() * y.cos()
+
+
+def saved_before(ops: Any, x: Tensor, outside: Tensor) -> Tensor:
+    with torch.no_grad():
+        y = x.exp()
+    z = x * y  # saves y, and shows backward what the operator left there
+    with torch.no_grad():
+        ops.change(y, 0.5)
+    return z.sin() * (x * y).cos()
+
+
+def outside_value(ops: Any, x: Tensor, outside: Tensor) -> Tensor:
+    with torch.no_grad():
+        before = outside.exp()
+        result = ops.change(outside, 0.5)
+    return (x * before).sin() * (x * outside.exp()).cos() * result.tanh() * x
+
+
+def result_and_argument(ops: Any, x: Tensor, outside: Tensor) -> Tensor:
+    with torch.no_grad():
+        y = (x * 2).exp()
+        z = ops.change(y, 0.25).exp()
+    return (x * z.sin()).exp() * y.cos() * (x * y).tanh()
+
+
+def in_a_list(ops: Any, x: Tensor, outside: Tensor) -> Tensor:
+    with torch.no_grad():
+        into = [torch.zeros(4, 4), torch.zeros(4, 4), outside]
+        ops.fill(into, source=x.exp())
+    return (x * into[0]).sin() + (x * into[1].exp()).cos() * (x * outside).tanh()
+
+
+def part_of_a_value(ops: Any, x: Tensor, outside: Tensor) -> Tensor:
+    with torch.no_grad():
+        y = x.exp()
+        ops.change(y[1:3], 0.5)
+    return (x * y).sin() * y.T.cos()
+
+
+BODIES = [
+    own_value,
+    saved_before,
+    outside_value,
+    result_and_argument,
+    in_a_list,
+    part_of_a_value,
+]
+
+
+def step_with(ops: Any, body: Any, depth: int, times: int) -> Any:
+    def step(region: Region) -> dict[str, Any]:
+        x = torch.randn(4, 4, requires_grad=True)
+        outside = torch.randn(4, 4)
+        found = []
+        for _ in range(times):
+            with region("outer") if depth == 2 else plain(), region("inner"):
+                y = body(ops, x * 1, outside)
+            found.append(torch.autograd.grad(y.sum(), x))
+        return {"gradients": found, "outside": outside}
+
+    return step
+
+
+class TestWrites:
+    @pytest.mark.parametrize("region", [unverified, verified])
+    @pytest.mark.parametrize("depth", [1, 2])
+    @pytest.mark.parametrize("body", BODIES)
+    def test_a_write_that_no_schema_declares_is_bitwise_the_twins(
+        self, library, body, depth, region
+    ):
+        # The twin runs first and outside of any region: the first call that a region
+        # sees is the one that finds the writes.
+        assert compare(step_with(library, body, depth, times=3), region) == []
+
+    def test_an_operator_that_writes_nothing_is_looked_at_once(self, library):
+        x = torch.randn(4, 4, requires_grad=True)
+        kernel = kernel_of(library.double.default)
+        assert kernel.is_unproven
+        assert not kernel.simple
+        for _ in range(2):
+            with unverified("block"):
+                library.double(x.detach())
+        assert (kernel.is_unproven, kernel.simple, kernel.facts.writes) == (
+            False,
+            True,
+            (),
+        )
+
+    def test_an_operator_that_writes_nothing_is_recomputed_even_at_first_sight(
+        self, library
+    ):
+        x = torch.randn(4, 4, requires_grad=True)
+        with unverified("block"):
+            y = (x * library.double(x.detach()).exp()).sin()
+        with Operators() as operators:
+            y.sum().backward()
+        assert [name for name in operators.names if "double" in name] != []
+
+    def test_what_it_writes_to_is_known_from_then_on(self, library):
+        with unverified("block"):
+            library.change(torch.ones(2, requires_grad=True).detach() * 1, 2.0)
+            library.fill([torch.ones(2)], source=torch.ones(2) * 2)
+            library.honest(torch.ones(2))
+        assert kernel_of(library.change.default).facts.writes == (0,)
+        assert kernel_of(library.fill.default).facts.writes == (0,)
+        assert kernel_of(library.honest.default).facts.writes == (0,)
+
+    def test_nothing_is_found_out_where_tensors_have_no_contents(self, library):
+        made = torch.library.Library(library.name, "FRAGMENT")
+        made.impl("double", lambda x: x * 2, "Meta")
+        with unverified("block"):
+            library.double(torch.ones(2, device="meta"))
+        assert kernel_of(library.double.default).is_unproven
+
+    def test_torchs_own_operators_are_not_looked_at(self):
+        with unverified("block"):
+            torch.ones(2).add_(1).exp()
+        of_torch = [k for k in KERNELS.values() if k.facts.name.startswith("aten.")]
+        assert of_torch
+        assert not any(kernel.is_unproven for kernel in of_torch)
+
+
+class TestSignature:
+    def test_an_operator_that_is_not_replayed_makes_a_region_due_when_it_is_new(self):
+        x = torch.randn(8, requires_grad=True)
+
+        def step(*, chooses: bool) -> int:
+            with CheckpointScope("due"):
+                y = (x.exp() * 2).sin()
+                if chooses:
+                    y.detach().topk(2)
+            with Operators() as operators:
+                y.sum().backward()
+            return operators.counts["_local_scalar_dense"]
+
+        steps = [False, False, True, False, True, True]
+        reads = [step(chooses=chooses) for chooses in steps]
+        assert [read > 0 for read in reads] == [True, False, False, True, True, False]
