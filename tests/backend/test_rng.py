@@ -6,6 +6,7 @@ import torch
 from recoup.backend.rng import (
     default_generator,
     default_states,
+    devices_in_use,
     generator_of,
     random_state,
     same_state,
@@ -90,3 +91,18 @@ class TestStates:
     def test_the_default_states_include_the_accelerators(self):
         device = torch.ones(1, device=torch.accelerator.current_accelerator()).device
         assert len(default_states([device, device])) == 2
+
+
+class TestDevicesInUse:
+    def test_a_runtime_that_was_not_started_is_asked_nothing(self, monkeypatch):
+        # As with a CUDA build on a machine without a driver: the accelerator has a
+        # name, and every question to its runtime is an error.
+        asked = []
+        monkeypatch.setattr(
+            torch.accelerator, "current_accelerator", lambda: torch.device("cuda")
+        )
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+        for name in ("is_current_stream_capturing", "device_count"):
+            monkeypatch.setattr(torch.cuda, name, lambda: asked.append("runtime"))
+        assert devices_in_use() == []
+        assert asked == []

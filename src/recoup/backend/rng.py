@@ -63,6 +63,8 @@ def devices_in_use() -> list[torch.device]:
     """Return the accelerators of this process, once it uses any.
 
     None while their work is captured into a graph: their generators cannot be read.
+    A runtime that this process has not started is asked nothing: without a driver any
+    question to it is an error.
 
     Examples:
         >>> all(device.type != "cpu" for device in devices_in_use())
@@ -73,9 +75,9 @@ def devices_in_use() -> list[torch.device]:
         return []
     module = torch.get_device_module(accelerator)
     # `bool()` is False: what cannot be asked has no generators of this kind either.
-    is_used = getattr(module, "is_initialized", bool)()
-    is_captured = getattr(module, "is_current_stream_capturing", bool)()
-    if not is_used or is_captured:
+    if not getattr(module, "is_initialized", bool)():
+        return []
+    if getattr(module, "is_current_stream_capturing", bool)():
         return []
     count = torch.accelerator.device_count()
     return [torch.device(accelerator.type, index) for index in range(count)]
