@@ -52,8 +52,10 @@ class BufferPool:
     def __init__(self, *, pinned: bool) -> None:
         self._pinned = pinned
         self._free: OrderedDict[int, deque[Buffer]] = OrderedDict()
-        # Reentrant: a collection may drop a value, and give its buffer, at any point.
-        self._lock = threading.RLock()
+        # Finalizers give buffers back, and must not wait for a lock that their own
+        # thread may hold: they append here, and `take` sorts them in.
+        self._returned: deque[Buffer] = deque()
+        self._lock = threading.Lock()
         self._in_use_bytes = 0
         self._free_bytes = 0
         self._busiest_bytes = 0
@@ -63,10 +65,18 @@ class BufferPool:
         """The bytes of all buffers, in use or free."""
         return self._in_use_bytes + self._free_bytes
 
+    @property
+    def in_use_bytes(self) -> int:
+        """The bytes of the buffers that were taken and not given back."""
+        with self._lock:
+            self._sort_in()
+            return self._in_use_bytes
+
     def take(self, nbytes: int) -> Buffer:
         """Return a buffer of at least so many bytes."""
         size = rounded(nbytes)
         with self._lock:
+            self._sort_in()
             waiting = self._free.get(size)
             self._in_use_bytes += size
             if waiting:
@@ -80,19 +90,24 @@ class BufferPool:
         return Buffer(memory)
 
     def give(self, buffer: Buffer) -> None:
-        """Take a buffer back."""
-        size = buffer.memory.nbytes
-        with self._lock:
-            self._free.setdefault(size, deque()).append(buffer)
-            self._in_use_bytes -= size
-            self._free_bytes += size
+        """Take a buffer back; finalizers may call this at any point."""
+        self._returned.append(buffer)
 
     def clear(self) -> None:
-        """Let go of all free buffers."""
+        """Free the memory of all buffers that are not in use."""
         with self._lock:
+            self._sort_in()
             self._free.clear()
             self._free_bytes = 0
             self._busiest_bytes = self._in_use_bytes
+
+    def _sort_in(self) -> None:
+        while self._returned:
+            buffer = self._returned.popleft()
+            size = buffer.memory.nbytes
+            self._free.setdefault(size, deque()).append(buffer)
+            self._in_use_bytes -= size
+            self._free_bytes += size
 
     def _let_go(self) -> None:
         """Drop free buffers, of the sizes unused for longest first."""

@@ -164,9 +164,19 @@ def fitted(tensor: Tensor, geometry: Geometry) -> Tensor:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """Return the whole storage as one dimension, in the tensor's type."""
-    length = tensor.untyped_storage().nbytes() // tensor.element_size()
-    return shaped(tensor, (torch.Size((length,)), (1,), 0, tensor.dtype, 0))
+    """Return the whole storage as one dimension, in the tensor's type.
+
+    In bytes, if the storage is not a whole number of the tensor's elements.
+
+    Examples:
+        >>> flat(torch.zeros(10, dtype=torch.uint8)[:8].view(torch.int32)).shape
+        torch.Size([10])
+    """
+    length, rest = divmod(tensor.untyped_storage().nbytes(), tensor.element_size())
+    dtype = tensor.dtype
+    if rest:
+        length, dtype = length * tensor.element_size() + rest, torch.uint8
+    return shaped(tensor, (torch.Size((length,)), (1,), 0, dtype, 0))
 
 
 def copy_storage(tensor: Tensor) -> Tensor:

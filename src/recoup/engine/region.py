@@ -241,8 +241,7 @@ class Region:
         value.demand -= 1
         hold = value.hold
         if hold is not None and hold.stored is not None:
-            with self._lock:
-                hold.stored.release(saved)
+            hold.stored.release(saved)
         recall = self._recall
         if recall is not None and saved.task != recall.task:
             recall.count_down(value)

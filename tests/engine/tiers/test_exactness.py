@@ -111,3 +111,36 @@ def test_a_tier_that_returns_something_else_is_found(monkeypatch):
     step = training(PROBLEMS["perceptron"])
     region = functools.partial(CheckpointScope, store=EXACT["host"])
     assert compare(step, region) != []
+
+
+@pytest.mark.parametrize("tier", EXACT)
+@pytest.mark.parametrize("first", [torch.bool, torch.uint8])
+@pytest.mark.parametrize("largest", [1, 255])
+def test_a_storage_that_is_saved_in_two_types_keeps_all_bits(tier, first, largest):
+    """An image mask, used as a mask and as a factor, in either order."""
+
+    def step(region: Region) -> dict[str, Tensor | None]:
+        w = torch.randn(1001, requires_grad=True)
+        with region("mask"):
+            mask = (torch.rand(1001) > 0.5).to(torch.uint8) * largest
+            filled = [lambda: (w * 2).masked_fill(mask.view(torch.bool), 0.0)]
+            scaled = [lambda: (w * 3).sin() * mask]
+            order = filled + scaled if first is torch.bool else scaled + filled
+            y, z = (make() for make in order)
+        (y.sum() + z.sum()).backward()
+        return {"gradient": w.grad}
+
+    region = functools.partial(CheckpointScope, store=EXACT[tier])
+    assert compare(step, region) == []
+
+
+@pytest.mark.parametrize("tier", EXACT)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.float32])
+def test_a_tier_returns_the_bytes_of_a_storage_whatever_the_type_of_the_view(
+    tier, dtype
+):
+    """Also those behind the last whole element of the view that is saved first."""
+    storage = torch.randint(0, 256, (1003,), dtype=torch.uint8)
+    view = storage[:1000].view(dtype)
+    back = Deposit(EXACT[tier], view).fetch()
+    assert torch.equal(back.view(torch.uint8), storage)

@@ -109,7 +109,7 @@ def test_nothing_is_left_when_all_was_dropped(seed):
     train(driver, seed)
     assert driver.traffic.under_way_bytes == 0
     assert driver.traffic._last is None
-    assert driver.pool._in_use_bytes == 0
+    assert driver.pool.in_use_bytes == 0
 
 
 class Careless(SlowStreams):

@@ -1,6 +1,7 @@
 """Accounts: how many bytes live in each tier, and how many went there and back."""
 
 import threading
+from collections import deque
 from dataclasses import dataclass
 
 
@@ -38,13 +39,16 @@ class Account:
         self._peak_bytes = 0
         self._out_bytes = 0
         self._back_bytes = 0
-        # Reentrant: a value may be dropped by a finaliser that runs at any point.
-        self._lock = threading.RLock()
+        # Finalizers count here, and must not wait for a lock that their own thread
+        # may hold: they append, and whoever looks at the counts adds up.
+        self._dropped: deque[int] = deque()
+        self._lock = threading.Lock()
 
     @property
     def usage(self) -> Usage:
         """The counts now."""
         with self._lock:
+            self._add_up()
             return Usage(
                 self._live_bytes, self._peak_bytes, self._out_bytes, self._back_bytes
             )
@@ -52,6 +56,7 @@ class Account:
     def put(self, nbytes: int) -> None:
         """Count a storage that was put in."""
         with self._lock:
+            self._add_up()
             self._live_bytes += nbytes
             self._peak_bytes = max(self._peak_bytes, self._live_bytes)
             self._out_bytes += nbytes
@@ -62,9 +67,12 @@ class Account:
             self._back_bytes += nbytes
 
     def dropped(self, nbytes: int) -> None:
-        """Count a storage that was let go of."""
-        with self._lock:
-            self._live_bytes -= nbytes
+        """Count a storage that was dropped; finalizers may call this at any point."""
+        self._dropped.append(nbytes)
+
+    def _add_up(self) -> None:
+        while self._dropped:
+            self._live_bytes -= self._dropped.popleft()
 
 
 @dataclass(frozen=True, slots=True)

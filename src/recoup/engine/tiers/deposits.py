@@ -92,7 +92,12 @@ class Deposit:
         return brought
 
     def release(self, claim: Claim) -> None:
-        """Take note that a claim is gone."""
+        """Count down: a claim is gone.
+
+        Finalizers call this at any point, so it takes no lock. Two threads may lose a
+        count; the storage is then freed at the end of the backward instead, or brought
+        back once more.
+        """
         self.claims -= 1
         if claim.task == self._task and self._task != -1:
             self._served -= 1

@@ -28,9 +28,12 @@ class Disk(ExactTier):
     directory, written in the background. In backward files are read ahead in reverse
     order. Every file has a checksum that is compared before its contents are used.
 
-    A file that cannot be written, is missing or damaged is a `TierError` that names
-    it. The directory is removed when the process ends. What a process left that was
-    killed is removed by the next one that uses the same place; it is never read.
+    What cannot be written, because the disk is full or the directory was removed, stays
+    in host memory and is a warning; when more than `queue_bytes` cannot be written, it
+    is a `TierError` in forward. A file that is missing or damaged is a `TierError` in
+    backward. Both name the file and the reason. The directory is removed when the
+    process ends. What a killed process left is removed by the next one that uses the
+    same place; it is never read.
 
     The calling thread waits only for the disk: in forward when more than `queue_bytes`
     are not written yet, in backward when a file has not been read in time.
@@ -115,7 +118,7 @@ class OnDisk(Stored):
                 "forked. Run forward in the process that runs backward."
             )
         with slot.lock:
-            if slot.host is not None and slot.error is None:
+            if slot.host is not None:
                 return slot.host.get()
         buffer = self._shelf.contents(slot)
         ACCOUNTS.disk.got(slot.nbytes)

@@ -27,14 +27,15 @@ _GLANCE = 256
 class Packed(ExactTier):
     """Keep storages in fewer bytes where not a bit is lost by it.
 
-    Booleans are kept as bits. Integers, such as the indices of a pooling layer, are
-    kept in the smallest type that spans their values. Floating-point numbers that all
-    fit a narrower type, because they were cast up from it, are kept in that type.
-    Anything else is kept as it is.
+    Booleans are kept as bits, if their bytes are 0 and 1. Integers, such as the indices
+    of a pooling layer, are kept in the smallest type that spans their values.
+    Floating-point numbers that all fit a narrower type, because they were cast up from
+    it, are kept in that type. Anything else is kept as it is.
 
-    Costs: to see whether it fits, a storage of integers or of 32- or 64-bit numbers is
-    looked at when it is put, and on an accelerator the calling thread waits for the
-    answer. Booleans are packed unseen.
+    Costs: to see whether it fits, a storage of booleans, of integers, or of 32- or
+    64-bit numbers is read when it is put, and on an accelerator the calling thread
+    waits for the answer. Its bits decide, not the type of the tensor that is saved
+    first: others may be saved in other types from the same storage.
 
     Args:
         on: Where the bytes are kept; by default on the device.
@@ -68,7 +69,7 @@ class Packed(ExactTier):
     def put(self, storage: Tensor, guard: Tensor | None = None) -> Stored:
         """Pack the storage, if that loses nothing, and put that where it is kept."""
         dtype = storage.dtype
-        if dtype is torch.bool:
+        if dtype is torch.bool and _is_zeros_and_ones(storage):
             decode = partial(_from_bits, storage.numel())
             return Coded(self.on, [_to_bits(storage)], decode)
         if dtype in _INTEGERS and storage.numel() > 0:
@@ -105,6 +106,15 @@ def _to_narrow(storage: Tensor, least: int, narrow: torch.dtype) -> Tensor:
 def _from_narrow(dtype: torch.dtype, least: int, packed: Tensor) -> Tensor:
     start = torch.iinfo(packed.dtype).min
     return (packed.to(torch.int64) - start + least).to(dtype)
+
+
+def _is_zeros_and_ones(storage: Tensor) -> bool:
+    """Return whether a byte is worth a bit.
+
+    A boolean may have any byte: `mask.view(torch.bool)` of an image mask of 0 and 255.
+    Whoever else uses the storage, as bytes, needs them all.
+    """
+    return storage.numel() == 0 or int(storage.view(torch.uint8).amax()) <= 1
 
 
 def _to_bits(storage: Tensor) -> Tensor:

@@ -4,10 +4,16 @@ import atexit
 import functools
 import itertools
 import os
+import sys
 import threading
+import warnings
 import zlib
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 
 from recoup.backend.pinned import Buffer, BufferPool, memory_of
 from recoup.core.errors import TierError
@@ -25,9 +31,10 @@ class Slot:
         path: Its file.
         nbytes: Its size.
         host: Its copy on the host, until the file is written.
-        checksum: What the file must have, once it is written.
+        checksum: The checksum of the file, once it is written.
         reading: The contents, on their way back.
-        error: Why it was not written.
+        is_waiting: It counts as host memory that waits for the disk.
+        is_unwritable: Writing it failed: it waits to be dropped.
         is_dropped: Nobody wants it any more.
     """
 
@@ -38,9 +45,52 @@ class Slot:
         self.host: OnHost | None = host
         self.checksum = 0
         self.reading: Future[Buffer] | None = None
-        self.error: str | None = None
+        self.is_waiting = True
+        self.is_unwritable = False
         self.is_dropped = False
         self.lock = threading.Lock()
+
+
+class Worker:
+    """Does jobs in order on a thread of its own.
+
+    `submit` neither waits nor takes a lock, so finalizers may call it at any point. An
+    executor's `submit` takes two locks, and deadlocks if the collector calls it from a
+    finalizer in the middle of another `submit`.
+
+    Args:
+        name: The name of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        # The one queue of the standard library whose `put` is reentrant.
+        self._jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Callable[[], object]) -> None:
+        """Do a job after those that were submitted before."""
+        self._jobs.put(job)
+
+    def drain(self) -> None:
+        """Wait until everything that was submitted is done."""
+        done = threading.Event()
+        self.submit(done.set)
+        done.wait()
+
+    def stop(self) -> None:
+        """Do what was submitted, and end the thread."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except Exception:  # noqa: BLE001 (those who wait for later jobs need them)
+                error = threading.ExceptHookArgs((*sys.exc_info(), self._thread))
+                threading.excepthook(error)
+            del job  # while it waits for the next, this thread keeps nothing alive
 
 
 class Shelf:
@@ -48,6 +98,10 @@ class Shelf:
 
     One thread writes and removes, one reads. Whoever puts waits only when more than
     `queue_bytes` have not been written yet: otherwise a slow disk would fill the host.
+
+    What cannot be written, because the disk is full or the directory was removed, stays
+    on the host and counts as waiting. So a step that fits in the queue loses nothing,
+    and a later one finds the disk as it is then.
 
     Args:
         base: Where the private directory is made.
@@ -57,17 +111,20 @@ class Shelf:
 
     def __init__(self, base: Path, pool: BufferPool, queue_bytes: int) -> None:
         self.directory = PrivateDirectory(base)
+        self._base = base
         self._pool = pool
         self._queue_bytes = queue_bytes
         self._numbers = itertools.count()
         self._slots: dict[int, Slot] = {}
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="recoup-write")
+        self._writer = Worker("recoup-write")
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="recoup-read")
         self._room = threading.Condition()
         self._waiting_bytes = 0
         self._ahead_bytes = 0
         self._failure: str | None = None
-        atexit.register(self.directory.remove)
+        self._is_reported = False
+        self._is_ending = False
+        atexit.register(self._end)
 
     @property
     def is_of_this_process(self) -> bool:
@@ -80,33 +137,48 @@ class Shelf:
     def put(self, host: OnHost) -> Slot:
         """Write what is on the host to a file, and drop it there.
 
+        Warns:
+            UserWarning: An earlier one could not be written and stays on the host.
+
         Raises:
-            TierError: An earlier one could not be written.
+            TierError: There is no room: too much could not be written.
         """
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            host.drop()
-            raise TierError(failure)
         number = next(self._numbers)
         slot = Slot(number, self.directory.path / f"{number:08d}", host)
-        with self._room:
-            self._room.wait_for(self._has_room)
-            self._waiting_bytes += slot.nbytes
-        self._slots[number] = slot
+        try:
+            self._report()
+            with self._room:
+                # What cannot be written makes no room, however long one waits.
+                self._room.wait_for(lambda: self._has_room() or self._is_stuck())
+                if not self._has_room():
+                    self._is_reported = True
+                    raise TierError(self._failure)
+                self._waiting_bytes += slot.nbytes
+                self._slots[number] = slot
+        except BaseException:
+            host.drop()
+            raise
         ACCOUNTS.disk.put(slot.nbytes)
-        self._writer.submit(self._write, slot)
+        self._writer.submit(partial(self._write, slot))
         return slot
+
+    def _report(self) -> None:
+        """Warn once that something could not be written."""
+        failure = self._failure
+        if failure is not None and not self._is_reported:
+            self._is_reported = True
+            warnings.warn(
+                f"{failure} What cannot be written stays in host memory, within "
+                "queue_bytes.",
+                stacklevel=2,
+            )
 
     def contents(self, slot: Slot) -> Buffer:
         """Return what is in a file, waiting for it if need be.
 
         Raises:
-            TierError: It was not written, is missing, or is not what was written.
+            TierError: It is missing, or is not what was written.
         """
-        if slot.error is not None:
-            if self._failure is slot.error:
-                self._failure = None
-            raise TierError(slot.error)
         with self._room:
             self.read_ahead(slot)
             reading = self._taken(slot)
@@ -123,18 +195,17 @@ class Shelf:
     def read_ahead(self, slot: Slot) -> None:
         """Begin to read a file."""
         with self._room:
-            if slot.reading is None and slot.error is None:
+            if slot.reading is None:
                 self._ahead_bytes += slot.nbytes
                 slot.reading = self._reader.submit(self._read, slot)
 
     def drop(self, slot: Slot) -> None:
-        """Remove a file in the background, and its contents if they were read."""
+        """Remove a file in the background, and its contents if they were read.
+
+        Finalizers may call this at any point, on any thread.
+        """
         slot.is_dropped = True
-        self._slots.pop(slot.number, None)
-        try:
-            self._writer.submit(self._remove, slot)
-        except RuntimeError:  # the process ends, and will remove the directory
-            self._remove(slot)
+        self._writer.submit(partial(self._remove, slot))
 
     def give_back(self, buffer: Buffer) -> None:
         """Take a buffer back whose contents are used by then."""
@@ -142,17 +213,23 @@ class Shelf:
 
     def drain(self) -> None:
         """Wait until everything that was begun is done."""
-        self._writer.submit(int).result()
+        self._writer.drain()
         self._reader.submit(int).result()
 
     def _has_room(self) -> bool:
         return self._waiting_bytes == 0 or self._waiting_bytes < self._queue_bytes
 
+    def _is_stuck(self) -> bool:
+        """Return whether nothing that waits will be written or dropped by itself."""
+        waiting = [slot for slot in self._slots.values() if slot.is_waiting]
+        return all(slot.is_unwritable and not slot.is_dropped for slot in waiting)
+
     def _before(self, slot: Slot) -> list[Slot]:
         """Return the files put before one, the last of them first."""
         slots = self._slots
         numbers = sorted((n for n in slots if n < slot.number), reverse=True)
-        return [slots[number] for number in numbers if slots[number].host is None]
+        earlier = [slots[number] for number in numbers]
+        return [s for s in earlier if s.host is None and not s.is_dropped]
 
     def _taken(self, slot: Slot) -> "Future[Buffer] | None":
         """Return the contents on their way back, which count no longer as ahead."""
@@ -163,27 +240,51 @@ class Shelf:
             return reading
 
     def _write(self, slot: Slot) -> None:
-        host = slot.host
-        try:
-            if host is not None and not slot.is_dropped:
-                contents = host.wait()
-                slot.checksum = zlib.crc32(contents)
-                _write_file(slot.path, contents)
-        except OSError as error:
-            slot.path.unlink(missing_ok=True)
-            slot.error = self._failure = (
-                f"the disk tier could not write {print_bytes(slot.nbytes)} to "
-                f"{slot.path}: {error}. Free space there, or name another place with "
-                "Disk(directory=...)."
-            )
-        finally:
+        """Write a file; on the writer's thread."""
+        host, failure = slot.host, None
+        assert host is not None, "not written yet"
+        if not slot.is_dropped and not self._is_ending:
+            failure = self._try_to_write(slot, host)
+        if failure is None:
             with slot.lock:
                 slot.host = None
-            if host is not None:
-                host.drop()
-            with self._room:
-                self._waiting_bytes -= slot.nbytes
-                self._room.notify_all()
+            host.drop()
+        with self._room:
+            self._failure = failure or self._failure
+            if failure is None:
+                self._finish_waiting(slot)
+                if not slot.is_dropped:
+                    self._failure = None
+                    self._is_reported = False
+            else:
+                slot.is_unwritable = True
+            self._room.notify_all()
+
+    def _try_to_write(self, slot: Slot, host: OnHost) -> str | None:
+        """Write a file, and return why that failed if it did."""
+        try:
+            contents = host.wait()
+            slot.checksum = zlib.crc32(contents)
+            if not self.directory.path.is_dir():
+                self.directory = PrivateDirectory(self._base)
+            slot.path = self.directory.path / slot.path.name
+            _write_file(slot.path, contents)
+        except TierError as error:
+            return str(error)
+        except Exception as error:  # noqa: BLE001 (the host still has the storage)
+            with suppress(OSError):
+                slot.path.unlink(missing_ok=True)
+            return (
+                f"the disk tier could not write {print_bytes(slot.nbytes)} to "
+                f"{slot.path}: {error}. Free space there, or choose another place with "
+                "Disk(directory=...)."
+            )
+        return None
+
+    def _finish_waiting(self, slot: Slot) -> None:
+        if slot.is_waiting:
+            slot.is_waiting = False
+            self._waiting_bytes -= slot.nbytes
 
     def _read(self, slot: Slot) -> Buffer:
         buffer = self._pool.take(slot.nbytes)
@@ -201,15 +302,32 @@ class Shelf:
         return buffer
 
     def _remove(self, slot: Slot) -> None:
-        slot.path.unlink(missing_ok=True)
+        """Remove a file; on the writer's thread, so after it was written."""
+        with slot.lock:
+            host, slot.host = slot.host, None
+        if host is not None:
+            host.drop()
+        with suppress(OSError):  # the directory goes with all that is in it anyway
+            slot.path.unlink(missing_ok=True)
         reading = self._taken(slot)
         if reading is not None:
             reading.add_done_callback(self._return)
+        with self._room:
+            self._slots.pop(slot.number, None)
+            self._finish_waiting(slot)
+            self._room.notify_all()
         ACCOUNTS.disk.dropped(slot.nbytes)
 
     def _return(self, reading: "Future[Buffer]") -> None:
         if not reading.cancelled() and reading.exception() is None:
             self._pool.give(reading.result())
+
+    def _end(self) -> None:
+        """End the process: nothing more is written, and all files are removed."""
+        self._is_ending = True
+        if self.is_of_this_process:
+            self._writer.stop()
+        self.directory.remove()
 
 
 def _damaged(slot: Slot, reason: str) -> TierError:

@@ -2,6 +2,8 @@
 
 import threading
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor
 
@@ -91,6 +93,8 @@ class Traffic:
         self._arriving: dict[Parcel, None] = {}
         self._last: Parcel | None = None
         self._task = -1
+        # What finalizers ask for, done by whoever holds the lock: see `_post`.
+        self._posted: deque[Callable[[], None]] = deque()
         self._lock = threading.RLock()
         self.under_way_bytes = 0
 
@@ -104,6 +108,7 @@ class Traffic:
         """
         parcel = Parcel(source, guard, window_bytes)
         with self._lock:
+            self._do_posted()
             self._release_copied()
             buffer = self._pool.take(parcel.nbytes)
             parcel.buffer = buffer
@@ -125,6 +130,7 @@ class Traffic:
     def bring(self, parcel: Parcel) -> Tensor:
         """Return a parcel's storage on the device, and start those sent before it."""
         with self._lock:
+            self._do_posted()
             self._release_spent()
             if parcel.error is not None:
                 raise ChangedTensorError(parcel.error)
@@ -137,43 +143,84 @@ class Traffic:
     def start(self, parcel: Parcel) -> None:
         """Begin to bring a parcel back, if it is on the host and there is room."""
         with self._lock:
+            self._do_posted()
             if self._can_start(parcel):
                 self._start(parcel)
 
     def settle(self, parcel: Parcel) -> None:
         """Let the parcel's source be written to: that will happen after its copy."""
         with self._lock:
-            if parcel in self._leaving:
-                self._leaving.remove(parcel)
-                self._settle(parcel)
+            self._do_posted()
+            self._settle_leaving(parcel)
 
     def drop(self, parcel: Parcel) -> None:
-        """Let go of a parcel; its buffer is free when what uses it has run.
+        """Drop a parcel; its buffer is free when what uses it has run.
 
-        One that is still leaving in a backward is let go of when it has left, or when
+        One that is still leaving in a backward is dropped when it has left, or when
         the backward ends: waiting for it here would hold up what has just begun.
+
+        Finalizers may call this at any point, on any thread.
         """
-        with self._lock:
-            self._unlink(parcel)
-            parcel.is_dropped = True
-            self._forget_arriving(parcel)
-            if parcel.source is None:
-                self._give_back(parcel)
-            elif self._task == -1:
-                self.settle(parcel)
-            else:
-                self._spent[parcel] = None
+        self._post(partial(self._drop, parcel))
 
     def end(self, task: int) -> None:
-        """Let go of what a backward had brought back for nobody, or let go of."""
-        with self._lock:
-            if task == self._task:
-                self._task = -1
-                for parcel in list(self._arriving):
-                    self._forget_arriving(parcel)
-                for parcel in [other for other in self._leaving if other.is_dropped]:
-                    self.settle(parcel)
-                self._release_copied()
+        """Drop what a backward brought back for nobody, or dropped while it left.
+
+        Finalizers may call this at any point, on any thread.
+        """
+        self._post(partial(self._end, task))
+
+    def _post(self, call: Callable[[], None]) -> None:
+        """Do something for a finalizer without waiting for the lock.
+
+        The collector runs finalizers between any two instructions: in the middle of
+        what the lock protects, or on a thread that holds another lock which the owner
+        of this one waits for. So the call is done now if the lock is free, and
+        otherwise by its next owner.
+        """
+        self._posted.append(call)
+        # A reentrant lock, because only that knows whether this thread owns it.
+        if self._lock._is_owned():  # noqa: SLF001  # pyright: ignore[reportAttributeAccessIssue]
+            return
+        try:
+            if self._lock.acquire(blocking=False):
+                self._do_posted()
+        finally:
+            # Not by a flag, which an interrupt may come before, and not in `suppress`,
+            # a call in which one may come. An error: another thread owns it.
+            try:  # noqa: SIM105
+                self._lock.release()
+            except RuntimeError:
+                pass
+
+    def _do_posted(self) -> None:
+        while self._posted:
+            self._posted.popleft()()
+
+    def _drop(self, parcel: Parcel) -> None:
+        self._unlink(parcel)
+        parcel.is_dropped = True
+        self._forget_arriving(parcel)
+        if parcel.source is None:
+            self._give_back(parcel)
+        elif self._task == -1:
+            self._settle_leaving(parcel)
+        else:
+            self._spent[parcel] = None
+
+    def _end(self, task: int) -> None:
+        if task == self._task:
+            self._task = -1
+            for parcel in list(self._arriving):
+                self._forget_arriving(parcel)
+            for parcel in [other for other in self._leaving if other.is_dropped]:
+                self._settle_leaving(parcel)
+            self._release_copied()
+
+    def _settle_leaving(self, parcel: Parcel) -> None:
+        if parcel in self._leaving:
+            self._leaving.remove(parcel)
+            self._settle(parcel)
 
     def _release_copied(self) -> None:
         leaving = self._leaving
