@@ -17,8 +17,7 @@ x = torch.arange(6.0)
 def recalled(*, demand: int, lasting: bool = False) -> tuple[Recall, Value, Layout]:
     value = Value(0, geometry_of(x))
     value.demand = demand
-    layout = Layout(geometry_of(x.view(2, 3)), value.geometry)
-    value.layouts = (layout,)
+    layout = value.layout(geometry_of(x.view(2, 3)))
     live = {value: x, layout: layout.view(x)}
     return Recall(live, [value], 7, lasting=lasting), value, layout
 

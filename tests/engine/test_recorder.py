@@ -1,10 +1,23 @@
 """What is recorded, and what is kept because a second run might differ or stall."""
 
+from functools import partial
+from typing import Any
+
+import pytest
 import torch
 from torch import nn
 
 from recoup import CheckpointScope
 from recoup.engine.region import Region
+from tests.support.twin import Region as Regions
+from tests.support.twin import compare
+
+ORDER = torch.arange(7, -1, -1)
+GATHERS = [
+    pytest.param(lambda t: t[ORDER.expand(t.numel() // 8, 8)], id="integers"),
+    pytest.param(lambda t: t[t > 0.5], id="mask"),
+    pytest.param(lambda t: t.masked_select(t > 0.5), id="masked_select"),
+]
 
 
 def kept_operators(run) -> set[str]:
@@ -28,8 +41,32 @@ def test_choices_among_equals_are_kept():
     assert kept_operators(lambda x: x.exp().topk(2)) == {"aten.topk.default"}
 
 
-def test_shapes_that_depend_on_data_are_kept():
-    assert "aten.index.Tensor" in kept_operators(lambda x: x[x > 0])
+def test_choices_that_depend_on_data_are_kept():
+    assert kept_operators(lambda x: x.nonzero()) == {"aten.nonzero.default"}
+    assert kept_operators(lambda x: x.long().unique()) == {"aten._unique2.default"}
+
+
+@pytest.mark.parametrize("gathers", GATHERS)
+def test_what_is_gathered_by_choices_is_recorded(gathers):
+    assert kept_operators(lambda x: gathers(x.exp()).sin()) == set()
+
+
+@pytest.mark.parametrize("gathers", GATHERS)
+def test_what_is_gathered_is_not_held_and_comes_back_bitwise(gathers):
+    def step(region: Regions) -> dict[str, Any]:
+        x = torch.randn(8, requires_grad=True)
+        with region("gather"):
+            y = gathers(x.exp()).sin()
+        y.sum().backward()
+        return {"x": x.grad, "y": y}
+
+    assert compare(step, partial(CheckpointScope, verify="always")) == []
+    x = torch.linspace(-1, 1, 64, requires_grad=True)
+    with CheckpointScope("gather", verify="off") as scope:
+        y = gathers(x.exp().expand(16, 64).reshape(-1))
+        y = y.sin()
+    index_bytes = ORDER.nbytes
+    assert y.nbytes > x.nbytes + index_bytes >= scope.memory_bytes
 
 
 def test_random_operators_are_recorded():

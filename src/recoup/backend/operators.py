@@ -334,7 +334,7 @@ def _is_opaque(base: str, tags: list[torch.Tag]) -> bool:
     return (
         base in _KEPT
         or base.split("::")[0] in _COLLECTIVES
-        or torch.Tag.dynamic_output_shape in tags
+        or (torch.Tag.dynamic_output_shape in tags and base not in _GATHERING)
         or torch.Tag.data_dependent_output in tags
         or any(tag.name == "nondeterministic_bitwise" for tag in tags)
     )
@@ -361,6 +361,10 @@ _KEPT = frozenset(
         "aten::unique_dim",
     }
 )
+
+# Their shapes may depend on what is in a mask, but they choose nothing: they gather
+# elements of their first argument, exactly. What they return is as large as that.
+_GATHERING = frozenset({"aten::index", "aten::masked_select"})
 
 # Several processes take part: running one twice would block, or change what others see.
 _COLLECTIVES = frozenset(

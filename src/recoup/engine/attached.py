@@ -17,6 +17,8 @@ class Attached:
 
     def __init__(self) -> None:
         self._holds: list[tuple[Hold, int]] = []
+        self._found: dict[int, list[Hold]] = {}  # by the tensor's identity
+        self._searched = 0
 
     def hold(
         self, tensor: Tensor, address: int, geometry: Geometry | None = None
@@ -44,7 +46,10 @@ class Attached:
 
     def part_from(self, tensor: Tensor) -> None:
         """Part the holds of a tensor that will lie in another way."""
-        for hold, _ in self._holds:
+        for hold, _ in self._holds[self._searched :]:
+            self._found.setdefault(id(hold.tensor), []).append(hold)
+        self._searched = len(self._holds)
+        for hold in self._found.get(id(tensor), ()):
             if hold.tensor is tensor:
                 hold.tensor = alias(tensor)
 
@@ -58,3 +63,5 @@ class Attached:
                 hold.version = MOVED  # somebody assigned to its `.data`
             hold.tensor = tensor.detach()
         self._holds = []
+        self._found = {}
+        self._searched = 0

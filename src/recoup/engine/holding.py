@@ -1,7 +1,7 @@
 """Handing over: saved-tensor hooks around a region may keep what the region holds."""
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from recoup.backend.graph import ambient_hooks
 from recoup.backend.storages import copy_storage, version_of
@@ -47,12 +47,12 @@ def hand_over(holds: Sequence[Hold]) -> None:
         _HANDING.over = False
 
 
-def apart(hold: Hold, kept: Sequence[Hold]) -> Hold:
+def apart(hold: Hold, kept: Mapping[int, Hold]) -> Hold:
     """Return the hold, or a twin if it is among those that are kept for autograd.
 
     Hooks that keep it may give it back only once, as those of torch.utils.checkpoint.
     """
-    return hold.twin() if any(hold is other for other in kept) else hold
+    return hold.twin() if id(hold) in kept else hold
 
 
 def copy_small(value: Value, most_bytes: int) -> None:
@@ -65,12 +65,11 @@ def copy_small(value: Value, most_bytes: int) -> None:
         value.hold = Hold(copy_storage(hold.tensor), hold.geometry)
 
 
-def part_holds(values: Iterable[Value], kept: Iterable[Hold]) -> None:
+def part_holds(values: Iterable[Value], kept: Mapping[int, Hold]) -> None:
     """Let backward, which has those that are kept, and replays each have their own.
 
     Hooks that hold them may give each back only once.
     """
-    ours = {id(hold) for hold in kept}
     for value in values:
-        if value.hold is not None and id(value.hold) in ours:
+        if value.hold is not None and id(value.hold) in kept:
             value.hold = value.hold.twin()

@@ -1,6 +1,6 @@
 """Programs: the part of a tape that certain values need, ready to be run again."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,36 +31,45 @@ class Program:
     Args:
         operations: What a region ran, in order; producers are places in it.
         wanted: The values to compute, none of them held in plain sight.
+        among: The places of operations to look at, in order, if not all of them.
+        known: Values that are there when it runs, and stay as they are.
 
     Attributes:
         wanted: The values to compute.
         operations: The operations that these need, in order.
         roots: The held values that they use, in the order of their last use.
+        known: The values that they use and that are there when it runs.
     """
 
     def __init__(
-        self, operations: Sequence[Operation], wanted: Sequence[Value]
+        self,
+        operations: Sequence[Operation],
+        wanted: Sequence[Value],
+        among: Sequence[int] | None = None,
+        known: Collection[Value | Layout] = (),
     ) -> None:
         # One mark for each operation, and one that is the mark at `OUTSIDE`.
         required = bytearray(len(operations) + 1)
+        places = range(len(operations)) if among is None else among
         roots: list[Value] = []
         for value in wanted:
             if value.hold is None:
                 required[value.producer] = 1
             else:
                 roots.append(value)
+        used: list[Value] = []
         needed: list[Operation] = []
         freed: list[Sequence[Value]] = []
         copies: dict[Operation, list[Value]] = {}
         later = set(wanted)
         # Backwards: whoever reads a value comes after the one that made it.
-        for index in range(len(operations) - 1, -1, -1):
+        for index in reversed(places):
             if not required[index]:
                 continue
             operation = operations[index]
             frees = [value for value in operation.outputs if value not in later]
             if operation.writes:
-                copied = _note_writes(operation, frees, later)
+                copied = _note_writes(operation, frees, later, known)
                 if copied:
                     copies[operation] = copied
             for value in operation.reads():
@@ -68,7 +77,9 @@ class Program:
                 if value not in later:
                     later.add(value)
                     frees.append(value)
-                    if value.hold is None:
+                    if known and value in known:
+                        used.append(value)
+                    elif value.hold is None:
                         required[value.producer] = 1
                     else:
                         roots.append(value)
@@ -80,10 +91,11 @@ class Program:
         self.wanted = wanted
         self.operations = needed
         self.roots = roots
+        self.known = used
         self._frees = freed
         self._copies = copies
 
-    def run(self, observe: Observe | None = None) -> Live:
+    def run(self, observe: Observe | None = None, given: Live | None = None) -> Live:
         """Run the operations again and return the wanted values.
 
         Every other value is freed at its last use. Builds no graph, moves no
@@ -91,15 +103,16 @@ class Program:
 
         Args:
             observe: Called with every value as it is made.
+            given: Tensors of values that are there; it gets the others too.
 
         Returns:
             The wanted values, and the views of them that operations took.
         """
-        live: Live = {}
+        live: Live = {} if given is None else given
         copies = self._copies
         # What hooks around the region keep: they may run anything to give it back.
         for value in self.roots:
-            if value.hold is not None and value.hold.unpack:
+            if value.hold is not None and value.hold.unpack and value not in live:
                 live[value] = _held(value, "a replay")
         # Backward may be run for a batch of gradients at once. What is replayed does
         # not depend on them, and random operators refuse to run there.
@@ -118,7 +131,10 @@ class Program:
 
 
 def _note_writes(
-    operation: Operation, frees: list[Value], later: set[Value]
+    operation: Operation,
+    frees: list[Value],
+    later: set[Value],
+    known: Collection[Value | Layout],
 ) -> list[Value]:
     """Return the values that an operation must not write to itself.
 
@@ -126,14 +142,38 @@ def _note_writes(
         operation: What writes.
         frees: Gets what it makes and nobody uses later.
         later: The values that are used later.
+        known: The values that others use.
     """
     copied: list[Value] = []
     for before, after in operation.writes:
-        if before in later or before.hold is not None:
+        if before in later or before.hold is not None or before in known:
             copied.append(before)
         if after not in later:
             frees.append(after)
     return copied
+
+
+def places_for(
+    operations: Sequence[Operation], value: Value, known: Collection[Value | Layout]
+) -> list[int]:
+    """Return the places of the operations that one value needs, in order.
+
+    Args:
+        operations: What a region ran.
+        value: The value to compute.
+        known: Those that are there and need not be computed.
+    """
+    if value.hold is not None:
+        return []
+    found = {value.producer}
+    to_do = [value.producer]
+    while to_do:
+        for read in operations[to_do.pop()].reads():
+            place = read.producer
+            if read.hold is None and read not in known and place not in found:
+                found.add(place)
+                to_do.append(place)
+    return sorted(found)
 
 
 def number(operations: Sequence[Operation]) -> None:
@@ -174,7 +214,7 @@ def _is_lossy(value: Value) -> bool:
 def free(value: Value, live: Live) -> None:
     """Let go of a value and of all views of it."""
     live.pop(value, None)
-    for layout in value.layouts:
+    for layout in value.layouts.values():
         live.pop(layout, None)
 
 
@@ -213,11 +253,16 @@ def _run_operation(operation: Operation, live: Live, copied: Sequence[Value]) ->
 
 
 def _with_copies(operation: Operation, live: Live, copied: Sequence[Value]) -> Live:
-    """Return the live tensors with copies of those that are needed unchanged."""
-    sources = live.copy()
-    for value in copied:
-        free(value, sources)
-        sources[value] = copy_storage(_fetch(value, live, operation))
+    """Return the tensors that an operation takes, and copies of those it may not write.
+
+    Only these: copying all that is live would take time by the square of its number.
+    """
+    sources: Live = {
+        value: copy_storage(_fetch(value, live, operation)) for value in copied
+    }
+    for value in operation.reads():
+        if value not in sources:
+            sources[value] = _fetch(value, live, operation)
     return sources
 
 

@@ -1,6 +1,6 @@
 """Recall: what a backward has recomputed in a region, until nobody needs it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from recoup.engine.program import Live, free
@@ -48,15 +48,50 @@ class Recall:
         wanted: The values that tensors saved by autograd still refer to.
         task: The backward that it serves.
         lasting: Keep everything, for other backwards too.
+        places: Empty if values are added as they are asked for; None if all are here.
     """
 
     def __init__(
-        self, live: Live, wanted: Iterable[Value], task: int, *, lasting: bool
+        self,
+        live: Live,
+        wanted: Iterable[Value],
+        task: int,
+        *,
+        lasting: bool,
+        places: set[int] | None = None,
     ) -> None:
         self.live = live
         self.task = task
         self._lasting = lasting
         self._pending = {} if lasting else {value: value.demand for value in wanted}
+        self._places = places
+        self._repeated = 0
+        self._known = set[Value]()
+
+    def covers(self, value: Value) -> bool:
+        """Return whether the value was computed in this backward, or cannot be."""
+        return self._places is None or value in self._known
+
+    def takes(self, places: Sequence[int]) -> bool:
+        """Return whether operations at these places are worth running by themselves.
+
+        They are until more operations have run again than have run at all; then it is
+        time to run all that are left.
+        """
+        assert self._places is not None, "values are added one by one"
+        before = len(self._places)
+        self._places.update(places)
+        self._repeated += before + len(places) - len(self._places)
+        if self._repeated <= len(self._places):
+            return True
+        self._places = None
+        return False
+
+    def add(self, live: Live, wanted: Iterable[Value]) -> None:
+        """Add values that were computed since."""
+        self.live.update(live)
+        self._known.update(wanted)
+        self._pending.update({value: value.demand for value in wanted})
 
     def serves(self, task: int) -> bool:
         """Return whether the backward of this number may use it."""

@@ -1,9 +1,9 @@
 """Regions: a stretch of forward whose saved tensors are forgotten and replayed."""
 
 import threading
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Generator, Hashable, Mapping
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from torch import Tensor
 
@@ -28,7 +28,13 @@ from recoup.engine.holding import (
 from recoup.engine.observers import Listener, Tracer, tell
 from recoup.engine.options import Options
 from recoup.engine.placement import placement_of
-from recoup.engine.program import Live, Program, derived_from_lossy, number
+from recoup.engine.program import (
+    Live,
+    Program,
+    derived_from_lossy,
+    number,
+    places_for,
+)
 from recoup.engine.recall import Recall, Saved, wanted_of
 from recoup.engine.recorder import Recorder
 from recoup.engine.tape import Tape
@@ -44,6 +50,13 @@ next region will write again. Larger ones are held by reference and checked."""
 
 _LOOK_EVERY = 256
 """After how many saved tensors a region looks whether what it is part of still runs."""
+
+Request = tuple["Region", Saved]
+"""What a replay needs of a region around its own."""
+
+Brought = TypeVar("Brought")
+
+_NONE_KNOWN: Live = {}
 
 
 class Region:
@@ -73,6 +86,7 @@ class Region:
     _watched = -1
     _stores = False
     _packs = 0
+    _was_recalled = False
 
     def __init__(self, name: str, options: Options, key: Hashable) -> None:
         check = check_for(options.verify, key)
@@ -83,7 +97,7 @@ class Region:
         self.tape = Tape(placement_of(options.policy, options.store), watch)
         self._key = key
         self._check = check
-        self._kept: list[Hold] = []
+        self._kept: dict[int, Hold] = {}  # by identity
         self._late: Mapping[Value, Hold] = {}
         self._recall: Recall | None = None
         self._cleared = False
@@ -119,7 +133,7 @@ class Region:
         del self._recorder, self._footing, self._close_if_left
         self._program = self._settle()
         if not is_left and is_watched_from_around():
-            part_holds(self._roots or [], self._kept)
+            part_holds(self._roots or (), self._kept)
             hand_over(self.holds())
             self._program = None  # what was handed over is wanted too
         self.tape.finish()
@@ -133,7 +147,7 @@ class Region:
         late = tape.late
         if late is not None:
             self._late = late.holds
-            self._kept.extend(late.holds.values())
+            self._kept.update((id(hold), hold) for hold in late.holds.values())
         wanted = [value for value in tape.saved if value.demand > 0]
         program = Program(tape.operations, [v for v in wanted if v.hold is None])
         operations = program.operations
@@ -178,7 +192,7 @@ class Region:
             found = Hold(tensor.detach())
         if type(found) is Hold:
             found = apart(found, self._kept) if self._is_inside_hooks else found
-            self._kept.append(found)
+            self._kept[id(found)] = found
             return found
         if type(found) is Value:
             value, layout = found, None
@@ -252,7 +266,8 @@ class Region:
             if self._cleared:
                 self._refuse()
             wanted = wanted_of(self.tape.saved)
-            live = self._run(wanted)
+            self.replays += 1
+            live = run_nested(self._run(wanted))
             return tuple(live[value] for value in wanted)
 
     def clear(self) -> None:
@@ -262,7 +277,7 @@ class Region:
             self._recall = None
             for hold in self.holds():
                 hold.drop()
-            self._kept = []
+            self._kept = {}
             self._program = None
             self.tape.operations = []
 
@@ -273,9 +288,7 @@ class Region:
             wanted = [value for value in self.tape.saved if value.demand > 0]
             roots = Program(self.tape.operations, wanted).roots
         found = [value.hold for value in roots if value.hold is not None]
-        known = {id(hold) for hold in found}
-        found.extend(hold for hold in self._kept if id(hold) not in known)
-        return found
+        return list({**{id(hold): hold for hold in found}, **self._kept}.values())
 
     def random_bytes(self) -> int:
         """Return the bytes of the generator states kept for random operators."""
@@ -312,45 +325,102 @@ class Region:
             return hold.fetch("a backward operator", saved)
 
     def _recomputed(self, saved: Saved) -> Tensor:
+        recall = self._recall
+        if recall is not None:
+            task = current_backward()
+            if recall.task == task or recall.serves(task):
+                layout = saved.layout
+                tensor = recall.live.get(saved.value if layout is None else layout)
+                if tensor is not None:
+                    if saved.task != task:
+                        saved.task = task
+                        recall.count_down(saved.value)
+                    return tensor
+        return run_nested(self._recomputing(saved))
+
+    def unpacking(self, saved: Saved) -> Generator[Request, Tensor, Tensor]:
+        """Do what `unpack` does; yield what is needed of regions around this one."""
+        hold = saved.value.hold
+        is_needed = hold is None or not hold.is_at_hand
+        if self._cleared or saved.value in self._late or not is_needed:
+            return self.unpack(saved)
+        return (yield from self._recomputing(saved))
+
+    def _recomputing(self, saved: Saved) -> Generator[Request, Tensor, Tensor]:
         value, layout = saved.value, saved.layout
         task = current_backward()
         recall = self._recall
-        if recall is None or (recall.task != task and not recall.serves(task)):
+        if recall is None or not recall.serves(task) or not recall.covers(value):
             if task == -1 and not self.options.cache:
-                return self._alone(saved)
+                return (yield from self._alone(saved))
             self._packs = -1  # the next one looks: few regions are open in a backward
-            recall = self._start(task)
-        tensor = recall.live.get(value if layout is None else layout)
-        if tensor is None:
-            whole = recall.live.get(value)
-            # Without it: asked again after its last use, as by a function that reads
-            # its saved tensors twice.
-            if whole is None or layout is None:
-                return self._alone(saved)
-            tensor = layout.view(whole)
+            recall = yield from self._start(task, value)
+        whole = recall.live.get(value)
+        if whole is None:
+            # Asked again after its last use, as by a function that reads its saved
+            # tensors twice.
+            return (yield from self._alone(saved))
+        tensor = whole
+        if layout is not None:
+            tensor = recall.live.get(layout)
+            tensor = layout.view(whole) if tensor is None else tensor
         if saved.task != task:
             saved.task = task
             recall.count_down(value)
         return tensor
 
-    def _alone(self, saved: Saved) -> Tensor:
+    def _alone(self, saved: Saved) -> Generator[Request, Tensor, Tensor]:
         """Return one saved tensor, recomputed for itself."""
-        whole = self._run([saved.value])[saved.value]
+        self.replays += 1
+        live = yield from self._run([saved.value])
+        whole = live[saved.value]
         return whole if saved.layout is None else saved.layout.view(whole)
 
-    def _start(self, task: int) -> Recall:
-        """Recompute everything for a backward, unless another thread of it just did."""
+    def _start(self, task: int, value: Value) -> Generator[Request, Tensor, Recall]:
+        """Recompute for a backward what it may need, with the value.
+
+        The first backward gets everything: most need that. If there is another, it
+        gets what each value needs, and the saved values on the way, unless that runs
+        too many operations twice.
+        """
         with self._lock:
             recall, lasting = self._recall, self.options.cache
-            if recall is not None and recall.serves(task):
-                return recall
-            wanted = wanted_of(self.tape.saved)
-            live = self._run(wanted)
-            recall = Recall(live, wanted, -1 if lasting else task, lasting=lasting)
-            self._recall = recall
-            if not lasting:
-                follow_backward(self)
+            if recall is not None and not recall.serves(task):
+                recall = None
+            if recall is not None and recall.covers(value):
+                return recall  # another thread of the same backward came first
+            self.replays += recall is None
+            if lasting or not self._was_recalled:
+                wanted = wanted_of(self.tape.saved)
+                live = yield from self._run(wanted)
+                recall = Recall(live, wanted, -1 if lasting else task, lasting=lasting)
+            else:
+                recall = recall or Recall({}, (), task, lasting=False, places=set())
+                yield from self._recall_value(recall, value)
+            self._was_recalled = True
+            if recall is not self._recall:
+                self._recall = recall
+                if not lasting:
+                    follow_backward(self)
             return recall
+
+    def _recall_value(
+        self, recall: Recall, value: Value
+    ) -> Generator[Request, Tensor, None]:
+        operations, known = self.tape.operations, recall.live
+        places = places_for(operations, value, known)
+        if not recall.takes(places):
+            wanted = [v for v in wanted_of(self.tape.saved) if v not in known]
+            program = Program(operations, wanted, known=known)
+        else:
+            made = [value]
+            for place in places:
+                made.extend(operations[place].outputs)
+                made.extend(after for _, after in operations[place].writes)
+            wanted = wanted_of(v for v in dict.fromkeys(made) if v not in known)
+            program = Program(operations, wanted, places, known)
+        live = yield from self._run(wanted, program, known)
+        recall.add(live, wanted)
 
     def _watch_backward(self) -> None:
         """Be told of the end of this backward, to let go of what was brought back."""
@@ -368,30 +438,78 @@ class Region:
             hold.stored.claims += value.demand
             self._stores = True
 
-    def _run(self, wanted: list[Value]) -> Live:
-        program = self._program
-        # Fewer are wanted than at first if autograd has let go of some by now.
-        if program is None or len(wanted) < len(program.wanted):
-            program = Program(self.tape.operations, wanted)
+    def _run(
+        self,
+        wanted: list[Value],
+        program: Program | None = None,
+        known: Mapping[Value | Layout, Tensor] = _NONE_KNOWN,
+    ) -> Generator[Request, Tensor, Live]:
+        if program is None:
+            program = self._program
+            # Fewer are wanted than at first if autograd has let go of some by now.
+            if program is None or len(wanted) < len(program.wanted):
+                program = Program(self.tape.operations, wanted)
         if self._stores:
             self._watch_backward()
-        self.replays += 1
         self.replayed_operators += len(program.operations)
+        given: Live = {}
+        for value in program.known:
+            given[value] = known[value]
         recorder = self.__dict__.get("_recorder")
         if recorder is None:
-            return self._replayed(program, wanted)
+            return (yield from self._replayed(program, wanted, given))
         # A backward inside the region: what it runs again is on the tape already.
         with recorder.pausing():
-            live = self._replayed(program, wanted)
+            live = yield from self._replayed(program, wanted, given)
         for value in wanted:
             self.tape.name_again(live[value], value)
         return live
 
-    def _replayed(self, program: Program, wanted: list[Value]) -> Live:
+    def _replayed(
+        self, program: Program, wanted: list[Value], given: Live
+    ) -> Generator[Request, Tensor, Live]:
+        for value in program.roots:
+            hold = value.hold
+            if hold is not None and type(hold.packed) is Saved:
+                around = getattr(hold.unpack, "__self__", None)
+                if type(around) is Region:
+                    tensor = yield around, hold.packed
+                    given[value] = hold.given_back(tensor, "a replay")
         check = self._check
         if check is None:
-            return program.run()
-        live = program.run(partial(check.observe, self.name))
+            return program.run(given=given)
+        live = program.run(partial(check.observe, self.name), given)
         replayed = {value: live[value] for value in wanted}
         check.compare(self.name, self.tape, replayed)
         return live
+
+
+def run_nested(bringing: Generator[Request, Tensor, Brought]) -> Brought:
+    """Return what a generator brings back from any depth of regions.
+
+    A replay starts from what regions around its own recompute. These are run from here
+    one by one, so that Python's stack does not limit the depth of nesting.
+    """
+    stack: list[Generator[Request, Tensor, Any]] = [bringing]
+    given: Any = None
+    error: BaseException | None = None
+    try:
+        while stack:
+            try:
+                if error is None:
+                    region, saved = stack[-1].send(given)
+                else:
+                    region, saved = stack[-1].throw(error)
+                given = error = None
+                stack.append(region.unpacking(saved))
+            except StopIteration as result:
+                stack.pop()
+                given, error = result.value, None
+            except BaseException as raised:  # noqa: BLE001 (shown to whoever asked)
+                stack.pop()
+                given, error = None, raised
+        if error is not None:
+            raise error
+        return given
+    finally:
+        error = None  # it refers to this frame

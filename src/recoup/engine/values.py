@@ -1,8 +1,9 @@
 """Values, the operations that made them, and the holds that keep some of them."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
+from types import MappingProxyType
 from typing import Any, final
 
 from torch import Generator, Tensor
@@ -51,7 +52,8 @@ class Value:
         demand: How many tensors saved by autograd refer to it now.
         born: A weak reference to the tensor that first named it. An argument that is
             this very tensor needs no look at its geometry.
-        layouts: The other ways in which tensors were seen to lie in the storage.
+        layouts: The other ways in which tensors were seen to lie in the storage, by
+            geometry.
         is_spare: The hold is there because autograd was given one; no operation has
             referred to the value so far.
     """
@@ -75,15 +77,18 @@ class Value:
         self.demand = 0
         self.is_spare = False
         self.born: weakref.ref[Tensor] | None = None
-        self.layouts: tuple[Layout, ...] = ()
+        self.layouts: Mapping[Geometry, Layout] = _NO_LAYOUTS
 
     def layout(self, geometry: Geometry) -> "Layout":
         """Return the way to lie in the storage that has this geometry, always one."""
-        for layout in self.layouts:
-            if layout.geometry == geometry:
-                return layout
-        layout = Layout(geometry, self.geometry)
-        self.layouts = (*self.layouts, layout)
+        layouts = self.layouts
+        layout = layouts.get(geometry)
+        if layout is None:
+            layout = Layout(geometry, self.geometry)
+            if type(layouts) is dict:
+                layouts[geometry] = layout
+            else:  # most values have none: they share an empty mapping
+                self.layouts = {geometry: layout}
         return layout
 
 
@@ -111,6 +116,8 @@ class Layout:
             return fitted(whole, self.geometry)
         return whole.as_strided(*self._strided)
 
+
+_NO_LAYOUTS: Mapping[Geometry, Layout] = MappingProxyType({})
 
 View = tuple[Value, Layout]
 """A reference to a value by a layout."""
@@ -321,9 +328,14 @@ class Hold:
             assert self.geometry is not None, "set together with stored"
             return shaped(self.stored.fetch(claim), self.geometry)
         assert self.unpack is not None, "a tensor, a tier or hooks hold the value"
+        self.check(self.guard, user)
+        return self.given_back(self.unpack(self.packed), user)
+
+    def given_back(self, tensor: Tensor, user: str) -> Tensor:
+        """Return the value in what the hooks that keep it have given back."""
         assert self.geometry is not None, "set together with unpack"
         self.check(self.guard, user)
-        return shaped(self.unpack(self.packed), self.geometry)
+        return shaped(tensor, self.geometry)
 
     def check(self, tensor: Tensor | None, user: str) -> None:
         """Raise if the tensor was written to since the region used it."""
