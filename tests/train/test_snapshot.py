@@ -1,11 +1,15 @@
 """Snapshots: what goes in comes out, whole or not at all, and no code runs."""
 
+import contextlib
 import json
 import math
 import os
 import pickle
+import resource
 import struct
+import tracemalloc
 import zlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -147,23 +151,217 @@ def test_a_pickle_is_refused_and_does_not_run(tmp_path, monkeypatch):
     assert not (tmp_path / "went-off").exists()
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("snapshots")
+
+
+BEGIN = b"recoup snapshot 1\n"
+DATA = b"\0" * 16
+
+
+def forge(path: Path, contents: Any, data: bytes = DATA) -> None:
+    """Write a file whose checksums are right, whatever its table of contents says."""
+    table = contents if isinstance(contents, bytes) else json.dumps(contents).encode()
+    end = struct.pack(
+        "<QQI12s", len(BEGIN + data), len(table), zlib.crc32(table), b"end of file\n"
+    )
+    path.write_bytes(BEGIN + data + table + end)
+
+
+def entry(**changed: Any) -> dict[str, Any]:
+    known = {"dtype": "float32", "shape": [4], "start": 18, "crc32": zlib.crc32(DATA)}
+    return {**known, **changed}
+
+
 @pytest.mark.parametrize(
-    ("entry", "tree", "words"),
+    ("changed", "tree", "words"),
     [
         ({"dtype": "ones"}, ["tensor", 0], "unknown type"),
         ({"dtype": "__class__"}, ["tensor", 0], "unknown type"),
+        ({"dtype": "qint8"}, ["tensor", 0], "unknown type"),
+        ({"dtype": 5}, ["tensor", 0], "unknown type"),
         ({"shape": [1 << 20]}, ["tensor", 0], "cut off"),
+        ({"shape": [1 << 38]}, ["tensor", 0], "cut off"),
+        ({"shape": [-4]}, ["tensor", 0], "impossible shape"),
+        ({"shape": [True]}, ["tensor", 0], "impossible shape"),
+        ({"shape": [4.0]}, ["tensor", 0], "impossible shape"),
+        ({"shape": 4}, ["tensor", 0], "impossible shape"),
+        ({"shape": [1 << 62, 1 << 62]}, ["tensor", 0], "impossible shape"),
+        ({"shape": [0, 1 << 62, 1 << 62]}, ["tensor", 0], "impossible shape"),
+        ({"start": -5}, ["tensor", 0], "where a tensor lies"),
+        ({"start": 3}, ["tensor", 0], "overlap"),
+        ({"crc32": None}, ["tensor", 0], "where a tensor lies"),
         ({}, ["exec", "print()"], "does not know"),
+        ({}, ["tensor", 7], "does not know"),
+        ({}, ["tensor", -1], "does not know"),
+        ({}, ["tensor"], "does not know"),
+        ({}, [], "without a kind"),
+        ({}, {"list": 1}, "without a kind"),
+        ({}, ["dict", 3], "no pair"),
+        ({}, ["dict", [["list"], 3]], "no pair"),
     ],
 )
-def test_a_forged_table_of_contents_is_refused(tmp_path, entry, tree, words):
-    data = b"\0" * 16
-    known = {"dtype": "float32", "shape": [4], "start": 18, "crc32": zlib.crc32(data)}
-    table = json.dumps({"tree": tree, "tensors": [{**known, **entry}]}).encode()
-    begin = b"recoup snapshot 1\n"
-    end = struct.pack(
-        "<QQI12s", len(begin + data), len(table), zlib.crc32(table), b"end of file\n"
-    )
-    (tmp_path / "run").write_bytes(begin + data + table + end)
+def test_a_forged_table_of_contents_is_refused(tmp_path, changed, tree, words):
+    forge(tmp_path / "run", {"tree": tree, "tensors": [entry(**changed)]})
     with pytest.raises(SnapshotError, match=words):
         read_snapshot(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        b"",
+        b"{}",
+        b"[]",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"tensors": [' + b"9" * 10_000 + b"]}",
+        b'{"tensors": [], "tree": ' + b'["list",' * 20_000 + b"1" + b"]" * 20_000,
+        b'{"tensors": {}, "tree": 1}',
+        b'{"tensors": [1], "tree": 1}',
+    ],
+    ids=lambda table: str(table[:20]),
+)
+def test_what_is_no_table_of_contents_is_refused(tmp_path, table):
+    forge(tmp_path / "run", table)
+    with pytest.raises(SnapshotError, match="cannot be read"):
+        read_snapshot(tmp_path / "run")
+
+
+def test_entries_may_not_share_bytes(tmp_path):
+    """Else a small file asks for any amount of memory."""
+    forge(tmp_path / "run", {"tree": None, "tensors": [entry()] * 2})
+    with pytest.raises(SnapshotError, match="overlap"):
+        read_snapshot(tmp_path / "run")
+
+
+JUNK = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 40)
+    | st.sampled_from([1 << 31, 1 << 62, 1 << 64, -(1 << 63), 0.5, math.inf])
+    | st.sampled_from(["float32", "uint8", "bool", "list", "tensor", "dict", "tuple"]),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(
+            st.sampled_from(["tree", "tensors", "dtype", "shape", "start", "crc32"]),
+            inner,
+            max_size=6,
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=400)
+@given(junk=JUNK, place=st.sampled_from(["all", "tree", "tensors", "entry", "node"]))
+def test_any_table_of_contents_is_read_or_refused(folder, junk, place):
+    contents: Any = {"tree": ["tensor", 0], "tensors": [entry()]}
+    match place:
+        case "all":
+            contents = junk
+        case "tree" | "tensors":
+            contents[place] = junk
+        case "node":
+            contents["tree"] = ["dict", ["a", junk]]
+        case _:
+            changed = junk if isinstance(junk, dict) else {"shape": junk}
+            contents["tensors"] = [entry(**changed)]
+    path = folder / "run"
+    forge(path, contents)
+    try:
+        found = read_snapshot(path)
+    except SnapshotError:
+        return
+    assert total_bytes(found) <= path.stat().st_size
+
+
+@settings(max_examples=300)
+@given(
+    place=st.integers(0, 10_000), piece=st.binary(max_size=8), cut=st.integers(0, 12)
+)
+def test_a_file_with_a_piece_replaced_is_the_same_or_refused(folder, place, piece, cut):
+    path = folder / "run"
+    tree = {"weight": torch.arange(20.0), "names": ["a", "b"], "step": 3}
+    write_snapshot(path, tree)
+    whole = path.read_bytes()
+    place %= len(whole)
+    changed = whole[:place] + piece + whole[place + cut :]
+    path.write_bytes(changed)
+    try:
+        found = read_snapshot(path)
+    except SnapshotError:
+        assert changed != whole
+    else:
+        assert list(tree_differences(tree, found, where="")) == []
+
+
+def total_bytes(tree: Any) -> int:
+    match tree:
+        case torch.Tensor():
+            return tree.untyped_storage().nbytes()
+        case dict():
+            return max(map(total_bytes, tree.values()), default=0)
+        case list() | tuple():
+            return max(map(total_bytes, tree), default=0)
+    return 0
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        b'{"tree":["list"' + b',["list"]' * 50_000 + b'],"tensors":[]}',
+        b'{"tree":1,"tensors":[' + b"{}," * 150_000 + b"1]}",
+        b'{"tree":1,"tensors":[' + (b"[" * 400 + b"]" * 400 + b",") * 500,
+    ],
+    ids=["lists", "dictionaries", "nested"],
+)
+def test_a_table_of_contents_takes_at_most_64_times_its_bytes(tmp_path, table):
+    path = tmp_path / "run"
+    forge(path, table)
+    tracemalloc.start()
+    try:
+        with contextlib.suppress(SnapshotError):
+            read_snapshot(path)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 64 * path.stat().st_size
+
+
+def test_a_link_at_the_place_of_the_new_file_is_not_followed(tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (tmp_path / "run.partial").symlink_to(victim)
+    write_snapshot(tmp_path / "run", {"a": torch.ones(1)})
+    assert victim.read_text() == "precious"
+    assert read_snapshot(tmp_path / "run")["a"] == 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["run", "victim"]
+
+
+def test_a_full_disk_is_one_error_and_the_old_file_stays(tmp_path):
+    write_snapshot(tmp_path / "run", {"number": 1})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(SnapshotError, match=r"cannot be written: .*unchanged"):
+            write_snapshot(tmp_path / "run", {"number": torch.ones(10_000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert read_snapshot(tmp_path / "run") == {"number": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_folder_that_was_removed_is_one_error(tmp_path):
+    with pytest.raises(SnapshotError, match=r"cannot be written: .*No such file"):
+        write_snapshot(tmp_path / "missing" / "run", {"number": 1})
+
+
+def test_what_is_nested_too_deeply_is_refused(tmp_path):
+    tree: Any = 1
+    for _ in range(2000):
+        tree = [tree]
+    with pytest.raises(SnapshotError, match="nested too deeply"):
+        write_snapshot(tmp_path / "run", tree)
+    assert list(tmp_path.iterdir()) == []

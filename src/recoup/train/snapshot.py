@@ -11,17 +11,24 @@ import math
 import os
 import struct
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
+from recoup.backend.storages import QUANTIZED
 from recoup.core.errors import SnapshotError, UsageError
 
 _BEGIN = b"recoup snapshot 1\n"
 _END = struct.Struct("<QQI12s")
 _END_MARK = b"end of file\n"
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and dtype not in QUANTIZED
+}
 
 
 def check_folder(path: str | Path | None) -> None:
@@ -43,16 +50,17 @@ def check_folder(path: str | Path | None) -> None:
 def write_snapshot(path: str | Path, tree: Any) -> None:
     """Write a tree to a file, so that at every moment the file is whole.
 
-    The new file is written beside the old one, brought to the disk, and takes its
-    place in one move: whoever reads finds the old or the new one, whenever the
-    machine stops.
+    The new file is written next to the old one, as `.partial`, synchronised to the
+    disk, and takes its place in one move: a reader finds the old or the new one,
+    whenever the machine stops. A link at either name is replaced, never followed.
 
     Args:
         path: The file; its folder must exist.
         tree: Dictionaries, lists and tuples of tensors, numbers, texts and None.
 
     Raises:
-        SnapshotError: Something in the tree is none of these. The file is unchanged.
+        SnapshotError: Something in the tree is none of these, or the file cannot be
+            written, as on a full disk. The old file is unchanged.
 
     Examples:
         >>> import tempfile
@@ -64,19 +72,33 @@ def write_snapshot(path: str | Path, tree: Any) -> None:
     path = Path(path)
     partial = path.with_name(path.name + ".partial")
     try:
-        with partial.open("wb") as file:
-            _write(file, tree)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except BaseException:
+        # What a killed process left, or a link that somebody put there.
         partial.unlink(missing_ok=True)
-        raise
+        with partial.open("xb") as file:
+            try:
+                _write(file, tree)
+                file.flush()
+                os.fsync(file.fileno())
+                partial.replace(path)
+            except BaseException:
+                partial.unlink(missing_ok=True)
+                raise
+    except OSError as error:
+        raise SnapshotError(
+            f"{path} cannot be written: {error}. What was there before is unchanged."
+        ) from error
+    except RecursionError:
+        raise SnapshotError(
+            f"{path} cannot be written: what it should hold is nested too deeply."
+        ) from None
     _sync_folder(path.parent)
 
 
 def read_snapshot(path: str | Path) -> Any:
     """Read a tree from a file, tensors on the CPU. Nothing in the file is executed.
+
+    The tensors take no more memory than the file, and the rest at most 64 times the
+    bytes of the file's table of contents, whatever the file says.
 
     Raises:
         SnapshotError: The file is no snapshot, or is damaged.
@@ -163,47 +185,114 @@ def _read(file: BinaryIO) -> Any:
         raise SnapshotError("its end is missing.")
     file.seek(size - _END.size)
     start, length, checksum, mark = _END.unpack(file.read(_END.size))
-    if mark != _END_MARK or start + length + _END.size != size:
+    if mark != _END_MARK or start + length + _END.size != size or start < len(_BEGIN):
         raise SnapshotError("its end is missing.")
     file.seek(start)
     table = file.read(length)
     if zlib.crc32(table) != checksum:
         raise SnapshotError("its table of contents is damaged.")
-    contents = json.loads(table)
-    tensors = [_read_tensor(file, entry, end=start) for entry in contents["tensors"]]
-    return _decode(contents["tree"], tensors)
+    try:
+        contents = json.loads(table)
+        entries = _entries(contents, end=start)
+        tensors = [_read_tensor(file, entry) for entry in entries]
+        return _decode(contents.get("tree"), tensors)
+    except RecursionError:
+        raise SnapshotError("its table of contents is nested too deeply.") from None
+    except ValueError as error:  # of JSON: no text, no JSON, a number too long
+        raise SnapshotError(f"its table of contents is damaged: {error}.") from None
 
 
-def _read_tensor(file: BinaryIO, entry: dict[str, Any], *, end: int) -> Tensor:
-    dtype = getattr(torch, entry["dtype"], None)
-    if not isinstance(dtype, torch.dtype):
-        raise SnapshotError(f"it holds a tensor of an unknown type {entry['dtype']!r}.")
-    shape: list[int] = entry["shape"]
-    tensor = torch.empty(shape, dtype=dtype)
-    start, nbytes = entry["start"], math.prod(shape) * dtype.itemsize
-    file.seek(start)
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """Where a tensor lies in the file, checked."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+    checksum: int
+
+
+def _entries(contents: Any, *, end: int) -> list[_Entry]:
+    """Check where the tensors lie, all of them before memory is taken for any.
+
+    No two share a byte, so all together are no larger than the file.
+    """
+    found = contents.get("tensors") if isinstance(contents, dict) else None
+    if not isinstance(found, list):
+        raise SnapshotError("its table of contents has no list of tensors.")
+    entries = [_entry(each) for each in found]
+    last = len(_BEGIN)
+    for entry in sorted(entries, key=lambda entry: (entry.start, entry.nbytes)):
+        if entry.start < last:
+            raise SnapshotError("two tensors in it overlap, or one its beginning.")
+        last = entry.start + entry.nbytes
+        if last > end:
+            raise SnapshotError("a tensor in it is cut off.")
+    return entries
+
+
+def _entry(found: Any) -> _Entry:
+    if not isinstance(found, dict):
+        raise SnapshotError("an entry of its table of contents is no dictionary.")
+    name, shape = found.get("dtype"), found.get("shape")
+    dtype = _DTYPES.get(name) if isinstance(name, str) else None
+    if dtype is None:
+        raise SnapshotError(f"it holds a tensor of an unknown type {name!r:.40}.")
+    start, checksum = found.get("start", -1), found.get("crc32", -1)
+    if not isinstance(shape, list) or not all(map(_is_count, shape)):
+        raise SnapshotError(f"it holds a tensor of an impossible shape {shape!r:.40}.")
+    # torch multiplies the sizes of empty tensors too.
+    if math.prod(size or 1 for size in shape) * dtype.itemsize >= 1 << 63:
+        raise SnapshotError(f"it holds a tensor of an impossible shape {shape!r:.40}.")
+    if not _is_count(start) or not _is_count(checksum):
+        raise SnapshotError("its table of contents does not say where a tensor lies.")
+    nbytes = math.prod(shape) * dtype.itemsize
+    return _Entry(dtype, tuple(shape), start, nbytes, checksum)
+
+
+def _is_count(number: object) -> bool:
+    return type(number) is int and 0 <= number < 1 << 63
+
+
+def _read_tensor(file: BinaryIO, entry: _Entry) -> Tensor:
+    tensor = torch.empty(entry.nbytes, dtype=torch.uint8)
     memory = _memory(tensor)
-    if start + nbytes > end or file.readinto(memory) != nbytes:  # pyright: ignore[reportAttributeAccessIssue]
+    file.seek(entry.start)
+    if file.readinto(memory) != entry.nbytes:  # pyright: ignore[reportAttributeAccessIssue]
         raise SnapshotError("a tensor in it is cut off.")
-    if zlib.crc32(memory) != entry["crc32"]:
+    if zlib.crc32(memory) != entry.checksum:
         raise SnapshotError("a tensor in it is damaged: its checksum differs.")
-    return tensor
+    try:
+        return tensor.view(entry.dtype).reshape(entry.shape)
+    except RuntimeError as error:  # a type or a shape that this torch does not take
+        raise SnapshotError(f"a tensor in it cannot be made: {error}.") from None
 
 
 def _decode(node: Any, tensors: list[Tensor]) -> Any:
-    if not isinstance(node, list):
+    if node is None or isinstance(node, bool | int | float | str):
         return node
-    kind, *parts = node
-    match kind:
-        case "tensor":
-            return tensors[parts[0]]
-        case "list":
+    match node:
+        case ["tensor", int(number)] if 0 <= number < len(tensors):
+            return tensors[number]
+        case ["list", *parts]:
             return [_decode(part, tensors) for part in parts]
-        case "tuple":
+        case ["tuple", *parts]:
             return tuple(_decode(part, tensors) for part in parts)
-        case "dict":
-            return {key: _decode(value, tensors) for key, value in parts}
-    raise SnapshotError(f"it holds a {kind!r}, which this version does not know.")
+        case ["dict", *pairs]:
+            return dict(_pair(pair, tensors) for pair in pairs)
+        case [kind, *_]:
+            raise SnapshotError(
+                f"it holds a {kind!r:.40}, which this version does not know."
+            )
+    raise SnapshotError(f"it holds a {type(node).__name__} without a kind.")
+
+
+def _pair(pair: Any, tensors: list[Tensor]) -> tuple[str | int, Any]:
+    match pair:
+        case [str() | int() as key, value]:
+            return key, _decode(value, tensors)
+    raise SnapshotError("a dictionary in it has an entry that is no pair.")
 
 
 def _memory(tensor: Tensor) -> memoryview:
