@@ -19,8 +19,9 @@ from recoup.backend.graph import (
     pop_hooks,
     push_hooks,
 )
+from recoup.backend.optimizer_steps import STEPS
 from recoup.backend.rng import default_states, random_state
-from recoup.backend.storages import alias, has_contents, has_storage
+from recoup.backend.storages import alias, has_contents, has_storage, version_of
 from recoup.backend.transforms import outside_transforms
 from recoup.backend.trees import leaves, map_leaves, tensors
 from recoup.backend.walk import reach
@@ -31,7 +32,7 @@ from recoup.engine.holding import hand_over, is_handing_over
 from recoup.engine.kept_buffers import KeptBuffers
 from recoup.engine.observers import Listener, observers
 from recoup.engine.recomputing import recomputing
-from recoup.engine.values import Hold
+from recoup.engine.values import Hold, changed_tensor
 from recoup.engine.verdicts import Verdict, hand_in
 from recoup.engine.verification import RECOMPUTED
 from recoup.engine.verified import LEDGER
@@ -85,6 +86,7 @@ def rerun(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         raise
     finally:
         pop_hooks()
+    call.settle()
     hand_over(call.holds())
     for observer in observers():
         observer.ended(call)
@@ -123,6 +125,8 @@ class Rerun:
         self._key = _key_of(original)
         modules = reach(original, function, args, kwargs, kind=nn.Module)
         self._buffers = KeptBuffers(modules, self._key)
+        self._modules = modules
+        self._versions: list[tuple[Tensor, int]] = []
         self._random = default_states(devices)
         self._default_dtype = default_dtype()
         self._autocast = autocast_states({device.type for device in devices})
@@ -134,6 +138,19 @@ class Rerun:
         self._task = -1
         self._found: dict[int, Tensor] = {}
         self._lock = threading.RLock()
+        STEPS.begin(self)
+
+    def __del__(self) -> None:
+        STEPS.end(self)
+
+    def settle(self) -> None:
+        """Remember the versions of parameters: the first call has ended."""
+        self._versions = [
+            (parameter, version_of(parameter))
+            for module in self._modules
+            for parameter in module.parameters(recurse=False)
+        ]
+        self._modules = []
 
     @leave_uncompiled
     def pack(self, tensor: Tensor) -> Slot:
@@ -179,6 +196,7 @@ class Rerun:
         """Drop the arguments; a later backward through the call is an error."""
         self._function = None
         self._arguments = ()
+        self._versions = []
         self._found = {}
 
     def end(self, task: int) -> None:
@@ -195,6 +213,13 @@ class Rerun:
                 "were cleared. Run backward before clearing them."
             )
         self._captures.check(self.name)
+        for parameter, version in self._versions:
+            if version_of(parameter) != version:
+                happened = (
+                    "was changed in place before backward (it is at version "
+                    f"{version_of(parameter)}, forward used version {version})"
+                )
+                raise changed_tensor(parameter, repr(self.name), happened)
         collected = _Collector(self._count, self._fingerprint, self._buffers)
         # Not as a part of a batch of gradients, which random operators refuse.
         with outside_transforms():

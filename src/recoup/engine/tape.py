@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from recoup.backend.graph import is_activation
+from recoup.backend.optimizer_steps import STEPS
 from recoup.backend.storages import (
     QUANTIZED,
     Geometry,
@@ -69,6 +70,7 @@ class Tape:
         self._current: dict[int, Value] = {}
         self._pinned: tuple[int, ...] = ()
         self.lazy_bits_seen = False
+        STEPS.begin(self)
 
     def close(self) -> None:
         """Let go of the storages' identities: no more recording."""
@@ -83,6 +85,7 @@ class Tape:
         self.tainted = self.written = self.unverified = self.forced = set()
 
     def __del__(self) -> None:
+        STEPS.end(self)
         for addresses in (self._pinned, self._current):
             for address in addresses:
                 free_weak_reference(address)
