@@ -3,8 +3,11 @@
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from torch import Tensor
+
+from recoup.backend.storages import version_of
 from recoup.engine.program import Live, free
-from recoup.engine.values import Layout, Value
+from recoup.engine.values import Layout, Value, written_in_backward
 
 
 class Releasing(Protocol):
@@ -37,6 +40,26 @@ class Saved:
         self.region.release(self)
 
 
+class _Given:
+    """What a backward function was given of a value that another one needs.
+
+    Args:
+        whole: The recomputed value.
+        tensor: The value, or the view of it, that was given last.
+    """
+
+    __slots__ = ("_pairs",)
+
+    def __init__(self, whole: Tensor, tensor: Tensor) -> None:
+        self._pairs = ((whole, version_of(whole)), (tensor, version_of(tensor)))
+
+    def check(self) -> None:
+        """Raise if the function wrote to it."""
+        for tensor, version in self._pairs:
+            if version_of(tensor) != version:
+                raise written_in_backward(tensor)
+
+
 class Recall:
     """The recomputed values of a region, each until its last use.
 
@@ -64,6 +87,7 @@ class Recall:
         self.task = task
         self._lasting = lasting
         self._pending = {} if lasting else {value: value.demand for value in wanted}
+        self._given: dict[Value, _Given] = {}
         self._places = places
         self._repeated = 0
         self._known = set[Value]()
@@ -97,6 +121,29 @@ class Recall:
         """Return whether the backward of this number may use it."""
         return self._lasting or self.task == task
 
+    def give(self, value: Value, layout: Layout | None) -> Tensor | None:
+        """Return a recomputed tensor, or None if its last use is over.
+
+        Raises:
+            ChangedTensorError: A backward function wrote to the tensor that it got, and
+                this is another one that needs the value.
+        """
+        whole = self.live.get(value)
+        if whole is None:
+            return None
+        tensor = whole
+        if layout is not None:
+            viewed = self.live.get(layout)
+            tensor = layout.view(whole) if viewed is None else viewed
+        given = self._given.get(value)
+        if given is not None:
+            given.check()
+        if self._lasting or self._pending.get(value, 0) > 1:
+            # A view that a replay made has a version counter of its own. Only the last
+            # one is looked at, so that many views take no more than linear time.
+            self._given[value] = _Given(whole, tensor)
+        return tensor
+
     def count_down(self, value: Value) -> None:
         """Take note of one use less to come."""
         pending = self._pending
@@ -105,6 +152,7 @@ class Recall:
             pending[value] = left
         elif left == 0:
             pending.pop(value, None)
+            self._given.pop(value, None)
             free(value, self.live)
 
 

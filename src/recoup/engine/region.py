@@ -329,8 +329,7 @@ class Region:
         if recall is not None:
             task = current_backward()
             if recall.task == task or recall.serves(task):
-                layout = saved.layout
-                tensor = recall.live.get(saved.value if layout is None else layout)
+                tensor = recall.give(saved.value, saved.layout)
                 if tensor is not None:
                     if saved.task != task:
                         saved.task = task
@@ -347,7 +346,7 @@ class Region:
         return (yield from self._recomputing(saved))
 
     def _recomputing(self, saved: Saved) -> Generator[Request, Tensor, Tensor]:
-        value, layout = saved.value, saved.layout
+        value = saved.value
         task = current_backward()
         recall = self._recall
         if recall is None or not recall.serves(task) or not recall.covers(value):
@@ -355,15 +354,11 @@ class Region:
                 return (yield from self._alone(saved))
             self._packs = -1  # the next one looks: few regions are open in a backward
             recall = yield from self._start(task, value)
-        whole = recall.live.get(value)
-        if whole is None:
+        tensor = recall.give(value, saved.layout)
+        if tensor is None:
             # Asked again after its last use, as by a function that reads its saved
             # tensors twice.
             return (yield from self._alone(saved))
-        tensor = whole
-        if layout is not None:
-            tensor = recall.live.get(layout)
-            tensor = layout.view(whole) if tensor is None else tensor
         if saved.task != task:
             saved.task = task
             recall.count_down(value)

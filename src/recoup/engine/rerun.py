@@ -32,7 +32,7 @@ from recoup.engine.holding import hand_over, is_handing_over
 from recoup.engine.kept_buffers import KeptBuffers
 from recoup.engine.observers import Listener, observers
 from recoup.engine.recomputing import recomputing
-from recoup.engine.values import Hold, changed_tensor
+from recoup.engine.values import Hold, changed_tensor, written_in_backward
 from recoup.engine.verdicts import Verdict, hand_in
 from recoup.engine.verification import RECOMPUTED
 from recoup.engine.verified import LEDGER
@@ -136,7 +136,7 @@ class Rerun:
         self._prints: list[Tensor | None] = []
         self._count = 0
         self._task = -1
-        self._found: dict[int, Tensor] = {}
+        self._found: dict[int, tuple[Tensor, int]] = {}
         self._lock = threading.RLock()
         STEPS.begin(self)
 
@@ -175,7 +175,9 @@ class Rerun:
                 self._task = task
                 if task != -1:
                     follow_backward(self)
-            tensor = self._found.pop(slot.place)
+            tensor, version = self._found.pop(slot.place)
+            if version_of(tensor) != version:
+                raise written_in_backward(tensor)
             self._require_alike(slot, tensor)
             return tensor
 
@@ -190,7 +192,7 @@ class Rerun:
 
     def recompute(self) -> tuple[Tensor, ...]:
         """Call the function again now and return what it saves."""
-        return tuple(self._call_again().found.values())
+        return tuple(tensor for tensor, _ in self._call_again().found.values())
 
     def clear(self) -> None:
         """Drop the arguments; a later backward through the call is an error."""
@@ -306,7 +308,7 @@ class _Collector:
         self._count = count
         self._look = look
         self._buffers = buffers
-        self.found: dict[int, Tensor] = {}
+        self.found: dict[int, tuple[Tensor, int]] = {}
         self.prints: list[Tensor | None] = []
 
     @leave_uncompiled
@@ -315,7 +317,7 @@ class _Collector:
         kept = tensor.detach()
         if self._buffers.are_behind(kept):
             kept = kept.clone()  # it is put back before backward uses this
-        self.found[len(self.found)] = kept
+        self.found[len(self.found)] = kept, version_of(kept)
         self.prints.append(self._look(kept))
         if len(self.found) == self._count:
             raise _Complete

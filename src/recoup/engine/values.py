@@ -371,6 +371,15 @@ def changed_tensor(tensor: Tensor, user: str, happened: str) -> ChangedTensorErr
     )
 
 
+def written_in_backward(tensor: Tensor) -> ChangedTensorError:
+    """Return the error for a saved tensor that a backward function wrote to."""
+    return ChangedTensorError(
+        f"a saved tensor of shape {tuple(tensor.shape)} and type {tensor.dtype} was "
+        "changed in place by a backward function, and another one needs it. Clone what "
+        "`ctx.saved_tensors` gives before writing to it."
+    )
+
+
 def can_move(tensor: Tensor, tier: Tier) -> bool:
     """Return whether a tensor is plain memory, and enough of it to be worth moving."""
     if type(tensor) is not Tensor or not has_storage(tensor):

@@ -45,6 +45,7 @@ class Deposit:
     """
 
     _address = 0
+    _brought_version = 0
     is_current = True
 
     def __init__(self, tier: Tier, tensor: Tensor) -> None:
@@ -81,9 +82,11 @@ class Deposit:
             self.end()
             self._task = task
         brought = self._brought
-        if brought is None:
+        # One that a backward function wrote to is no longer what was put in.
+        if brought is None or version_of(brought) != self._brought_version:
             with out_of_sight():
                 brought = self._stored.get()
+            self._brought_version = version_of(brought)
         if claim is not None and claim.task != task:
             claim.task = task
             self._served += 1
