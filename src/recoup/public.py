@@ -11,6 +11,7 @@ from recoup.api.measuring import (
 )
 from recoup.api.meter import Meter, Reading
 from recoup.core.errors import (
+    BudgetWarning,
     CaptureError,
     ChangedTensorError,
     CheckpointIndexError,
@@ -105,6 +106,7 @@ __all__ = [
     "Action",
     "ActivationCheckpointer",
     "Advice",
+    "BudgetWarning",
     "CaptureError",
     "ChangedTensorError",
     "CheckpointConfig",

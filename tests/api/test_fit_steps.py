@@ -1,6 +1,7 @@
 """fit on models and steps of unusual kinds, and when something goes wrong."""
 
 import random
+import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -108,9 +109,11 @@ def test_a_model_of_random_depth_is_planned_for_the_step_it_is_checked_on(source
     assert peak_bytes_of(model, step, batch) == report.predicted_peak_bytes
     assert len(model.depths) == 8
     assert len(set(model.depths)) == 1
-    # Others differ, so the test could fail.
-    model(batch)
-    model(batch)
+    # Others differ, so the test could fail. A deeper one may exceed the budget.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", recoup.BudgetWarning)
+        model(batch)
+        model(batch)
     assert len(set(model.depths)) > 1
     report.remove()
 

@@ -209,7 +209,13 @@ def test_plans_for_other_sizes_are_few_and_fit_what_they_are_for():
     adapted = report._adapted
     assert adapted is not None
     sizes = range(1, 4 * len(batch), 3)
-    for size in sizes:
-        model(torch.cat([batch] * 4)[:size])
-    assert len(sizes) > len(adapted._plans)
-    assert len(adapted._plans) <= 8 + 2 * 8
+    many = torch.cat([batch] * 4)
+
+    def call_all() -> None:
+        for size in sizes:
+            model(many[:size])
+
+    with pytest.warns(recoup.BudgetWarning, match="axis 0: 64 -> "):
+        call_all()
+    assert len(sizes) > adapted.planned_groups
+    assert adapted.planned_groups <= 8 + 2 * 8

@@ -277,7 +277,7 @@ def test_only_modules_that_a_plan_names_are_followed():
         for n in range(2)
     ]
     chosen = iter([0, 0, 1, 0])
-    applied = Applied(model, lambda args, kwargs: plans[next(chosen)])
+    applied = Applied(model, lambda *_: (plans[next(chosen)], None))
     assert followed(model) == set()
     first, second = ({f"layers.{n}.wide", f"layers.{n}.narrow"} for n in range(2))
     for names in (first, first, first | second, first | second):

@@ -1,6 +1,7 @@
 """fit: name a budget in bytes, get the fastest plan that fits, applied and checked."""
 
 import time
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -19,7 +20,9 @@ from recoup.api.progress import Progress, progress_for
 from recoup.api.settling import Settled, Settling
 from recoup.api.undoing import Undoing
 from recoup.backend.memory import is_out_of_memory
-from recoup.core.errors import UsageError
+from recoup.backend.model_state import evaluation_advice
+from recoup.core.callers import user_stacklevel
+from recoup.core.errors import BudgetWarning, UsageError
 from recoup.core.graph import Graph
 from recoup.core.plan import Plan
 from recoup.core.segments import Action
@@ -295,6 +298,9 @@ def fit(  # noqa: PLR0913 (a step can be described in several ways)
     check_verify(verify)
     allowed = actions_of(allow)
     described = training_step(model, batch, loss=loss, step=step, device=device)
+    advice = evaluation_advice(model)
+    if advice is not None:
+        warnings.warn(BudgetWarning(advice), stacklevel=user_stacklevel())
     with (
         progress_for(progress, runs=_RUNS) as course,
         untouched(described) as repeated,

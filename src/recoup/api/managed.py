@@ -13,6 +13,7 @@ from recoup.backend.trees import map_leaves, tensors
 from recoup.core.graph import Graph
 from recoup.core.plan import Plan, plan_for
 from recoup.core.segments import Action
+from recoup.engine.plans import Choice
 from recoup.measure.floor import measure_floor
 from recoup.measure.training import TrainingStep, untouched
 
@@ -57,7 +58,8 @@ class Managed(Adapted):
         owner: Owner,
     ) -> None:
         made = _plan(graph, way, budget_bytes)
-        super().__init__(model, graph, made, KEEP, verify="first")
+        # The manager itself says what does not fit.
+        super().__init__(model, graph, made, KEEP, verify="first", warns=False)
         self._owner = weakref.ref(owner)
         self.model_name = type(model).__name__
         self.measured = graph
@@ -72,7 +74,7 @@ class Managed(Adapted):
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs: neither models nor managers, which have locks."""
         nobody = {"_owner": _nobody, "_model": _nobody, "_handle": None}
-        return {**vars(self), **nobody}
+        return {**super().__getstate__(), **nobody}
 
     @property
     def owner(self) -> Owner | None:
@@ -119,11 +121,13 @@ class Managed(Adapted):
         if model is not None and _MANAGED.get(model) is self:
             del _MANAGED[model]
 
-    def _choose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+    def _choose(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Choice:
         owner = self.owner
         if owner is not None:
             owner.called(self)
-        return super()._choose(args, kwargs)
+        return super()._choose(model, args, kwargs)
 
     @leave_uncompiled
     def _returned(self, model: nn.Module, args: Any, output: object) -> None:

@@ -356,7 +356,12 @@ class Settling:
             seconds=solution.simulation.seconds,
         )
         adapted = Adapted(
-            self._step.model, self.graph, made, self._allow, verify=self._verify
+            self._step.model,
+            self.graph,
+            made,
+            self._allow,
+            verify=self._verify,
+            reserved_bytes=self.reserved_bytes,
         )
         self._in_force = adapted
         self._step.begin()

@@ -72,7 +72,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
-_BLOCK_BYTES = 512
+BLOCK_BYTES = 512
 """Torch's caching allocators give memory in multiples of it."""
 
 
@@ -123,7 +123,7 @@ class AllocatorMeter:
 
     def counted_bytes(self, nbytes: int) -> int:
         """Return the size of the smallest block for so many bytes."""
-        return rounded_up(nbytes, _BLOCK_BYTES)
+        return rounded_up(nbytes, BLOCK_BYTES)
 
 
 def _allocated(device: torch.device, which: str) -> int:

@@ -1,4 +1,4 @@
-"""Every error that recoup raises on purpose, under one base class.
+"""Every error that recoup raises on purpose, under one base class, and its warning.
 
 Each message says what was asked, what was found and what to do.
 """
@@ -151,3 +151,25 @@ class MissingCheckpointError(RecoupError, KeyError):
     def __str__(self) -> str:
         """Return the message; a KeyError would show it in quotes."""
         return Exception.__str__(self)
+
+
+class BudgetWarning(UserWarning):
+    """A step that is trained is not the one that was measured, or cannot fit.
+
+    Gradients are right all the same; the peak may exceed the budget.
+
+    Attributes:
+        needed_bytes: What the step needs, as predicted; 0: that cannot be predicted.
+        budget_bytes: The budget.
+
+    Examples:
+        >>> BudgetWarning("too large", needed_bytes=3, budget_bytes=2).needed_bytes
+        3
+    """
+
+    def __init__(
+        self, message: str, *, needed_bytes: int = 0, budget_bytes: int = 0
+    ) -> None:
+        super().__init__(message)
+        self.needed_bytes = needed_bytes
+        self.budget_bytes = budget_bytes

@@ -238,6 +238,11 @@ class Graph:
         """How often the model is called before backward."""
         return max((b.model_call for b in self.boundaries), default=0) + 1
 
+    def operations_of_call(self, model_call: int) -> range:
+        """Return the operations of one call of the model."""
+        found = [b.operation for b in self.boundaries if b.model_call == model_call]
+        return range(min(found, default=0), max(found, default=0))
+
     def is_within_call(self, start: int, stop: int) -> bool:
         """Return whether two boundaries are in the same call of the model."""
         return self.boundaries[start].model_call == self.boundaries[stop].model_call

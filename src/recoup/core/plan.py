@@ -7,11 +7,11 @@ step, so that it can be stored, read, compared, and applied again without measur
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from recoup.core.errors import PlanError
+from recoup.core.errors import PlanError, UsageError
 from recoup.core.graph import BEFORE, Boundary, Graph
 from recoup.core.readings import MOST, is_amount, is_duration, is_printable
 from recoup.core.segments import Action, Segment
@@ -201,6 +201,84 @@ def plan_for(
         seconds=seconds,
         model_calls=graph.model_calls,
     )
+
+
+def segments_of(graph: Graph, plan: Plan) -> tuple[Segment, ...] | None:
+    """Return a plan as segments of a measured step; None: it is of another step."""
+    places = {_place(boundary): n for n, boundary in enumerate(graph.boundaries)}
+    try:
+        return tuple(_segment(graph, span, places) for span in plan.spans)
+    except (KeyError, UsageError):
+        return None
+
+
+def measured_order(graph: Graph, plan: Plan) -> tuple[Place, ...]:
+    """Return the places of a plan in the order in which the measured step had them."""
+    places: set[Place] = set()
+    stack = list(plan.spans)
+    while stack:
+        span = stack.pop()
+        stack.extend(span.inner)
+        places |= {span.start, span.stop}
+    found = map(_place, graph.boundaries)
+    return tuple(place for place in found if place in places)
+
+
+def displaced(
+    plan: Plan, measured: Sequence[Place], reached: Sequence[Place]
+) -> list[int]:
+    """Return the outermost spans of which a part ran elsewhere than in its region.
+
+    Args:
+        plan: The plan.
+        measured: Its places in the order of the measured step.
+        reached: The same in the order of a call.
+
+    Examples:
+        >>> a, b, c = (Place(name, 0, True) for name in "abc")
+        >>> plan = Plan((Span(a, b), Span(b, c)))
+        >>> displaced(plan, [a, b, c], [a, b, c]), displaced(plan, [a, b, c], [b, a, c])
+        ([], [0, 1])
+    """
+    planned = _spans_at(plan, measured)
+    found = _spans_at(plan, reached)
+    wrong = {
+        span
+        for place in reached
+        for span in (planned.get(place), found[place])
+        if planned.get(place) != found[place] and span is not None
+    }
+    return sorted(wrong)
+
+
+def _spans_at(plan: Plan, places: Sequence[Place]) -> dict[Place, int | None]:
+    """Return which outermost span is open after each place."""
+    starts = {span.start: number for number, span in enumerate(plan.spans)}
+    open_span: int | None = None
+    found: dict[Place, int | None] = {}
+    for place in places:
+        if open_span is not None and plan.spans[open_span].stop == place:
+            open_span = None
+        if open_span is None:
+            open_span = starts.get(place)
+        found[place] = open_span
+    return found
+
+
+def _segment(graph: Graph, span: Span, places: Mapping[Place, int]) -> Segment:
+    start, stop = places[span.start], places[span.stop]
+    actions = {(held.operator, held.nth): held.action for held in span.held}
+    seen: Counter[str] = Counter()
+    found: dict[int, Action] = {}
+    for number in graph.operations_between(start, stop) if actions else ():
+        operation = graph.operations[number]
+        for value in operation.makes if operation.replayable else ():
+            action = actions.get((operation.name, seen[operation.name]))
+            seen[operation.name] += 1
+            if action is not None:
+                found[value] = action
+    inner = tuple(_segment(graph, each, places) for each in span.inner)
+    return Segment(start, stop, found, inner)
 
 
 def _span(graph: Graph, segment: Segment) -> Span:

@@ -13,7 +13,7 @@ from recoup.core.footprint import (
     spikes_of,
     total_footprint,
 )
-from recoup.core.graph import Graph
+from recoup.core.graph import BEFORE, Graph
 from recoup.core.segments import Segment, check_order
 
 
@@ -110,6 +110,22 @@ def simulate(graph: Graph, segments: Sequence[Segment]) -> Simulation:
     """
     check_order(segments, 0, len(graph.boundaries) - 1)
     return add_up(graph, total_footprint(graph, segments))
+
+
+def live_after(graph: Graph, segments: Sequence[Segment], operations: range) -> int:
+    """Return the bytes made by some operations of forward that outlive the last.
+
+    Examples:
+        >>> live_after(Graph((), 0, (), (), (), (), ()), (), range(0))
+        0
+    """
+    holds = total_footprint(graph, segments).holds
+    return sum(
+        storage.bytes
+        for number, storage in enumerate(graph.storages)
+        if storage.born in operations
+        and max(storage.dies, holds.get(number, BEFORE)) >= operations.stop
+    )
 
 
 def add_up(graph: Graph, total: Footprint) -> Simulation:

@@ -3,8 +3,8 @@
 import functools
 import hashlib
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,7 +14,7 @@ from recoup.backend.compiled import is_compiled, leave_uncompiled
 from recoup.backend.graph import records_gradients
 from recoup.backend.hooks import forward_pre_hooks
 from recoup.core.errors import PlanError, UnsupportedError, UsageError
-from recoup.core.plan import Plan
+from recoup.core.plan import Place, Plan
 from recoup.engine.runs import (
     Cuts,
     CuttingRun,
@@ -26,15 +26,39 @@ from recoup.engine.runs import (
 )
 from recoup.engine.verification import Verify, check_verify
 
-Choose = Callable[[tuple[Any, ...], dict[str, Any]], Plan | None]
-"""Returns the plan for a call of the model with these arguments; None: keep all."""
+
+class Watch(Protocol):
+    """Watches one call of a model."""
+
+    def begin(self) -> None:
+        """Begin, before the first region of the call."""
+        ...
+
+    def end(self, output: object, order: Sequence[Place] | None) -> None:
+        """End, after the last region.
+
+        Args:
+            output: What the call returned; None after an exception.
+            order: The places of the plan as they were reached; None: no plan ran.
+        """
+        ...
+
+    def cancel(self) -> None:
+        """End after an interrupt."""
+        ...
+
+
+Choice = tuple[Plan | None, Watch | None]
+Choose = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Choice]
+"""Returns the plan for a call of the model with these arguments (None: keep all), and
+what watches the call."""
 
 _AnyRun = Run | CuttingRun | SegmentedRun
 
 
 class _Runs(threading.local):
     def __init__(self) -> None:
-        self.stack: list[tuple[Applied, _AnyRun | None]] = []
+        self.stack: list[tuple[Applied, _AnyRun | None, Watch | None]] = []
         self.episodes: WeakKeyDictionary[Applied, Episode] = WeakKeyDictionary()
 
 
@@ -125,24 +149,26 @@ class Applied:
 
     def _run(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> _AnyRun | None:
+    ) -> tuple[_AnyRun | None, Watch | None]:
         if not records_gradients():
-            return None
+            return None, None
         plan = self._plan
         if isinstance(plan, Cuts):
-            return CuttingRun(plan)
+            return CuttingRun(plan), None
         if isinstance(plan, Segments):
-            return SegmentedRun(plan)
+            return SegmentedRun(plan), None
+        watch: Watch | None = None
         if not isinstance(plan, Plan):
-            plan = plan(args, kwargs)
+            plan, watch = plan(model, args, kwargs)
         if plan is None or not plan.spans:
-            return None
+            return None, watch
         known = self._scripts.get(id(plan))
         if known is None:
             known = (plan, Script(plan))
             self._follow_plan(model, known[1])
             self._scripts[id(plan)] = known
-        return Run(known[1], self._verify, self._episode(plan.model_calls))
+        run = Run(known[1], self._verify, self._episode(plan.model_calls))
+        return run, watch
 
     def _follow_plan(self, model: nn.Module, script: Script) -> None:
         """Follow those modules that a plan names and that no plan before it did.
@@ -174,26 +200,30 @@ class Applied:
             self.begin(model, args, kwargs)
         else:
             self._close_interrupted()
-            _RUNS.stack.append((self, None))
+            _RUNS.stack.append((self, None, None))
 
     def begin(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Take note that the model is called with these arguments."""
         self._close_interrupted()
-        run = self._run(model, args, kwargs)
-        _RUNS.stack.append((self, run))
+        run, watch = self._run(model, args, kwargs)
+        _RUNS.stack.append((self, run, watch))
+        if watch is not None:
+            watch.begin()
         if run is not None:
             run.reach("", entering=True)
 
     @leave_uncompiled
     def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        del model, args, output
+        del model, args
         if not _RUNS.stack or _RUNS.stack[-1][0] is not self:
             return
-        _, run = _RUNS.stack.pop()
+        _, run, watch = _RUNS.stack.pop()
         if run is not None:
             run.close()
+        if watch is not None:
+            watch.end(output, run.order if isinstance(run, Run) else None)
 
     def _close_interrupted(self) -> None:
         """Close what a call left open on this thread.
@@ -201,17 +231,19 @@ class Applied:
         After an exception torch calls the hooks that end a call, but not after an
         interrupt. (A model that calls itself is in no region from then on, and right.)
         """
-        mine = [run for applied, run in _RUNS.stack if applied is self]
+        mine = [item[1:] for item in _RUNS.stack if item[0] is self]
         if mine:
             _RUNS.stack[:] = [item for item in _RUNS.stack if item[0] is not self]
-        for run in reversed(mine):
+        for run, watch in reversed(mine):
             if run is not None:
                 run.close()
+            if watch is not None:
+                watch.cancel()
 
     def reach(self, name: str, *, entering: bool) -> None:
         """Take note that a module is entered or left."""
         if _RUNS.stack:
-            applied, run = _RUNS.stack[-1]
+            applied, run, _ = _RUNS.stack[-1]
             if applied is self and run is not None:
                 run.reach(name, entering=entering)
 

@@ -43,6 +43,7 @@ class Script:
         self.starts: dict[Place, list[_Stretch]] = {}
         self._serial = next(_SERIAL)
         self._collect(plan.spans, None)
+        self.all_places = frozenset(self.places())
 
     def places(self) -> set[Place]:
         """Return every place that matters."""
@@ -203,7 +204,11 @@ class Episode:
 
 
 class Run:
-    """One forward of a model that has a plan: what is open, what was called."""
+    """One forward of a model that has a plan: what is open, what was called.
+
+    Attributes:
+        order: The places of the plan, in the order in which they were reached.
+    """
 
     def __init__(
         self, script: Script, verify: Verify, episode: "Episode | None" = None
@@ -213,6 +218,7 @@ class Run:
         self._open: list[tuple[_Stretch, Yielding]] = []
         self._episode = episode or Episode()
         self._calls = self._episode.calls
+        self.order: list[Place] = []
         self._hooks = ambient_hooks()
         self._frame = calling_frame()
 
@@ -227,6 +233,8 @@ class Run:
         if _are_foreign(self._hooks):
             return
         place = Place(module, call, entering)
+        if place in self._script.all_places:
+            self.order.append(place)
         self._forget_ended()
         if any(stretch.span.stop == place for stretch, _ in self._open):
             self._end_down_to(place)

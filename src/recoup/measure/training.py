@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from recoup.backend.stash import Stash
-from recoup.backend.trees import tensors
+from recoup.backend.trees import tensors, tensors_within
 from recoup.backend.walk import reach
 from recoup.core.callers import calls_user
 from recoup.core.errors import UsageError
@@ -119,7 +119,8 @@ def training_step(
     def run() -> None:
         _check_loss(loss_of_a_call()).backward()
 
-    return _with_surroundings(TrainingStep(model, run, batch, where), loss)
+    found = tensors_within(batch)
+    return _with_surroundings(TrainingStep(model, run, found, where), loss)
 
 
 def _loss_of_a_call(

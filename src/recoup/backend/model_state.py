@@ -1,0 +1,177 @@
+"""The state of a model that decides what its step saves: modes, and what is trained."""
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from recoup.core.units import print_bytes
+
+_SENSITIVE = (
+    nn.modules.dropout._DropoutNd,
+    nn.modules.batchnorm._NormBase,
+    nn.RReLU,
+    nn.FractionalMaxPool2d,
+    nn.FractionalMaxPool3d,
+)
+"""Layers of torch that do something else in training than in evaluation."""
+
+_NAMED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ModelState:
+    """What a call of a model finds.
+
+    Attributes:
+        training: For each module, whether it is in training mode.
+        trained: For each parameter, whether it requires a gradient.
+        autocast: Whether autocast is on for the model's device, and its type.
+    """
+
+    training: bytes
+    trained: bytes
+    autocast: torch.dtype | None
+
+
+class StateReader:
+    """Reads the state of one model at every call.
+
+    It costs one attribute of each module and each parameter, and no call of a Python
+    function for each. The model is not kept alive.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = list(model.named_modules())
+        self._names = [name for name, _ in modules]
+        self._modules = [weakref.ref(module) for _, module in modules]
+        self._owners = [
+            (name, weakref.ref(module))
+            for name, module in modules
+            if module._parameters
+        ]
+        first = next(model.parameters(), None)
+        self._device_type = "cpu" if first is None else first.device.type
+
+    def is_of(self, model: nn.Module) -> bool:
+        """Return whether this reads the state of a model, all parts of which exist."""
+        return self._modules[0]() is model and None not in [
+            module() for module in self._modules
+        ]
+
+    def read(self) -> ModelState:
+        """Return the state now."""
+        kind = self._device_type
+        modules: list[Any] = [module() for module in self._modules]
+        owners: list[Any] = [owner() for _, owner in self._owners]
+        return ModelState(
+            bytes([module.training for module in modules]),
+            bytes(
+                [
+                    parameter is not None and parameter.requires_grad
+                    for owner in owners
+                    for parameter in owner._parameters.values()
+                ]
+            ),
+            torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
+        )
+
+    def differences(self, before: ModelState, now: ModelState) -> list[str]:
+        """Return in words what makes a step take more than the measured one."""
+        found: list[str] = []
+        if before.training != now.training:
+            changed = [
+                (not isinstance(module(), _SENSITIVE), name or "the model", is_now)
+                for name, module, was, is_now in zip(
+                    self._names,
+                    self._modules,
+                    before.training,
+                    now.training,
+                    strict=False,
+                )
+                if was != is_now
+            ]
+            changed.sort(key=lambda change: change[0])
+            for mode, wanted in (("training", 1), ("eval", 0)):
+                names = [name for _, name, is_now in changed if is_now == wanted]
+                if names:
+                    found.append(f"{_listed(names)} changed to {mode} mode")
+        names = [name for name, _ in self._trained_since(before, now)]
+        if names:
+            found.append(f"{_listed(names)} now require a gradient")
+        if before.autocast != now.autocast:
+            found.append(f"autocast was {before.autocast} and is {now.autocast}")
+        return found
+
+    def added_gradient_bytes(self, before: ModelState, now: ModelState) -> int:
+        """Return the bytes of gradients that the measured step did not have."""
+        return sum(nbytes for _, nbytes in self._trained_since(before, now))
+
+    def _trained_since(
+        self, before: ModelState, now: ModelState
+    ) -> list[tuple[str, int]]:
+        if before.trained == now.trained:
+            return []
+        parameters = [
+            (f"{name}.{own}" if name else own, parameter)
+            for name, owner in self._owners
+            if (module := owner()) is not None
+            for own, parameter in module._parameters.items()
+        ]
+        return [
+            (name, 0 if parameter is None else parameter.nbytes)
+            for (name, parameter), was, is_now in zip(
+                parameters, before.trained, now.trained, strict=False
+            )
+            if is_now > was
+        ]
+
+
+def evaluation_advice(model: nn.Module) -> str | None:
+    """Return what to say of a model that is measured in eval mode; None: nothing.
+
+    Examples:
+        >>> evaluation_advice(nn.Dropout()) is None
+        True
+        >>> evaluation_advice(nn.Sequential(nn.Linear(1, 1), nn.Dropout()).eval())
+        'expected a model in training mode, got layers in eval mode that ...'
+    """
+    if model.training:
+        return None
+    names = [
+        name or type(module).__name__
+        for name, module in model.named_modules()
+        if isinstance(module, _SENSITIVE) and not module.training and _acts(module)
+    ]
+    if not names:
+        return None
+    return (
+        "expected a model in training mode, got layers in eval mode that behave "
+        f"differently in training ({_listed(names)}); the plan is for the step in eval "
+        "mode. Call model.train() before recoup.fit if you train in training mode "
+        "(from_pretrained returns a model in eval mode)."
+    )
+
+
+def _acts(module: Any) -> bool:
+    """Return whether a layer does anything in training; dropout of nothing does not."""
+    return getattr(module, "p", None) != 0
+
+
+def needs(needed_bytes: int, budget_bytes: int) -> str:
+    """Return in words what a step needs and what it may take."""
+    return (
+        f"it needs about {print_bytes(needed_bytes)}, the budget is "
+        f"{print_bytes(budget_bytes)}"
+    )
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:_NAMED])
+    more = len(names) - _NAMED
+    return f"{shown} and {more} more" if more > 0 else shown
