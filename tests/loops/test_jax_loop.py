@@ -11,8 +11,11 @@ from recoup import (  # noqa: E402
     UnsupportedError,
     UsageError,
     checkpointed_loop,
+    grad,
 )
 from tests.support.jax_loops import equal, plain  # noqa: E402
+
+SMALL = {"min_loop_size": 2, "num_checkpoints": 4}
 
 
 def test_checkpoints_hold_the_states_and_pull():
@@ -92,3 +95,49 @@ def test_the_seeds_counter_is_caught():
 
     with pytest.raises(MismatchError, match="traces a step once"):
         checkpointed_loop(step, jnp.ones(2), 10)
+
+
+def indexed(x):
+    for index in range(40):
+        x = jnp.sin(x) + index * 1e-3
+    return x.sum()
+
+
+def picked(x):
+    table = [0.1 * number for number in range(40)]
+    for index in range(40):
+        x = jnp.sin(x) + table[index]
+    return x.sum()
+
+
+def branching(x):
+    for index in range(40):
+        x = jnp.sin(x) if index % 2 else jnp.cos(x)
+    return x.sum()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_loop_with_an_index_is_differentiated_in_64_bits_too(dtype):
+    with jax.enable_x64(True):
+        x = jnp.linspace(0.1, 0.9, 3, dtype=dtype)
+        found = grad(indexed, checkpoint=SMALL)(x)
+        assert found.dtype == dtype
+        assert np.allclose(found, jax.grad(indexed)(x), rtol=1e-5)
+        step = lambda s, i: jnp.sin(s) + i * 1e-3  # noqa: E731
+        total = lambda x: checkpointed_loop(step, x, 40, with_index=True)[0].sum()  # noqa: E731
+        assert np.allclose(jax.grad(total)(x), jax.grad(indexed)(x), rtol=1e-5)
+
+
+@pytest.mark.parametrize("function", [picked, branching])
+def test_an_index_that_is_used_as_a_number_runs_plain_with_a_reason(function):
+    x = jnp.linspace(0.1, 0.9, 3)
+    with pytest.warns(UserWarning, match="runs plain: .* index as a Python number"):
+        found = grad(function, checkpoint=SMALL)(x)
+    assert equal(found, jax.grad(function)(x))
+
+
+def test_a_step_that_uses_its_index_as_a_number_is_refused_plainly():
+    with pytest.raises(UsageError, match="index as a Python number"):
+        checkpointed_loop(
+            lambda x, i: x + [0.1, 0.2][i % 2], jnp.ones(2), 10, with_index=True
+        )

@@ -14,6 +14,7 @@ from recoup import (  # noqa: E402
     MismatchError,
     UsageError,
     checkpointed_loop,
+    grad,
 )
 from recoup.schedules import Chunked, Even, Online, Revolve, StoreAll  # noqa: E402
 
@@ -428,3 +429,30 @@ def test_a_tolerance_does_not_take_not_a_number_for_equal():
     )
     with pytest.raises(MismatchError):
         checkpoints.pull(np.ones(2))
+
+
+def appending(x, w):
+    found = []
+    for index in range(40):
+        x = anp.sin(x * w)
+        found.append(x * index)
+    return anp.stack(found).sum() + x.sum()
+
+
+def appending_pairs(x, w):
+    first, second = [], []
+    for _ in range(40):
+        x = anp.sin(x * w)
+        first.append(x)
+        second.append(x * w)
+    return (anp.stack(first) * anp.stack(second)).sum()
+
+
+@pytest.mark.parametrize("function", [appending, appending_pairs])
+def test_a_list_that_a_written_loop_appends_to_has_its_gradient(function):
+    x, w = np.linspace(0.1, 0.9, 3), np.linspace(0.8, 1.2, 3)
+    small = {"min_loop_size": 2, "num_checkpoints": 4}
+    found = grad(function, wrt=(0, 1), checkpoint=small)(x, w)
+    expected = autograd.grad(function, (0, 1))(x, w)
+    for mine, plain_one in zip(found, expected, strict=True):
+        assert np.allclose(mine, plain_one, rtol=1e-12)

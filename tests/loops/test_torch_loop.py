@@ -1,14 +1,17 @@
 """Torch: the gradients of the plain loop, bitwise, in the evaluations promised."""
 
 import functools
+import gc
+import weakref
 from itertools import pairwise, repeat
 from math import prod
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from recoup import (
     CaptureError,
@@ -773,3 +776,43 @@ def test_a_budget_is_kept():
         assert peak_bytes(run) <= budget + slack
     with pytest.raises(UsageError, match="does not hold the tape of one step"):
         checkpointed_loop(torch.sin, torch.ones(width), 10, budget="1KiB")
+
+
+def test_a_budget_leaves_no_tape_behind():
+    """Whatever was measured to choose the schedule is freed, in each call again."""
+    x = torch.zeros(16, 64, requires_grad=True)
+    made: list[weakref.ref[Any]] = []
+
+    def fat(state: Tensor) -> Tensor:
+        for _ in range(4):
+            state = torch.tanh(state * 1.01)
+            made.append(weakref.ref(state.untyped_storage()))
+        return state
+
+    gc.disable()
+    try:
+        for _ in range(3):
+            final, checkpoints = checkpointed_loop(fat, x, 40, budget="128KiB")
+            final.sum().backward()
+            del final, checkpoints
+        assert sum(storage() is not None for storage in made) == 0
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("options", [{}, {"budget": "1KiB"}, {"num_checkpoints": 3}])
+def test_in_inference_mode_a_loop_runs_as_under_no_grad(options):
+    module, weight = nn.Linear(4, 4), torch.ones(4, requires_grad=True)
+
+    def step(state: Tensor) -> Tensor:
+        return torch.sin(module(state) * weight)
+
+    def last() -> Tensor:
+        return checkpointed_loop(step, torch.ones(4), 30, **options)[0]
+
+    with torch.no_grad():
+        expected = last()
+    with torch.inference_mode():
+        found = last()
+    assert torch.equal(found, expected)
+    assert found.is_inference()

@@ -181,3 +181,27 @@ def test_inside_a_region_it_counts_what_plain_autograd_would_save(leaf):
     assert saved.bytes == 2 * VECTOR
     out.backward()
     assert leaf.grad is not None
+
+
+@pytest.mark.parametrize("saves", [torch.tanh, torch.sin, torch.relu_])
+def test_a_graph_that_is_never_run_backward_is_freed(leaf, saves):
+    """An operator that saves its own result does not keep itself alive."""
+    gc.disable()
+    try:
+        with SavedBytes():
+            y = saves(saves(leaf * 2))
+        storage = weakref.ref(y.untyped_storage())
+        del y
+        assert storage() is None
+    finally:
+        gc.enable()
+
+
+def test_a_second_derivative_through_counted_values_is_the_plain_one(leaf):
+    def second(y: torch.Tensor) -> torch.Tensor:
+        (first,) = torch.autograd.grad(y.sum(), leaf, create_graph=True)
+        return torch.autograd.grad(first.sum(), leaf)[0]
+
+    with SavedBytes():
+        counted = leaf.tanh().exp()
+    assert torch.equal(second(counted), second(leaf.tanh().exp()))

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.overrides import TorchFunctionMode
@@ -159,7 +160,9 @@ def _edge_of(tensor: Tensor) -> Edge:
     node = tensor.grad_fn
     if node is not None:
         return node, tensor.output_nr
-    return get_gradient_edge(tensor).node, 0
+    # In inference mode views, by which torch finds a leaf's node, have no graph.
+    with torch.inference_mode(mode=False), torch.enable_grad():
+        return get_gradient_edge(tensor).node, 0
 
 
 def _depend_on_each_other(tensors: list[Tensor]) -> bool:

@@ -27,7 +27,7 @@ from recoup.loops.jax_table import REVERSE_START, table
 from recoup.loops.jax_trees import Tree
 from recoup.loops.plans import Plan
 from recoup.loops.slots import Checkpoints, Slots
-from recoup.loops.steps import KindError, Step
+from recoup.loops.steps import ConcreteError, KindError, Step
 from recoup.schedules.revolve import Revolve
 from recoup.schedules.schedule import Schedule
 
@@ -89,8 +89,15 @@ def _closed(
     first = jax.tree.map(lambda rows: rows[0], feed)
     index = jnp.zeros((), jnp.int32)
     seen = Variables(step.function)
-    _require_same_types(call, state, index, first, step.name)
-    closed, constants = jax.closure_convert(call, state, index, first)
+    try:
+        _require_same_types(call, state, index, first, step.name)
+        closed, constants = jax.closure_convert(call, state, index, first)
+    except jax.errors.JAXTypeError as error:
+        raise ConcreteError(
+            f"{step.name!r} uses an array or its index as a Python number, in a branch "
+            "or to pick from a list. JAX traces a step once, for all of them. Use "
+            "jnp.where, lax.cond or jax.lax.switch, or pass what is picked as inputs=."
+        ) from error
     try:
         seen.check(step.name)
     except CaptureError as error:
@@ -102,8 +109,9 @@ def _closed(
     rows, first_reverse, positions = table(schedule.actions())
     counts = schedule.counts()
     loop = Loop(
+        # `fori_loop` counts in 64 bits where JAX has them; the step was traced with 32.
         call=lambda state, index, given, constants: closed(
-            state, index, given, *constants
+            state, lax.convert_element_type(index, jnp.int32), given, *constants
         ),
         steps=schedule.steps,
         slots=max(counts.peak_slots, 1),

@@ -14,6 +14,10 @@ class KindError(UsageError):
     """A state is built otherwise at one end of the loop than at the other."""
 
 
+class ConcreteError(KindError):
+    """A step needs a number where tracing it gives it a symbol."""
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One step of a loop.

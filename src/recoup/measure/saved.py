@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from recoup.backend.graph import Pack, Unpack, ambient_hooks, pop_hooks, push_hooks
 from recoup.backend.ledger import StorageLedger, storages_in
-from recoup.backend.storages import version_of
+from recoup.backend.storages import alias, version_of
 from recoup.core.errors import ChangedTensorError
 
 
@@ -65,7 +65,9 @@ class SavedBytes:
             if not self._existing.refresh(storage):
                 self._ledger.add(storage)
         if self._around is None:
-            return _Kept(tensor, version_of(tensor))
+            # Without its graph, which autograd knows: an operator that saves its own
+            # result would keep itself alive, in a cycle that no collector sees.
+            return _Kept(alias(tensor), version_of(tensor))
         pack, unpack = self._around
         return _Passed(pack(tensor), unpack)
 

@@ -22,7 +22,7 @@ from recoup.loops.rewriting.plain import (
 )
 from recoup.loops.rewriting.rollback import Rollback
 from recoup.loops.rewriting.writes import WriteError, Writes, watched
-from recoup.loops.steps import KindError
+from recoup.loops.steps import ConcreteError, KindError
 from recoup.loops.trees import flatten
 from recoup.schedules.online import Online
 from recoup.schedules.revolve import Revolve
@@ -179,6 +179,10 @@ class Runtime:
                 "checkpointed_loop."
             )
             return
+        if isinstance(error, ConcreteError):
+            name = self._options.name
+            warn_about(f"the loop at line {line} of {name!r} runs plain: {error}")
+            return
         warn_about(
             f"the loop at line {line} of {self._options.name!r} runs plain: one of its "
             "variables is an array at one time and something else at another, is built "
@@ -325,9 +329,12 @@ def warn_about(message: str) -> None:
 
 
 def _step(body: Callable[..., Any], lists: Sequence[list[Any]]) -> Callable[..., Any]:
+    # Not the lists themselves: what they get after the loop is no capture of the step.
+    has_rows = bool(lists)
+
     def step(carry: Carry, index: Any = None, item: Any = None) -> Any:
         _, after, row = body(carry, item, index)
-        return (after, row) if lists else after
+        return (after, row) if has_rows else after
 
     return step
 
