@@ -62,13 +62,13 @@ def test_putting_a_step_back_is_no_part_of_it(monkeypatch, lap, expected):
             return [lap, lap]
 
     class Slow:
-        def next(self, *, waiting: bool) -> None:
+        def begin(self, *, waiting: bool) -> None:
             time.sleep(0.025)
 
     monkeypatch.setattr(pace, "Laps", Known)
     step = training_step(nn.Linear(2, 2), torch.ones(1, 2), loss=torch.sum)
     step = replace(
-        step, run=lambda: time.sleep(0.03), device=Issued(), beginning=Slow()
+        step, run=lambda: time.sleep(0.03), device=Issued(), repetition=Slow()
     )
     found = pace_of(step)
     assert 0.03 <= found.host_seconds < 0.045

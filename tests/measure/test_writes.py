@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import recoup
-from recoup.measure.writes import Writes
+from recoup.backend.state import WrittenTensors
 from tests.support.bits import tree_differences
 from tests.support.fitting import state_of
 from tests.support.odd_models import Perceptron, mean_square, odd_batch
@@ -85,9 +85,10 @@ def test_parameters_that_forward_writes_to_are_put_back():
 
 def test_nothing_is_copied_where_nothing_is_written():
     model, batch = blocks(), odd_batch()
-    writes = Writes(model.parameters())
-    writes.watched(lambda: mean_square(model(batch)).backward())()
-    assert writes._copies == []
+    written = WrittenTensors(model.parameters())
+    with written.watched():
+        mean_square(model(batch)).backward()
+    assert written.copies == []
 
 
 class Trainer:

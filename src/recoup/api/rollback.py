@@ -63,7 +63,7 @@ class Rollback:
         buffers = buffers_of(self._model)
         if not _same(buffers, self._buffers):
             self._buffers = buffers
-            self._slots = buffer_slots(self._model)
+            self._slots = buffer_slots(self._model.modules())
             self._groups = [
                 (group, [buffer.detach().clone() for buffer in group])
                 for group in _alike(buffers)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from recoup.api.rollback import Rollback
 from recoup.backend.storages import version_of
 from recoup.backend.walk import reach
-from recoup.measure.training import takes_gradient
+from recoup.measure.repetition import takes_gradient
 
 
 class Undoing:

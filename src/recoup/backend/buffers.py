@@ -34,17 +34,17 @@ BufferSlot = tuple[dict[str, Tensor | None], str, Tensor | None]
 """A buffer in its place: the dictionary of a module, the name, and what is there."""
 
 
-def buffer_slots(model: nn.Module) -> list[BufferSlot]:
-    """Return every buffer of a model and all its parts in its place.
+def buffer_slots(modules: Iterable[nn.Module]) -> list[BufferSlot]:
+    """Return the buffers that modules themselves have, not their parts, in place.
 
     Examples:
         >>> norm = nn.BatchNorm1d(3)
-        >>> [name for _, name, _ in buffer_slots(norm)]
+        >>> [name for _, name, _ in buffer_slots([norm])]
         ['running_mean', 'running_var', 'num_batches_tracked']
     """
     return [
         (module._buffers, name, buffer)
-        for module in model.modules()
+        for module in modules
         for name, buffer in module._buffers.items()
     ]
 
@@ -66,7 +66,7 @@ def put_in_place(slots: Iterable[BufferSlot]) -> None:
 
     Examples:
         >>> norm = nn.BatchNorm1d(3)
-        >>> slots, mean = buffer_slots(norm), norm.running_mean
+        >>> slots, mean = buffer_slots([norm]), norm.running_mean
         >>> norm.running_mean = norm.running_mean * 0.9
         >>> put_in_place(slots)
         >>> norm.running_mean is mean
@@ -84,7 +84,7 @@ def put_in_place(slots: Iterable[BufferSlot]) -> None:
 
 @contextmanager
 def unchanged_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Run the block, then put the buffers of modules back as they were before it.
+    """Run the block, then restore the buffers of modules, not those of their parts.
 
     Costs a copy of them while the block runs.
 
@@ -95,7 +95,7 @@ def unchanged_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
         >>> norm.num_batches_tracked.item()
         0
     """
-    slots = [slot for module in modules for slot in buffer_slots(module)]
+    slots = buffer_slots(modules)
     before = [(buffer, buffer.detach().clone()) for buffer in buffers_in(slots)]
     try:
         yield

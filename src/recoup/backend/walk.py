@@ -43,7 +43,15 @@ _OPAQUE = (
 """Packages whose objects are not followed: nothing that user code uses is in them."""
 
 
-def reach(*things: object, kind: type | tuple[type, ...]) -> list[Any]:
+HOOKS = frozenset(vars(nn.Module())) - {
+    *("training", "_parameters", "_buffers", "_modules")
+}
+"""Attributes of every module that hold hooks and how it is called."""
+
+
+def reach(
+    *things: object, kind: type | tuple[type, ...], through_code: bool = True
+) -> list[Any]:
     """Return the objects of a kind that things lead to, each once, nearest first.
 
     Followed are closures, globals that code names (also the code of comprehensions,
@@ -61,14 +69,18 @@ def reach(*things: object, kind: type | tuple[type, ...]) -> list[Any]:
 
     Args:
         *things: Where to begin; they are found too if they are of the kind.
-        kind: The classes to look for.
+        kind: The classes to look for. `object` finds all but numbers, texts, classes
+            and tensors.
+        through_code: False follows only what objects hold, not what functions use: no
+            closures, globals, defaults, methods or hooks.
 
     Examples:
         >>> layers = {"first": [nn.Tanh()]}
         >>> reach(functools.partial(map, layers["first"][0]), kind=nn.Module)
         [Tanh()]
     """
-    walk = _Walk()
+    walk = _Walk(through_code=through_code)
+    wanted = () if kind is object else kind
     found: dict[int, Any] = {}
     # Visited objects stay alive in this list, so that no address is used twice.
     waiting: list[Any] = list(things)
@@ -81,7 +93,9 @@ def reach(*things: object, kind: type | tuple[type, ...]) -> list[Any]:
         if isinstance(thing, kind):
             found[id(thing)] = thing
         if not isinstance(thing, _LEAVES):
-            waiting += [part for part in walk.parts(thing) if _is_followed(part, kind)]
+            waiting += [
+                part for part in walk.parts(thing) if _is_followed(part, wanted)
+            ]
     return list(found.values())
 
 
@@ -150,7 +164,8 @@ class _Walk:
         seen: The addresses of the objects that were visited.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, through_code: bool) -> None:
+        self._through_code = through_code
         self.seen: set[int] = set()
         self._slots: dict[type, tuple[types.MemberDescriptorType, ...] | None] = {}
         self._called: set[tuple[type, str]] = set()
@@ -158,11 +173,11 @@ class _Walk:
     def parts(self, thing: Any) -> Iterator[Any]:
         """Yield what an object leads to directly."""
         if isinstance(thing, types.FunctionType):
-            yield from self._parts_of_function(thing)
+            yield from self._parts_of_function(thing) if self._through_code else ()
         elif isinstance(thing, nn.Module):
-            # Most hook dictionaries are empty: they would be most of the objects.
-            for value in list(attributes_of(thing).values()):
-                if not isinstance(value, dict) or value:
+            for name, value in list(attributes_of(thing).items()):
+                # Most hooks are empty dictionaries: they would be most of the objects.
+                if name not in HOOKS or (self._through_code and value):
                     yield value
             yield from self._methods(type(thing), "forward")
         elif isinstance(thing, types.MethodType):
@@ -173,7 +188,7 @@ class _Walk:
         elif isinstance(thing, functools.partial):
             yield from (thing.func, thing.args, thing.keywords)
         elif isinstance(thing, types.GeneratorType):
-            if thing.gi_frame is not None:
+            if self._through_code and thing.gi_frame is not None:
                 yield from list(thing.gi_frame.f_locals.values())
         else:
             yield from _items_of(thing)
@@ -212,7 +227,7 @@ class _Walk:
 
     def _methods(self, kind: type, name: str) -> Iterator[Any]:
         """Yield a method, and what it names of its class: other methods and values."""
-        waiting = [name]
+        waiting = [name] if self._through_code else []
         for each in waiting:
             if (kind, each) in self._called:
                 continue

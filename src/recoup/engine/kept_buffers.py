@@ -41,7 +41,7 @@ class KeptBuffers:
         self._modules = modules
         # What is written to in training may be steady in evaluation.
         self._key = (key, tuple(module.training for module in modules))
-        self._slots = _slots_of(modules)
+        self._slots = buffer_slots(modules)
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._versions: list[tuple[str, Tensor, int]] = []
         for name, buffer in _named(self._slots):
@@ -66,7 +66,7 @@ class KeptBuffers:
             MismatchError: The block has changed one that was not changed before.
         """
         self._classify(caller)
-        slots = _slots_of(self._modules)
+        slots = buffer_slots(self._modules)
         contents = [(b, b.detach().clone()) for b, _ in self._copies]
         # Hidden: what autograd saved of a buffer is there again once it is put back.
         with writes_hidden(buffer for buffer, _ in self._copies):
@@ -118,10 +118,6 @@ class KeptBuffers:
 
     def _is_steady(self, buffer: Tensor) -> bool:
         return self._key in _STEADY.get(buffer, set())
-
-
-def _slots_of(modules: list[nn.Module]) -> list[BufferSlot]:
-    return [slot for module in modules for slot in buffer_slots(module)]
 
 
 def _named(slots: list[BufferSlot]) -> list[tuple[str, Tensor]]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from recoup.backend.autocast import autocast_as, autocast_states
-from recoup.backend.buffers import buffers_of
+from recoup.backend.buffers import buffer_slots
 from recoup.backend.rng import default_states, same_state
 from recoup.backend.walk import reach
 
@@ -97,7 +97,8 @@ def buffers_kept(function: Any) -> Iterator[None]:
     buffers = {
         id(buffer): buffer
         for module in reach(function, kind=nn.Module)
-        for buffer in buffers_of(module)
+        for _, _, buffer in buffer_slots([module])
+        if buffer is not None
     }
     contents = [(buffer, buffer.detach().clone()) for buffer in buffers.values()]
     try:

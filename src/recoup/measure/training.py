@@ -12,14 +12,11 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from recoup.backend.stash import Stash
-from recoup.backend.trees import tensors, tensors_within
-from recoup.backend.walk import reach
+from recoup.backend.trees import tensors_within
 from recoup.core.callers import calls_user
 from recoup.core.errors import UsageError
 from recoup.engine.plans import refuse_scripted
-from recoup.measure.beginning import Beginning
-from recoup.measure.writes import Writes
+from recoup.measure.repetition import Repetition
 
 _DEFAULTS = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -33,18 +30,14 @@ class TrainingStep:
         run: Runs forward and backward once.
         batch: The tensors it runs on, in any structure; they count as resident.
         device: Where it computes.
-        around: Other modules that it may change, as a loss with parameters.
-        leaves: Other tensors that gradients may be added to, as inputs.
-        beginning: Where its runs begin, inside `untouched`.
+        repetition: The state that its runs begin with, inside `untouched`.
     """
 
     model: nn.Module
     run: Callable[[], object]
     batch: Any
     device: torch.device
-    around: tuple[nn.Module, ...] = ()
-    leaves: tuple[Tensor, ...] = ()
-    beginning: Beginning | None = None
+    repetition: Repetition | None = None
 
     def begin(self, *, waiting: bool = True) -> None:
         """Drop gradients, and make the next run the same step as those before it.
@@ -53,16 +46,10 @@ class TrainingStep:
             waiting: False if the host must not wait for the device: then buffers are
                 those that the last run left.
         """
-        for leaf in self.all_leaves():
-            leaf.grad = None
-        if self.beginning is not None:
-            self.beginning.next(waiting=waiting)
-
-    def all_leaves(self) -> list[Tensor]:
-        """Return the parameters, and all else that gradients may be added to."""
-        modules = (self.model, *self.around)
-        found = [p for module in modules for p in module.parameters()]
-        return list({id(leaf): leaf for leaf in (*found, *self.leaves)}.values())
+        if self.repetition is not None:
+            self.repetition.begin(waiting=waiting)
+        else:
+            self.model.zero_grad(set_to_none=True)
 
 
 def training_step(
@@ -107,7 +94,7 @@ def training_step(
     if step is not None:
         if batch is not None or loss is not None:
             raise UsageError("give either a step, or a batch with a loss: got both.")
-        return _with_surroundings(TrainingStep(model, step, None, where), step)
+        return TrainingStep(model, step, None, where)
     if batch is None:
         raise UsageError(
             "a step needs something to run on: got no batch. Give batch=, or step= "
@@ -119,8 +106,7 @@ def training_step(
     def run() -> None:
         _check_loss(loss_of_a_call()).backward()
 
-    found = tensors_within(batch)
-    return _with_surroundings(TrainingStep(model, run, found, where), loss)
+    return TrainingStep(model, run, tensors_within(batch), where)
 
 
 def _loss_of_a_call(
@@ -151,54 +137,26 @@ def _loss_of_a_call(
     return call
 
 
-def _with_surroundings(step: TrainingStep, function: object) -> TrainingStep:
-    """Return the step with what else its runs may change, so that it is put back."""
-    own = {id(module) for module in step.model.modules()}
-    reached = reach(step.model, function, kind=(nn.Module, Tensor))
-    modules = [each for each in reached if isinstance(each, nn.Module)]
-    others = tuple(module for module in modules if id(module) not in own)
-    captured = [each for each in reached if isinstance(each, Tensor)]
-    found = [t for t in (*tensors(step.batch), *captured) if takes_gradient(t)]
-    return replace(step, around=others, leaves=tuple(found))
-
-
-def takes_gradient(tensor: Tensor) -> bool:
-    """Return whether backward adds to the gradient of a tensor."""
-    return tensor.requires_grad and (tensor.is_leaf or tensor.retains_grad)
-
-
 @contextmanager
 def untouched(step: TrainingStep) -> Iterator[TrainingStep]:
     """Yield a step whose runs leave nothing changed.
 
-    That is parameters, gradients, buffers and generators, of the model, of its batch,
-    and of what else the step refers to.
+    That is parameters, gradients, buffers, Python attributes and generators of the
+    model, its batch, and everything else that the step reaches; see `Repetition`.
 
     After each `TrainingStep.begin` it is the same step again, with the same random
     numbers. Gradients are taken off, so that each run starts as one after `zero_grad`
-    does. On an accelerator they wait on the host: a step makes new ones in their place.
+    does. On an accelerator they wait on the CPU: a step makes new ones in their place.
 
     Raises:
         UsageError: A run calls an optimizer of the model.
     """
-    model = step.model
-    gradients = [(leaf, leaf.grad) for leaf in step.all_leaves()]
-    stash = Stash(gradient for _, gradient in gradients if gradient is not None)
-    modules = (model, *step.around)
-    writes = Writes(p for module in modules for p in module.parameters())
-    beginning = Beginning(modules, _devices_of(step), tensors(step.batch), writes)
-    for parameter, _ in gradients:
-        parameter.grad = None
+    repetition = Repetition(step.model, step.run, step.batch, _devices_of(step))
     try:
-        with _optimizers_refused(model):
-            yield replace(step, run=writes.watched(step.run), beginning=beginning)
+        with _optimizers_refused(step.model):
+            yield replace(step, run=repetition.watched(step.run), repetition=repetition)
     finally:
-        for parameter, _ in gradients:
-            parameter.grad = None
-        stash.restore()
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        beginning.restore()
+        repetition.restore()
 
 
 @contextmanager

@@ -42,7 +42,7 @@ class Rollback:
         self._random = random_states(*self._devices)
         self._generators = _generator_states([*seen, *leaves])
         modules = reach(*seen, *leaves, kind=nn.Module)
-        self._slots = [slot for module in modules for slot in buffer_slots(module)]
+        self._slots = buffer_slots(modules)
         self._contents = _contents(self._slots)
 
     def restore(self) -> None:

@@ -1,4 +1,4 @@
-"""Where runs of a step begin: each is the same step, and all is put back at the end."""
+"""Repeated runs of a step: each is the same step, and none leaves a trace."""
 
 import random
 import warnings
@@ -11,12 +11,20 @@ from torch import Tensor, nn
 from recoup import UsageError
 from recoup.backend.randomness import random_states
 from recoup.core.figures import figures_of
-from recoup.measure.beginning import Beginning
 from recoup.measure.dry import measure_dry
+from recoup.measure.repetition import Repetition
 from recoup.measure.training import training_step, untouched
 from tests.support.bits import tree_differences
 
-PROCESSOR = torch.device("cpu")
+CPU = torch.device("cpu")
+
+SEEN: list[tuple[float, ...]] = []
+"""What runs observe; a list of a module's own would be restored."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_seen():
+    SEEN.clear()
 
 
 class Drawing(nn.Module):
@@ -28,12 +36,11 @@ class Drawing(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(2))
         self.register_buffer("calls", torch.zeros(1))
-        self.seen: list[tuple[float, ...]] = []
 
     def forward(self, x: Tensor) -> Tensor:
         numbers = random.random(), float(np.random.random())  # noqa: NPY002
         drawn = torch.rand(2)
-        self.seen.append((*numbers, *drawn.tolist(), *self.calls.tolist()))
+        SEEN.append((*numbers, *drawn.tolist(), *self.calls.tolist()))
         self.calls += 1
         return (x * self.weight * drawn).sum()
 
@@ -44,34 +51,34 @@ def drawing_step():
 
 
 def test_every_run_draws_the_same_and_later_ones_find_the_same_buffers():
-    model, described = drawing_step()
+    _, described = drawing_step()
     with untouched(described) as step:
         for _ in range(4):
             step.begin()
             step.run()
-    *drawn, calls = zip(*model.seen, strict=True)
+    *drawn, calls = zip(*SEEN, strict=True)
     assert all(len(set(numbers)) == 1 for numbers in drawn)
     # The first run may set up what later ones find done.
     assert calls == (0, 1, 1, 1)
 
 
 def test_runs_that_do_not_begin_again_differ():
-    model, described = drawing_step()
+    _, described = drawing_step()
     with untouched(described) as step:
         for _ in range(4):
             step.run()
-    assert all(len(set(numbers)) == 4 for numbers in zip(*model.seen, strict=True))
+    assert all(len(set(numbers)) == 4 for numbers in zip(*SEEN, strict=True))
 
 
 def test_generators_buffers_and_gradients_are_put_back():
     model, described = drawing_step()
     model.weight.grad = gradient = torch.full((2,), 3.0)
-    before = random_states(PROCESSOR).plain()
+    before = random_states(CPU).plain()
     with untouched(described) as step:
         for _ in range(3):
             step.begin()
             step.run()
-    after = random_states(PROCESSOR).plain()
+    after = random_states(CPU).plain()
     assert list(tree_differences(before, after, where="")) == []
     assert model.calls.tolist() == [0.0]
     assert model.weight.grad is gradient
@@ -83,11 +90,10 @@ def test_a_dry_measurement_draws_the_same_and_puts_generators_back():
         def __init__(self) -> None:
             super().__init__()
             self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(8))
-            self.depths: list[int] = []
 
         def forward(self, x: Tensor) -> Tensor:
             kept = [block for block in self.blocks if random.random() > 0.5]
-            self.depths.append(len(kept))
+            SEEN.append((len(kept),))
             for block in kept:
                 x = block(x)
             return x.sum() + 0 * sum(p.sum() for p in self.parameters())
@@ -96,18 +102,18 @@ def test_a_dry_measurement_draws_the_same_and_puts_generators_back():
     before = random.getstate()
     model = Shallow()
     measure_dry(model, torch.ones(2, 4), figures=figures_of("h200"))
-    assert len(model.depths) >= 2
-    assert len(set(model.depths)) == 1
+    assert len(SEEN) >= 2
+    assert len(set(SEEN)) == 1
     assert random.getstate() == before
 
 
 def test_buffers_without_memory_are_left_alone():
     with torch.device("meta"):
         model = nn.BatchNorm1d(3)
-    beginning = Beginning([model], [])
-    beginning.next()
-    beginning.next()
-    beginning.restore()
+    repetition = Repetition(model, lambda: None)
+    repetition.begin()
+    repetition.begin()
+    repetition.restore()
     assert model.running_mean is not None
     assert model.running_mean.is_meta
 
@@ -122,10 +128,9 @@ class Replacing(nn.Module):
         self.layer = nn.Linear(2, 2)
         self.register_buffer("mean", torch.zeros(2))
         self.register_buffer("late", None)
-        self.seen: list[float] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        self.seen.append(self.mean.sum().item())
+        SEEN.append((self.mean.sum().item(),))
         y = self.layer(x)
         self.mean = self.mean * 0.5 + y.detach().mean(0) + 1
         if self.late is None:
@@ -143,7 +148,7 @@ def test_buffers_that_were_replaced_are_put_back_as_the_tensors_they_were():
     assert model.mean is mean
     assert mean.tolist() == [0.0, 0.0]
     assert model.late is None
-    assert len(set(model.seen[1:])) == 1
+    assert len(set(SEEN[1:])) == 1
 
 
 class Weighing(nn.Module):
