@@ -1,7 +1,6 @@
 """Bad input: one clear error each, and nothing left behind."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -56,55 +55,19 @@ def test_a_name_cannot_be_changed():
         scope.name = "layer2"  # pyright: ignore[reportAttributeAccessIssue]
 
 
-GIVEN_TO_RECOMPUTE: dict[str, tuple[Callable[[], Any], str]] = {
-    "a leaf": (leaf, "is a leaf"),
-    "a tensor without a graph": (lambda: torch.randn(3), "no graph"),
-    "a detached tensor": (lambda: leaf().exp().detach(), "no graph"),
-    "no tensor": (lambda: 3.0, "takes a tensor: got float"),
-}
-
-
-@pytest.mark.parametrize("case", GIVEN_TO_RECOMPUTE)
-@pytest.mark.parametrize("function", [recompute, checkpoint])
-def test_recompute_refuses_what_nothing_computed(case, function):
-    make, message = GIVEN_TO_RECOMPUTE[case]
-    if function is checkpoint and case == "no tensor":
-        message = "a function or a tensor: got float"
-    given = make()
-    with CheckpointScope("open"), pytest.raises(UsageError, match=message):
-        function(given)
-
-
-def test_recompute_outside_of_a_scope_is_refused():
-    with pytest.raises(UsageError, match="needs an open scope"):
-        recompute(leaf().exp())
-
-
-def test_recompute_of_a_tensor_from_outside_the_scope_is_refused():
-    y = leaf().exp()
-    with CheckpointScope("block"), pytest.raises(UsageError, match="outside the scope"):
-        recompute(y)
-
-
-def test_recompute_of_what_is_never_run_twice_is_refused():
-    with CheckpointScope("block"):
-        values = leaf().topk(2).values * 1
-        chosen = leaf().topk(2).values
-        recompute(values)
-        with pytest.raises(UsageError, match="never run twice"):
-            recompute(chosen)
-
-
 @pytest.mark.parametrize("threshold", [-1, 1.5, "1 KiB", True, None])
 def test_a_threshold_that_is_no_number_of_bytes_is_refused(threshold):
-    with CheckpointScope("block"), pytest.raises(UsageError, match="number of bytes"):
+    with (
+        CheckpointScope("block"),
+        pytest.raises(UsageError, match="threshold in bytes"),
+    ):
         adaptive_checkpoint(leaf().exp(), threshold)
 
 
 @pytest.mark.parametrize("function", [keep, unmark_checkpoint, recompute])
 @pytest.mark.parametrize("given", [None, 1.0, [torch.ones(1)], "tensor"])
 def test_a_mark_on_no_tensor_is_refused(function, given):
-    with pytest.raises(UsageError, match="takes a tensor"):
+    with pytest.raises(UsageError, match="expected a tensor, got"):
         function(given)
 
 

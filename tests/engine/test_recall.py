@@ -19,16 +19,18 @@ def recalled(*, demand: int, lasting: bool = False) -> tuple[Recall, Value, Layo
     value.demand = demand
     layout = value.layout(geometry_of(x.view(2, 3)))
     live = {value: x, layout: layout.view(x)}
-    return Recall(live, [value], 7, lasting=lasting), value, layout
+    recall = Recall(7, lasting=lasting)
+    recall.take([value], live)
+    return recall, value, layout
 
 
 def test_a_value_and_its_views_are_freed_at_the_last_use():
     recall, value, layout = recalled(demand=2)
-    recall.count_down(value)
+    recall.use(value)
     assert set(recall.live) == {value, layout}
-    recall.count_down(value)
+    recall.use(value)
     assert recall.live == {}
-    recall.count_down(value)
+    recall.use(value)
     assert recall.live == {}
 
 
@@ -45,8 +47,8 @@ def test_threads_that_count_down_together_do_not_trip_over_each_other():
 
     def count() -> None:
         for recall, value in recalls:
-            recall.count_down(value)
-            recall.count_down(value)
+            recall.use(value)
+            recall.use(value)
 
     try:
         with ThreadPoolExecutor(2) as pool:
@@ -60,7 +62,7 @@ def test_threads_that_count_down_together_do_not_trip_over_each_other():
 
 def test_a_lasting_recall_serves_all_and_frees_nothing():
     recall, value, layout = recalled(demand=1, lasting=True)
-    recall.count_down(value)
+    recall.use(value)
     assert recall.serves(8)
     assert set(recall.live) == {value, layout}
 

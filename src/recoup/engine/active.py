@@ -107,6 +107,8 @@ def begin(owner: object, name: str, options: Options, key: Hashable) -> Region |
     """
     region = Region(name, options, key) if is_recordable(name) else None
     if region is not None:
+        if not options.recompute and _OPEN.stack:
+            region.around = tuple(open_regions())
         for observer in observers():
             observer.began(region)
         region.open(owner.end_if_left if isinstance(owner, Call) else None)
@@ -186,13 +188,20 @@ def end_or_leave(owner: Call) -> None:
 def _end_inside(owner: object) -> bool:
     """End all inside what the owner began; say whether any of it had to stay open.
 
-    Left open it would record for good: nobody may come to end it.
+    Left open it would record for good: nobody may come to end it. Owners that began
+    nothing, such as disabled scopes, may end when they like.
     """
     stack = _OPEN.stack
     early = False
+    idle: list[tuple[object, Region | None]] = []
     while stack[-1][0] is not owner:
-        early = early or not isinstance(stack[-1][0], Yielding)
+        inner, region = stack[-1]
+        if region is None and not isinstance(inner, Yielding):
+            idle.append(stack.pop())
+            continue
+        early = early or not isinstance(inner, Yielding)
         _pop()
+    stack[-1:-1] = reversed(idle)
     return early
 
 
@@ -212,8 +221,16 @@ def _close(region: Region | None, *, is_left: bool = False) -> None:
 
 
 def is_innermost(owner: object) -> bool:
-    """Return whether what was begun last on this thread was begun by the owner."""
-    return bool(_OPEN.stack) and _OPEN.stack[-1][0] is owner
+    """Return whether no region is open inside what the owner began last.
+
+    An owner that began nothing, such as a disabled scope, is not inside.
+    """
+    for other, region in reversed(_OPEN.stack):
+        if other is owner:
+            return True
+        if region is not None:
+            return False
+    return False
 
 
 def is_open(owner: object) -> bool:

@@ -84,9 +84,13 @@ def clear_checkpoint_marks() -> None:
 def recompute(tensor: Tensor) -> Tensor:
     """Drop this tensor between forward and backward, and recompute it there.
 
-    It must have been computed inside an open scope, which knows how. In a plain
+    The innermost open scope must have recorded how it was computed. In a plain
     `CheckpointScope` that is the rule for every tensor; in one with
     `use_recomputation=False`, or with a policy, it is the exception for this one.
+
+    Where there is nothing to drop it does nothing: without gradients, in inference
+    mode, outside of enabled scopes, for a tensor that the scope did not compute. So a
+    model with marks can be evaluated, frozen and run without scopes.
 
     Args:
         tensor: A tensor that was computed in the innermost open scope.
@@ -95,8 +99,7 @@ def recompute(tensor: Tensor) -> Tensor:
         The same tensor.
 
     Raises:
-        UsageError: The tensor is a leaf or has no graph, no scope is open, or the
-            tensor was not computed inside it by operators that can be replayed.
+        UsageError: The argument is not a tensor.
 
     Examples:
         >>> import torch
@@ -109,35 +112,21 @@ def recompute(tensor: Tensor) -> Tensor:
         tensor([2., 2., 2., 2.])
     """
     _require_tensor("recompute", tensor)
-    if tensor.grad_fn is None:
-        state = "is a leaf" if tensor.requires_grad else "has no graph behind it"
-        raise UsageError(
-            f"recompute was given a tensor of shape {tuple(tensor.shape)} that "
-            f"{state}: there is nothing to compute it from. Give it the result of an "
-            "operation on tensors that require gradients."
-        )
-    regions = open_regions()
-    if not regions:
-        raise UsageError(
-            "recompute needs an open scope that has seen how the tensor was computed. "
-            'Put the computation inside `with CheckpointScope("name"):`.'
-        )
-    region = regions[-1]
-    value = region.tape.value_of(tensor) if has_storage(tensor) else None
-    if value is None or value.producer == OUTSIDE:
-        raise UsageError(
-            f"recompute was given a tensor of shape {tuple(tensor.shape)} that scope "
-            f"{region.name!r} cannot recompute: it was made outside the scope, or by "
-            "an operator that is never run twice. Compute it inside the scope."
-        )
     _MARKED.discard(tensor)
-    region.tape.forced.add(value)
-    value.hold = None
+    regions = open_regions()
+    if regions and has_storage(tensor):
+        tape = regions[-1].tape
+        value = tape.value_of(tensor)
+        if value is not None and value.producer != OUTSIDE:
+            tape.forced.add(value)
+            value.hold = None
     return tensor
 
 
 def adaptive_checkpoint(tensor: Tensor, threshold: int) -> Tensor:
     """Recompute the tensor if it is larger than a threshold in bytes.
+
+    Like `recompute`, it does nothing where there is nothing to drop.
 
     Args:
         tensor: A tensor computed in an open scope.
@@ -147,7 +136,8 @@ def adaptive_checkpoint(tensor: Tensor, threshold: int) -> Tensor:
         The same tensor.
 
     Raises:
-        UsageError: The threshold is negative or no whole number, or as `recompute`.
+        UsageError: The threshold is not a whole number of bytes from zero, or the
+            first argument is not a tensor.
 
     Examples:
         >>> import torch
@@ -158,9 +148,10 @@ def adaptive_checkpoint(tensor: Tensor, threshold: int) -> Tensor:
     _require_tensor("adaptive_checkpoint", tensor)
     if isinstance(threshold, bool) or not isinstance(threshold, int) or threshold < 0:
         raise UsageError(
-            f"the threshold is a number of bytes, zero or more: got {threshold!r}."
+            f"expected a threshold in bytes, zero or more, got {threshold!r}."
         )
-    return recompute(tensor) if tensor.nbytes > threshold else tensor
+    is_large = has_storage(tensor) and tensor.nbytes > threshold
+    return recompute(tensor) if is_large else tensor
 
 
 def _known(tensor: Tensor) -> list[tuple[Region, Value]]:
@@ -172,4 +163,4 @@ def _known(tensor: Tensor) -> list[tuple[Region, Value]]:
 
 def _require_tensor(name: str, tensor: object) -> None:
     if not isinstance(tensor, Tensor):
-        raise UsageError(f"{name} takes a tensor: got {type(tensor).__name__}.")
+        raise UsageError(f"{name} expected a tensor, got {type(tensor).__name__}.")

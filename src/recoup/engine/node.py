@@ -96,7 +96,7 @@ class CheckpointNode:
         """
         found: dict[object, Tensor] = {}
         for hold in self.holds():
-            if hold.tensor is not None:
+            if hold.resident is not None:
                 tensor = hold.fetch("a checkpoint node")
                 found.setdefault(_identity(tensor), tensor)
         return list(found.values())
@@ -170,9 +170,9 @@ def held_bytes(nodes: Iterable[CheckpointNode]) -> int:
     storages: dict[int, int] = {}
     for node in nodes:
         for hold in node.holds():
-            if hold.tensor is not None and has_storage(hold.tensor):
-                address = storage_address(hold.tensor)
-                storages[address] = hold.tensor.untyped_storage().nbytes()
+            tensor = hold.resident
+            if tensor is not None and has_storage(tensor):
+                storages[storage_address(tensor)] = tensor.untyped_storage().nbytes()
     return sum(storages.values())
 
 

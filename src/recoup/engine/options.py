@@ -18,6 +18,8 @@ class Options:
         cache: Keep recomputed values until the graph is freed, for several backwards.
         verify: When recomputed values are compared with what forward saw.
         store: Where what is kept lives, if not on its device.
+        at_once: Recompute everything when backward asks for the first value, as the
+            simulation of a plan does; False recomputes what it asks for.
     """
 
     recompute: bool = True
@@ -25,6 +27,7 @@ class Options:
     cache: bool = False
     verify: Verify = "first"
     store: Tier | None = None
+    at_once: bool = False
 
 
 @cache

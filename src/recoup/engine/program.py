@@ -1,6 +1,6 @@
 """Programs: the part of a tape that certain values need, ready to be run again."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,14 +31,15 @@ class Program:
     Args:
         operations: What a region ran, in order; producers are places in it.
         wanted: The values to compute, none of them held in plain sight.
-        among: The places of operations to look at, in order, if not all of them.
-        known: Values that are there when it runs, and stay as they are.
+        among: The places to run, in order, if not all that the values need.
+        given: The values whose tensors `run` is given. They are not written to.
 
     Attributes:
         wanted: The values to compute.
         operations: The operations that these need, in order.
         roots: The held values that they use, in the order of their last use.
-        known: The values that they use and that are there when it runs.
+        last: The place of the only operation on which no other one depends; -1 if
+            there are several. Its values need the whole program.
     """
 
     def __init__(
@@ -46,30 +47,31 @@ class Program:
         operations: Sequence[Operation],
         wanted: Sequence[Value],
         among: Sequence[int] | None = None,
-        known: Collection[Value | Layout] = (),
+        given: Container[Value] = (),
     ) -> None:
         # One mark for each operation, and one that is the mark at `OUTSIDE`.
         required = bytearray(len(operations) + 1)
-        places = range(len(operations)) if among is None else among
         roots: list[Value] = []
         for value in wanted:
             if value.hold is None:
                 required[value.producer] = 1
             else:
                 roots.append(value)
-        used: list[Value] = []
         needed: list[Operation] = []
         freed: list[Sequence[Value]] = []
         copies: dict[Operation, list[Value]] = {}
         later = set(wanted)
+        last: list[int] = []
         # Backwards: whoever reads a value comes after the one that made it.
-        for index in reversed(places):
+        for index in reversed(range(len(operations)) if among is None else among):
             if not required[index]:
                 continue
+            if required[index] == 1:
+                last.append(index)
             operation = operations[index]
             frees = [value for value in operation.outputs if value not in later]
             if operation.writes:
-                copied = _note_writes(operation, frees, later, known)
+                copied = _note_writes(operation, frees, later, given)
                 if copied:
                     copies[operation] = copied
             for value in operation.reads():
@@ -77,10 +79,8 @@ class Program:
                 if value not in later:
                     later.add(value)
                     frees.append(value)
-                    if known and value in known:
-                        used.append(value)
-                    elif value.hold is None:
-                        required[value.producer] = 1
+                    if value.hold is None:
+                        required[value.producer] = 2
                     else:
                         roots.append(value)
             freed.append(frees)
@@ -91,7 +91,7 @@ class Program:
         self.wanted = wanted
         self.operations = needed
         self.roots = roots
-        self.known = used
+        self.last = last[0] if len(last) == 1 else -1
         self._frees = freed
         self._copies = copies
 
@@ -103,7 +103,7 @@ class Program:
 
         Args:
             observe: Called with every value as it is made.
-            given: Tensors of values that are there; it gets the others too.
+            given: Tensors that are there already. It gets the results, too.
 
         Returns:
             The wanted values, and the views of them that operations took.
@@ -134,7 +134,7 @@ def _note_writes(
     operation: Operation,
     frees: list[Value],
     later: set[Value],
-    known: Collection[Value | Layout],
+    given: Container[Value],
 ) -> list[Value]:
     """Return the values that an operation must not write to itself.
 
@@ -142,38 +142,15 @@ def _note_writes(
         operation: What writes.
         frees: Gets what it makes and nobody uses later.
         later: The values that are used later.
-        known: The values that others use.
+        given: The values that were there before: autograd may have their tensors.
     """
     copied: list[Value] = []
     for before, after in operation.writes:
-        if before in later or before.hold is not None or before in known:
+        if before in later or before.hold is not None or before in given:
             copied.append(before)
         if after not in later:
             frees.append(after)
     return copied
-
-
-def places_for(
-    operations: Sequence[Operation], value: Value, known: Collection[Value | Layout]
-) -> list[int]:
-    """Return the places of the operations that one value needs, in order.
-
-    Args:
-        operations: What a region ran.
-        value: The value to compute.
-        known: Those that are there and need not be computed.
-    """
-    if value.hold is not None:
-        return []
-    found = {value.producer}
-    to_do = [value.producer]
-    while to_do:
-        for read in operations[to_do.pop()].reads():
-            place = read.producer
-            if read.hold is None and read not in known and place not in found:
-                found.add(place)
-                to_do.append(place)
-    return sorted(found)
 
 
 def number(operations: Sequence[Operation]) -> None:

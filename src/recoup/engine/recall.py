@@ -1,13 +1,20 @@
-"""Recall: what a backward has recomputed in a region, until nobody needs it."""
+"""Recall: the values that a backward has recomputed in a region.
 
-from collections.abc import Iterable, Sequence
+A backward through one of several outputs needs a part of what autograd saved. Autograd
+does not say which part, so a recall grows: each value that is asked for is recomputed
+with its ancestors, and with nothing else. What these give on the way stays while
+autograd, or a value that may still be asked for, needs it. So no operation runs twice.
+"""
+
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from math import prod
 from typing import Protocol
 
 from torch import Tensor
 
 from recoup.backend.storages import version_of
-from recoup.engine.program import Live, free
-from recoup.engine.values import Layout, Value, written_in_backward
+from recoup.engine.program import Live, Program, free
+from recoup.engine.values import Layout, Operation, Value, written_in_backward
 
 
 class Releasing(Protocol):
@@ -41,7 +48,7 @@ class Saved:
 
 
 class _Given:
-    """What a backward function was given of a value that another one needs.
+    """What a backward function was given of a value that is needed again.
 
     Args:
         whole: The recomputed value.
@@ -53,11 +60,74 @@ class _Given:
     def __init__(self, whole: Tensor, tensor: Tensor) -> None:
         self._pairs = ((whole, version_of(whole)), (tensor, version_of(tensor)))
 
+    @property
+    def is_written(self) -> bool:
+        """Whether the function wrote to it."""
+        return any(version_of(tensor) != version for tensor, version in self._pairs)
+
     def check(self) -> None:
         """Raise if the function wrote to it."""
         for tensor, version in self._pairs:
             if version_of(tensor) != version:
                 raise written_in_backward(tensor)
+
+
+class Uses:
+    """Knows which operations of a region read a value.
+
+    It forgets operations that can lead to nothing any more, because autograd has let go
+    of all that was computed from them. So many backwards take no longer than one.
+    Backwards on several threads may share it: it only forgets.
+
+    Args:
+        operations: What the region ran; there is no more to come.
+    """
+
+    def __init__(self, operations: Sequence[Operation]) -> None:
+        self._operations = operations
+        self._places: dict[Value, dict[int, None]] = {}
+        for place, operation in enumerate(operations):
+            for value in operation.reads():
+                self._places.setdefault(value, {})[place] = None
+
+    def awaited(
+        self, value: Value, recall: "Recall", run: Container[int]
+    ) -> Iterator[Value]:
+        """Yield values that autograd may ask for later and that need this one.
+
+        Args:
+            value: Where to start.
+            recall: What was recomputed so far.
+            run: The places of the operations that are about to be run.
+        """
+        trail: list[tuple[Value, int]] = []
+        seen: set[int] = set()
+        stack = [value]
+        try:
+            while stack:
+                start = stack.pop()
+                # A copy: a collection of garbage may come to forget some as well.
+                for place in tuple(self._places.get(start, ())):
+                    if place in seen or place in run or recall.has_run(place):
+                        continue
+                    seen.add(place)
+                    trail.append((start, place))
+                    for made in _made_by(self._operations[place]):
+                        if made.hold is None and made not in recall.live:
+                            if recall.is_outstanding(made):
+                                yield made
+                            stack.append(made)
+        finally:
+            # The last found first: what depends on others is forgotten before them.
+            for start, place in reversed(trail):
+                if self._leads_nowhere(place):
+                    self._places[start].pop(place, None)
+
+    def _leads_nowhere(self, place: int) -> bool:
+        return all(
+            made.hold is not None or (made.demand == 0 and not self._places.get(made))
+            for made in _made_by(self._operations[place])
+        )
 
 
 class Recall:
@@ -67,62 +137,50 @@ class Recall:
     a value is freed at the end of the backward instead, or recomputed once more.
 
     Args:
-        live: The values, and views of them.
-        wanted: The values that tensors saved by autograd still refer to.
         task: The backward that it serves.
-        lasting: Keep everything, for other backwards too.
-        places: Empty if values are added as they are asked for; None if all are here.
+        lasting: Keep what autograd saved for other backwards, too.
+
+    Attributes:
+        live: The values, and views of them.
     """
 
-    def __init__(
-        self,
-        live: Live,
-        wanted: Iterable[Value],
-        task: int,
-        *,
-        lasting: bool,
-        places: set[int] | None = None,
-    ) -> None:
-        self.live = live
+    def __init__(self, task: int, *, lasting: bool) -> None:
+        self.live: Live = {}
         self.task = task
         self._lasting = lasting
-        self._pending = {} if lasting else {value: value.demand for value in wanted}
+        self._pending: dict[Value, int] = {}
         self._given: dict[Value, _Given] = {}
-        self._places = places
-        self._repeated = 0
-        self._known = set[Value]()
-
-    def covers(self, value: Value) -> bool:
-        """Return whether the value was computed in this backward, or cannot be."""
-        return self._places is None or value in self._known
-
-    def takes(self, places: Sequence[int]) -> bool:
-        """Return whether operations at these places are worth running by themselves.
-
-        They are until more operations have run again than have run at all; then it is
-        time to run all that are left.
-        """
-        assert self._places is not None, "values are added one by one"
-        before = len(self._places)
-        self._places.update(places)
-        self._repeated += before + len(places) - len(self._places)
-        if self._repeated <= len(self._places):
-            return True
-        self._places = None
-        return False
-
-    def add(self, live: Live, wanted: Iterable[Value]) -> None:
-        """Add values that were computed since."""
-        self.live.update(live)
-        self._known.update(wanted)
-        self._pending.update({value: value.demand for value in wanted})
+        self._served: set[Value] = set()
+        self._run: set[int] = set()
+        self._uses: Uses | None = None
+        # Kept for values that may be asked for later, and some of those values.
+        self._shared: set[Value] = set()
+        self._later: set[Value] = set()
+        self._spare_bytes = 0
 
     def serves(self, task: int) -> bool:
         """Return whether the backward of this number may use it."""
         return self._lasting or self.task == task
 
+    def has_served(self, value: Value) -> bool:
+        """Return whether the value was recomputed, even if it was freed since."""
+        return value in self._served
+
+    def has_run(self, place: int) -> bool:
+        """Return whether the operation at a place was run."""
+        return place in self._run
+
+    def is_outstanding(self, value: Value) -> bool:
+        """Return whether autograd may ask for a value that was not recomputed yet."""
+        return value not in self._served and is_wanted(value)
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether nothing was recomputed so far."""
+        return not self._served and not self._run
+
     def give(self, value: Value, layout: Layout | None) -> Tensor | None:
-        """Return a recomputed tensor, or None if its last use is over.
+        """Return a recomputed tensor, or None if it is not there.
 
         Raises:
             ChangedTensorError: A backward function wrote to the tensor that it got, and
@@ -138,28 +196,188 @@ class Recall:
         given = self._given.get(value)
         if given is not None:
             given.check()
-        if self._lasting or self._pending.get(value, 0) > 1:
+        if self._lasting or self._uses is not None or self._pending.get(value, 0) > 1:
             # A view that a replay made has a version counter of its own. Only the last
             # one is looked at, so that many views take no more than linear time.
             self._given[value] = _Given(whole, tensor)
         return tensor
 
-    def count_down(self, value: Value) -> None:
-        """Take note of one use less to come."""
+    def use(self, value: Value) -> None:
+        """Count one use by autograd; free the value after the last one."""
+        if self._count_down(value) and self._uses is not None:
+            for found in self._uses.awaited(value, self, ()):
+                self._share(value, found)
+                return
+            self._drop(value)
+
+    def release(self, value: Value) -> None:
+        """Count one use less to come. Finalizers call it, so it searches nothing."""
+        self._count_down(value)
+
+    def _count_down(self, value: Value) -> bool:
+        """Count one use less; return whether a value has none left and is not freed."""
         pending = self._pending
         left = pending.get(value, 0) - 1
         if left > 0:
             pending[value] = left
         elif left == 0:
             pending.pop(value, None)
-            self._given.pop(value, None)
-            free(value, self.live)
+            if value not in self._shared:
+                if self._uses is not None:
+                    return True
+                self._drop(value)
+        return False
+
+    def _drop(self, value: Value) -> None:
+        self._given.pop(value, None)
+        free(value, self.live)
+
+    def _has(self, value: Value) -> bool:
+        """Return whether a value is there to compute others from."""
+        given = self._given.get(value)
+        if given is not None and value in self._pending:
+            given.check()
+        elif given is not None and given.is_written:
+            self._drop(value)  # by the last backward function that needed it
+        return value in self.live
+
+    def plan(
+        self,
+        operations: Sequence[Operation],
+        value: Value,
+        uses: Callable[[], Uses],
+    ) -> tuple[Program, Live]:
+        """Return what recomputes a value, and the tensors to start from.
+
+        Args:
+            operations: What the region ran.
+            value: The value that is asked for.
+            uses: Returns who reads the values; not called if all operations are run.
+        """
+        run: dict[int, list[Value]] = {}
+        touched = self._ancestors(operations, [value], run)
+        if len(self._run) + len(run) < len(operations):
+            self._uses = uses()
+            touched.update(self._settle(operations, touched, run, self._uses))
+        if len(self._run) + len(run) >= len(operations):
+            self._uses = None
+            touched.update(dict.fromkeys(self._shared))
+            self._shared.clear()
+        self._run.update(run)
+        wanted = [each for each in touched if self._keeps(each)]
+        given: Live = {}
+        for each in touched:
+            tensor = self.live.get(each)
+            if tensor is not None:
+                given[each] = tensor
+                if not self._keeps(each):
+                    self._drop(each)  # the program uses it for the last time
+        return Program(operations, wanted, sorted(run), given), given
+
+    def take(self, wanted: Iterable[Value], live: Live) -> None:
+        """Take values that were recomputed, with their tensors."""
+        pending, served = self._pending, self._served
+        for value in wanted:
+            if value not in served and value.demand > 0:
+                served.add(value)
+                if not self._lasting:
+                    pending[value] = value.demand
+                if value in self._later:
+                    self._later.discard(value)
+                    self._spare_bytes -= _bytes(value)
+        self.live.update(live)
+
+    def _keeps(self, value: Value) -> bool:
+        return value in self._shared or self._awaits(value)
+
+    def _awaits(self, value: Value) -> bool:
+        """Return whether autograd may ask for a value of which nothing is held."""
+        if value in self._served:
+            return self._lasting or value in self._pending
+        return is_wanted(value)
+
+    def _ancestors(
+        self,
+        operations: Sequence[Operation],
+        values: Iterable[Value],
+        run: dict[int, list[Value]],
+    ) -> dict[Value, None]:
+        """Add the operations that values need by place; return what these touch."""
+        touched = dict.fromkeys(values)
+        stack = list(touched)
+        while stack:
+            value = stack.pop()
+            if value.hold is not None or value.producer in run or self._has(value):
+                continue
+            operation = operations[value.producer]
+            reads = run[value.producer] = operation.reads()
+            touched.update(dict.fromkeys(reads))
+            touched.update(dict.fromkeys(_made_by(operation)))
+            stack.extend(reads)
+        return touched
+
+    def _settle(
+        self,
+        operations: Sequence[Operation],
+        touched: Iterable[Value],
+        run: dict[int, list[Value]],
+        uses: Uses,
+    ) -> dict[Value, None]:
+        """Settle what is kept for values that are recomputed later.
+
+        To keep it must not cost more than these values would. Else they are recomputed
+        now, and what that touches is returned.
+        """
+        more: dict[Value, None] = {}
+        new = list(touched)
+        while new:
+            for value in new:
+                is_remade = value.hold is None or value.hold.tensor is None
+                if is_remade and not self._awaits(value):
+                    found = next(iter(uses.awaited(value, self, run)), None)
+                    self._share(value, found)
+            if self._spare_bytes >= 0:
+                break
+            for value in tuple(self._shared):
+                for found in uses.awaited(value, self, run):
+                    self._share(value, found)
+            if self._spare_bytes >= 0:
+                break
+            new = list(self._ancestors(operations, self._later, run))
+            more.update(dict.fromkeys(new))
+            new = [*new, *self._shared]
+        return more
+
+    def _share(self, value: Value, later: Value | None) -> None:
+        """Keep a value for one that may be asked for later, or for none."""
+        if later is None and value in self._shared:
+            self._shared.discard(value)
+            self._spare_bytes += _bytes(value)
+        elif later is not None:
+            if value not in self._shared:
+                self._shared.add(value)
+                self._spare_bytes -= _bytes(value)
+            if later not in self._later:
+                self._later.add(later)
+                self._spare_bytes += _bytes(later)
+
+
+def _made_by(operation: Operation) -> list[Value]:
+    return [*operation.outputs, *(after for _, after in operation.writes)]
+
+
+def is_wanted(value: Value) -> bool:
+    """Return whether autograd may ask for a value that is not at hand."""
+    return value.demand > 0 and (value.hold is None or not value.hold.is_at_hand)
 
 
 def wanted_of(saved: Iterable[Value]) -> list[Value]:
     """Return those of the saved values that a replay is to give."""
-    return [
-        value
-        for value in saved
-        if value.demand > 0 and (value.hold is None or not value.hold.is_at_hand)
-    ]
+    return [value for value in saved if is_wanted(value)]
+
+
+def _bytes(value: Value) -> int:
+    if value.geometry is None:
+        return 0
+    shape, _, _, dtype, _ = value.geometry
+    return prod(shape) * dtype.itemsize

@@ -15,7 +15,7 @@ from recoup.backend.graph import (
     push_hooks,
 )
 from recoup.backend.stacks import Footing
-from recoup.backend.storages import alias
+from recoup.backend.storages import alias, has_storage
 from recoup.core.errors import ClearedError
 from recoup.engine.holding import (
     apart,
@@ -28,14 +28,8 @@ from recoup.engine.holding import (
 from recoup.engine.observers import Listener, Tracer, tell
 from recoup.engine.options import Options
 from recoup.engine.placement import placement_of
-from recoup.engine.program import (
-    Live,
-    Program,
-    derived_from_lossy,
-    number,
-    places_for,
-)
-from recoup.engine.recall import Recall, Saved, wanted_of
+from recoup.engine.program import Live, Program, derived_from_lossy, number
+from recoup.engine.recall import Recall, Saved, Uses, wanted_of
 from recoup.engine.recorder import Recorder
 from recoup.engine.tape import Tape
 from recoup.engine.tiers.protocol import Tier
@@ -56,8 +50,6 @@ Request = tuple["Region", Saved]
 
 Brought = TypeVar("Brought")
 
-_NONE_KNOWN: Live = {}
-
 
 class Region:
     """One run of a scope, a function or a module under recoup's control.
@@ -75,18 +67,20 @@ class Region:
         replayed_operators: How many operators that ran in all.
         listeners: Called with every tensor that autograd saves in it.
         tracer: Gives the saved-tensor hooks that are used instead of its own.
+        around: The regions around it, if these are to keep what it keeps.
     """
 
     # What is seldom asked for: it is set where it differs.
     replays = 0
     replayed_operators = 0
     tracer: "Tracer[Region] | None" = None
+    around: "tuple[Region, ...]" = ()
     _roots: list[Value] | None = None
     _program: Program | None = None
+    _uses: Uses | None = None
     _watched = -1
     _stores = False
     _packs = 0
-    _was_recalled = False
 
     def __init__(self, name: str, options: Options, key: Hashable) -> None:
         check = check_for(options.verify, key)
@@ -131,7 +125,9 @@ class Region:
             pop_hooks()
         self._footing.leave_mode(self._recorder)
         del self._recorder, self._footing, self._close_if_left
+        self.around = ()
         self._program = self._settle()
+        self._uses = None
         if not is_left and is_watched_from_around():
             part_holds(self._roots or (), self._kept)
             hand_over(self.holds())
@@ -180,8 +176,8 @@ class Region:
     @leave_uncompiled
     def pack(self, tensor: Tensor) -> Saved | Hold:
         """Take a tensor that autograd saves; return what stands for it."""
-        if self.listeners and not is_handing_over():
-            tell(self.listeners, tensor)
+        if (self.listeners or self.around) and not is_handing_over():
+            self._tell(tensor)
         self._packs += 1
         if self._packs % _LOOK_EVERY == 0 and self._was_left():
             return Hold(alias(tensor))
@@ -213,6 +209,20 @@ class Region:
         elif hold is not None and hold.tier is not None:
             self._store(value)
         return Saved(self, value, layout)
+
+    def _tell(self, tensor: Tensor) -> None:
+        """Show a saved tensor to listeners; let the regions around keep it, too."""
+        tell(self.listeners, tensor)
+        if (
+            not self.around
+            or not has_storage(tensor)
+            or self.tape.value_of(tensor) in self.tape.forced
+        ):
+            return
+        for region in self.around:
+            value = region.tape.value_of(tensor)
+            if value is not None and value not in region.tape.forced:
+                region.keep(value, tensor, None)
 
     def _was_left(self) -> bool:
         close_if_left = self.__dict__.get("_close_if_left")
@@ -258,7 +268,7 @@ class Region:
             hold.stored.release(saved)
         recall = self._recall
         if recall is not None and saved.task != recall.task:
-            recall.count_down(value)
+            recall.release(value)
 
     def recompute(self) -> tuple[Tensor, ...]:
         """Return the saved values that are not held, recomputed now."""
@@ -267,7 +277,8 @@ class Region:
                 self._refuse()
             wanted = wanted_of(self.tape.saved)
             self.replays += 1
-            live = run_nested(self._run(wanted))
+            program = Program(self.tape.operations, wanted)
+            live = run_nested(self._run(program, {}))
             return tuple(live[value] for value in wanted)
 
     def clear(self) -> None:
@@ -333,7 +344,7 @@ class Region:
                 if tensor is not None:
                     if saved.task != task:
                         saved.task = task
-                        recall.count_down(saved.value)
+                        recall.use(saved.value)
                     return tensor
         return run_nested(self._recomputing(saved))
 
@@ -349,11 +360,13 @@ class Region:
         value = saved.value
         task = current_backward()
         recall = self._recall
-        if recall is None or not recall.serves(task) or not recall.covers(value):
+        if recall is None or not recall.serves(task):
             if task == -1 and not self.options.cache:
                 return (yield from self._alone(saved))
             self._packs = -1  # the next one looks: few regions are open in a backward
-            recall = yield from self._start(task, value)
+            recall = self._start(task)
+        if not recall.has_served(value):
+            yield from self._extend(recall, value)
         tensor = recall.give(value, saved.layout)
         if tensor is None:
             # Asked again after its last use, as by a function that reads its saved
@@ -361,61 +374,61 @@ class Region:
             return (yield from self._alone(saved))
         if saved.task != task:
             saved.task = task
-            recall.count_down(value)
+            recall.use(value)
         return tensor
 
     def _alone(self, saved: Saved) -> Generator[Request, Tensor, Tensor]:
         """Return one saved tensor, recomputed for itself."""
         self.replays += 1
-        live = yield from self._run([saved.value])
+        program = Program(self.tape.operations, [saved.value])
+        live = yield from self._run(program, {})
         whole = live[saved.value]
         return whole if saved.layout is None else saved.layout.view(whole)
 
-    def _start(self, task: int, value: Value) -> Generator[Request, Tensor, Recall]:
-        """Recompute for a backward what it may need, with the value.
-
-        The first backward gets everything: most need that. If there is another, it
-        gets what each value needs, and the saved values on the way, unless that runs
-        too many operations twice.
-        """
+    def _start(self, task: int) -> Recall:
+        """Begin to recompute for a backward, unless another thread of it just did."""
         with self._lock:
             recall, lasting = self._recall, self.options.cache
-            if recall is not None and not recall.serves(task):
-                recall = None
-            if recall is not None and recall.covers(value):
-                return recall  # another thread of the same backward came first
-            self.replays += recall is None
-            if lasting or not self._was_recalled:
-                wanted = wanted_of(self.tape.saved)
-                live = yield from self._run(wanted)
-                recall = Recall(live, wanted, -1 if lasting else task, lasting=lasting)
-            else:
-                recall = recall or Recall({}, (), task, lasting=False, places=set())
-                yield from self._recall_value(recall, value)
-            self._was_recalled = True
-            if recall is not self._recall:
-                self._recall = recall
-                if not lasting:
-                    follow_backward(self)
+            if recall is not None and recall.serves(task):
+                return recall
+            self.replays += 1
+            recall = Recall(-1 if lasting else task, lasting=lasting)
+            self._recall = recall
+            if not lasting:
+                follow_backward(self)
             return recall
 
-    def _recall_value(
-        self, recall: Recall, value: Value
-    ) -> Generator[Request, Tensor, None]:
-        operations, known = self.tape.operations, recall.live
-        places = places_for(operations, value, known)
-        if not recall.takes(places):
-            wanted = [v for v in wanted_of(self.tape.saved) if v not in known]
-            program = Program(operations, wanted, known=known)
-        else:
-            made = [value]
-            for place in places:
-                made.extend(operations[place].outputs)
-                made.extend(after for _, after in operations[place].writes)
-            wanted = wanted_of(v for v in dict.fromkeys(made) if v not in known)
-            program = Program(operations, wanted, places, known)
-        live = yield from self._run(wanted, program, known)
-        recall.add(live, wanted)
+    def _extend(self, recall: Recall, value: Value) -> Generator[Request, Tensor, None]:
+        """Recompute a value for a backward with all that this needs, and no more."""
+        with self._lock:
+            if recall.has_served(value):
+                return  # another thread of the backward asked for it
+            given: Live = {}
+            program = self._all_of(recall, value)
+            if program is None:
+                program, given = recall.plan(self.tape.operations, value, self._uses_of)
+            live = yield from self._run(program, given)
+            recall.take(program.wanted, live)
+
+    def _all_of(self, recall: Recall, value: Value) -> Program | None:
+        """Return the program that recomputes everything, if that is to be run."""
+        program = self._program
+        at_once = self.options.at_once
+        is_last = value.hold is None and program and program.last == value.producer
+        if not recall.is_untouched or not (at_once or is_last):
+            return None
+        wanted = wanted_of(self.tape.saved)
+        # Fewer are wanted than at first if autograd has let go of some by now.
+        if program is not None and len(wanted) == len(program.wanted):
+            return program
+        return Program(self.tape.operations, wanted) if at_once else None
+
+    def _uses_of(self) -> Uses:
+        if "_recorder" in self.__dict__:
+            return Uses(self.tape.operations)  # there are more to come
+        if self._uses is None:
+            self._uses = Uses(self.tape.operations)
+        return self._uses
 
     def _watch_backward(self) -> None:
         """Be told of the end of this backward, to let go of what was brought back."""
@@ -433,39 +446,27 @@ class Region:
             hold.stored.claims += value.demand
             self._stores = True
 
-    def _run(
-        self,
-        wanted: list[Value],
-        program: Program | None = None,
-        known: Mapping[Value | Layout, Tensor] = _NONE_KNOWN,
-    ) -> Generator[Request, Tensor, Live]:
-        if program is None:
-            program = self._program
-            # Fewer are wanted than at first if autograd has let go of some by now.
-            if program is None or len(wanted) < len(program.wanted):
-                program = Program(self.tape.operations, wanted)
+    def _run(self, program: Program, given: Live) -> Generator[Request, Tensor, Live]:
         if self._stores:
             self._watch_backward()
         self.replayed_operators += len(program.operations)
-        given: Live = {}
-        for value in program.known:
-            given[value] = known[value]
         recorder = self.__dict__.get("_recorder")
         if recorder is None:
-            return (yield from self._replayed(program, wanted, given))
+            return (yield from self._replayed(program, given))
         # A backward inside the region: what it runs again is on the tape already.
         with recorder.pausing():
-            live = yield from self._replayed(program, wanted, given)
-        for value in wanted:
+            live = yield from self._replayed(program, given)
+        for value in program.wanted:
             self.tape.name_again(live[value], value)
         return live
 
     def _replayed(
-        self, program: Program, wanted: list[Value], given: Live
+        self, program: Program, given: Live
     ) -> Generator[Request, Tensor, Live]:
+        known = set(given)
         for value in program.roots:
             hold = value.hold
-            if hold is not None and type(hold.packed) is Saved:
+            if hold is not None and value not in known and type(hold.packed) is Saved:
                 around = getattr(hold.unpack, "__self__", None)
                 if type(around) is Region:
                     tensor = yield around, hold.packed
@@ -474,8 +475,8 @@ class Region:
         if check is None:
             return program.run(given=given)
         live = program.run(partial(check.observe, self.name), given)
-        replayed = {value: live[value] for value in wanted}
-        check.compare(self.name, self.tape, replayed)
+        made = [v for v in program.wanted if v not in known and v.demand > 0]
+        check.compare(self.name, self.tape, {value: live[value] for value in made})
         return live
 
 

@@ -77,7 +77,7 @@ class CuttingRun:
     """One forward of a model that is cut everywhere."""
 
     def __init__(self, cuts: Cuts) -> None:
-        self._options = Options(policy=cuts.policy, verify="off")
+        self._options = Options(policy=cuts.policy, verify="off", at_once=True)
         self._open: Yielding | None = None
         self._hooks = ambient_hooks()
         self._frame = calling_frame()
@@ -265,7 +265,7 @@ class Run:
             return  # the one before it or around it did not end or begin as planned
         policy = HeldBySpan(stretch.table, stretch.made) if stretch.table else None
         owner = Yielding(self._frame)
-        options = Options(policy=policy, verify=self._verify)
+        options = Options(policy=policy, verify=self._verify, at_once=True)
         region = begin(owner, stretch.name, options, stretch.key)
         if region is not None and self._episode.model_calls > 1:
             self._episode.regions.append(weakref.ref(region))

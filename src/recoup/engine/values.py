@@ -250,6 +250,15 @@ class Hold:
         return self.tensor is not None or self.stored is not None
 
     @property
+    def resident(self) -> Tensor | None:
+        """The tensor that is held, here or by a region around that it was given to."""
+        hold: Hold | None = self
+        while hold is not None and hold.tensor is None:
+            value = getattr(hold.packed, "value", None)
+            hold = value.hold if isinstance(value, Value) else None
+        return None if hold is None else hold.tensor
+
+    @property
     def stored_bytes(self) -> int:
         """The bytes it takes where it is kept."""
         if self.stored is not None:

@@ -29,7 +29,14 @@ class Verdict:
         key: What the ledger knows the region by, or None to leave no note.
         operators: The signature of its operators.
         since: The ledger's moment at which the region was run.
+
+    Attributes:
+        task: The backward that it is for.
+        is_whole: All values that could have been replayed were compared.
     """
+
+    task = -1
+    is_whole = True
 
     def __init__(
         self, region: str, key: Hashable | None, *, operators: int, since: int
@@ -108,8 +115,12 @@ def _judge(verdicts: Sequence[Verdict]) -> None:
         if key in failed:
             LEDGER.failed(key)
         else:
-            operators = {verdict.operators for verdict in group}
-            LEDGER.passed(key, operators, min(verdict.since for verdict in group))
+            LEDGER.passed(
+                key,
+                {verdict.operators for verdict in group},
+                min(verdict.since for verdict in group),
+                is_whole=all(verdict.is_whole for verdict in group),
+            )
     for complaint in complaints:
         if complaint is not None:
             raise MismatchError(complaint)

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Literal, get_args
+from weakref import ref
 
 import torch
 from torch import Tensor
 
 from recoup.backend.fingerprints import fingerprint
+from recoup.backend.graph import current_backward
 from recoup.backend.storages import Geometry, flat, has_contents, shaped
 from recoup.core.errors import MismatchError, UsageError
 from recoup.engine.tape import Tape
@@ -40,6 +42,8 @@ class Check:
         self._since = LEDGER.moment
         self._seen: dict[Value, tuple[Geometry, Tensor]] = {}
         self._changed: list[tuple[Value, Tensor]] = []
+        self._compared: set[Value] = set()
+        self._verdict: ref[Verdict] | None = None
 
     def excuse(self, values: Iterable[Value]) -> None:
         """Do not compare these: they are computed from what a lossy tier returns."""
@@ -77,15 +81,23 @@ class Check:
     ) -> None:
         """Compare replayed values with forward's, at the end of the running backward.
 
+        A backward may replay a region part by part, and some parts not at all. The
+        region has passed once all that autograd may ask for was compared.
+
         Raises:
             MismatchError: Outside of a backward, at once.
         """
         if not all(map(has_contents, replayed.values())):
             return
         operations = tape.operations
-        verdict = Verdict(
-            region, self.key, operators=signature(tape), since=self._since
-        )
+        task = current_backward()
+        verdict = None if self._verdict is None else self._verdict()
+        is_new = verdict is None or verdict.task != task
+        if verdict is None or is_new:
+            operators = signature(tape)
+            verdict = Verdict(region, self.key, operators=operators, since=self._since)
+            verdict.task = task
+            self._verdict = ref(verdict)
         for value, differs in self._changed:
             if value in replayed and value.hold is None:
                 operator = operations[value.producer].operator
@@ -96,7 +108,13 @@ class Check:
                 now = fingerprint(shaped(tensor, geometry))
                 operator = operations[value.producer].operator
                 verdict.add(value.producer, RECOMPUTED.format(operator), now != before)
-        hand_in(verdict)
+        self._compared.update(replayed)
+        verdict.is_whole = not any(
+            value.demand > 0 and value.hold is None and value not in self._compared
+            for value in self._seen
+        )
+        if is_new:
+            hand_in(verdict)
 
     def observe(self, region: str, value: Value, tensor: Tensor, operator: str) -> None:
         """Look at a value as a replay makes it; this check does not need to."""

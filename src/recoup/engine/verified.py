@@ -12,7 +12,8 @@ class Ledger:
 
     A region that runs other operators than were verified is due again, until those
     have been. What does not come again is not waited for: after a few verifications
-    of others the region counts as verified.
+    of others the region counts as verified. The same holds for parts of a region that
+    no backward asks for.
 
     A region that failed is verified until a few backwards in a row have passed. One
     is not enough: where two runs of a region take turns, of which one is wrong, the
@@ -23,6 +24,7 @@ class Ledger:
         self._done: dict[Hashable, set[int]] = {}
         self._due: dict[Hashable, dict[int, int]] = {}
         self._failures: dict[Hashable, tuple[int, int]] = {}
+        self._parts: dict[Hashable, int] = {}
         self._moment = 0
         self._followed: set[Hashable] = set()
         # Reentrant: the collector may end a module, and call `forget`, at any time.
@@ -46,18 +48,32 @@ class Ledger:
             if key not in self._failures:
                 self._add(key, signature)
 
-    def passed(self, key: Hashable, signatures: Iterable[int], since: int) -> None:
+    def passed(
+        self,
+        key: Hashable,
+        signatures: Iterable[int],
+        since: int,
+        *,
+        is_whole: bool = True,
+    ) -> None:
         """Take note that all runs of a region that a backward went through passed.
 
         Args:
             key: What the region is known by.
             signatures: The operators of those runs.
             since: The moment at which the first of them was run.
+            is_whole: They were replayed as a whole; False if only in part.
         """
         with self._lock:
             moment, left = self._failures.get(key, (0, 1))
             if since < moment:
                 return
+            if not is_whole:
+                tries = self._parts.get(key, _TRIES)
+                if tries > 1:
+                    self._parts[key] = tries - 1
+                    return
+            self._parts.pop(key, None)
             if left > 1:
                 self._failures[key] = (moment, left - 1)
                 return
@@ -84,7 +100,7 @@ class Ledger:
     def forget(self, key: Hashable) -> None:
         """Forget a region that is no more."""
         with self._lock:
-            for known in (self._done, self._due, self._failures):
+            for known in (self._done, self._due, self._failures, self._parts):
                 known.pop(key, None)
             self._followed.discard(key)
 
