@@ -52,7 +52,7 @@ def test_the_floor_is_predicted_as_it_was_measured_beside_a_host(share, host_sha
     pace = Pace(measured, host_share * measured)
     issuing = issuing_of(graph, pace, plain_forward_seconds=0.2 * pace.host_seconds)
     graph = replace(graph, issuing=issuing)
-    found = corrected(graph, recompute_all(graph), pace)
+    found = corrected(graph, [recompute_all(graph)], pace)
     costs = simulate(found, recompute_all(found))
     if pace.is_bound_by_host:
         assert costs.issuing_seconds == pytest.approx(pace.host_seconds)
@@ -75,7 +75,7 @@ def test_a_plan_that_ran_is_predicted_as_it_ran(device_share, host_share):
     device = device_share * before.device_seconds
     host = host_share * device
     pace = Pace(max(device, host), host)
-    found = corrected(graph, segments, pace)
+    found = corrected(graph, [segments], pace)
     after = simulate(found, segments)
     assert after.seconds == pytest.approx(pace.seconds)
     assert after.issuing_seconds <= max(host, before.issuing_seconds) * (1 + 1e-9)
@@ -88,4 +88,4 @@ def test_a_plan_that_ran_is_predicted_as_it_ran(device_share, host_share):
 
 def test_where_host_and_device_are_one_nothing_is_corrected():
     graph = transformer_graph(2)
-    assert corrected(graph, recompute_all(graph), Pace(1.0, 1.0)) is graph
+    assert corrected(graph, [recompute_all(graph)], Pace(1.0, 1.0)) is graph

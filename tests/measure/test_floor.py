@@ -92,6 +92,6 @@ def test_an_interruption_of_an_operator_that_may_not_run_again_does_not_count(na
         meter=lambda: device_meter(step.device), timer=lambda: Interrupted(name)
     )
     seen = observe(step, instruments)
-    graph = graph_of(seen.trace, seen.timer.seconds, blocks=seen.cuts)
+    graph = graph_of(seen.traces[0], seen.timer.seconds, blocks=seen.cuts)
     assert sum(op.name.startswith(name) for op in graph.operations) == 4
     assert graph.forward_seconds < 0.1

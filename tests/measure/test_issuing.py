@@ -12,6 +12,7 @@ from torch import nn
 from benchmarks.graphs import transformer_graph
 from recoup.core.graph import Issuing
 from recoup.core.simulation import simulate
+from recoup.measure.correction import corrected
 from recoup.measure.graphs import recompute_all
 from recoup.measure.issuing import (
     REPLAY_BY_FORWARD,
@@ -19,7 +20,6 @@ from recoup.measure.issuing import (
     Calls,
     Work,
     issuing_of,
-    learned,
 )
 from recoup.measure.pace import Pace
 from recoup.measure.recording import RECORDING_BY_LEAST
@@ -45,7 +45,7 @@ def test_the_calls_of_the_last_step_are_called_again_without_gradients():
     model = Slow()
     step = training_step(model, torch.ones(1, 2), loss=torch.sum)
     calls = Calls(2)
-    with calls.noted(model):
+    with calls.noted([model]):
         for _ in range(2):  # two steps of two calls
             model(torch.ones(1, 2))
             model(x=torch.ones(3, 2))
@@ -68,7 +68,7 @@ def test_a_model_that_needs_gradients_in_forward_is_taken_to_record_for_the_leas
     model = Differentiating()
     step = training_step(model, x, loss=torch.sum)
     calls = Calls(1)
-    with calls.noted(model):
+    with calls.noted([model]):
         model(x)
     assert calls.again(step) == float("inf")
     assert torch.is_grad_enabled()
@@ -138,7 +138,7 @@ def test_a_host_that_is_waited_for_is_as_slow_as_it_was_seen_to_be(slower):
     graph = replace(graph, issuing=thought)
     segments = recompute_all(graph)[:1]
     host = slower * simulate(graph, segments).issuing_seconds
-    found = learned(graph, segments, Pace(host, host))
+    found = corrected(graph, [segments], Pace(host, host)).issuing
     assert found is not None
     assert astuple(found) == pytest.approx([slower * part for part in astuple(thought)])
     costs = simulate(replace(graph, issuing=found), segments)
@@ -149,8 +149,9 @@ def test_a_host_that_is_not_waited_for_is_no_slower_than_it_was_seen_to_be():
     graph = replace(transformer_graph(3), issuing=Issuing(4.0, 0.5, 0.25))
     segments = recompute_all(graph)
     thought = simulate(graph, segments).issuing_seconds
-    assert learned(graph, segments, Pace(9 * thought, 2 * thought)) == graph.issuing
-    found = learned(graph, segments, Pace(9 * thought, thought / 2))
+    waiting = Pace(9 * thought, 2 * thought)
+    assert corrected(graph, [segments], waiting).issuing == graph.issuing
+    found = corrected(graph, [segments], Pace(9 * thought, thought / 2)).issuing
     costs = simulate(replace(graph, issuing=found), segments)
     assert costs.issuing_seconds == pytest.approx(thought / 2)
 
@@ -158,4 +159,4 @@ def test_a_host_that_is_not_waited_for_is_no_slower_than_it_was_seen_to_be():
 def test_where_there_is_no_host_beside_the_device_nothing_is_learned():
     graph = transformer_graph(2)
     assert graph.issuing is None
-    assert learned(graph, (), Pace(1.0, 1.0)) is None
+    assert corrected(graph, [()], Pace(1.0, 1.0)).issuing is None

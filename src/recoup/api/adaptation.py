@@ -120,6 +120,7 @@ class Adapted:
         verify: As for `CheckpointScope`.
         reserved_bytes: Part of the user's budget that the plan's does not contain.
         warns: Warn of calls that exceed the budget.
+        attach: Apply the plan to the model. False: another one does, and asks `choose`.
     """
 
     def __init__(  # noqa: PLR0913 (what a plan is applied for)
@@ -132,6 +133,7 @@ class Adapted:
         verify: Verify,
         reserved_bytes: int = 0,
         warns: bool = True,
+        attach: bool = True,
     ) -> None:
         self.plan = made
         self._graph = graph
@@ -150,7 +152,9 @@ class Adapted:
         self._said_open = False
         self._said: set[str] = set()
         self.adopt(made)
-        self._applied = Applied(model, self._choose, verify=verify)
+        self._applied: Applied | None = None
+        if attach:
+            self._applied = Applied(model, self._choose, verify=verify)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs: it has another model, and no open calls."""
@@ -160,15 +164,18 @@ class Adapted:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Apply the plan to a call of the model that has begun already."""
+        assert self._applied is not None, "it applies its own plan"
         self._applied.begin(model, args, kwargs)
 
     def put_on(self, model: nn.Module) -> None:
         """Apply the plan to the model, again after `remove`."""
+        assert self._applied is not None, "it applies its own plan"
         self._applied.put_on(model)
 
     def remove(self) -> None:
         """Take the plan off the model."""
-        self._applied.remove()
+        if self._applied is not None:
+            self._applied.remove()
 
     def tighten(self) -> bool:
         """Plan anew for less memory; say whether that was possible.
@@ -196,6 +203,12 @@ class Adapted:
     def planned_groups(self) -> int:
         """How many groups of calls have a plan."""
         return 1 + sum(group.plan is not None for group in self._groups.values())
+
+    def choose(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Choice:
+        """Return the plan for a call, for one that applies it."""
+        return self._choose(model, args, kwargs)
 
     def _choose(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from recoup.api.adaptation import Adapted
-from recoup.api.arguments import actions_of, check_optimizer
+from recoup.api.adapted_passes import AdaptedPasses
+from recoup.api.arguments import actions_of, one_model, optimizers_of
 from recoup.api.budgets import Budget, budget_bytes, check_budget, told_bytes
 from recoup.api.findings import fit_findings
 from recoup.api.progress import Progress, progress_for
@@ -26,7 +27,6 @@ from recoup.core.errors import BudgetWarning, UsageError
 from recoup.core.graph import Graph
 from recoup.core.plan import Plan
 from recoup.core.segments import Action
-from recoup.core.simulation import simulate
 from recoup.core.units import print_bytes, print_seconds
 from recoup.engine.verification import Verify, check_verify
 from recoup.measure.training import device_of, training_step, untouched
@@ -35,7 +35,7 @@ from recoup.planners.search import Search
 from recoup.report.findings import Findings
 from recoup.report.pages import fragment, page
 
-Model = TypeVar("Model", bound=nn.Module)
+Model = TypeVar("Model", bound=nn.Module | Sequence[nn.Module])
 
 _CHANGED = (
     "recoup did not run the step again: it had already added to gradients that were "
@@ -60,7 +60,7 @@ class Fit:
     """What `fit` did to a model, and what it costs.
 
     Attributes:
-        model: The model, with the plan in force.
+        model: The model, with the plan applied; of several, a list that contains them.
         plan: The plan.
         graph: The step as it was measured.
         budget_bytes: The budget, in bytes.
@@ -103,7 +103,7 @@ class Fit:
     rounds: int
     retries: int = 0
     tightenings: int = 0
-    _adapted: Adapted | None = field(default=None, repr=False)
+    _adapted: Adapted | AdaptedPasses | None = field(default=None, repr=False)
     search: Search | None = field(default=None, repr=False, compare=False)
 
     @cached_property
@@ -113,7 +113,7 @@ class Fit:
         On an accelerator with a margin for what its allocator rounds; see `told_bytes`.
         """
         search = self.search or Search(self.graph, EXACT)
-        needed_bytes = search.floor[1].peak_bytes + self.reserved_bytes
+        needed_bytes = search.floor_bytes + self.reserved_bytes
         return told_bytes(needed_bytes, device_of(self.model))
 
     def remove(self) -> nn.Module:
@@ -218,11 +218,11 @@ class Fit:
         )
 
     def _actions(self) -> str:
-        if not self.plan.spans:
+        if not self.plan.regions:
             return "nothing is recomputed"
         held = self.plan.count()
         actions = ", ".join(f"{count} {action}" for action, count in held.items())
-        return f"{len(self.plan.spans)} regions ({actions or 'all recomputed'})"
+        return f"{self.plan.regions} regions ({actions or 'all recomputed'})"
 
 
 def fit(  # noqa: PLR0913 (a step can be described in several ways)
@@ -232,7 +232,8 @@ def fit(  # noqa: PLR0913 (a step can be described in several ways)
     *,
     loss: Callable[..., Tensor] | None = None,
     step: Callable[[], object] | None = None,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    accumulate: bool = False,
     allow: Iterable[Action] = (Action.KEEP,),
     blocks: Sequence[str] | None = None,
     device: torch.device | str | None = None,
@@ -251,7 +252,9 @@ def fit(  # noqa: PLR0913 (a step can be described in several ways)
     eight where an accelerator waits for its host.
 
     Args:
-        model: The model; it stays the same object with the same parameters.
+        model: The model; it stays the same object with the same parameters. Or several,
+            as a list, or as a module that contains what the step calls and is not
+            called itself: they share one budget, and `step` describes what they do.
         batch: What it is called with: a tensor, a tuple of positional arguments, or a
             mapping of keyword arguments. With a loss that takes the output and a
             target: a pair of what the model is called with and the target.
@@ -260,12 +263,17 @@ def fit(  # noqa: PLR0913 (a step can be described in several ways)
             (a float up to 1, or as in "60%"), or None for what the device has.
         loss: Computes the loss from the output (and the target). Without it the output
             must be the loss, or have it as `loss`.
-        step: Runs forward and backward by itself, instead of `batch` and `loss`.
-        optimizer: Room is left for its state, if that does not exist yet. What its
+        step: Runs forward and backward by itself, instead of `batch` and `loss`. It may
+            have several backward passes, as for gradient accumulation or a GAN.
+        optimizer: Room is left for its state, if that does not exist yet; or several
+            optimizers. What its
             `step` makes and drops while it runs is not counted: with `foreach=True`,
             torch's default on accelerators, up to about two copies of the parameters,
             in place of the activations, which are gone by then; with `fused=True`
             nothing, with `foreach=False` a few copies of the largest parameter.
+        accumulate: Gradients of earlier steps are there when a step begins, as when the
+            step is one micro-batch of several whose gradients add up, or gradients are
+            zeroed in place. They count from the beginning.
         allow: What may be done with a value besides recomputing it.
         blocks: The paths of the modules between which the model is cut; by default
             they are found.
@@ -294,11 +302,18 @@ def fit(  # noqa: PLR0913 (a step can be described in several ways)
     """
     started = time.perf_counter()
     check_budget(budget)
-    check_optimizer(optimizer)
+    optimizers = optimizers_of(optimizer)
     check_verify(verify)
     allowed = actions_of(allow)
-    described = training_step(model, batch, loss=loss, step=step, device=device)
-    advice = evaluation_advice(model)
+    described = training_step(
+        one_model(model, step),
+        batch,
+        loss=loss,
+        step=step,
+        device=device,
+        accumulate=accumulate,
+    )
+    advice = evaluation_advice(described.model)
     if advice is not None:
         warnings.warn(BudgetWarning(advice), stacklevel=user_stacklevel())
     with (
@@ -307,13 +322,13 @@ def fit(  # noqa: PLR0913 (a step can be described in several ways)
     ):
         counted = replace(repeated, run=course.counting(repeated.run))
         settling = Settling(counted, allowed, verify, course)
-        settling.reserve(optimizer)
+        settling.reserve(optimizers)
         settling.measure(blocks)
-        plain_bytes = simulate(settling.graph, ()).peak_bytes + settling.reserved_bytes
+        plain_bytes = settling.search.plain_bytes + settling.reserved_bytes
         asked_bytes = budget_bytes(budget, plain_bytes, described.device)
         settled = settling.settle(asked_bytes)
         try:
-            report = _report(model, settling, asked_bytes, settled)
+            report = _report(described.model, settling, asked_bytes, settled)
         except BaseException:
             settled.attempt.adapted.remove()
             raise
@@ -324,21 +339,20 @@ def fit(  # noqa: PLR0913 (a step can be described in several ways)
 def _report(
     model: nn.Module, settling: Settling, asked_bytes: int, settled: Settled
 ) -> Fit:
-    plain = simulate(settling.graph, ())
+    search = settling.search
     tried, solution = settled.attempt, settled.solution
-    predicted = solution.simulation
     return Fit(
         model=model,
         plan=replace(
-            tried.adapted.plan, budget_bytes=asked_bytes, seconds=predicted.seconds
+            tried.adapted.plan, budget_bytes=asked_bytes, seconds=solution.seconds
         ),
         graph=settling.graph,
         budget_bytes=asked_bytes,
-        plain_peak_bytes=plain.peak_bytes + settling.reserved_bytes,
-        plain_seconds=plain.seconds,
-        predicted_peak_bytes=predicted.peak_bytes + settling.reserved_bytes,
-        predicted_seconds=predicted.seconds,
-        planned_seconds=tried.solution.simulation.seconds,
+        plain_peak_bytes=search.plain_bytes + settling.reserved_bytes,
+        plain_seconds=search.plain_seconds,
+        predicted_peak_bytes=solution.peak_bytes + settling.reserved_bytes,
+        predicted_seconds=solution.seconds,
+        planned_seconds=tried.solution.seconds,
         measured_peak_bytes=tried.cost.peak_bytes + settling.reserved_bytes,
         measured_seconds=settled.pace.seconds,
         reserved_bytes=settling.reserved_bytes,

@@ -3,19 +3,19 @@
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import perf_counter
 
 from torch.optim import Optimizer
 
 from recoup.api.adaptation import Adapted
+from recoup.api.adapted_passes import AdaptedPasses
 from recoup.api.budgets import infeasible_with, told_bytes
 from recoup.api.progress import Progress
 from recoup.core.errors import InfeasibleError
 from recoup.core.graph import Graph
-from recoup.core.plan import plan_for
+from recoup.core.plan import plan_for_step
 from recoup.core.segments import Action
-from recoup.core.simulation import simulate
 from recoup.core.units import print_bytes
 from recoup.engine.plans import digest_of
 from recoup.engine.verification import Verify
@@ -24,8 +24,13 @@ from recoup.measure.floor import Cost, measure_floor, run_step
 from recoup.measure.optimizers import missing_state_bytes, state_tensors
 from recoup.measure.pace import Pace, pace_of
 from recoup.measure.training import TrainingStep
-from recoup.planners.infeasible import infeasible
-from recoup.planners.plan import floor_with, plan_beside, plan_with
+from recoup.planners.plan import (
+    floor_with,
+    infeasible_with_search,
+    plan_beside,
+    plan_with,
+    with_times_of,
+)
 from recoup.planners.search import Search
 from recoup.planners.solution import Solution
 
@@ -77,7 +82,7 @@ class Attempt:
 
     target_bytes: int
     solution: Solution
-    adapted: Adapted
+    adapted: Adapted | AdaptedPasses
     cost: Cost
 
 
@@ -128,18 +133,17 @@ class Settling:
         self._verify: Verify = verify
         self._tell = tell
         self._resident: list[object] = []
-        self._in_force: Adapted | None = None
+        self._in_force: Adapted | AdaptedPasses | None = None
         self._started = perf_counter()
         self.reserved_bytes = 0
         self.planning_seconds = 0.0
         self.rounds = 0
 
-    def reserve(self, optimizer: Optimizer | None) -> None:
-        """Leave room for an optimizer's state, and count what it has."""
-        if optimizer is None:
-            return
-        self._resident = [*state_tensors(optimizer)]
-        self.reserved_bytes = missing_state_bytes(optimizer, self._step.device)
+    def reserve(self, optimizers: Sequence[Optimizer]) -> None:
+        """Leave room for the state of optimizers, and count what they have."""
+        for optimizer in optimizers:
+            self._resident += state_tensors(optimizer)
+            self.reserved_bytes += missing_state_bytes(optimizer, self._step.device)
 
     def measure(self, blocks: Sequence[str] | None) -> None:
         """Run the step at floor memory."""
@@ -168,13 +172,12 @@ class Settling:
         """Run the plan in force for its pace, and correct all times by it."""
         self._tell("timing the plan")
         solution = attempt.solution
-        pace = self._pace(solution.simulation.seconds, attempt.cost.seconds)
-        graph = corrected(self.graph, solution.segments, pace)
+        pace = self._pace(solution.seconds, attempt.cost.seconds)
+        graph = corrected(self.graph, solution.plans, pace)
         if graph is not self.graph:
             self.graph = graph
             self.search = self.search.with_times_of(graph)
-            costs = simulate(graph, solution.segments)
-            solution = replace(solution, simulation=costs)
+            solution = with_times_of(solution, graph)
         return Settled(attempt, pace, solution)
 
     def _pace(self, predicted_seconds: float, alone_seconds: float) -> Pace:
@@ -209,12 +212,12 @@ class Settling:
 
     def _has_time_for(self, seconds: float) -> bool:
         """Return whether something that takes so long ends within the limit."""
-        limit = _LIMIT_SECONDS + _LIMIT_STEPS * self.search.known[0][1].seconds
+        limit = _LIMIT_SECONDS + _LIMIT_STEPS * self.search.plain_seconds
         return perf_counter() + seconds < self._started + limit
 
     def _is_late_by_the_host(self, settled: Settled) -> bool:
         """Return whether the device waits for the host longer than was predicted."""
-        pace, predicted = settled.pace, settled.attempt.solution.simulation
+        pace, predicted = settled.pace, settled.attempt.solution
         return (
             self.graph.issuing is not None
             and pace.is_bound_by_host
@@ -230,7 +233,7 @@ class Settling:
         target = slow.attempt.target_bytes
         other = plan_beside(self.search, target, slow.attempt.solution)
         self.planning_seconds += other.seconds_planning
-        if other.simulation.seconds * _SLOWER > slow.pace.seconds:
+        if other.seconds * _SLOWER > slow.pace.seconds:
             return slow
         known = self.search
         tried = self._try(other, target, budget_left)
@@ -260,7 +263,7 @@ class Settling:
             return best or self._smallest(budget_left, asked_bytes, error)
         if best is not None:
             return best
-        error = infeasible(self.graph, budget_left, self.search.floor[0])
+        error = infeasible_with_search(self.search, budget_left)
         return self._smallest(budget_left, asked_bytes, error)
 
     def _attempts(self, budget_left: int) -> Iterator[Attempt]:
@@ -275,14 +278,14 @@ class Settling:
         for _ in range(_ROUNDS):
             if before is not None:
                 solution = self._plan(target)
-                if solution.segments == before.solution.segments:
+                if solution.plans == before.solution.plans:
                     return
             tried = self._try(solution, target, budget_left)
             yield tried
             if fits:
                 return
             room_bytes = budget_left - tried.cost.peak_bytes
-            error_bytes = tried.cost.peak_bytes - solution.simulation.peak_bytes
+            error_bytes = tried.cost.peak_bytes - solution.peak_bytes
             fits = room_bytes >= 0
             has_room = error_bytes < 0 and room_bytes >= _ROOM * budget_left
             if fits and not (has_room and self._has_time_for_another(tried)):
@@ -322,7 +325,7 @@ class Settling:
         if tried.cost.peak_bytes > budget_left:
             needed_bytes = tried.cost.peak_bytes + self.reserved_bytes
             told = told_bytes(needed_bytes, self._step.device)
-            more_bytes = told - solution.simulation.peak_bytes
+            more_bytes = told - solution.peak_bytes
             raise infeasible_with(error, more_bytes, asked_bytes) from None
         return tried
 
@@ -336,7 +339,7 @@ class Settling:
 
     @property
     def _patient_until(self) -> float:
-        step_seconds = self.search.known[0][1].seconds
+        step_seconds = self.search.plain_seconds
         return self._started + _PATIENCE_SECONDS + _PATIENCE_STEPS * step_seconds
 
     def _try(self, solution: Solution, target: int, budget_left: int) -> Attempt:
@@ -347,15 +350,17 @@ class Settling:
         self._tell("checking the plan on a real step")
         self._take_off()
         self.rounds += 1
-        made = plan_for(
+        made = plan_for_step(
             self.graph,
-            solution.segments,
+            solution.plans,
             model=digest_of(self._step.model),
             budget_bytes=budget_left,
-            peak_bytes=solution.simulation.peak_bytes,
-            seconds=solution.simulation.seconds,
+            peak_bytes=solution.peak_bytes,
+            seconds=solution.seconds,
         )
-        adapted = Adapted(
+        is_plain = not made.passes and made.roots == ("",) * made.model_calls
+        kind = Adapted if is_plain else AdaptedPasses
+        adapted = kind(
             self._step.model,
             self.graph,
             made,

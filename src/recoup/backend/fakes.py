@@ -177,6 +177,11 @@ class FakeMeter(StorageMeter):
             )
         return super().__torch_dispatch__(func, types, args, kwargs)
 
+    def track(self, *things: Tensor | nn.Module) -> None:
+        """Count what existed before, with memory or without."""
+        for storage in storages_in(things):
+            self._ledger.add(storage)
+
     def _account(self, func: Any, arguments: Any, result: Any) -> None:
         if func in _REUSING:
             args, _ = arguments

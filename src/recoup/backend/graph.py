@@ -15,6 +15,7 @@ Unpack = Callable[[Any], Tensor]
 push_hooks: Callable[[Pack, Unpack], None] = _autograd._push_saved_tensors_default_hooks
 pop_hooks: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
+
 """Return the number of the backward that runs on this thread, or -1."""
 
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
@@ -22,6 +23,16 @@ for _name in ("CUDA", "XPU", "MPS", "HPU", "PrivateUse1"):
     _AUTOCAST = _AUTOCAST | torch._C.DispatchKeySet(
         getattr(torch._C.DispatchKey, f"Autocast{_name}")
     )
+
+
+def is_in_backward() -> bool:
+    """Return whether this thread runs a backward pass now.
+
+    Examples:
+        >>> is_in_backward()
+        False
+    """
+    return current_backward() != -1
 
 
 def ambient_hooks() -> tuple[Pack, Unpack] | None:

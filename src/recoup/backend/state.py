@@ -235,6 +235,7 @@ class Gradients:
 
     def __init__(self, leaves: Iterable[Tensor]) -> None:
         self._known = [(leaf, leaf.grad, leaf.requires_grad) for leaf in leaves]
+        self._received: set[int] = set()
         self._away: list[tuple[torch.UntypedStorage, Tensor, Tensor]] = []
         gradients = [grad for _, grad, _ in self._known if grad is not None]
         storages = {
@@ -248,11 +249,20 @@ class Gradients:
                 self._away.append((storage, there, there.cpu()))
                 storage.resize_(0)
         self.drop()
+        self._received.clear()
 
     def drop(self) -> None:
         """Drop the gradients that the leaves have now."""
         for leaf, _, _ in self._known:
-            leaf.grad = None
+            if leaf.grad is not None:
+                self._received.add(id(leaf))
+                leaf.grad = None
+
+    def carry(self) -> None:
+        """Give zero gradients to the leaves that have had a gradient since."""
+        carry_gradients(
+            leaf for leaf, _, _ in self._known if id(leaf) in self._received
+        )
 
     def restore(self) -> None:
         """Put gradients, and which leaves require them, back."""
@@ -265,6 +275,20 @@ class Gradients:
             if leaf.requires_grad is not required and leaf.is_leaf:
                 leaf.requires_grad_(required)
             leaf.grad = gradient
+
+
+def carry_gradients(leaves: Iterable[Tensor]) -> None:
+    """Give zero gradients to the leaves that require gradients and have none.
+
+    Examples:
+        >>> weight = nn.Parameter(torch.ones(1))
+        >>> carry_gradients([weight])
+        >>> weight.grad
+        tensor([0.])
+    """
+    for leaf in leaves:
+        if leaf.requires_grad and leaf.grad is None:
+            leaf.grad = torch.zeros_like(leaf, requires_grad=False)
 
 
 class NotedGradients:

@@ -20,11 +20,10 @@ from recoup.core.callers import calls_user
 from recoup.core.errors import InfeasibleError, UsageError
 from recoup.core.graph import Graph
 from recoup.core.segments import Action, Segment
-from recoup.core.simulation import simulate
 from recoup.core.units import print_bytes
 from recoup.measure.optimizers import missing_state_bytes, state_bytes
 from recoup.measure.training import device_of, takes_target
-from recoup.planners.plan import floor_with, frontier, plan_with
+from recoup.planners.plan import frontier, plan_with
 from recoup.planners.search import Search
 from recoup.report.findings import Findings
 from recoup.train.comparison import Comparison, compare_configurations
@@ -95,7 +94,7 @@ def measure_findings(
     asked_bytes = 0
     chosen: tuple[Segment, ...] = ()
     if budget is not None:
-        plain_bytes = simulate(graph, ()).peak_bytes + room.reserved_bytes
+        plain_bytes = search.plain_bytes + room.reserved_bytes
         asked_bytes = budget_bytes(budget, plain_bytes, torch.device("cpu"))
         with _status(f"planning for {print_bytes(asked_bytes)}"):
             chosen = _chosen(search, asked_bytes, room)
@@ -107,7 +106,7 @@ def measure_findings(
         reserved_bytes=room.reserved_bytes,
         title=target.name,
     )
-    floor_bytes = room.budget_bytes(floor_with(search).simulation.peak_bytes)
+    floor_bytes = room.budget_bytes(search.floor_bytes)
     return graph, replace(found, floor_bytes=floor_bytes)
 
 

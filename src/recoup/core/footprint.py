@@ -107,6 +107,15 @@ def total_footprint(graph: Graph, segments: Sequence[Segment]) -> Footprint:
         add_segment(graph, segment, total)
     for save in graph.saves[position:]:
         total.hold(graph, save)
+    for dropped in graph.dropped:
+        producer = graph.values[dropped.value].producer
+        inside = any(
+            producer in graph.operations_between(segment.start, segment.stop)
+            for segment in segments
+        )
+        if not inside:
+            storage = graph.values[dropped.value].storage
+            total.hold_until(storage, dropped.until)
     return total
 
 

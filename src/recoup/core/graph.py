@@ -5,8 +5,8 @@ Everything else refers to them by number.
 """
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -96,6 +96,20 @@ class Save:
         return self.released if self.finished == BEFORE else self.finished
 
 
+class Dropped(NamedTuple):
+    """A tensor that autograd saved and dropped again in forward, as of a detached call.
+
+    Nobody asks for it: a region that it is in keeps nothing and replays nothing for it.
+
+    Attributes:
+        value: What it refers to.
+        until: The last moment at which autograd holds it.
+    """
+
+    value: int
+    until: int
+
+
 THROUGH = sys.maxsize
 """The depth of no replay: what goes then is there while the moment's operator runs."""
 
@@ -162,6 +176,14 @@ class Issuing:
     recording_seconds: float
     replaying_seconds: float
 
+    def scaled(self, factor: float) -> "Issuing":
+        """Return the same for a host that takes so many times as long."""
+        return Issuing(
+            factor * self.plain_seconds,
+            factor * self.recording_seconds,
+            factor * self.replaying_seconds,
+        )
+
     def seconds(self, recorded: int, replayed: int) -> float:
         """Return the host's time for a step that records and runs so many again.
 
@@ -176,6 +198,10 @@ class Issuing:
 @dataclass(frozen=True)
 class Graph:
     """One training step, as it was measured.
+
+    A step that calls the model again after a backward pass, other than before, has
+    several passes. This is then the one with the highest plain peak. Passes that are
+    equal, as those of gradient accumulation, are one: the one with the highest peak.
 
     Attributes:
         operations: Forward, in order: moments 0 to n - 1.
@@ -199,6 +225,12 @@ class Graph:
             is planned included.
         estimated_for: The device that times were estimated for, without running the
             step; empty: they were measured.
+        roots: The paths of the modules that the step itself calls in this pass, in
+            order; empty for the model itself.
+        dropped: What autograd saved and dropped in forward, in order.
+        others: The other passes of the step.
+        order: The passes as the step runs them: 0 is this one, 1 the first of the
+            others. Empty in the others.
     """
 
     operations: tuple[Operation, ...]
@@ -215,6 +247,10 @@ class Graph:
     own_bytes: tuple[int, ...] = field(default=())
     estimated_for: str = ""
     issuing: Issuing | None = None
+    roots: tuple[str, ...] = ("",)
+    dropped: tuple[Dropped, ...] = field(default=())
+    others: tuple["Graph", ...] = field(default=())
+    order: tuple[int, ...] = (0,)
 
     def __post_init__(self) -> None:
         if len(self.other_bytes) != self.moments:
@@ -232,6 +268,16 @@ class Graph:
     def moments(self) -> int:
         """How many moments the step has."""
         return len(self.operations) + self.backward
+
+    @property
+    def passes(self) -> tuple["Graph", ...]:
+        """This pass and the others."""
+        return (self, *self.others)
+
+    def map_passes(self, change: Callable[["Graph"], "Graph"]) -> "Graph":
+        """Return the step with every pass changed."""
+        changed = change(replace(self, others=()))
+        return replace(changed, others=tuple(map(change, self.others)))
 
     @property
     def model_calls(self) -> int:

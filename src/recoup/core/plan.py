@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from recoup.core.errors import PlanError, UsageError
@@ -92,6 +92,11 @@ class Plan:
         peak_bytes: The peak that the simulation predicts.
         seconds: The time of a step that the simulation predicts.
         model_calls: How often the step calls the model before backward.
+        roots: The paths of the modules that the step itself calls, in order; an empty
+            path is the model itself.
+        passes: The plans of a step that has several passes, forward and backward, which
+            are not alike; it has no spans of its own then.
+        order: Which of the passes run, in order.
 
     Examples:
         >>> plan = Plan((Span(Place("h.0", 0, True), Place("h.1", 0, True)),))
@@ -109,23 +114,29 @@ class Plan:
     peak_bytes: int = 0
     seconds: float = 0.0
     model_calls: int = 1
+    roots: tuple[str, ...] = ("",)
+    passes: tuple["Plan", ...] = ()
+    order: tuple[int, ...] = ()
+
+    @property
+    def parts(self) -> tuple["Plan", ...]:
+        """The plans of the passes; a plan of one pass is its only part."""
+        return self.passes or (self,)
+
+    @property
+    def all_roots(self) -> tuple[str, ...]:
+        """The paths of the modules that the step itself calls, each once."""
+        return tuple(dict.fromkeys(root for part in self.parts for root in part.roots))
+
+    @property
+    def regions(self) -> int:
+        """How many spans there are that are in no other."""
+        return sum(len(part.spans) for part in self.parts)
 
     def to_json(self) -> str:
         """Return the plan as JSON text."""
-        return json.dumps(
-            {
-                "format": FORMAT,
-                "version": FORMAT_VERSION,
-                "signature": self.signature,
-                "model": self.model,
-                "budget_bytes": self.budget_bytes,
-                "peak_bytes": self.peak_bytes,
-                "seconds": self.seconds,
-                "model_calls": self.model_calls,
-                "spans": [_span_data(span) for span in self.spans],
-            },
-            indent=1,
-        )
+        header = {"format": FORMAT, "version": FORMAT_VERSION}
+        return json.dumps({**header, **_plan_data(self)}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
@@ -147,20 +158,12 @@ class Plan:
                 f"this plan is of version {version}, this recoup reads version "
                 f"{FORMAT_VERSION}. {_ADVICE}"
             )
-        return cls(
-            spans=tuple(_read_span(item) for item in reader.items("spans")),
-            signature=reader.text("signature"),
-            model=reader.text("model"),
-            budget_bytes=reader.number("budget_bytes"),
-            peak_bytes=reader.number("peak_bytes"),
-            seconds=reader.real("seconds"),
-            model_calls=max(1, reader.number("model_calls", default=1)),
-        )
+        return _read_plan(reader)
 
     def count(self) -> dict[str, int]:
         """Return how many values are kept and how many offloaded, by action."""
         total: Counter[str] = Counter()
-        stack = list(self.spans)
+        stack = [span for part in self.parts for span in part.spans]
         while stack:
             span = stack.pop()
             stack.extend(span.inner)
@@ -200,7 +203,43 @@ def plan_for(
         peak_bytes=peak_bytes,
         seconds=seconds,
         model_calls=graph.model_calls,
+        roots=graph.roots,
     )
+
+
+def plan_for_step(
+    graph: Graph,
+    plans: Sequence[Sequence[Segment]],
+    *,
+    model: str = "",
+    budget_bytes: int = 0,
+    peak_bytes: int = 0,
+    seconds: float = 0.0,
+) -> Plan:
+    """Return the segments of each pass of a measured step as a plan.
+
+    Args:
+        graph: The step.
+        plans: The segments of each pass, in the order of `Graph.passes`.
+        model: The model it is for, as a digest.
+        budget_bytes: The budget it is for.
+        peak_bytes: The peak that is predicted.
+        seconds: The time of a step that is predicted.
+    """
+    made = [
+        plan_for(
+            each,
+            segments,
+            model=model,
+            budget_bytes=budget_bytes,
+            peak_bytes=peak_bytes,
+            seconds=seconds,
+        )
+        for each, segments in zip(graph.passes, plans, strict=True)
+    ]
+    if len(made) == 1:
+        return made[0]
+    return replace(made[0], spans=(), passes=tuple(made), order=graph.order)
 
 
 def segments_of(graph: Graph, plan: Plan) -> tuple[Segment, ...] | None:
@@ -307,6 +346,50 @@ def _place(boundary: Boundary) -> Place:
     return Place(boundary.module, boundary.call, boundary.entering)
 
 
+def _plan_data(plan: Plan) -> dict[str, Any]:
+    data: dict[str, Any] = {
+        "signature": plan.signature,
+        "model": plan.model,
+        "budget_bytes": plan.budget_bytes,
+        "peak_bytes": plan.peak_bytes,
+        "seconds": plan.seconds,
+        "model_calls": plan.model_calls,
+        "spans": [_span_data(span) for span in plan.spans],
+    }
+    if plan.roots != ("",):
+        data["roots"] = list(plan.roots)
+    if plan.passes:
+        data["passes"] = [_plan_data(each) for each in plan.passes]
+        data["order"] = list(plan.order)
+    return data
+
+
+def _read_plan(reader: "_Reader", *, is_part: bool = False) -> Plan:
+    passes: tuple[Plan, ...] = ()
+    order: tuple[int, ...] = ()
+    if not is_part and reader.has("passes"):
+        found = [_Reader(item, "a pass") for item in reader.items("passes")]
+        passes = tuple(_read_plan(each, is_part=True) for each in found)
+        order = tuple(reader.items("order"))
+        if not all(is_amount(n) and n < len(passes) for n in order) or not order:
+            raise _damaged("the order of passes", order)
+    roots = tuple(reader.items("roots")) if reader.has("roots") else ("",)
+    if not roots or not all(map(is_printable, roots)):
+        raise _damaged("a root", roots)
+    return Plan(
+        spans=tuple(_read_span(item) for item in reader.items("spans")),
+        signature=reader.text("signature"),
+        model=reader.text("model"),
+        budget_bytes=reader.number("budget_bytes"),
+        peak_bytes=reader.number("peak_bytes"),
+        seconds=reader.real("seconds"),
+        model_calls=max(1, reader.number("model_calls", default=1)),
+        roots=roots,
+        passes=passes,
+        order=order,
+    )
+
+
 def _span_data(span: Span) -> dict[str, Any]:
     return {
         "start": _place_data(span.start),
@@ -355,6 +438,9 @@ class _Reader:
         if not is_duration(found):
             raise _damaged(name, found)
         return float(found)
+
+    def has(self, name: str) -> bool:
+        return name in self._data
 
     def items(self, name: str) -> list[Any]:
         return cast("list[Any]", self._field(name, list))

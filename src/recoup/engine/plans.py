@@ -11,10 +11,12 @@ import torch
 from torch import nn
 
 from recoup.backend.compiled import is_compiled, leave_uncompiled
-from recoup.backend.graph import records_gradients
+from recoup.backend.graph import is_in_backward, records_gradients
 from recoup.backend.hooks import forward_pre_hooks
+from recoup.backend.trees import tensors
 from recoup.core.errors import PlanError, UnsupportedError, UsageError
 from recoup.core.plan import Place, Plan
+from recoup.engine.pass_order import PassOrder
 from recoup.engine.runs import (
     Cuts,
     CuttingRun,
@@ -58,7 +60,7 @@ _AnyRun = Run | CuttingRun | SegmentedRun
 
 class _Runs(threading.local):
     def __init__(self) -> None:
-        self.stack: list[tuple[Applied, _AnyRun | None, Watch | None]] = []
+        self.stack: list[tuple[Applied, _AnyRun | None, Watch | None, nn.Module]] = []
         self.episodes: WeakKeyDictionary[Applied, Episode] = WeakKeyDictionary()
 
 
@@ -73,6 +75,8 @@ class Applied:
             or cuts, or segments.
         verify: As for `CheckpointScope`; segments have options of their own.
         flag: An attribute of the model that says whether the plan is in force.
+        roots: The paths of the modules that are called from outside: by default the
+            model itself; None: whichever are.
 
     Raises:
         PlanError: The plan names a module that the model does not have.
@@ -87,6 +91,7 @@ class Applied:
         *,
         verify: Verify = "first",
         flag: str | None = None,
+        roots: Iterable[str] | None = ("",),
     ) -> None:
         if is_compiled(model):
             raise UnsupportedError(
@@ -106,22 +111,42 @@ class Applied:
         self._flag = flag
         self._scripts: dict[int, tuple[Plan, Script]] = {}
         self._modules: set[str] = set()
+        self._order: PassOrder | None = None
         if isinstance(plan, Plan):
-            self._modules = _modules_of(Script(plan))
+            for part in plan.parts:
+                self._modules |= _modules_of(Script(part))
+            roots = plan.all_roots
+            self._order = PassOrder(plan) if plan.passes else None
         elif isinstance(plan, Cuts | Segments):
             self._modules = set(plan.modules) - {""}
         self._handles: list[Any] = []
+        self._roots = None if roots is None else tuple(sorted(set(roots)))
+        self._named: list[tuple[nn.Module, str]] = []
+        self._whole: nn.Module | None = None
         self.put_on(model)
 
     def put_on(self, model: nn.Module) -> None:
         """Put the plan in force on the model, again after `remove`."""
         found = _submodules(model, self._modules)
-        refuse_scripted([("", model), *found.items()])
+        names = self._roots
+        if names is None:
+            names = tuple(name for name, _ in model.named_modules())
+        roots = [(_submodule(model, name), name) for name in names]
+        refuse_scripted([*((name, root) for root, name in roots), *found.items()])
+        # A plan does not keep the model alive, unless parts of it are called.
+        self._named = [item for item in roots if item[1]]
+        self._whole = model if self._named else None
         self._handles = [
-            model.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True)
+            root.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True)
+            for root, _ in roots
         ]
         self._follow(found)
-        self._handles.append(model.register_forward_hook(self._end, always_call=True))
+        self._handles += [
+            root.register_forward_hook(self._end, always_call=True) for root, _ in roots
+        ]
+
+    def _name_of(self, root: nn.Module) -> str:
+        return next((name for known, name in self._named if known is root), "")
 
     def _follow(self, modules: Mapping[str, nn.Module]) -> None:
         """Be told when modules are entered and left."""
@@ -146,6 +171,8 @@ class Applied:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._named = []
+        self._whole = None
 
     def _run(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -160,6 +187,9 @@ class Applied:
         watch: Watch | None = None
         if not isinstance(plan, Plan):
             plan, watch = plan(model, args, kwargs)
+        elif self._order is not None:
+            name = self._name_of(model)
+            plan = plan.passes[self._order.pass_of(name, shapes_of((args, kwargs)))]
         if plan is None or not plan.spans:
             return None, watch
         known = self._scripts.get(id(plan))
@@ -177,7 +207,8 @@ class Applied:
         """
         with _FOLLOWING:
             missing = _modules_of(script) - self._modules
-            found = _submodules(model, missing)
+            whole = model if self._whole is None else self._whole
+            found = _submodules(whole, missing)
             refuse_scripted(found.items())
             self._follow(found)
             self._modules |= missing
@@ -196,11 +227,15 @@ class Applied:
     def _begin(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        if self._flag is None or model.__dict__.get(self._flag, False):
+        if self._is_inside(model):
+            self.reach(self._name_of(model), entering=True, is_root=True)
+        elif self._roots is None and self._name_of(model) and is_in_backward():
+            return  # a part that torch's own checkpointing recomputes
+        elif self._flag is None or model.__dict__.get(self._flag, False):
             self.begin(model, args, kwargs)
         else:
             self._close_interrupted()
-            _RUNS.stack.append((self, None, None))
+            _RUNS.stack.append((self, None, None, model))
 
     def begin(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -208,18 +243,28 @@ class Applied:
         """Take note that the model is called with these arguments."""
         self._close_interrupted()
         run, watch = self._run(model, args, kwargs)
-        _RUNS.stack.append((self, run, watch))
+        _RUNS.stack.append((self, run, watch, model))
         if watch is not None:
             watch.begin()
         if run is not None:
-            run.reach("", entering=True)
+            run.reach(self._name_of(model), entering=True)
+
+    def _is_inside(self, model: nn.Module) -> bool:
+        """Return whether a root is called by another one, whose call is open."""
+        if self._roots == ("",) or not _RUNS.stack:
+            return False
+        applied, _, _, root = _RUNS.stack[-1]
+        return applied is self and root is not model
 
     @leave_uncompiled
     def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        del model, args
+        del args
+        if self._is_inside(model):
+            self.reach(self._name_of(model), entering=False, is_root=True)
+            return
         if not _RUNS.stack or _RUNS.stack[-1][0] is not self:
             return
-        _, run, watch = _RUNS.stack.pop()
+        _, run, watch, _ = _RUNS.stack.pop()
         if run is not None:
             run.close()
         if watch is not None:
@@ -231,7 +276,7 @@ class Applied:
         After an exception torch calls the hooks that end a call, but not after an
         interrupt. (A model that calls itself is in no region from then on, and right.)
         """
-        mine = [item[1:] for item in _RUNS.stack if item[0] is self]
+        mine = [item[1:3] for item in _RUNS.stack if item[0] is self]
         if mine:
             _RUNS.stack[:] = [item for item in _RUNS.stack if item[0] is not self]
         for run, watch in reversed(mine):
@@ -240,11 +285,17 @@ class Applied:
             if watch is not None:
                 watch.cancel()
 
-    def reach(self, name: str, *, entering: bool) -> None:
-        """Take note that a module is entered or left."""
+    def reach(self, name: str, *, entering: bool, is_root: bool = False) -> None:
+        """Begin and end what begins and ends where a module is entered or left."""
+        if is_root and (self._roots is None or name in self._modules):
+            return  # it has hooks as a module inside another, if it matters
         if _RUNS.stack:
-            applied, run, _ = _RUNS.stack[-1]
-            if applied is self and run is not None:
+            applied, run, _, root = _RUNS.stack[-1]
+            if (
+                applied is self
+                and run is not None
+                and (is_root or not name or self._name_of(root) != name)
+            ):
                 run.reach(name, entering=entering)
 
 
@@ -345,6 +396,11 @@ def _refuse_two_plans(model: nn.Module) -> None:
                 "segments or came with a copy, with "
                 f"recoup.uncheckpoint_module({'that part' if name else 'the model'})."
             )
+
+
+def shapes_of(arguments: object) -> tuple[torch.Size, ...]:
+    """Return the shapes of the tensors in arguments."""
+    return tuple(tensor.shape for tensor in tensors(arguments))
 
 
 def _modules_of(script: Script) -> set[str]:

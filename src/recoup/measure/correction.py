@@ -7,8 +7,11 @@ from recoup.core.graph import Graph
 from recoup.core.segments import Segment
 from recoup.core.simulation import simulate
 from recoup.measure.graphs import recompute_all
-from recoup.measure.issuing import learned
+from recoup.measure.issuing import issuing_of, learned
 from recoup.measure.pace import Pace
+
+Plans = Sequence[Sequence[Segment]]
+"""The segments of each pass of a step, in the order of `Graph.passes`."""
 
 
 def calibrated(graph: Graph, floor_seconds: float) -> Graph:
@@ -21,14 +24,54 @@ def calibrated(graph: Graph, floor_seconds: float) -> Graph:
         graph: The graph, with the times of operators.
         floor_seconds: The time of a step in which every block is recomputed.
     """
-    predicted = simulate(graph, recompute_all(graph)).device_seconds
-    if predicted <= floor_seconds:
-        unexplained = floor_seconds - predicted
-        return replace(graph, step_seconds=graph.step_seconds + unexplained)
-    return scaled(graph, floor_seconds / predicted)
+    predicted = sum(
+        simulate(each, recompute_all(each)).device_seconds for each in graph.passes
+    )
+    if predicted > floor_seconds:
+        share = floor_seconds / predicted
+        return graph.map_passes(lambda each: scaled(each, share))
+    plain = sum(each.step_seconds for each in graph.passes) or 1.0
+    unexplained = floor_seconds - predicted
+
+    def longer(each: Graph) -> Graph:
+        share = each.step_seconds / plain
+        return replace(each, step_seconds=each.step_seconds + share * unexplained)
+
+    return graph.map_passes(longer)
 
 
-def corrected(graph: Graph, segments: Sequence[Segment], pace: Pace) -> Graph:
+def issued(
+    graph: Graph,
+    pace: Pace,
+    *,
+    plain_forward_seconds: float,
+    least_seconds: float = 0.0,
+) -> Graph:
+    """Return the graph with the host's time for each pass; see `issuing_of`.
+
+    Args:
+        graph: The step.
+        pace: The pace of the step with every block recomputed.
+        plain_forward_seconds: The host's time for a forward without gradients.
+        least_seconds: What recording the simplest operator costs this host.
+    """
+    total = sum(len(each.operations) for each in graph.passes) or 1
+
+    def with_host(each: Graph) -> Graph:
+        share = len(each.operations) / total
+        issuing = issuing_of(
+            each,
+            Pace(share * pace.seconds, share * pace.host_seconds),
+            plain_forward_seconds=share * plain_forward_seconds,
+            least_seconds=least_seconds,
+        )
+        return replace(each, issuing=issuing)
+
+    graph = graph.map_passes(with_host)
+    return corrected(graph, [recompute_all(each) for each in graph.passes], pace)
+
+
+def corrected(graph: Graph, plans: Plans, pace: Pace) -> Graph:
     """Return the graph with times by which a plan takes what it was seen to take.
 
     Which of device and host the step waits for is known then, and so is how long that
@@ -37,17 +80,23 @@ def corrected(graph: Graph, segments: Sequence[Segment], pace: Pace) -> Graph:
 
     Args:
         graph: The step as it was measured.
-        segments: A plan of it that has run.
+        plans: A plan of it that has run: the segments of each pass.
         pace: Its pace.
     """
-    issuing = learned(graph, segments, pace)
-    if issuing is None:
+    passes = graph.passes
+    costs = [simulate(*each) for each in zip(passes, plans, strict=True)]
+    thought = sum(cost.issuing_seconds for cost in costs)
+    if any(each.issuing is None for each in passes):
         return graph
-    graph = replace(graph, issuing=issuing)
-    predicted = simulate(graph, segments).device_seconds
+    factor = learned(thought, pace)
+    graph = graph.map_passes(
+        lambda each: replace(each, issuing=each.issuing and each.issuing.scaled(factor))
+    )
+    predicted = sum(cost.device_seconds for cost in costs)
     if not predicted or (predicted <= pace.seconds and pace.is_bound_by_host):
         return graph
-    return scaled(graph, pace.seconds / predicted)
+    share = pace.seconds / predicted
+    return graph.map_passes(lambda each: scaled(each, share))
 
 
 def scaled(graph: Graph, share: float) -> Graph:

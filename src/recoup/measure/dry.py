@@ -12,8 +12,8 @@ from recoup.backend.fakes import NEEDS_CONTENTS, FakeMeter, Shadows
 from recoup.core.errors import RecoupError, UnsupportedError
 from recoup.core.figures import Figures
 from recoup.core.graph import Graph
-from recoup.measure.graphs import graph_of
 from recoup.measure.observation import Instruments, observe
+from recoup.measure.passes import step_graph
 from recoup.measure.recording import recording_seconds
 from recoup.measure.roofline import Roofline
 from recoup.measure.training import training_step, untouched
@@ -54,15 +54,19 @@ def measure_dry(
         stood_in = training_step(model, given, loss=loss, step=step)
         with untouched(stood_in) as repeated:
             seen = observe(repeated, instruments, names=names)
-    graph = graph_of(seen.trace, seen.timer.seconds, blocks=seen.cuts)
-    backward_seconds = sum(map(seen.timer.seconds, seen.trace.backward_timings))
-    return replace(
-        graph,
-        step_seconds=graph.forward_seconds + backward_seconds,
-        # Beside a busy accelerator the host records in time that nobody waits for.
+    graph = step_graph(
+        seen.traces,
+        seen.timer.seconds,
+        blocks=seen.cuts,
+        # Next to a busy accelerator the host records in time that nobody waits for.
         recording_seconds=recording_seconds() if figures.name == "cpu" else 0.0,
-        link_bytes_per_second=figures.link_bytes_per_second,
-        estimated_for=figures.name,
+    )
+    return graph.map_passes(
+        lambda each: replace(
+            each,
+            link_bytes_per_second=figures.link_bytes_per_second,
+            estimated_for=figures.name,
+        )
     )
 
 

@@ -10,11 +10,11 @@ from recoup.backend.trees import tensors
 from recoup.core.errors import UsageError
 from recoup.core.graph import Graph
 from recoup.engine.runs import Cuts
-from recoup.measure.correction import calibrated, corrected, scaled
-from recoup.measure.graphs import graph_of, recompute_all
-from recoup.measure.issuing import Calls, issuing_of
+from recoup.measure.correction import calibrated, issued
+from recoup.measure.issuing import Calls
 from recoup.measure.observation import Instruments, cut, observe
 from recoup.measure.pace import pace_of, timed
+from recoup.measure.passes import step_graph
 from recoup.measure.recording import least_recording_seconds, recording_seconds
 from recoup.measure.training import TrainingStep
 
@@ -35,15 +35,16 @@ class Cost:
 def run_step(step: TrainingStep, *, resident: Sequence[object] = ()) -> Cost:
     """Run a step once and return what it cost.
 
-    It begins as every run does, without gradients. On a device without an allocator
-    that counts, the peak is counted operator by operator, and the time is longer.
+    It begins as every run does: without gradients, or with those that are carried. On a
+    device without an allocator that counts, the peak is counted operator by operator,
+    and the time is longer.
     """
     step.begin()
     with device_meter(step.device) as meter:
-        meter.track(step.model, *tensors(step.batch), *tensors(list(resident)))
+        meter.track(*step.resident(), *tensors(list(resident)))
         seconds = timed(step)
         peak_bytes = meter.peak_bytes
-    step.model.zero_grad(set_to_none=True)
+    step.drop_gradients()
     return Cost(peak_bytes, seconds)
 
 
@@ -77,34 +78,27 @@ def measure_floor(
         timer=lambda: OperatorTimer(step.device),
     )
     seen = observe(step, instruments, names=names, resident=resident)
-    trace, timer = seen.trace, seen.timer
-    calls = Calls(trace.model_calls)
-    with cut(step, Cuts(seen.cuts)), calls.noted(step.model):
-        pace = pace_of(step)
-    graph = graph_of(trace, timer.seconds, blocks=seen.cuts)
-    graph = replace(
-        graph,
-        step_seconds=graph.forward_seconds
-        + sum(map(timer.seconds, trace.backward_timings)),
-        link_bytes_per_second=link_bytes_per_second(step.device),
+    is_host = step.device.type == "cpu"
+    graph = step_graph(
+        seen.traces,
+        seen.timer.seconds,
+        blocks=seen.cuts,
+        recording_seconds=recording_seconds() if is_host else 0.0,
     )
-    times = max(1, round(trace.model_calls / graph.model_calls))
-    if step.device.type == "cpu":
-        graph = replace(graph, recording_seconds=recording_seconds())
-        return calibrated(_run_times(graph, times), pace.seconds)
-    issuing = issuing_of(
+    calls = Calls(sum(trace.model_calls for trace in seen.traces))
+    roots = {name for trace in seen.traces for name in trace.roots}
+    with (
+        cut(step, Cuts(seen.cuts)),
+        calls.noted([step.model.get_submodule(name) for name in sorted(roots)]),
+    ):
+        pace = pace_of(step)
+    link = link_bytes_per_second(step.device)
+    graph = graph.map_passes(lambda each: replace(each, link_bytes_per_second=link))
+    if is_host:
+        return calibrated(graph, pace.seconds)
+    return issued(
         graph,
         pace,
         plain_forward_seconds=calls.again(step),
         least_seconds=least_recording_seconds(),
     )
-    graph = replace(_run_times(graph, times), issuing=issuing)
-    return corrected(graph, recompute_all(graph), pace)
-
-
-def _run_times(graph: Graph, times: int) -> Graph:
-    """Return the graph of a step that runs forward and backward so many times.
-
-    The plan is carried out as many times, and so is all that it runs again.
-    """
-    return replace(scaled(graph, times), step_seconds=graph.step_seconds)

@@ -3,13 +3,21 @@
 import bisect
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
-from recoup.core.graph import Boundary, Graph, Operation, Save, Storage, Value
+from recoup.core.graph import (
+    Boundary,
+    Dropped,
+    Graph,
+    Operation,
+    Save,
+    Storage,
+    Value,
+)
 from recoup.core.segments import Segment
 from recoup.core.simulation import simulate
 from recoup.measure.blocks import block_boundaries
-from recoup.measure.trace import Trace, TracedOperation, TracedStorage
+from recoup.measure.trace import Trace, TracedOperation, TracedSave, TracedStorage
 
 _SLACK = 64
 """A storage that a region held in the traced step, and that died so many moments after
@@ -51,6 +59,11 @@ def graph_of(
             for v in trace.values
         ),
         saves=tuple(_saves(trace, forward, moments)),
+        dropped=tuple(
+            Dropped(save.value, save.released)
+            for save in trace.saves
+            if save.released is not None and _is_dropped(save, forward)
+        ),
         boundaries=boundaries,
         other_bytes=tuple(measured),
         blocks=block_boundaries(boundaries, blocks),
@@ -59,8 +72,9 @@ def graph_of(
     traced = recompute_all(graph)
     graph = replace(graph, storages=_natural(graph, trace, traced))
     modelled = simulate(replace(graph, other_bytes=(0,) * moments), traced)
+    # What the model of the step has too much of is never taken off what is measured.
     other = [
-        seen_bytes - model_bytes
+        max(0, seen_bytes - model_bytes)
         for seen_bytes, model_bytes in zip(measured, modelled.settled_at, strict=True)
     ]
     return replace(graph, other_bytes=tuple(other))
@@ -83,6 +97,10 @@ def boundaries_of(trace: Trace, blocks: Collection[str]) -> tuple[Boundary, ...]
     are left out, but for the first and the last of each call of the model.
     """
     torn = torn_places(trace)
+    used = [
+        0,
+        *accumulate(not _is_dropped(s, len(trace.operations)) for s in trace.saves),
+    ]
     firsts = {b.model_call: b for b in reversed(trace.boundaries)}
     lasts = {b.model_call: b for b in trace.boundaries}
 
@@ -95,10 +113,11 @@ def boundaries_of(trace: Trace, blocks: Collection[str]) -> tuple[Boundary, ...]
         is_end = traced is firsts[call] or traced is lasts[call]
         if traced.operation in torn and not is_end:
             continue
-        place = (traced.operation, traced.saves, call)
+        saves = used[traced.saves]
+        place = (traced.operation, saves, call)
         boundary = Boundary(
             traced.operation,
-            traced.saves,
+            saves,
             traced.module,
             traced.call,
             traced.entering,
@@ -169,6 +188,8 @@ def _saves(trace: Trace, forward: int, moments: int) -> list[Save]:
     asked = sorted({save.used for save in trace.saves if save.used is not None})
     found: list[Save] = []
     for save in trace.saves:
+        if _is_dropped(save, forward):
+            continue
         used = moments - 1 if save.used is None else save.used
         released = used if save.released is None else save.released
         if save.by_region:
@@ -180,6 +201,11 @@ def _saves(trace: Trace, forward: int, moments: int) -> list[Save]:
         finished = released if save.finished is None else max(save.finished, used)
         found.append(Save(save.value, used, released, min(finished, moments - 1)))
     return found
+
+
+def _is_dropped(save: TracedSave, forward: int) -> bool:
+    """Return whether autograd dropped a saved tensor before backward."""
+    return save.used is None and save.released is not None and save.released < forward
 
 
 def _natural(

@@ -12,7 +12,6 @@ from torch import nn
 from recoup.core.footprint import total_footprint
 from recoup.core.graph import Graph, Issuing
 from recoup.core.segments import Segment
-from recoup.core.simulation import simulate
 from recoup.measure.graphs import recompute_all
 from recoup.measure.pace import Pace, synchronize
 from recoup.measure.recording import RECORDING_BY_LEAST
@@ -36,20 +35,22 @@ class Calls:
     """
 
     def __init__(self, count: int) -> None:
-        self._arguments: deque[tuple[tuple[Any, ...], dict[str, Any]]] = deque(
-            maxlen=count
+        self._arguments: deque[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = (
+            deque(maxlen=count)
         )
 
     @contextmanager
-    def noted(self, model: nn.Module) -> Iterator[None]:
-        """Take note of the calls of a model while the block runs."""
-        handle = model.register_forward_pre_hook(
-            self._note, prepend=True, with_kwargs=True
-        )
+    def noted(self, models: Sequence[nn.Module]) -> Iterator[None]:
+        """Record the calls of models while the block runs."""
+        handles = [
+            model.register_forward_pre_hook(self._note, prepend=True, with_kwargs=True)
+            for model in models
+        ]
         try:
             yield
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
 
     def again(self, step: TrainingStep) -> float:
         """Call the model so again without gradients; return the host's time for it.
@@ -69,14 +70,14 @@ class Calls:
         step.begin()
         synchronize(step.device)
         start = time.perf_counter()
-        for args, kwargs in self._arguments:
-            step.model(*args, **kwargs)
+        for model, args, kwargs in list(self._arguments):
+            model(*args, **kwargs)
         return time.perf_counter() - start
 
     def _note(
-        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        self._arguments.append((args, kwargs))
+        self._arguments.append((model, args, kwargs))
 
 
 class Work(NamedTuple):
@@ -134,26 +135,22 @@ def issuing_of(
     )
 
 
-def learned(graph: Graph, segments: Sequence[Segment], pace: Pace) -> Issuing | None:
-    """Return what issuing costs the host, knowing the pace of a plan as well.
+def learned(thought: float, pace: Pace) -> float:
+    """Return by which factor the host takes longer than was thought.
 
     A host that issues one plan slower than thought is taken to be slower at everything.
     One that is not waited for is known to be no slower than it was seen to be.
 
     Args:
-        graph: The step, with what issuing was thought to cost.
-        segments: The plan.
+        thought: What the host was thought to take for a plan.
         pace: Its pace.
+
+    Examples:
+        >>> learned(2.0, Pace(seconds=4.0, host_seconds=4.0))
+        2.0
+        >>> learned(2.0, Pace(seconds=8.0, host_seconds=4.0))
+        1.0
     """
-    issuing = graph.issuing
-    if issuing is None:
-        return None
-    thought = simulate(graph, segments).issuing_seconds
     if not thought or (not pace.is_bound_by_host and thought <= pace.host_seconds):
-        return issuing
-    slower = pace.host_seconds / thought
-    return Issuing(
-        slower * issuing.plain_seconds,
-        slower * issuing.recording_seconds,
-        slower * issuing.replaying_seconds,
-    )
+        return 1.0
+    return pace.host_seconds / thought

@@ -10,7 +10,12 @@ from functools import partial
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from recoup.backend.graph import pop_hooks, push_hooks, records_gradients
+from recoup.backend.graph import (
+    is_in_backward,
+    pop_hooks,
+    push_hooks,
+    records_gradients,
+)
 from recoup.backend.ledger import storages_in
 from recoup.backend.memory import MemoryMeter
 from recoup.backend.timers import Timer
@@ -44,12 +49,12 @@ class Observation:
     """What was seen of a step.
 
     Attributes:
-        trace: What happened in it.
+        traces: What happened in each of its passes.
         timer: Says how long each operator took.
         cuts: The paths of the modules at which the step was cut.
     """
 
-    trace: Trace
+    traces: list[Trace]
     timer: Timer
     cuts: tuple[str, ...]
 
@@ -78,7 +83,7 @@ def observe(
     known = {name for name, _ in step.model.named_modules()}
     if isinstance(names, str):
         raise UsageError(f"blocks= takes the paths of several modules: got {names!r}.")
-    chosen = tuple(names) if names is not None else block_names(step.model)
+    chosen = tuple(names) if names is not None else called_blocks(step.model)
     for name in chosen:
         if name not in known:
             raise UsageError(
@@ -90,18 +95,34 @@ def observe(
     with cut(step, Cuts(cuts)):
         step.begin()
         step.run()
-    trace, timer = _trace(step, cuts, resident, instruments)
-    if not trace.model_calls:
+    traces, timer = _trace(step, cuts, resident, instruments)
+    if not any(trace.roots for trace in traces):
         raise UsageError(
             f"the step does not call this {type(step.model).__name__}, or only without "
             "gradients, so there is nothing to plan. Call it in the step, or give the "
             "module that the step does call."
         )
-    torn = torn_blocks(trace, cuts)
+    torn = {name for trace in traces for name in torn_blocks(trace, cuts)}
     if torn:
         cuts = tuple(name for name in cuts if name not in torn)
-        trace, timer = _trace(step, cuts, resident, instruments)
-    return Observation(trace, timer, cuts)
+        traces, timer = _trace(step, cuts, resident, instruments)
+    return Observation(traces, timer, cuts)
+
+
+def called_blocks(model: nn.Module) -> tuple[str, ...]:
+    """Return the blocks of a model, or of all models that a container holds.
+
+    Examples:
+        >>> called_blocks(nn.ModuleDict({"a": nn.Linear(1, 1), "b": nn.Linear(1, 1)}))
+        ('a', 'b')
+    """
+    if type(model).forward is not nn.Module.forward:
+        return block_names(model)
+    found: list[str] = []
+    for name, child in model.named_children():
+        inner = called_blocks(child)
+        found += [f"{name}.{each}" for each in inner] or [name]
+    return tuple(found)
 
 
 def every_kth(names: Sequence[str]) -> tuple[str, ...]:
@@ -114,12 +135,12 @@ def _trace(
     cuts: tuple[str, ...],
     resident: Sequence[object],
     instruments: Instruments,
-) -> tuple[Trace, Timer]:
+) -> tuple[list[Trace], Timer]:
     timer = instruments.timer()
     step.begin()
-    storages = storages_in((step.model, step.batch, list(resident)))
+    storages = storages_in((step.resident(), list(resident)))
     with instruments.meter() as meter:
-        meter.track(step.model, *tensors(step.batch), *tensors(list(resident)))
+        meter.track(*step.resident(), *tensors(list(resident)))
         tracer = Tracer(meter, timer, storages)
         subscribe(tracer)
         push_hooks(*tracer.plain_hooks())
@@ -133,15 +154,15 @@ def _trace(
         finally:
             pop_hooks()
             unsubscribe(tracer)
-        trace = tracer.close()
-    step.model.zero_grad(set_to_none=True)
-    return trace, timer
+        traces = tracer.close()
+    step.drop_gradients()
+    return traces, timer
 
 
 @contextmanager
 def cut(step: TrainingStep, cuts: Cuts) -> Iterator[None]:
     """Cut the step's model while the block runs."""
-    applied = Applied(step.model, cuts)
+    applied = Applied(step.model, cuts, roots=None)
     try:
         yield
     finally:
@@ -152,31 +173,39 @@ def cut(step: TrainingStep, cuts: Cuts) -> Iterator[None]:
 def _boundaries_noted(model: nn.Module, tracer: Tracer) -> Iterator[None]:
     """Tell the tracer whenever a module is entered or left."""
     calls: Counter[tuple[str, bool]] = Counter()
-    # Which call of the model this is; None in one for which no gradients are recorded.
+    # What the step itself called last, until it returns: most often the model.
+    root: nn.Module | None = None
+    # Which call of the pass it is; None if no gradients are recorded for it.
     model_call: int | None = None
 
     def note(
         name: str,
         entering: bool,  # noqa: FBT001
-        _: nn.Module,
+        module: nn.Module,
         args: object,
         kwargs: object,
         output: object = None,
     ) -> None:
-        nonlocal model_call
-        if not name and entering:
-            model_call = tracer.call_model() if records_gradients() else None
-        if model_call is None:
-            return
-        call = calls[name, entering]
-        calls[name, entering] += 1
-        tracer.reach(
-            name,
-            call,
-            entering=entering,
-            model_call=model_call,
-            passed=tensors([args, kwargs, output]),
-        )
+        nonlocal model_call, root
+        # A part that is called in backward is recomputed by torch's own checkpointing.
+        is_root = root is None and not (name and is_in_backward())
+        if entering and (is_root or root is module):
+            root = module
+            model_call = tracer.call_model(name) if records_gradients() else None
+            if model_call == 0:
+                calls.clear()
+        if model_call is not None:
+            call = calls[name, entering]
+            calls[name, entering] += 1
+            tracer.reach(
+                name,
+                call,
+                entering=entering,
+                model_call=model_call,
+                passed=tensors([args, kwargs, output]),
+            )
+        if not entering and module is root:
+            root = None
 
     handles: list[RemovableHandle] = []
     for name, module in model.named_modules():
@@ -184,7 +213,9 @@ def _boundaries_noted(model: nn.Module, tracer: Tracer) -> Iterator[None]:
             module.register_forward_pre_hook(
                 partial(note, name, True), with_kwargs=True, prepend=True
             ),
-            module.register_forward_hook(partial(note, name, False), with_kwargs=True),
+            module.register_forward_hook(
+                partial(note, name, False), with_kwargs=True, always_call=True
+            ),
         ]
     try:
         yield

@@ -130,7 +130,7 @@ def usual(times: Sequence[float], expected: float | None = None) -> float:
 def _time_alone(step: TrainingStep) -> float:
     step.begin()
     seconds = timed(step)
-    step.model.zero_grad(set_to_none=True)
+    step.drop_gradients()
     return seconds
 
 

@@ -93,6 +93,14 @@ class Repetition:
             self._set_up[1].restore()
         self._before.generators.restore()
 
+    def drop_gradients(self) -> None:
+        """Drop the gradients that a run has left."""
+        self._gradients.drop()
+
+    def carry_gradients(self) -> None:
+        """Begin the next run with gradients, where runs have left some."""
+        self._gradients.carry()
+
     def restore(self) -> None:
         """Restore everything as before the first run."""
         self._gradients.restore()

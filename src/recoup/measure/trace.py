@@ -79,9 +79,13 @@ class TracedBoundary:
     model_call: int
 
 
-@dataclass
+@dataclass(eq=False)
 class Trace:
-    """What happened in one step, in the order in which it happened."""
+    """One pass of a step: forward, and backward until the model is called again.
+
+    Attributes:
+        roots: The paths of the modules that the step itself called, in order.
+    """
 
     operations: list[TracedOperation] = field(default_factory=list)
     backward_bytes: list[int] = field(default_factory=list)
@@ -91,7 +95,22 @@ class Trace:
     values: list[TracedValue] = field(default_factory=list)
     saves: list[TracedSave] = field(default_factory=list)
     boundaries: list[TracedBoundary] = field(default_factory=list)
-    model_calls: int = 0
+    roots: list[str] = field(default_factory=list)
+
+    def add_moments(self, other: "Trace") -> None:
+        """Append the moments of a pass that is not planned to those of backward."""
+        for operation in other.operations:
+            self.backward_bytes.append(operation.peak_bytes)
+            self.backward_own_bytes.append(operation.own_bytes)
+            self.backward_timings.append(operation.timing)
+        self.backward_bytes += other.backward_bytes
+        self.backward_own_bytes += other.backward_own_bytes
+        self.backward_timings += other.backward_timings
+
+    @property
+    def model_calls(self) -> int:
+        """How often the step called the model, or parts of it."""
+        return len(self.roots)
 
     @property
     def moment(self) -> int:

@@ -24,9 +24,11 @@ from recoup.measure.trace import Trace, TracedBoundary, TracedOperation, TracedS
 
 
 class Tracer(OperatorMode):
-    """Write down a step while it runs in regions, or without.
+    """Record a step while it runs in regions, or without.
 
-    It is the policy of the regions too, which tells it what these could hold.
+    It is the policy of the regions too, which tells it what these could hold. A step
+    that calls the model again after a backward pass has several passes, each with a
+    trace of its own.
 
     Args:
         meter: Entered already; says how many bytes are in use.
@@ -42,11 +44,13 @@ class Tracer(OperatorMode):
     ) -> None:
         super().__init__()
         self.trace = Trace()
+        self.traces = [self.trace]
+        self._resident = list(resident)
         self._meter = meter
         self._timer = timer
         self._timings: dict[Any, int] = {}
         self._facts: dict[Any, Facts] = {}
-        self._lives = Lives(self.trace, resident)
+        self._lives = Lives(self.trace, self._resident)
         self._in_backward = False
 
     def __torch_dispatch__(
@@ -103,10 +107,20 @@ class Tracer(OperatorMode):
         pack.is_transparent = True  # pyright: ignore[reportFunctionMemberAccess]
         return pack, unpack
 
-    def call_model(self) -> int:
-        """Take note that the model is called; return which call of it that is."""
-        self.trace.model_calls += 1
-        return self.trace.model_calls - 1
+    def call_model(self, root: str) -> int:
+        """Record a call of the model, or of a part; return its number in the pass.
+
+        Args:
+            root: The path of the module that is called.
+        """
+        if self._in_backward and current_backward() == -1:
+            self._lives.bury()
+            self.trace = Trace()
+            self.traces.append(self.trace)
+            self._lives = Lives(self.trace, self._resident)
+            self._in_backward = False
+        self.trace.roots.append(root)
+        return len(self.trace.roots) - 1
 
     def reach(
         self,
@@ -144,36 +158,46 @@ class Tracer(OperatorMode):
                 )
             )
 
-    def close(self) -> Trace:
-        """Return the trace, when the step has ended and the mode was left."""
+    def close(self) -> list[Trace]:
+        """Return the trace of each pass, when the step has ended and the mode was left.
+
+        A pass that ends without backward has nothing to plan: its moments are added to
+        those of a pass that has.
+        """
         self._lives.bury()
-        return self.trace
+        passes = [t for t in self.traces if t.boundaries and t.backward_bytes]
+        for number, trace in enumerate(self.traces):
+            if passes and trace not in passes:
+                before = [t for t in self.traces[:number] if t in passes]
+                (before or passes)[-1 if before else 0].add_moments(trace)
+        return passes or self.traces[:1]
 
     def _noting(
         self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
     ) -> tuple[Pack, Unpack]:
-        trace = self.trace
         # By identity: what stands for a saved tensor need not be hashable by value.
-        numbers: dict[int, int] = {}
+        numbers: dict[int, tuple[Trace, int]] = {}
 
         def note(tensor: Tensor) -> Any:
             if self._in_backward and current_backward() == -1:  # another forward
                 packed = pack(tensor)
                 numbers.pop(id(packed), None)
                 return packed
+            trace = self.trace
             number = len(trace.saves)
             trace.saves.append(TracedSave(self._lives.value_of(tensor)))
             packed = pack(tensor)
             trace.saves[number].by_region = isinstance(packed, Hold)
-            numbers[id(packed)] = number
+            numbers[id(packed)] = (trace, number)
             weakref.finalize(packed, _release, trace, number)
             return packed
 
         def fetch(packed: Any) -> Tensor:
-            number = numbers.get(id(packed))
+            known = numbers.get(id(packed))
             found = unpack(packed)
-            if number is None:
+            if known is None:
                 return found
+            trace, number = known
             save = trace.saves[number]
             if save.used is None:
                 save.used = trace.moment

@@ -12,7 +12,9 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from recoup.backend.state import carry_gradients
 from recoup.backend.trees import tensors_within
+from recoup.backend.walk import reach
 from recoup.core.callers import calls_user
 from recoup.core.errors import UsageError
 from recoup.engine.plans import refuse_scripted
@@ -30,6 +32,9 @@ class TrainingStep:
         run: Runs forward and backward once.
         batch: The tensors it runs on, in any structure; they count as resident.
         device: Where it computes.
+        captured: Other modules and tensors that the step refers to; they count as
+            resident.
+        accumulate: Gradients of earlier steps are there when it begins.
         repetition: The state that its runs begin with, inside `untouched`.
     """
 
@@ -37,10 +42,15 @@ class TrainingStep:
     run: Callable[[], object]
     batch: Any
     device: torch.device
+    captured: tuple[nn.Module | Tensor, ...] = ()
+    accumulate: bool = False
     repetition: Repetition | None = None
 
     def begin(self, *, waiting: bool = True) -> None:
-        """Drop gradients, and make the next run the same step as those before it.
+        """Make the next run the same step as those before it, with gradients to match.
+
+        There are none, or those that are carried from step to step: of the model's
+        parameters, and of all else that a run has added a gradient to.
 
         Args:
             waiting: False if the host must not wait for the device: then buffers are
@@ -50,6 +60,21 @@ class TrainingStep:
             self.repetition.begin(waiting=waiting)
         else:
             self.model.zero_grad(set_to_none=True)
+        if self.accumulate:
+            carry_gradients(self.model.parameters())
+            if self.repetition is not None:
+                self.repetition.carry_gradients()
+
+    def drop_gradients(self) -> None:
+        """Drop all gradients that a run has left."""
+        if self.repetition is not None:
+            self.repetition.drop_gradients()
+        else:
+            self.model.zero_grad(set_to_none=True)
+
+    def resident(self) -> list[Tensor | nn.Module]:
+        """Return all that is in memory before the step, as far as it is known."""
+        return [self.model, *tensors_within(self.batch), *self.captured]
 
 
 def training_step(
@@ -59,6 +84,7 @@ def training_step(
     loss: Callable[..., Tensor] | None = None,
     step: Callable[[], object] | None = None,
     device: torch.device | str | None = None,
+    accumulate: bool = False,
 ) -> TrainingStep:
     """Return the step that the arguments of `fit` and `measure` describe.
 
@@ -71,6 +97,7 @@ def training_step(
             the output must be the loss, or have it as `loss`.
         step: Runs forward and backward by itself, instead of `batch` and `loss`.
         device: Where to count memory; by default where the model's parameters are.
+        accumulate: Gradients of earlier steps are there when it begins.
 
     Raises:
         UnsupportedError: A part of the model can have no hooks.
@@ -94,7 +121,8 @@ def training_step(
     if step is not None:
         if batch is not None or loss is not None:
             raise UsageError("give either a step, or a batch with a loss: got both.")
-        return TrainingStep(model, step, None, where)
+        captured = tuple(reach(step, kind=(nn.Module, Tensor)))
+        return TrainingStep(model, step, None, where, captured, accumulate)
     if batch is None:
         raise UsageError(
             "a step needs something to run on: got no batch. Give batch=, or step= "
@@ -106,7 +134,9 @@ def training_step(
     def run() -> None:
         _check_loss(loss_of_a_call()).backward()
 
-    return TrainingStep(model, run, tensors_within(batch), where)
+    found = tensors_within(batch)
+    captured = tuple(reach(loss, kind=(nn.Module, Tensor)))
+    return TrainingStep(model, run, found, where, captured, accumulate)
 
 
 def _loss_of_a_call(

@@ -1,12 +1,14 @@
 """The front door: from a budget in bytes to the fastest plan known that fits."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
-from recoup.core.errors import UsageError
+from recoup.core.errors import InfeasibleError, UsageError
 from recoup.core.graph import Graph
 from recoup.core.segments import Action
+from recoup.core.simulation import simulate
 from recoup.core.units import parse_budget
 from recoup.planners.infeasible import infeasible
 from recoup.planners.search import Plan, Search
@@ -52,7 +54,7 @@ def plan(
     # A step that uses nothing has a peak of 0 bytes, which is then its budget too.
     budget = 0 if budget_bytes == 0 else parse_budget(budget_bytes)
     if isinstance(budget, float):
-        budget = int(budget * search.known[0][1].peak_bytes)
+        budget = int(budget * search.plain_bytes)
     return plan_with(search, budget)
 
 
@@ -75,11 +77,37 @@ def plan_with(
         >>> plan_with(search, 0).segments
         ()
     """
-    started = perf_counter()
-    found, bound = _solve(search, budget_bytes, until)
-    if found is None:
-        raise infeasible(search.graph, budget_bytes, search.floor[0])
-    return _solution(found, bound, started)
+    found: list[Solution] = []
+    for each in search.passes:
+        started = perf_counter()
+        plan, bound = _solve(each, budget_bytes, until)
+        if plan is None:
+            raise infeasible_with_search(search, budget_bytes)
+        found.append(_solution(plan, bound, started))
+    return joined(found)
+
+
+def infeasible_with_search(search: Search, budget_bytes: int) -> InfeasibleError:
+    """Return the error for a budget below the floor, of the pass that needs most."""
+    most = max(search.passes, key=lambda each: each.floor[1].peak_bytes)
+    return infeasible(most.graph, budget_bytes, most.floor[0])
+
+
+def with_times_of(solution: Solution, graph: Graph) -> Solution:
+    """Return a plan with what it costs in the same step with other times."""
+    return joined(
+        [
+            replace(each, simulation=simulate(known, each.segments), others=())
+            for each, known in zip(solution.passes, graph.passes, strict=True)
+        ]
+    )
+
+
+def joined(passes: Sequence[Solution]) -> Solution:
+    """Return the plan of a step from those of its passes."""
+    main, *others = passes
+    planning = sum(each.seconds_planning for each in passes)
+    return replace(main, seconds_planning=planning, others=tuple(others))
 
 
 def plan_beside(search: Search, budget_bytes: int, known: Solution) -> Solution:
@@ -98,10 +126,13 @@ def plan_beside(search: Search, budget_bytes: int, known: Solution) -> Solution:
         >>> plan_beside(search, 0, known).segments
         ()
     """
-    started = perf_counter()
-    found = search.solve_for_host(budget_bytes)
-    assert found is not None, "one is known"
-    return _solution(found, known.bound_seconds, started)
+    solutions: list[Solution] = []
+    for each, before in zip(search.passes, known.passes, strict=True):
+        started = perf_counter()
+        found = each.solve_for_host(budget_bytes)
+        assert found is not None, "one is known"
+        solutions.append(_solution(found, before.bound_seconds, started))
+    return joined(solutions)
 
 
 def floor(graph: Graph, *, allow: frozenset[Action] = EXACT) -> Solution:
@@ -116,7 +147,8 @@ def floor(graph: Graph, *, allow: frozenset[Action] = EXACT) -> Solution:
 
 def floor_with(search: Search) -> Solution:
     """Return the plan with the smallest peak that a search finds."""
-    return _solution(search.floor, 0.0, perf_counter())
+    floors = [_solution(each.floor, 0.0, perf_counter()) for each in search.passes]
+    return joined(floors)
 
 
 def frontier(
@@ -169,21 +201,25 @@ def frontier_with(
         1
     """
     started = perf_counter()
-    lowest = search.floor[1].peak_bytes
-    highest = search.known[0][1].peak_bytes
+    lowest, highest = search.floor_bytes, search.plain_bytes
     step = (highest - lowest) / max(points - 1, 1)
     budgets = sorted({int(lowest + step * n) for n in range(points)} | {highest})
-    bounds: dict[int, float] = {}
+    bounds: dict[tuple[int, int], float] = {}
     for done, budget_bytes in enumerate(budgets):
         if progress is not None:
             progress(done, len(budgets))
-        _, bounds[budget_bytes] = _solve(search, budget_bytes)
+        for number, each in enumerate(search.passes):
+            _, bounds[budget_bytes, number] = _solve(each, budget_bytes)
     found: list[Solution] = []
     for budget_bytes in budgets:
-        best = search.best(budget_bytes)
-        assert best is not None, "the floor fits"
-        if not found or best[1].seconds < found[-1].simulation.seconds:
-            found.append(_solution(best, bounds[budget_bytes], started))
+        solutions: list[Solution] = []
+        for number, each in enumerate(search.passes):
+            best = each.best(budget_bytes) or each.floor
+            bound = bounds[budget_bytes, number]
+            solutions.append(_solution(best, bound, started))
+        whole = joined(solutions)
+        if not found or whole.seconds < found[-1].seconds:
+            found.append(whole)
     return tuple(found)
 
 

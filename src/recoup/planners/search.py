@@ -57,6 +57,7 @@ class Search:
         self.graph = graph
         self.allow = allow
         self.known: list[Plan] = [((), simulate(graph, ()), "store_all")]
+        self.others = tuple(Search(other, allow) for other in graph.others)
         self._lenses: dict[float, Lens] = {}
 
     def bound_seconds(self, budget_bytes: int) -> float:
@@ -109,7 +110,12 @@ class Search:
             graph: The step. The host may take any other time; the times of the device
                 are others by one factor, which changes no plan for the device alone.
         """
-        other = Search(graph, self.allow)
+        other = Search(replace(graph, others=()), self.allow)
+        other.graph = graph
+        other.others = tuple(
+            known.with_times_of(each)
+            for known, each in zip(self.others, graph.others, strict=True)
+        )
         if self.graph.issuing is not None:
             other._lenses[0.0] = self._lens(0.0)
         for segments, _, planner in self.known[1:]:
@@ -127,13 +133,38 @@ class Search:
         self.known.append((plan, costs, planner))
         return costs
 
+    @property
+    def passes(self) -> tuple["Search", ...]:
+        """The searches for all passes of the step, in the order of `Graph.passes`."""
+        return (self, *self.others)
+
+    @property
+    def plain_bytes(self) -> int:
+        """The peak of the plain step, in whichever pass it is."""
+        return max(each.known[0][1].peak_bytes for each in self.passes)
+
+    @property
+    def plain_seconds(self) -> float:
+        """The time of the plain step, all passes together."""
+        return sum(each.known[0][1].seconds for each in self.passes)
+
+    @property
+    def floor_bytes(self) -> int:
+        """The smallest peak that is known how to reach: the one definition of it."""
+        return max(each.floor[1].peak_bytes for each in self.passes)
+
     @cached_property
     def floor(self) -> Plan:
-        """The plan with the lowest peak that is known how to find.
+        """The plan of this pass with the lowest peak that is known how to find.
 
         It depends on bytes and operators alone, not on measured times: another
         measurement of the same step has the same one.
         """
+        found = self._lowest()
+        # Where nothing can be dropped, regions only add to what is held.
+        return min(found, self.known[0], key=lambda plan: plan[1].peak_bytes)
+
+    def _lowest(self) -> Plan:
         if not blocks_of(self.graph):
             return self.known[0]
         lens = self._lens(0.0)

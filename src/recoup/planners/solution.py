@@ -11,12 +11,13 @@ class Solution:
     """A plan, what it costs, and how much better any other could be.
 
     Attributes:
-        segments: The plan.
-        simulation: What it costs.
+        segments: The plan; of several passes, that of the one with the highest peak.
+        simulation: What it costs, in that pass.
         bound_seconds: No plan that fits and runs forward's operators in their order
             recomputes and waits for less than this, whatever its segments.
         planner: The algorithm that found it.
         seconds_planning: How long the search took.
+        others: The plans of the other passes of the step.
     """
 
     segments: tuple[Segment, ...]
@@ -24,11 +25,32 @@ class Solution:
     bound_seconds: float = 0.0
     planner: str = ""
     seconds_planning: float = 0.0
+    others: tuple["Solution", ...] = ()
+
+    @property
+    def passes(self) -> tuple["Solution", ...]:
+        """The plans of all passes, in the order of `Graph.passes`."""
+        return (self, *self.others)
+
+    @property
+    def plans(self) -> tuple[tuple[Segment, ...], ...]:
+        """The segments of each pass."""
+        return tuple(each.segments for each in self.passes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes in use at any moment of the step, in whichever pass."""
+        return max(each.simulation.peak_bytes for each in self.passes)
+
+    @property
+    def seconds(self) -> float:
+        """How long the step takes, all passes together."""
+        return sum(each.simulation.seconds for each in self.passes)
 
     @property
     def extra_seconds(self) -> float:
         """What the plan adds to the step: replays, recording, waiting for copies."""
-        return self.simulation.extra_seconds
+        return sum(each.simulation.extra_seconds for each in self.passes)
 
     @property
     def gap(self) -> float:
@@ -41,7 +63,8 @@ class Solution:
             >>> Solution((), costs, bound_seconds=1.5).gap
             0.05
         """
-        seconds = self.simulation.seconds
+        seconds = self.seconds
         if not seconds:
             return 0.0
-        return max(0.0, self.extra_seconds - self.bound_seconds) / seconds
+        bound = sum(each.bound_seconds for each in self.passes)
+        return max(0.0, self.extra_seconds - bound) / seconds
