@@ -154,7 +154,7 @@ class Adapted:
         self.adopt(made)
         self._applied: Applied | None = None
         if attach:
-            self._applied = Applied(model, self._choose, verify=verify)
+            self._applied = Applied(model, self.choose, verify=verify)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs: it has another model, and no open calls."""
@@ -164,7 +164,7 @@ class Adapted:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Apply the plan to a call of the model that has begun already."""
-        assert self._applied is not None, "it applies its own plan"
+        assert self._applied is not None, "attached"
         self._applied.begin(model, args, kwargs)
 
     def put_on(self, model: nn.Module) -> None:
@@ -205,12 +205,6 @@ class Adapted:
         return 1 + sum(group.plan is not None for group in self._groups.values())
 
     def choose(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Choice:
-        """Return the plan for a call, for one that applies it."""
-        return self._choose(model, args, kwargs)
-
-    def _choose(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Choice:
         """Return the plan for a call, and what watches the call."""

@@ -121,13 +121,14 @@ class Managed(Adapted):
         if model is not None and _MANAGED.get(model) is self:
             del _MANAGED[model]
 
-    def _choose(
+    def choose(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Choice:
+        """Return the plan for a call, and tell the manager of it."""
         owner = self.owner
         if owner is not None:
             owner.called(self)
-        return super()._choose(model, args, kwargs)
+        return super().choose(model, args, kwargs)
 
     @leave_uncompiled
     def _returned(self, model: nn.Module, args: Any, output: object) -> None:
