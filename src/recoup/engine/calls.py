@@ -10,6 +10,7 @@ from torch.nn import Parameter
 from recoup.backend.kernels import Kernel
 from recoup.backend.operators import Facts
 from recoup.backend.trees import tensors
+from recoup.engine.past import Indices
 from recoup.engine.tape import Tape
 from recoup.engine.values import Operation
 
@@ -99,3 +100,17 @@ def targets_of(
         elif isinstance(target, (list, tuple)):
             found.extend(tensors(target))
     return found
+
+
+def indices_of(facts: Facts, args: tuple[Any, ...]) -> Indices | None:
+    """Return which elements of its first argument an operator writes to.
+
+    Returns:
+        What indexes them, or None: all of them, as far as is known.
+    """
+    base = facts.name.split(".")[1] if facts.writes == (0,) else ""
+    if base in ("index_put_", "_index_put_impl_"):
+        return args[1]
+    if base in ("index_add_", "index_copy_", "index_fill_") and args[0].dim():
+        return [*[None] * (args[1] % args[0].dim()), args[2].reshape(-1)]
+    return None

@@ -19,10 +19,11 @@ from recoup.backend.operators import (
     without_contents,
 )
 from recoup.backend.rng import generator_of, same_state
-from recoup.backend.storages import covers_storage, has_storage
+from recoup.backend.storages import has_storage
 from recoup.backend.trees import tensors
 from recoup.backend.undeclared import FirstSight
-from recoup.engine.calls import NO_TENSORS, record_call, targets_of
+from recoup.engine.calls import NO_TENSORS, indices_of, record_call, targets_of
+from recoup.engine.past import Indices
 from recoup.engine.tape import Tape
 from recoup.engine.values import OUTSIDE, Operation, Value
 
@@ -152,7 +153,11 @@ class Recorder(OperatorMode):
         target = args[0]
         try:
             before = tape.value_of(target)
-            if before is None or before.producer == OUTSIDE or before in tape.tainted:
+            if (
+                before is None
+                or before.producer == OUTSIDE
+                or tape.is_blank(before, target)
+            ):
                 return self._unrecorded(kernel, args, kwargs, args[:1])
             operation = record_call(tape, kernel, args, kwargs)
         except NotImplementedError:
@@ -269,7 +274,8 @@ class Recorder(OperatorMode):
             value = self.tape.value_of(target)
             if value is None or facts.statistics:
                 continue
-            if not facts.overwrites and value in self.tape.tainted:
+            tainted = self.tape.tainted and not facts.overwrites
+            if tainted and self.tape.is_blank(value, target):
                 return True
             if facts.resizes and self._lies_elsewhere(target, value):
                 return True
@@ -287,14 +293,16 @@ class Recorder(OperatorMode):
             return False
         return self.tape.geometry(target) != lay
 
-    def _before_writes(self, targets: Sequence[Tensor]) -> list[Value | None]:
+    def _before_writes(
+        self, targets: Sequence[Tensor], indices: Indices | None = None
+    ) -> list[Value | None]:
         """Save what writes of one operator would destroy; return the values before."""
         tape = self.tape
         values = [tape.value_of(target) for target in targets]
         if values:
             tape.settle_writes()
         for target, value in zip(targets, values, strict=True):
-            tape.protect(target, value)
+            tape.protect(target, value, indices)
         return values
 
     def _after_write(
@@ -308,10 +316,13 @@ class Recorder(OperatorMode):
                 # The replay writes too: on a copy, whose outcome nobody names.
                 operation.writes = (*operation.writes, (before, Value(OUTSIDE, None)))
             return
-        covered = facts.overwrites and covers_storage(target)
-        tainted = facts.uninitialised or (before in tape.tainted and not covered)
         tape.overwrite(
-            target, operation, before, tainted=tainted, resized=facts.resizes
+            target,
+            operation,
+            before,
+            tainted=facts.uninitialised,
+            filled=facts.overwrites,
+            resized=facts.resizes,
         )
 
     def _run_random(
@@ -343,7 +354,7 @@ class Recorder(OperatorMode):
         if written is None:
             written = targets_of(facts, args, kwargs)
         targets = [target for target in written if has_storage(target)]
-        self._before_writes(targets)
+        self._before_writes(targets, indices_of(facts, args) if targets else None)
         # It may be the first to meet a complex tensor: nothing has looked at it yet.
         if _has_complex(args):
             out = run_complex(kernel.run, args, kwargs)

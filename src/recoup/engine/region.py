@@ -151,6 +151,8 @@ class Region:
         if len(program.wanted) < len(wanted):
             held = [value for value in wanted if value.hold is not None]
             roots = list(dict.fromkeys(held + roots))
+        if tape.histories:
+            tape.settle_histories(program)
         number(operations)
         tape.operations = operations
         if len(wanted) < len(tape.saved):
@@ -298,7 +300,12 @@ class Region:
         if roots is None:
             wanted = [value for value in self.tape.saved if value.demand > 0]
             roots = Program(self.tape.operations, wanted).roots
-        found = [value.hold for value in roots if value.hold is not None]
+        found = [
+            part
+            for value in roots
+            if value.hold is not None
+            for part in value.hold.parts()
+        ]
         return list({**{id(hold): hold for hold in found}, **self._kept}.values())
 
     def random_bytes(self) -> int:

@@ -12,8 +12,8 @@ from recoup.backend.optimizer_steps import STEPS
 from recoup.backend.storages import (
     QUANTIZED,
     Geometry,
-    copy_storage,
     free_weak_reference,
+    is_dense,
     lazy_bits,
     storage_address,
     take_weak_reference,
@@ -21,8 +21,11 @@ from recoup.backend.storages import (
 )
 from recoup.engine.attached import Attached
 from recoup.engine.holding import is_handing_over
+from recoup.engine.intervals import Intervals, runs_of
 from recoup.engine.late import LateWrites
+from recoup.engine.past import History, Indices
 from recoup.engine.placement import Placement
+from recoup.engine.program import Program
 from recoup.engine.values import OUTSIDE, Hold, Operation, Value, View
 
 _SPECIAL = QUANTIZED | {torch.complex32, torch.complex64, torch.complex128}
@@ -45,7 +48,9 @@ class Tape:
         operations: What ran, in order.
         saved: The values that autograd saved, each once, in order.
         forced: The values that the user asked to be recomputed.
-        tainted: The values that are partly uninitialised memory, as far as is known.
+        tainted: The values that are partly uninitialised memory, as far as is known,
+            with the parts that operations have written.
+        histories: Earlier contents of storages that are written to, by address.
         unrecorded: The operators that ran without being recorded: what they returned is
             kept if it is needed.
         written: The outcomes of writes to tensors from outside.
@@ -59,7 +64,8 @@ class Tape:
         self.operations: list[Operation] = []
         self.saved: dict[Value, None] = {}
         self.forced: set[Value] = set()
-        self.tainted: set[Value] = set()
+        self.tainted: dict[Value, Intervals | None] = {}
+        self.histories: dict[int, History] = {}
         self.unrecorded: list[str] = []
         self.written: set[Value] = set()
         self.unverified: set[Value] = set()
@@ -82,7 +88,9 @@ class Tape:
 
     def finish(self) -> None:
         """Let go of what only recording needs."""
-        self.tainted = self.written = self.unverified = self.forced = set()
+        self.written = self.unverified = self.forced = set()
+        self.tainted = {}
+        self.histories = {}
 
     def __del__(self) -> None:
         STEPS.end(self)
@@ -110,7 +118,7 @@ class Tape:
         """
         address = storage_address(tensor)
         value = self._current.get(address)
-        tainted = value in self.tainted
+        tainted = bool(self.tainted) and self.is_blank(value, tensor)
         if value is not None and value.producer != OUTSIDE and not tainted:
             return self._viewed(value, tensor)
         if is_handing_over():
@@ -157,7 +165,7 @@ class Tape:
         value = self._current.get(address)
         if value is None:
             value = self._admit(tensor)
-        elif self.tainted and read and value in self.tainted:
+        elif self.tainted and read and self.is_blank(value, tensor):
             self._give_up(value)
         elif value.producer != OUTSIDE:
             return self._viewed(value, tensor)
@@ -209,7 +217,7 @@ class Tape:
                     value for value in operation.outputs if value.place in ragged
                 )
             if tainted:
-                self.tainted.update(operation.outputs)
+                self.tainted.update(dict.fromkeys(operation.outputs))
             elif self._watch is not None:
                 self._watch_outputs(operation, out)
 
@@ -221,12 +229,25 @@ class Tape:
         if self.late is not None:
             self.late.settle()
 
-    def protect(self, tensor: Tensor, value: Value | None) -> None:
+    def is_blank(self, value: Value | None, tensor: Tensor) -> bool:
+        """Return whether a tensor lies in memory that no known operation has filled."""
+        if value is None or value not in self.tainted:
+            return False
+        filled = self.tainted[value]
+        if filled is None:
+            return True
+        runs = runs_of(tensor)
+        return runs is None or not all(filled.covers(*run) for run in runs)
+
+    def protect(
+        self, tensor: Tensor, value: Value | None, indices: Indices | None = None
+    ) -> None:
         """Prepare for a write: what the tape refers to must survive it.
 
         Args:
             tensor: What is written to.
             value: What it names, if that is known.
+            indices: Which of its elements, if not all.
         """
         if value is None:
             return
@@ -235,22 +256,49 @@ class Tape:
                 self.late = LateWrites()
             self.late.before(value, tensor)
         hold = value.hold
-        if hold is None:
-            return
-        if hold.stored is not None:
-            value.born = None
-            hold.stored.settle()
-            return
-        if value.producer != OUTSIDE:
-            value.hold = None
-            return
+        if hold is not None:
+            if hold.stored is not None:
+                value.born = None
+                hold.stored.settle()
+            elif value.producer != OUTSIDE:
+                value.hold = None
+            else:
+                self._supersede(value, hold, tensor)
+        if self.histories:
+            history = self.histories.get(storage_address(tensor))
+            if history is not None:
+                history.before_write(tensor, indices)
+
+    def _supersede(self, value: Value, hold: Hold, tensor: Tensor) -> None:
+        """Let the past keep a value from outside that is about to be written to."""
         value.born = None
         if value.is_spare:
             # Autograd looks at what it was given as plain autograd would.
             value.hold = None
             value.is_spare = False
         elif hold.tensor is not None:
-            value.hold = Hold(copy_storage(hold.tensor), hold.geometry)
+            address = storage_address(tensor)
+            history = self.histories.get(address)
+            if history is None:
+                history = self.histories[address] = History(tensor)
+            # Its own hold: autograd goes by the tensor that it was given.
+            value.hold = hold.twin()
+            value.hold.become_past(history.add(value))
+
+    def settle_histories(self, needed: Program) -> None:
+        """Hold the earlier contents that a program needs, and no others."""
+        reads: dict[Value, set[Geometry]] = {}
+        for value in (*needed.roots, *self.saved):
+            hold = value.hold
+            if hold is not None and hold.past is not None and value not in reads:
+                assert hold.geometry is not None, "set together with past"
+                reads[value] = set(value.layouts) if value.demand else set()
+        for operation in needed.operations:
+            for value, geometry in operation.lies():
+                if value in reads:
+                    reads[value].add(geometry)
+        for history in self.histories.values():
+            history.settle(reads)
 
     def overwrite(
         self,
@@ -259,6 +307,7 @@ class Tape:
         before: Value,
         *,
         tainted: bool = False,
+        filled: bool = False,
         resized: bool = True,
     ) -> None:
         """Give the tensor's storage a new value, after a write by the next operation.
@@ -267,7 +316,8 @@ class Tape:
             tensor: What was written to.
             operation: What wrote.
             before: The value before.
-            tainted: Part of it is uninitialised memory.
+            tainted: It is uninitialised memory.
+            filled: All of the tensor was written without being read.
             resized: The tensor may have another geometry now, if it was given whole.
         """
         born = before.born
@@ -279,8 +329,10 @@ class Tape:
         self.name_again(tensor, value)
         operation.writes = (*operation.writes, (before, value))
         if tainted:
-            self.tainted.add(value)
-        elif self._watch is not None:
+            self.tainted[value] = None
+        elif before in self.tainted:
+            self._fill(before, value, tensor if filled else None)
+        if self._watch is not None and value not in self.tainted:
             self._watch(value, tensor)
         if self.placement.policy is not None:
             self.placement.place_output(operation.operator, value, tensor)
@@ -348,9 +400,23 @@ class Tape:
         self._current[take_weak_reference(tensor)] = value
         return value
 
+    def _fill(self, before: Value, after: Value, filled: Tensor | None) -> None:
+        """Say which parts of a value that was uninitialised are not any more."""
+        known = self.tainted.pop(before)
+        if filled is not None:
+            nbytes = filled.untyped_storage().nbytes()
+            if filled.nbytes == nbytes and is_dense(filled):
+                return
+            known = known or Intervals()
+            for run in runs_of(filled) or ():
+                known.add(*run)
+            if known.covers(0, nbytes):
+                return
+        self.tainted[after] = known
+
     def _give_up(self, value: Value) -> None:
         """Uninitialised memory that somebody reads was filled behind our back."""
-        self.tainted.discard(value)
+        self.tainted.pop(value, None)
         value.producer = OUTSIDE
         value.born = None
 

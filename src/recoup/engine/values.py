@@ -4,7 +4,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from copy import copy
 from types import MappingProxyType
-from typing import Any, final
+from typing import Any, Protocol, final
 
 from torch import Generator, Tensor
 
@@ -188,6 +188,24 @@ class Operation:
             _collect(self.kwargs[name], found)
         return found
 
+    def lies(self) -> "list[tuple[Value, Geometry]]":
+        """Return the values from outside that it takes, and how each lies there."""
+        found: list[tuple[Value, Geometry]] = []
+        references = [self.args[place] for place in self.places]
+        references += [self.kwargs[name] for name in self.names]
+        while references:
+            reference = references.pop()
+            if type(reference) is list:
+                references += reference
+            elif type(reference) is tuple:
+                found.append((reference[0], reference[1].geometry))
+            elif type(reference) is Value:
+                hold = reference.hold
+                geometry = None if hold is None else hold.geometry
+                if geometry is not None:
+                    found.append((reference, geometry))
+        return found
+
     @property
     def operator(self) -> Operator:
         """The operator that was called."""
@@ -205,6 +223,18 @@ def _collect(reference: Any, found: list[Value]) -> None:
             _collect(element, found)
 
 
+class Earlier(Protocol):
+    """Contents of a storage that has been written to since."""
+
+    def fetch(self) -> Tensor:
+        """Return the contents in one dimension."""
+        ...
+
+    def holds(self) -> "list[Hold]":
+        """Return the holds of all that the contents are put together from."""
+        ...
+
+
 @final
 class Hold:
     """Keeps one value: a tensor with its version, or what became of it elsewhere.
@@ -218,6 +248,7 @@ class Hold:
         address: The address of a leaf's storage, which somebody may replace by another.
         tier: Where the value is to be kept, if not on its device.
         stored: The value in its tier, once it has been put there.
+        past: The value, if it is what a tensor was before the region wrote to it.
     """
 
     __slots__ = (
@@ -226,6 +257,7 @@ class Hold:
         "geometry",
         "guard",
         "packed",
+        "past",
         "stored",
         "tensor",
         "tier",
@@ -243,11 +275,24 @@ class Hold:
         self.guard: Tensor | None = None
         self.tier: Tier | None = None
         self.stored: Deposit | None = None
+        self.past: Earlier | None = None
+
+    def become_past(self, past: Earlier) -> None:
+        """Give the tensor up: it is about to be written to."""
+        assert self.tensor is not None, "it was held by reference"
+        self.geometry = self.geometry or geometry_of(self.tensor)
+        self.past = past
+        self.tensor = None
+        self.address = None
+
+    def parts(self) -> "list[Hold]":
+        """Return the holds that keep the value: itself, or those of its pieces."""
+        return [self] if self.past is None else self.past.holds()
 
     @property
     def is_at_hand(self) -> bool:
         """Whether it can be fetched by itself: no foreign hooks keep it."""
-        return self.tensor is not None or self.stored is not None
+        return not (self.tensor is None and self.stored is None and self.past is None)
 
     @property
     def resident(self) -> Tensor | None:
@@ -325,6 +370,7 @@ class Hold:
         self.packed = None
         self.unpack = None
         self.stored = None
+        self.past = None
 
     def fetch(self, user: str, claim: Claim | None = None) -> Tensor:
         """Return the value, or raise if it was changed; `user` is named then."""
@@ -336,6 +382,9 @@ class Hold:
         if self.stored is not None:
             assert self.geometry is not None, "set together with stored"
             return shaped(self.stored.fetch(claim), self.geometry)
+        if self.past is not None:
+            assert self.geometry is not None, "set together with past"
+            return shaped(self.past.fetch(), self.geometry)
         assert self.unpack is not None, "a tensor, a tier or hooks hold the value"
         self.check(self.guard, user)
         return self.given_back(self.unpack(self.packed), user)
