@@ -65,26 +65,73 @@ class _Piece:
         return _Piece(part.clone(), (start, stop))
 
 
+class _Storage:
+    """A storage in one dimension.
+
+    Attributes:
+        now: The storage itself, while the region records.
+        base: What was there at the end of the region, as far as it is needed.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.now: Tensor | None = flat(alias(tensor).detach())
+        self.base: list[_Piece] = []
+        self._length = self.now.numel()
+        self._like = self.now.new_empty(0)
+        self.width = self.now.element_size()
+        self.nbytes = self._length * self.width
+
+    def copied(self) -> Tensor:
+        """Return a tensor of its length, with its contents if these are there."""
+        if self.now is None:
+            return self._like.new_empty(self._length)
+        return self.now[: self._length].clone()
+
+    def piece(self, start: int, stop: int) -> _Piece:
+        """Return a copy of some of its bytes."""
+        assert self.now is not None, "not after the end"
+        part = self.now[start // self.width : stop // self.width]
+        return _Piece(part.clone(), (start, stop))
+
+    def aligned(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the bytes with those of elements that are only partly among them."""
+        return start // self.width * self.width, -(-stop // self.width) * self.width
+
+
 class Version:
     """The contents of a storage while a region used it, before a write.
 
-    Args:
-        history: The storage's history.
-        value: Stands for the contents on the tape.
+    It refers to later versions and to no value: a value refers to it.
+
+    Attributes:
+        pieces: What was destroyed until the next version.
+        later: The next version, if there is one.
     """
 
-    def __init__(self, history: "History", value: Value) -> None:
-        self._history = history
-        self.value = value
+    def __init__(self, storage: _Storage) -> None:
+        self._storage = storage
         self.pieces: list[_Piece] = []
+        self.later: Version | None = None
 
     def fetch(self) -> Tensor:
         """Return the contents in one dimension, as far as they are needed."""
-        return self._history.contents_of(self)
+        whole = self._storage.copied()
+        for piece in reversed(self._all_pieces()):
+            piece.put_back(whole)
+        return whole
 
     def holds(self) -> list[Hold]:
         """Return the holds of all that the contents are put together from."""
-        return [piece.hold for piece in self._history.pieces_of(self)]
+        return [piece.hold for piece in self._all_pieces()]
+
+    def _all_pieces(self) -> list[_Piece]:
+        """Return the pieces of this and later versions; the last is put back first."""
+        found: list[_Piece] = []
+        version: Version | None = self
+        while version is not None:
+            found += version.pieces
+            version = version.later
+        return found + self._storage.base
 
 
 class History:
@@ -95,44 +142,39 @@ class History:
     """
 
     def __init__(self, tensor: Tensor) -> None:
-        self._now: Tensor | None = flat(alias(tensor).detach())
-        self._length = self._now.numel()
-        self._blank = self._now.new_empty(0)
-        self._versions: list[Version] = []
+        self._storage = _Storage(tensor)
+        self._versions: list[tuple[Value, Version]] = []
         self._saved = Intervals()  # since the last version
         self._saved_bytes = 0
-        self._base: list[_Piece] = []
 
     def add(self, value: Value) -> Version:
         """Take the present contents, which operations used, for a version."""
-        version = Version(self, value)
-        self._versions.append(version)
+        version = Version(self._storage)
+        if self._versions:
+            self._versions[-1][1].later = version
+        self._versions.append((value, version))
         self._saved = Intervals()
         self._saved_bytes = 0
         return version
 
     def before_write(self, target: Tensor, indices: Indices | None) -> None:
         """Copy what a write will destroy, unless that was done for the last version."""
-        hull = self._aligned(*hull_of(geometry_of(target)))
+        storage, pieces = self._storage, self._versions[-1][1].pieces
+        hull = storage.aligned(*hull_of(geometry_of(target)))
         if self._saved.covers(*hull):
             return
         runs = None if indices is not None else runs_of(target)
-        is_dense = runs is not None and len(runs) == 1
-        if not is_dense:
+        if runs is None or len(runs) != 1:
             count = target.numel() if indices is None else _count(target, indices)
-            nbytes = count * target.element_size()
-            total = self._saved_bytes + nbytes
-            if total <= self._length * self._blank.element_size():
+            total = self._saved_bytes + count * target.element_size()
+            if total <= storage.nbytes:
                 self._saved_bytes = total
-                self._save_part(target, hull, indices)
+                pieces.append(_part(target, hull, indices))
                 return
             # All that is left is less than another part that may overlap.
-            hull = (0, self._length * self._blank.element_size())
-        assert self._now is not None, "not after the end"
-        width = self._blank.element_size()
+            hull = (0, storage.nbytes)
         for start, stop in self._saved.gaps(*hull):
-            part = self._now[start // width : stop // width]
-            self._versions[-1].pieces.append(_Piece(part.clone(), (start, stop)))
+            pieces.append(storage.piece(start, stop))
             self._saved_bytes += stop - start
         self._saved.add(*hull)
 
@@ -142,73 +184,49 @@ class History:
         Args:
             reads: The versions that are needed, by value, with what is read of them.
         """
-        assert self._now is not None, "not after the end"
+        storage = self._storage
         needed = Intervals()
-        held: list[Version] = []
-        for version in self._versions:
-            if version.value in reads:
-                held.append(version)
-                for geometry in reads[version.value]:
-                    needed.add(*self._aligned(*hull_of(geometry)))
+        last: Version | None = None
+        for value, version in self._versions:
             pieces, version.pieces = version.pieces, []
-            if held:
+            if value in reads:
+                for geometry in reads[value]:
+                    needed.add(*storage.aligned(*hull_of(geometry)))
+                if last is not None:
+                    last.later = version
+                last = version
+            if last is not None:
                 # Those of a version that is not needed belong to the one before.
-                held[-1].pieces += self._settle_pieces(pieces, needed)
-        width = self._blank.element_size()
-        self._base = [
-            _Piece(self._now[start // width : stop // width].clone(), (start, stop))
-            for start, stop in needed
-        ]
-        self._versions = held
-        self._now = None
+                last.pieces += _needed_pieces(pieces, needed)
+        if last is not None:
+            last.later = None
+        storage.base = [storage.piece(start, stop) for start, stop in needed]
+        storage.now = None
+        self._versions = []
 
-    def contents_of(self, version: Version) -> Tensor:
-        """Return the contents of a version in one dimension."""
-        if self._now is None:
-            whole = self._blank.new_empty(self._length)
-        else:
-            whole = self._now[: self._length].clone()
-        for piece in reversed(self.pieces_of(version)):
-            piece.put_back(whole)
-        return whole
 
-    def pieces_of(self, version: Version) -> list[_Piece]:
-        """Return the pieces of a version; the first to be put back is the last."""
-        place = self._versions.index(version)
-        found = [piece for v in self._versions[place:] for piece in v.pieces]
-        return found + self._base
+def _needed_pieces(pieces: Iterable[_Piece], needed: Intervals) -> list[_Piece]:
+    """Return what is needed of some pieces, and take it out of what is needed."""
+    found: list[_Piece] = []
+    for piece in pieces:
+        parts = needed.within(piece.start, piece.stop)
+        if piece.geometry is not None:
+            found += [piece] if parts else []
+            continue
+        for start, stop in parts:
+            found.append(piece.narrowed(start, stop))
+            needed.remove(start, stop)
+    return found
 
-    def _settle_pieces(
-        self, pieces: list[_Piece], needed: Intervals
-    ) -> Iterable[_Piece]:
-        found: list[_Piece] = []
-        for piece in pieces:
-            parts = needed.within(piece.start, piece.stop)
-            if piece.geometry is not None:
-                found += [piece] if parts else []
-                continue
-            for start, stop in parts:
-                found.append(piece.narrowed(start, stop))
-                needed.remove(start, stop)
-        return found
 
-    def _save_part(
-        self, target: Tensor, hull: tuple[int, int], indices: Indices | None
-    ) -> None:
-        part = alias(target).detach()
-        shape, stride, offset = tuple(part.shape), part.stride(), part.storage_offset()
-        geometry = (shape, stride, int(offset), part.dtype, 0)
-        if indices is None:
-            contents, kept = part.clone(), None
-        else:
-            kept = [None if index is None else index.clone() for index in indices]
-            contents = torch.ops.aten.index(part, kept)
-        self._versions[-1].pieces.append(_Piece(contents, hull, geometry, kept))
-
-    def _aligned(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the bytes with those of elements that are only partly among them."""
-        width = self._blank.element_size()
-        return start // width * width, -(-stop // width) * width
+def _part(target: Tensor, hull: tuple[int, int], indices: Indices | None) -> _Piece:
+    """Return a copy of the elements of a tensor, or of some of them."""
+    part = alias(target).detach()
+    geometry = geometry_of(part)
+    if indices is None:
+        return _Piece(part.clone(), hull, geometry)
+    kept = [None if index is None else index.clone() for index in indices]
+    return _Piece(torch.ops.aten.index(part, kept), hull, geometry, kept)
 
 
 def _count(target: Tensor, indices: Indices) -> int:
