@@ -37,6 +37,7 @@ _LIBRARIES = frozenset(
 _OPAQUE = (
     *("logging.", "threading.", "multiprocessing.", "concurrent.", "asyncio."),
     *("torch._dynamo.", "torch._inductor.", "torch._guards.", "torch.fx."),
+    "torch.distributed.",  # holds unsharded parameters, whose memory it frees and fills
     *("recoup.core.", "recoup.engine.", "recoup.planners.", "recoup.measure."),
     *("recoup.report.", "recoup.api."),
 )

@@ -294,7 +294,9 @@ def _state_sizes(facts: Facts, args: tuple[Any, ...]) -> list[int]:
 
 def _shapes(tree: Any) -> Any:
     if isinstance(tree, Tensor):
-        return (tree.dtype, tuple(tree.shape), tuple(tree.stride()))
+        # Compressed sparse tensors have no strides.
+        strides = tree.stride() if tree.layout is torch.strided else tree.layout
+        return (tree.dtype, tuple(tree.shape), strides)
     if isinstance(tree, tuple | list):
         return tuple(_shapes(branch) for branch in tree)
     return repr(tree)
