@@ -324,6 +324,34 @@ def fail(rank: int, kind: str, at: int) -> dict[str, Any]:
     return {"error": "none", "seconds": time.monotonic() - start}
 
 
+class Dying(torch.optim.lr_scheduler.LambdaLR):
+    """A schedule in whose state, at a step, the process ends."""
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.last_epoch == 2 and distributed.get_rank() == 1:
+            os._exit(1)
+        return super().state_dict()
+
+
+def lose_a_peer_while_saving(rank: int, kind: str, path: Path) -> dict[str, Any]:
+    """Save at every step; the second process ends in the middle of the second."""
+    model = make_model(rank, kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = TrainerSettings(snapshot_path=path, snapshot_every_steps=1)
+    trainer = Trainer(
+        model,
+        optimizer,
+        settings,
+        functional.cross_entropy,
+        scheduler=Dying(optimizer, lambda _: 1.0),
+    )
+    try:
+        trainer.fit([share(rank, 2, step) for step in range(4)])
+    except Exception as error:  # noqa: BLE001 (it is the result)
+        return {"error": type(error).__name__, "steps": trainer.steps}
+    return {"error": "none", "steps": trainer.steps}
+
+
 def stopped_fit(rank: int, kind: str, path: Path, stop_at: int) -> dict[str, Any]:
     """Fit and stop dead after a step, a while after the last snapshot."""
     return fit(rank, kind, path, stop_at=stop_at)

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 
+from recoup.train.snapshot import read_snapshot
 from tests.support import together as cases
 from tests.support.processes import ENDED, together
 
@@ -178,6 +179,17 @@ def test_when_one_process_fails_the_other_does_not_wait(tmp_path, kind, at):
     assert second == ENDED
     assert first["error"] == "PeerError"
     assert first["seconds"] < 20
+
+
+@pytest.mark.parametrize("kind", ["replicated", "sharded"])
+def test_a_process_that_is_lost_while_saving_is_named_and_the_old_file_stays(
+    tmp_path, kind
+):
+    path = tmp_path / "run"
+    first, second = together(cases.lose_a_peer_while_saving, tmp_path, kind, path)
+    assert second == ENDED
+    assert first == {"error": "PeerError", "steps": 2}
+    assert read_snapshot(path)["steps"] == 1
 
 
 def test_a_trainer_says_that_its_processes_have_parted(tmp_path):

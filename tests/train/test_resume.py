@@ -3,11 +3,15 @@
 import contextlib
 import random
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+from torch import Tensor
+from torch.utils.data import DataLoader, RandomSampler, Sampler, TensorDataset
 
 from recoup import SnapshotError, Trainer
 from recoup.train.snapshot import read_snapshot, write_snapshot
@@ -430,3 +434,117 @@ def test_persistent_workers_do_not_change_the_order_of_a_run_that_goes_on(
         found = remains(trainer)
     assert trainer.steps == 8
     assert list(tree_differences(found, expected, where="")) == []
+
+
+class NumpySampler(Sampler[int]):
+    """Draws its order from a generator of its own, of NumPy or of Python."""
+
+    def __init__(self, count: int, own: Any) -> None:
+        self.count = count
+        self.own_numbers = own
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(self.count))
+        self.own_numbers.shuffle(order)
+        yield from order
+
+
+class Noisy(TensorDataset):
+    """Adds noise from a generator of its own."""
+
+    def __init__(self, *tensors: Tensor, seed: int) -> None:
+        super().__init__(*tensors)
+        self.noise = np.random.Generator(np.random.MT19937(seed))
+
+    def __getitem__(self, index: Any) -> tuple[Tensor, ...]:
+        inputs, target = super().__getitem__(index)
+        return inputs + float(self.noise.normal()), target
+
+
+OWN_GENERATORS = {
+    "PCG64": lambda: np.random.default_rng(7),
+    "Philox": lambda: np.random.Generator(np.random.Philox(7)),
+    "SFC64": lambda: np.random.Generator(np.random.SFC64(7)),
+    "RandomState": lambda: np.random.RandomState(7),
+    "Random": lambda: random.Random(7),
+}
+
+
+@pytest.mark.parametrize("own", OWN_GENERATORS)
+@pytest.mark.parametrize("stop_at", [3, 4, 6])
+def test_generators_of_a_sampler_and_a_dataset_go_on_where_they_were(
+    tmp_path, own, stop_at
+):
+    """Stopped within an epoch, at its end, and in the second."""
+
+    def run(stop: int | None, *, resume: bool) -> list[float]:
+        sampler = NumpySampler(32, OWN_GENERATORS[own]())
+        loader = DataLoader(Noisy(*samples(32), seed=3), batch_size=8, sampler=sampler)
+        trainer = make_trainer(snapshot_path=tmp_path / str(stop), dropout=0.0)
+        losses: list[float] = []
+
+        def note(result: Any) -> None:
+            losses.append(result.loss)
+            if result.number == stop:
+                trainer.save(tmp_path / "stopped")
+                raise AskedError
+
+        if resume:
+            trainer.load(tmp_path / "stopped")
+        with contextlib.suppress(AskedError):
+            trainer.fit(loader, epochs=2, on_step=note)
+        return losses
+
+    whole = run(None, resume=False)
+    first = run(stop_at, resume=False)
+    assert first + run(None, resume=True) == whole
+
+
+def test_resume_counts_the_epochs_of_all_calls(tmp_path):
+    """As many calls of one epoch as one likes, then a resume to a total of five."""
+    data = batches(3)
+    first = make_trainer(snapshot_path=tmp_path / "run")
+    for _ in range(4):
+        assert not first.fit(data, epochs=1).interrupted
+    assert first.epoch == 4
+    first.save(tmp_path / "run")
+    again = make_trainer(seed=1, snapshot_path=tmp_path / "run")
+    result = again.fit(data, epochs=5, resume=True)
+    assert (result.epochs, result.steps) == (5, 3)
+    result = again.fit(data, epochs=5, resume=True)
+    assert (result.epochs, result.steps) == (5, 0)
+    assert again.fit(data, epochs=2).epochs == 7
+
+
+def test_a_program_of_two_calls_ends_where_it_would_whichever_was_stopped(tmp_path):
+    data = batches(3)
+
+    def program(stop: int | None) -> Trainer:
+        trainer = make_trainer(snapshot_path=tmp_path / "run", snapshot_every_steps=1)
+
+        def note(result: Any) -> None:
+            if result.number == stop:
+                raise AskedError
+
+        trainer.fit(data, epochs=2, resume=True, on_step=note)
+        trainer.fit(data, epochs=2, on_step=note)
+        return trainer
+
+    for stop in (2, 5, 8, 11):
+        with pytest.raises(AskedError):
+            program(stop)
+    assert program(None).epoch == 4
+
+
+def test_a_snapshot_that_lacks_a_part_is_refused(tmp_path):
+    trainer = make_trainer()
+    trainer.save(tmp_path / "run")
+    state = read_snapshot(tmp_path / "run")
+    for name in state.keys() - {"gave_up_segments"}:  # older files do not have it
+        partial = {key: value for key, value in state.items() if key != name}
+        write_snapshot(tmp_path / "partial", partial)
+        with pytest.raises(SnapshotError):
+            trainer.load(tmp_path / "partial")

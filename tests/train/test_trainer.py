@@ -3,16 +3,25 @@
 import logging
 import math
 import signal
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
-from recoup import GradientScaler, Trainer, TrainerSettings, UsageError, is_checkpointed
+from recoup import (
+    GradientScaler,
+    SnapshotError,
+    Trainer,
+    TrainerSettings,
+    UsageError,
+    is_checkpointed,
+)
 from tests.support.bits import tree_differences
 from tests.support.training import (
     Classifier,
+    CountedSchedule,
     batches,
     make_trainer,
     remains,
@@ -573,3 +582,122 @@ def test_a_loss_of_many_numbers_is_refused():
     trainer = make_trainer(loss_fn=lambda outputs, targets: outputs.sum(1))
     with pytest.raises(UsageError, match="one number"):
         trainer.step(batches(1)[0])
+
+
+class TestTrainingMode:
+    def test_a_model_in_evaluation_mode_is_trained_in_training_mode(self, caplog):
+        """As `from_pretrained` returns it, or an evaluation leaves it."""
+        trainer, twin = make_trainer(norm=True), make_trainer(norm=True)
+        data = batches(2)
+        trainer.model.eval()
+        torch.manual_seed(1)
+        trainer.step(data[0])
+        trainer.fit(data, on_step=lambda _: trainer.model.eval())
+        torch.manual_seed(1)
+        twin.step(data[0])
+        twin.fit(data)
+        assert "put in training mode" in caplog.text
+        for mine, other in zip(
+            trainer.model.state_dict().values(),
+            twin.model.state_dict().values(),
+            strict=True,
+        ):
+            assert torch.equal(mine, other)
+
+    def test_parts_that_were_put_in_evaluation_mode_stay_there(self):
+        trainer = make_trainer(norm=True)
+        norms = [m for m in trainer.model.modules() if isinstance(m, nn.BatchNorm1d)]
+        for norm in norms:
+            norm.eval()
+        trainer.fit(batches(2))
+        assert not any(norm.training for norm in norms)
+        assert all(norm.num_batches_tracked == 0 for norm in norms)
+        trainer.model.eval()
+        trainer.model.get_submodule("head").train()
+        trainer.fit(batches(2))
+        assert not trainer.model.training
+
+
+class TestSeveralOptimizers:
+    def make(self, *, joint: bool, seed: int = 0, **settings: Any) -> Trainer:
+        torch.manual_seed(seed)
+        model = Classifier(dropout=0.0)
+        head = list(model.head.parameters())
+        body = [p for p in model.parameters() if all(p is not h for h in head)]
+        if joint:
+            optimizers = [
+                torch.optim.AdamW(body, lr=0.05),
+                torch.optim.AdamW(head, lr=0.01, weight_decay=0.1),
+            ]
+        else:
+            groups = [
+                {"params": body, "lr": 0.05},
+                {"params": head, "lr": 0.01, "weight_decay": 0.1},
+            ]
+            optimizers = [torch.optim.AdamW(groups)]
+        schedules = [CountedSchedule(optimizer) for optimizer in optimizers]
+        return Trainer(
+            model,
+            optimizers,
+            TrainerSettings(**settings),
+            functional.cross_entropy,
+            scheduler=schedules,
+        )
+
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            {},
+            {"max_gradient_norm": 0.1, "accumulation_steps": 2},
+            {"precision": "fp16", "initial_loss_scale": 2.0**30},
+            {"budget": "1MiB", "average_decay": 0.9},
+        ],
+        ids=str,
+    )
+    def test_two_are_one_with_two_groups(self, settings):
+        data = batches(6)
+        one, two = self.make(joint=False, **settings), self.make(joint=True, **settings)
+        results = [trainer.fit(data, epochs=2) for trainer in (one, two)]
+        assert results[0].skipped == results[1].skipped
+        for mine, other in zip(
+            two.model.parameters(), one.model.parameters(), strict=True
+        ):
+            assert torch.equal(mine, other)
+
+    def test_they_resume_where_they_were(self, tmp_path):
+        data = batches(6)
+        whole = self.make(joint=True)
+        whole.fit(data, epochs=2)
+        first = self.make(joint=True)
+        first.fit(data, epochs=1)
+        first.save(tmp_path / "run")
+        again = self.make(joint=True, seed=5, snapshot_path=tmp_path / "run")
+        again.fit(data, epochs=2, resume=True)
+        for mine, other in zip(
+            again.model.parameters(), whole.model.parameters(), strict=True
+        ):
+            assert torch.equal(mine, other)
+
+    def test_an_overflow_in_the_parameters_of_one_skips_both(self):
+        trainer = self.make(joint=True, precision="fp16", initial_loss_scale=2.0**31)
+        before = [p.detach().clone() for p in trainer.model.parameters()]
+        result = trainer.step(batches(1)[0])
+        assert not result.stepped
+        after = trainer.model.parameters()
+        assert all(torch.equal(p, b) for p, b in zip(after, before, strict=True))
+
+    def test_a_snapshot_of_other_optimizers_is_refused(self, tmp_path):
+        self.make(joint=True).save(tmp_path / "run")
+        with pytest.raises(SnapshotError, match=r"CountedSchedule\+CountedSchedule"):
+            self.make(joint=False).load(tmp_path / "run")
+
+    def test_what_does_not_belong_together_is_refused(self):
+        model = nn.Linear(2, 2)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(UsageError, match="is in two optimizers"):
+            Trainer(model, [sgd, torch.optim.SGD([model.weight], lr=0.1)])
+        other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+        with pytest.raises(UsageError, match="none of the model's parameters"):
+            Trainer(model, [sgd, other])
+        with pytest.raises(UsageError, match="expected an optimizer or a list"):
+            Trainer(model, [])

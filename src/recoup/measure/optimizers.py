@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from recoup.backend.fakes import NEEDS_CONTENTS, without_memory
+from recoup.backend.joint_optimizer import members_of
 from recoup.backend.ledger import storages_in
 from recoup.backend.memory import device_meter
 from recoup.backend.trees import tensors
@@ -53,6 +54,9 @@ def missing_state_bytes(optimizer: Optimizer, device: torch.device) -> int:
         >>> missing_state_bytes(torch.optim.Adam([weight]), torch.device("cpu"))
         804
     """
+    members = members_of(optimizer)
+    if len(members) > 1:
+        return sum(missing_state_bytes(member, device) for member in members)
     groups = [
         {**group, "params": [p for p in group["params"] if not optimizer.state.get(p)]}
         for group in optimizer.param_groups

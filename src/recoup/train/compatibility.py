@@ -1,24 +1,61 @@
 """What cannot be trained together is refused before the first step."""
 
 import inspect
+import logging
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from recoup.backend.joint_optimizer import joined
 from recoup.core.errors import UsageError
 from recoup.precision.scaler import GradientScaler
 
+_log = logging.getLogger(__name__)
+
 
 def check_parts(
-    model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler | None
-) -> None:
-    """Refuse a model, an optimizer and a scheduler that do not belong together.
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    schedulers: Sequence[LRScheduler],
+) -> Optimizer:
+    """Refuse a model, optimizers and schedulers that do not belong together.
+
+    Returns:
+        The optimizers as one.
 
     Raises:
         UsageError: They do not.
     """
+    several = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    if not several or not all(isinstance(each, Optimizer) for each in several):
+        raise UsageError(
+            "expected an optimizer or a list of optimizers, got "
+            f"{[type(each).__name__ for each in several]}."
+        )
+    try:
+        joint = joined(several)
+    except ValueError as error:
+        raise UsageError(
+            f"{error}: a step would move it twice. Give each optimizer parameters of "
+            "its own."
+        ) from None
+    for each in several:
+        _check_optimizer(model, each)
+    for scheduler in schedulers:
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise UsageError(
+                "ReduceLROnPlateau needs a measure of progress, which the trainer does "
+                "not have: call scheduler.step(measure) yourself between epochs."
+            )
+        if all(scheduler.optimizer is not each for each in several):
+            raise UsageError("the scheduler is of another optimizer than the trainer.")
+    return joint
+
+
+def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     parameters = {id(parameter) for parameter in model.parameters()}
     if not parameters:
         raise UsageError(f"this {type(model).__name__} has no parameters to train.")
@@ -34,13 +71,20 @@ def check_parts(
             f"{type(optimizer).__name__} computes the loss several times a step, from "
             "a closure. The trainer computes it once: use another optimizer."
         )
-    if isinstance(scheduler, ReduceLROnPlateau):
-        raise UsageError(
-            "ReduceLROnPlateau needs a measure of progress, which the trainer does not "
-            "have: call scheduler.step(measure) yourself between epochs."
+
+
+def enter_training_mode(model: nn.Module) -> None:
+    """Put a model in training mode if no part of it is in it.
+
+    Parts in evaluation mode among others that are not were put there on purpose, as
+    normalization layers that keep their statistics.
+    """
+    if not any(module.training for module in model.modules()):
+        _log.warning(
+            "the model was in evaluation mode, in which dropout and batch statistics "
+            "are off, and is put in training mode"
         )
-    if scheduler is not None and scheduler.optimizer is not optimizer:
-        raise UsageError("the scheduler is of another optimizer than the trainer.")
+        model.train()
 
 
 def check_types(model: nn.Module, scaler: GradientScaler | None) -> None:

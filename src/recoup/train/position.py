@@ -5,10 +5,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from recoup.backend.loaders import draw_as_if_new
+from recoup.backend.own_generators import (
+    Generator,
+    generator_states,
+    generators_of,
+    restore_generators,
+)
 from recoup.backend.randomness import (
     RandomStates,
     random_states,
@@ -24,10 +29,12 @@ class Position:
     """Which epoch a run is in, how many batches it has seen, and in which order.
 
     The order of a shuffling loader is drawn from random generators when an epoch
-    begins. Their states are kept, so that the order can be drawn again: resuming
-    means drawing it again and reading over the batches that were seen already. Between
-    two epochs there is nothing to read over, but a loader's own generators have moved
-    on by then, and the next order is drawn from where they are.
+    begins: the global ones, and those that the loader, its samplers and its dataset
+    have as attributes, torch's, NumPy's or Python's. Their states are kept, so that the
+    order can be drawn again: resuming means drawing it again and reading over the
+    batches that were seen already. Between two epochs there is nothing to read over,
+    but a loader's own generators have moved on by then, and the next order is drawn
+    from where they are.
 
     Attributes:
         epoch: Epochs that are finished.
@@ -43,8 +50,8 @@ class Position:
         self.first_epoch = 0
         self._device = device
         self._beginning: dict[str, Any] | None = None
-        self._generators: Sequence[torch.Generator] = ()
-        self._left_at: list[Tensor] = []
+        self._generators: Sequence[Generator] = ()
+        self._left_at: list[Any] = []
         self._seen_elsewhere = 0
 
     def open(self, loader: Iterable[Any]) -> Iterator[Any]:
@@ -55,13 +62,13 @@ class Position:
                 sizes.
         """
         _tell_epoch(loader, self.epoch)
-        self._generators = _generators(loader)
+        self._generators = generators_of(_sources(loader))
         left_at, self._left_at = self._left_at, []
         if self._beginning is None:
-            _put_back(self._generators, left_at)
+            restore_generators(self._generators, left_at)
             self._beginning = {
                 "random": random_states(self._device).plain(),
-                "generators": _states(self._generators),
+                "generators": generator_states(self._generators),
             }
             draw_as_if_new(loader)
             return iter(loader)
@@ -69,7 +76,7 @@ class Position:
         restore_random_states(
             RandomStates.of_plain(self._beginning["random"]), self._device
         )
-        _put_back(self._generators, self._beginning["generators"])
+        restore_generators(self._generators, self._beginning["generators"])
         draw_as_if_new(loader)
         iterator = iter(loader)
         if not self.batches:
@@ -132,11 +139,11 @@ class Position:
         self.batches, self.samples = state["batches"], state["samples"]
         self._seen_elsewhere = 0 if share == 1.0 else int(self.samples * share)
 
-    def _between_epochs(self) -> list[Tensor]:
+    def _between_epochs(self) -> list[Any]:
         """Return where the loader's own generators stand, if no epoch is begun."""
         if self._beginning is not None:
             return []
-        return self._left_at or _states(self._generators)
+        return self._left_at or generator_states(self._generators)
 
     def _read_over_batches(self, iterator: Iterator[Any]) -> None:
         samples = 0
@@ -244,22 +251,19 @@ def _samplers(loader: Any) -> list[Any]:
     return found
 
 
-def _generators(loader: Any) -> Sequence[torch.Generator]:
-    found: dict[int, torch.Generator] = {}
-    for each in _samplers(loader):
-        generator = getattr(each, "generator", None)
-        if isinstance(generator, torch.Generator):
-            found[id(generator)] = generator
-    return list(found.values())
+def _sources(loader: Any) -> list[Any]:
+    """Return what may draw from generators of its own in this process.
 
-
-def _states(generators: Sequence[torch.Generator]) -> list[Tensor]:
-    return [generator.get_state() for generator in generators]
-
-
-def _put_back(generators: Sequence[torch.Generator], states: Sequence[Tensor]) -> None:
-    for generator, state in zip(generators, states, strict=False):
-        generator.set_state(state)
+    The loader, its samplers, the dataset and those inside it, and what puts batches
+    together.
+    """
+    found = _samplers(loader)
+    for each in found:  # which grows: a dataset may be a part of another
+        for name in ("dataset", "data_source", "collate_fn"):
+            inner = getattr(each, name, None)
+            if inner is not None and all(inner is not other for other in found):
+                found.append(inner)
+    return found
 
 
 def _tell_epoch(loader: Any, epoch: int) -> None:

@@ -110,11 +110,16 @@ class Processes:
         return [_as_report(each.tolist()) for each in told]
 
     def gather(self, thing: Any) -> list[Any]:
-        """Return what every process has, to every process."""
+        """Return what every process has, to every process.
+
+        Raises:
+            PeerError: Another process is gone.
+        """
         if self.count == 1:
             return [thing]
         things: list[Any] = [None] * self.count
-        distributed.all_gather_object(things, thing, group=self._connected())
+        with self.watching():
+            distributed.all_gather_object(things, thing, group=self._connected())
         return things
 
     def watching(self) -> AbstractContextManager[None]:

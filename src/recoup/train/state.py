@@ -88,9 +88,12 @@ def apply_state(
 
 def _kinds(parts: Parts) -> dict[str, str]:
     """Return the classes of the parts that there are."""
-    return {
-        name: type(part).__name__ for name, part in parts.items() if part is not None
-    }
+    return {name: _kind(part) for name, part in parts.items() if part is not None}
+
+
+def _kind(part: Any) -> str:
+    members = part.members if hasattr(part, "members") else [part]
+    return "+".join(type(member).__name__ for member in members)
 
 
 def _check_parts(state: dict[str, Any], parts: Parts) -> None:

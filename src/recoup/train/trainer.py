@@ -17,7 +17,7 @@ from recoup.precision.scaler import GradientScaler
 from recoup.train.averaging import ParameterAverage, lifted, refuse_applied
 from recoup.train.batches import LossFunction
 from recoup.train.budget import fit_together
-from recoup.train.compatibility import check_parts, check_types
+from recoup.train.compatibility import check_parts, check_types, enter_training_mode
 from recoup.train.interruption import Interruption
 from recoup.train.outcome import Outcome
 from recoup.train.position import Position, make_loader, own_position
@@ -28,6 +28,7 @@ from recoup.train.reduction import WeightFunction
 from recoup.train.regions import BlockRegions
 from recoup.train.results import RunResult, StepResult
 from recoup.train.runs import Run, groups, step_count
+from recoup.train.schedulers import as_schedulers, joined_schedulers
 from recoup.train.settings import TrainerSettings, check_count
 from recoup.train.snapshot import check_folder, read_snapshot, write_snapshot
 from recoup.train.state import apply_state, collect_state
@@ -38,6 +39,11 @@ _log = logging.getLogger(__name__)
 _VERSION = 3
 _READABLE = (2, _VERSION)
 """Version 2 has the place in the data of the first process only."""
+_NEEDED = frozenset(
+    {"processes", "steps", "skipped", "pieces", "position", "recomputes"}
+    | {"kinds", "model", "optimizer", "random", "scheduler", "scaler", "average"}
+)
+"""What a snapshot of a run has, whatever the run was."""
 
 
 class Trainer:
@@ -49,16 +55,21 @@ class Trainer:
     interrupted or killed goes on where its last snapshot was written, and ends with
     the same bits on the CPU.
 
+    A model of which no part is in training mode, as `from_pretrained` returns it, is
+    put in training mode, and that is logged. One with some parts in evaluation mode
+    stays as it is.
+
     The model may be wrapped in `DistributedDataParallel` or sharded with
     `fully_shard`; start such programs with `torchrun`.
 
     Args:
         model: What to train, where it is to be trained.
-        optimizer: Made from the model's parameters.
+        optimizer: Made from the model's parameters; or several, which step together.
         settings: What to do; by default `TrainerSettings()`.
         loss_fn: Called as `loss_fn(outputs, targets)` on batches that are pairs; by
             default the model is called with the batch and returns its loss.
-        scheduler: Advanced after each step that was not skipped, or each epoch.
+        scheduler: Advanced after each step that was not skipped, or each epoch; or
+            several, each of one of the optimizers.
         weight_fn: The weight of a batch among those of a step. By default what torch's
             cross entropy divides by; with other functions and models that return their
             loss, targets or labels that are whole numbers and not -100; else samples.
@@ -79,18 +90,19 @@ class Trainer:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         settings: TrainerSettings | None = None,
         loss_fn: LossFunction | None = None,
         *,
-        scheduler: LRScheduler | None = None,
+        scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
         weight_fn: WeightFunction | None = None,
     ) -> None:
         self.settings = settings or TrainerSettings()
-        check_parts(model, optimizer, scheduler)
+        schedulers = as_schedulers(scheduler)
+        optimizer = check_parts(model, optimizer, schedulers)
         self.model = model
         self.optimizer = optimizer
-        self.scheduler = scheduler
+        self.scheduler = joined_schedulers(schedulers)
         self._fitted: Fit | UnitPlan | None = None
         self._stepper = Stepper(
             model,
@@ -187,8 +199,10 @@ class Trainer:
 
         Args:
             data: A loader, a list of batches, or a dataset.
-            epochs: How often; by default what the settings say. A run that goes on
-                counts those that it has made already.
+            epochs: How often; by default what the settings say. A call that goes on
+                with an interrupted one counts the epochs which that has finished. With
+                `resume`, the number of epochs of the whole training, those in the
+                snapshot included, however many calls made them.
             resume: Load the snapshot first, if there is one.
             on_step: Called after each step with its result.
 
@@ -206,12 +220,11 @@ class Trainer:
         refuse_applied(self.average, "fit")
         loader = make_loader(data, self.settings.batch_size)
         check_folder(self.settings.snapshot_path)
-        if resume:
-            self._resume()
+        resumed = resume and self._resume()
         steps, skipped = self._steps, self.skipped_steps
         run = Run(on_step)
         position = self._position
-        end = position.first_epoch + epochs
+        end = epochs if resumed else position.first_epoch + epochs
         is_first = self._stepper.processes.is_first
         bar = ProgressBar(enabled=self.settings.show_progress and is_first)
         with Interruption() as run.interruption, bar as run.bar:
@@ -220,7 +233,7 @@ class Trainer:
         self._stepper.peaks.settle()
         interrupted = position.epoch < end
         self._write(due=run.is_unwritten or interrupted)
-        if not interrupted:
+        if position.epoch == end:
             # After the snapshot: who resumes a finished run finds it finished.
             position.first_epoch = position.epoch
         return RunResult(
@@ -239,13 +252,15 @@ class Trainer:
         processes all must call it together; the first one writes.
 
         Raises:
-            SnapshotError: The state of the scheduler or optimizer is no plain data.
+            SnapshotError: The state of the scheduler or optimizer is no plain data, or
+                the file cannot be written.
+            PeerError: Another process is gone.
             UsageError: There is no such folder.
         """
         check_folder(path)
         self._stepper.peaks.settle()
         processes = self._stepper.processes
-        with lifted(self.average):
+        with lifted(self.average), processes.watching():
             state = {
                 "version": _VERSION,
                 "processes": processes.count,
@@ -271,6 +286,9 @@ class Trainer:
         state = read_snapshot(path)
         if not isinstance(state, dict) or state.get("version") not in _READABLE:
             raise SnapshotError(f"{path} was not written by this version's trainer.")
+        missing = sorted(_NEEDED - state.keys())
+        if missing:
+            raise SnapshotError(f"{path} has no {missing[0]!r}: it is not a whole run.")
         processes = self._stepper.processes
         apply_state(state, self.model, self.optimizer, self._parts(), processes)
         self._position.load_state_dict(
@@ -292,6 +310,8 @@ class Trainer:
     def _step(self, batches: Sequence[Any], reports: Sequence[Report]) -> StepResult:
         if self.average is not None:
             refuse_applied(self.average, "step")
+        if not self.model.training:
+            enter_training_mode(self.model)
         if len(batches) > 1 or reports[0].is_empty:
             batches = self._stepper.with_samples(batches, reports)
         self._prepare(batches)
@@ -374,12 +394,15 @@ class Trainer:
             "average": self.average,
         }
 
-    def _resume(self) -> None:
+    def _resume(self) -> bool:
+        """Load the snapshot, and return whether there was one."""
         path = self.settings.snapshot_path
         if path is None:
             raise UsageError("resume=True needs snapshot_path in the settings.")
-        if Path(path).exists():
-            self.load(path)
+        if not Path(path).exists():
+            return False
+        self.load(path)
+        return True
 
     def _write(self, *, due: bool) -> bool:
         path = self.settings.snapshot_path
