@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 
@@ -21,7 +22,7 @@ class JointScheduler:
         for member in self.members:
             member.step()
 
-    def get_last_lr(self) -> list[float]:
+    def get_last_lr(self) -> list[float | Tensor]:
         """Return the learning rates of all members' groups, in order."""
         return [rate for member in self.members for rate in member.get_last_lr()]
 
