@@ -2,6 +2,7 @@
 
 # A gradient is maybe None to pyright, and torch's distributed package has few types.
 # pyright: reportOptionalMemberAccess=false, reportPrivateImportUsage=false
+# pyright: reportArgumentType=false
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,7 +75,7 @@ class Graph(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = x + torch.tanh(self.adjacency @ layer(x))  # type: ignore[operator]
+            x = x + torch.tanh(self.adjacency @ layer(x))
         return x
 
 

@@ -19,9 +19,9 @@ from recoup.api.budgets import Budget, budget_bytes, check_budget, told_bytes
 from recoup.api.findings import fit_findings
 from recoup.api.progress import Progress, progress_for
 from recoup.api.settling import Settled, Settling
-from recoup.api.undoing import Undoing
 from recoup.backend.memory import is_out_of_memory
 from recoup.backend.model_state import evaluation_advice
+from recoup.backend.state import StepSnapshot
 from recoup.core.callers import user_stacklevel
 from recoup.core.errors import BudgetWarning, UsageError
 from recoup.core.graph import Graph
@@ -164,13 +164,13 @@ class Fit:
             Exception: What the step raised: not of memory, or with nothing left to do.
         """
         device = device_of(self.model)
-        undoing = Undoing(step, self.model, device)
+        before = StepSnapshot(step, self.model, devices=[device])
         try:
             return step()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            if not undoing.undo():
+            if not before.restore():
                 error.add_note(_CHANGED)
                 raise
             if not self.tighten():

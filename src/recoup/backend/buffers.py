@@ -1,7 +1,6 @@
 """The buffers of a model, found quickly enough to look at every step."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 from torch import Tensor, nn
 
@@ -80,27 +79,3 @@ def put_in_place(slots: Iterable[BufferSlot]) -> None:
     for buffers, names in known.values():
         for name in [name for name in buffers if name not in names]:
             del buffers[name]
-
-
-@contextmanager
-def unchanged_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Run the block, then restore the buffers of modules, not those of their parts.
-
-    Costs a copy of them while the block runs.
-
-    Examples:
-        >>> norm = nn.BatchNorm1d(3)
-        >>> with unchanged_buffers([norm]):
-        ...     _ = norm.num_batches_tracked.add_(1)
-        >>> norm.num_batches_tracked.item()
-        0
-    """
-    slots = buffer_slots(modules)
-    before = [(buffer, buffer.detach().clone()) for buffer in buffers_in(slots)]
-    try:
-        yield
-    finally:
-        put_in_place(slots)
-        for buffer, content in before:
-            # Through `.data`: putting it back is no change that autograd must notice.
-            buffer.data.copy_(content)

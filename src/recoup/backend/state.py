@@ -5,6 +5,7 @@ callers that need one kind alone: `Generators`, `Buffers`, `Gradients`, `NotedGr
 and `WrittenTensors`; `Attributes` is in `recoup.backend.attributes`.
 """
 
+import pickle
 import random
 import sys
 import weakref
@@ -98,6 +99,14 @@ class StateSnapshot:
         if self._attributes is not None:
             self._attributes.take()
 
+    def can_restore_on(self, device: torch.device) -> bool:
+        """Return whether a device could restore everything by itself.
+
+        No generator was drawn from, and no buffer replaced by another tensor: these
+        are on the host. Then `buffers.restore_if` restores everything.
+        """
+        return self.buffers.are_on(device) and self.generators.are_unmoved()
+
     def restore(self) -> None:
         """Put everything back as it was when it was last taken."""
         if self._attributes is not None:
@@ -149,8 +158,11 @@ class Generators:
             write(state)
 
     def are_unmoved(self) -> bool:
-        """Return whether no global generator was drawn from; NumPy's is not asked."""
-        return same_random_states(self._global, *self._devices)
+        """Return whether none was drawn from; NumPy's global one is not asked."""
+        own = (read() for read, _ in self._own)
+        return same_random_states(self._global, *self._devices) and all(
+            map(_is_same_state, own, self._states)
+        )
 
 
 class Buffers:
@@ -213,6 +225,26 @@ class Buffers:
         if self._on_cpu and type(buffer) is Tensor and not buffer.is_meta:
             return buffer.to("cpu", copy=True)
         return buffer.clone()
+
+
+@contextmanager
+def buffers_restored(*things: object) -> Iterator[None]:
+    """Run the block, then restore the buffers of the modules that things lead to.
+
+    Costs a copy of them while the block runs.
+
+    Examples:
+        >>> norm = nn.BatchNorm1d(3)
+        >>> with buffers_restored(norm):
+        ...     _ = norm.num_batches_tracked.add_(1)
+        >>> norm.num_batches_tracked.item()
+        0
+    """
+    before = Buffers(reach(*things, kind=nn.Module))
+    try:
+        yield
+    finally:
+        before.restore()
 
 
 class Gradients:
@@ -311,6 +343,47 @@ class NotedGradients:
         for noted in self._noted:
             noted.restore()
         return True
+
+
+class StepSnapshot:
+    """Where a step begins, so that it can run again after it failed.
+
+    Included are generators and buffers of everything that the step reaches, and
+    gradients, which are noted without being held; not Python attributes. Costs a copy
+    of the buffers, and a walk through the variables of the step.
+
+    Args:
+        *things: The step, and the model.
+        devices: Where the step computes.
+
+    Examples:
+        >>> layer = nn.Linear(1, 1)
+        >>> step = lambda: layer(torch.ones(1)).backward()
+        >>> before = StepSnapshot(step, layer)
+        >>> step()
+        >>> before.restore(), layer.weight.grad
+        (True, None)
+    """
+
+    def __init__(self, *things: object, devices: Iterable[torch.device] = ()) -> None:
+        known: list[Tensor] = reach(*things, kind=Tensor)
+        self._gradients = NotedGradients(filter(takes_gradient, known))
+        self._state = StateSnapshot(*things, devices=devices)
+
+    def restore(self) -> bool:
+        """Put everything back if that is possible; return whether it was.
+
+        It is not where gradients that were there before have changed.
+        """
+        if not self._gradients.restore():
+            return False
+        self._state.restore()
+        return True
+
+
+def takes_gradient(tensor: Tensor) -> bool:
+    """Return whether backward adds to the gradient of a tensor."""
+    return tensor.requires_grad and (tensor.is_leaf or tensor.retains_grad)
 
 
 class _Noted:
@@ -444,6 +517,12 @@ def _access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
         return generator.get_state, generator.set_state
     bits = generator.bit_generator
     return lambda: bits.state, lambda state: setattr(bits, "state", state)
+
+
+def _is_same_state(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    return pickle.dumps(one) == pickle.dumps(other)  # it may have arrays inside
 
 
 def _has_memory(tensor: Tensor) -> bool:

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from torch import nn
 
 from recoup.backend.autocast import AutocastState, autocast_as, autocast_states
-from recoup.backend.buffers import unchanged_buffers
 from recoup.backend.compiled import original_of
 from recoup.backend.randomness import (
     RandomStates,
@@ -17,7 +15,7 @@ from recoup.backend.randomness import (
     restore_random_states,
 )
 from recoup.backend.rng import devices_in_use
-from recoup.backend.walk import reach
+from recoup.backend.state import buffers_restored
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +72,6 @@ def leaving_no_trace(
         function: What the block calls.
         moment: When it was called before; by default it draws numbers as if now.
     """
-    modules = reach(function, original_of(function), kind=nn.Module)
-    with unchanged_buffers(modules), (moment or Moment.now()).again():
+    functions = (function, original_of(function))
+    with buffers_restored(*functions), (moment or Moment.now()).again():
         yield

@@ -9,10 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from recoup.backend.autocast import autocast_as, autocast_states
-from recoup.backend.buffers import buffer_slots
 from recoup.backend.rng import default_states, same_state
 from recoup.backend.walk import reach
 
@@ -84,26 +83,3 @@ class Environment:
         finally:
             for generator, state in before or ():
                 generator.set_state(state)
-
-
-@contextmanager
-def buffers_kept(function: Any) -> Iterator[None]:
-    """Run the block and put the buffers of the function's modules back.
-
-    Running statistics count the steps of the loop, not those that are run again.
-
-    Costs a copy of the buffers.
-    """
-    buffers = {
-        id(buffer): buffer
-        for module in reach(function, kind=nn.Module)
-        for _, _, buffer in buffer_slots([module])
-        if buffer is not None
-    }
-    contents = [(buffer, buffer.detach().clone()) for buffer in buffers.values()]
-    try:
-        yield
-    finally:
-        for buffer, content in contents:
-            # Through `.data`: autograd need not notice that it is as before.
-            buffer.data.copy_(content)

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recoup.backend.state import buffers_restored
 from recoup.loops.captures import Captures, captured_by
-from recoup.loops.environment import buffers_kept
 from recoup.loops.steps import Step
 from recoup.loops.tapes import record
 from recoup.loops.trees import flatten
@@ -37,7 +37,7 @@ def fit_torch_budget(
     devices = [leaf.device for leaf in tensors if leaf.device.type != "cpu"]
     with (
         torch.random.fork_rng(devices=devices),
-        buffers_kept(step.function),
+        buffers_restored(step.function),
         SavedBytes(*seen.sources) as saved,
     ):
         tape = record(step, leaves, structure, (0, 1), seen, in_place=True)

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recoup.backend.state import buffers_restored
 from recoup.backend.storages import has_storage, storage_address
 from recoup.core.errors import CaptureError, ClearedError, UnsupportedError, UsageError
 from recoup.engine.captures import Captures as Variables
 from recoup.engine.recomputing import recomputing
 from recoup.loops import drive
-from recoup.loops.environment import buffers_kept
 from recoup.loops.outputs import OutputStack
 from recoup.loops.outside import Outside, holds_other_tensors
 from recoup.loops.plans import Plan
@@ -207,7 +207,7 @@ class TorchRun:
     def _again(self) -> Iterator[None]:
         """Run the block as forward ran; leave generators and buffers as they are."""
         machine = self._machine
-        with buffers_kept(machine.step.function), machine.environment.again():
+        with buffers_restored(machine.step.function), machine.environment.again():
             yield
 
     def _reverse_pending(self) -> None:

@@ -7,7 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from recoup.backend.attributes import Numbers
-from recoup.backend.state import Buffers, Gradients, StateSnapshot, WrittenTensors
+from recoup.backend.state import (
+    Buffers,
+    Gradients,
+    StateSnapshot,
+    WrittenTensors,
+    takes_gradient,
+)
 from recoup.backend.walk import hooks_of, reach
 
 
@@ -106,8 +112,3 @@ class Repetition:
         self._gradients.restore()
         self._before.restore()
         self._written.restore()
-
-
-def takes_gradient(tensor: Tensor) -> bool:
-    """Return whether backward adds to the gradient of a tensor."""
-    return tensor.requires_grad and (tensor.is_leaf or tensor.retains_grad)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from recoup.api.rollback import Rollback
 from recoup.backend.memory import is_out_of_memory
+from recoup.backend.state import StateSnapshot
 from recoup.backend.trees import tensors
 from recoup.core.callers import calls_user
 from recoup.core.errors import PeerError, UnsupportedError, UsageError
@@ -86,7 +86,7 @@ class Stepper:
         self._proof: Proof | None = None
         if loss_fn is not None:
             self._proof = Proof(loss_fn, self._reduction, self.device)
-        self._rollback = Rollback(model, self.device)
+        self._before = StateSnapshot(model, devices=[self.device], with_numpy=False)
         self.peaks = Peaks(
             self.device,
             wanted=settings.measure_memory,
@@ -163,7 +163,7 @@ class Stepper:
         # Others may have left some. At the end they go again, before the next forward.
         self._clear_gradients()
         if self._may_undo:
-            self._rollback.remember()
+            self._before.take()
         with self.peaks.next() as peak:
             loss, parts = self._gradients(batches, reports, careful=careful)
             outcome, norm, scale = self._move()
@@ -282,10 +282,10 @@ class Stepper:
         for it, and issues the next step meanwhile.
         """
         flag = outcome.flag
-        if flag is not None and self._rollback.can_choose(flag.device):
-            self._rollback.choose(flag)
+        if flag is not None and self._before.can_restore_on(flag.device):
+            self._before.buffers.restore_if(flag)
         elif outcome.skipped:
-            self._rollback.restore()
+            self._before.restore()
 
     @calls_user
     def _move(self) -> tuple[Outcome, Tensor | None, Tensor | float | None]:
@@ -357,7 +357,7 @@ class Stepper:
     def _undo(self) -> None:
         self._clear_gradients()
         if self._may_undo:
-            self._rollback.restore()
+            self._before.restore()
 
     def _clear_gradients(self) -> None:
         for group in self._optimizer.param_groups:

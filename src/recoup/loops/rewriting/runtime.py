@@ -7,6 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
+from recoup.backend.state import StateSnapshot
+from recoup.backend.walk import reach
 from recoup.core.errors import RecoupError, UnsupportedError
 from recoup.loops.feeds import Listed
 from recoup.loops.loop import checkpointed_loop
@@ -20,7 +24,6 @@ from recoup.loops.rewriting.plain import (
     run_plainly,
     run_while_plainly,
 )
-from recoup.loops.rewriting.rollback import Rollback
 from recoup.loops.rewriting.writes import WriteError, Writes, watched
 from recoup.loops.steps import ConcreteError, KindError
 from recoup.loops.trees import flatten
@@ -107,7 +110,7 @@ class Runtime:
             first = 1
         if not _has_arrays((carry, items)) and not lists:
             return run_plainly(body, carry, itertools.islice(items, first, None), lists)
-        before = Rollback([body], (carry, items))
+        before = _snapshot([body], (carry, items))
         try:
             with _naming(self._options.name, line):
                 writes = Writes(carry, names, changed, kept, [body, items], sources)
@@ -149,7 +152,7 @@ class Runtime:
             append_row(lists, row)
         if not _has_arrays(carry) and not lists:
             return run_while_plainly(body, carry, test, lists)
-        before = Rollback([body, test], carry)
+        before = _snapshot([body, test], carry)
         try:
             with _naming(self._options.name, line):
                 writes = Writes(carry, names, changed, kept, [body, test])
@@ -337,6 +340,18 @@ def _step(body: Callable[..., Any], lists: Sequence[list[Any]]) -> Callable[...,
         return (after, row) if has_rows else after
 
     return step
+
+
+def _snapshot(functions: list[Any], state: Any) -> StateSnapshot:
+    """Return the state that the steps of a loop may move besides its variables.
+
+    Args:
+        functions: The functions that the loop calls.
+        state: Its variables and what it goes over.
+    """
+    leaves, _ = flatten(state)
+    devices = {tensor.device for tensor in reach(*functions, *leaves, kind=Tensor)}
+    return StateSnapshot(*functions, *leaves, devices=devices)
 
 
 def _with_rows(final: Any, lists: Sequence[list[Any]], writes: Writes) -> Carry:
