@@ -1,5 +1,6 @@
 """Every public name, from where it is defined."""
 
+from recoup.api.compiled_fit import CompiledFit
 from recoup.api.fit import (
     Fit,
     fit,
@@ -10,6 +11,7 @@ from recoup.api.measuring import (
     measure,
 )
 from recoup.api.meter import Meter, Reading
+from recoup.core.compiled_plan import CompiledPlan
 from recoup.core.errors import (
     BudgetWarning,
     CaptureError,
@@ -39,6 +41,7 @@ from recoup.core.plan import (
 from recoup.core.segments import (
     Action,
 )
+from recoup.engine.applying import apply_plan
 from recoup.engine.function import (
     checkpoint,
     checkpoint_segment,
@@ -63,9 +66,6 @@ from recoup.engine.module import (
     uncheckpoint_module,
 )
 from recoup.engine.node import CheckpointNode
-from recoup.engine.plans import (
-    apply_plan,
-)
 from recoup.engine.policies import KeepCostly, KeepSmall, Policy
 from recoup.engine.profiler import CheckpointProfiler
 from recoup.engine.recomputing import is_recomputing
@@ -120,6 +120,8 @@ __all__ = [
     "ClearedError",
     "Comparison",
     "ComparisonRow",
+    "CompiledFit",
+    "CompiledPlan",
     "Device",
     "Disk",
     "EightBit",

@@ -15,7 +15,7 @@ from recoup.core.errors import InfeasibleError
 from recoup.core.plan import Plan
 from recoup.core.segments import Action
 from recoup.core.units import print_bytes
-from recoup.engine.plans import apply_plan
+from recoup.engine.applying import apply_plan
 from recoup.measure.floor import run_step
 from recoup.measure.pace import pace_of
 from recoup.measure.peers import PEERS, Context, plain

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from recoup.api.adaptation import Adapted
 from recoup.api.adapted_passes import AdaptedPasses
 from recoup.api.arguments import actions_of, one_model, optimizers_of
 from recoup.api.budgets import Budget, budget_bytes, check_budget, told_bytes
+from recoup.api.compiled_fit import CompiledFit, PlainStep, fit_compiled
 from recoup.api.findings import fit_findings
 from recoup.api.progress import Progress, progress_for
 from recoup.api.settling import Settled, Settling
@@ -23,17 +24,30 @@ from recoup.backend.memory import is_out_of_memory
 from recoup.backend.model_state import evaluation_advice
 from recoup.backend.state import StepSnapshot
 from recoup.core.callers import user_stacklevel
-from recoup.core.errors import BudgetWarning, UsageError
+from recoup.core.errors import (
+    BudgetWarning,
+    InfeasibleError,
+    UnsupportedError,
+    UsageError,
+)
 from recoup.core.graph import Graph
 from recoup.core.plan import Plan
 from recoup.core.segments import Action
 from recoup.core.units import print_bytes, print_seconds
 from recoup.engine.verification import Verify, check_verify
-from recoup.measure.training import device_of, training_step, untouched
+from recoup.measure.training import (
+    TrainingStep,
+    device_of,
+    training_step,
+    untouched,
+)
 from recoup.planners.plan import EXACT
 from recoup.planners.search import Search
 from recoup.report.findings import Findings
 from recoup.report.pages import fragment, page
+
+Compile = Literal[False, "exact", "inductor", "auto"]
+"""Who runs the blocks; see `fit`."""
 
 Model = TypeVar("Model", bound=nn.Module | Sequence[nn.Module])
 
@@ -225,6 +239,53 @@ class Fit:
         return f"{self.plan.regions} regions ({actions or 'all recomputed'})"
 
 
+class _Options(TypedDict, total=False):
+    """The arguments of `fit` that have the same type whoever runs the blocks."""
+
+    loss: Callable[..., Tensor] | None
+    step: Callable[[], object] | None
+    optimizer: Optimizer | Sequence[Optimizer] | None
+    accumulate: bool
+    allow: Iterable[Action]
+    blocks: Sequence[str] | None
+    device: torch.device | str | None
+    progress: Progress | bool | None
+    verify: Verify
+
+
+@overload
+def fit(
+    model: Model,
+    batch: Any = None,
+    budget: Budget = None,
+    *,
+    compile: Literal[False] = False,
+    **options: Unpack[_Options],
+) -> tuple[Model, Fit]: ...
+
+
+@overload
+def fit(
+    model: Model,
+    batch: Any = None,
+    budget: Budget = None,
+    *,
+    compile: Literal["exact", "inductor"],
+    **options: Unpack[_Options],
+) -> tuple[Model, CompiledFit]: ...
+
+
+@overload
+def fit(
+    model: Model,
+    batch: Any = None,
+    budget: Budget = None,
+    *,
+    compile: Literal["auto"],
+    **options: Unpack[_Options],
+) -> tuple[Model, Fit | CompiledFit]: ...
+
+
 def fit(  # noqa: PLR0913 (a step can be described in several ways)
     model: Model,
     batch: Any = None,
@@ -239,7 +300,8 @@ def fit(  # noqa: PLR0913 (a step can be described in several ways)
     device: torch.device | str | None = None,
     progress: Progress | bool | None = None,
     verify: Verify = "first",
-) -> tuple[Model, Fit]:
+    compile: Compile = False,  # noqa: A002 (torch's own word)
+) -> tuple[Model, Fit | CompiledFit]:
     """Make a model train within a budget of memory, as fast as it can be done.
 
     One step is measured at the least memory it can run in, the fastest plan that fits
@@ -281,6 +343,14 @@ def fit(  # noqa: PLR0913 (a step can be described in several ways)
         progress: A function that is told what is being done, and about how long it will
             still take; True shows it, None shows it in a terminal.
         verify: When replayed values are compared with forward's; see `CheckpointScope`.
+        compile: Who runs the blocks. False: torch, eagerly, and recoup recomputes
+            operators; gradients are bitwise those of the plain model. "exact": blocks
+            are captured by torch.compile, partitioned by recoup's plan and run with
+            eager kernels; gradients are bitwise those of the plain model wherever its
+            kernels are deterministic. "inductor": the same partitions, compiled;
+            gradients are those of the compiled model, and the report says how far that
+            is from the plain one. "auto": measure eager and Inductor, take the faster.
+            See the guide "Compiled models".
 
     Returns:
         The model, and what was done to it. `Fit.remove` takes it off again.
@@ -305,6 +375,7 @@ def fit(  # noqa: PLR0913 (a step can be described in several ways)
     optimizers = optimizers_of(optimizer)
     check_verify(verify)
     allowed = actions_of(allow)
+    _check_compile(compile, allowed)
     described = training_step(
         one_model(model, step),
         batch,
@@ -326,14 +397,87 @@ def fit(  # noqa: PLR0913 (a step can be described in several ways)
         settling.measure(blocks)
         plain_bytes = settling.search.plain_bytes + settling.reserved_bytes
         asked_bytes = budget_bytes(budget, plain_bytes, described.device)
-        settled = settling.settle(asked_bytes)
-        try:
-            report = _report(described.model, settling, asked_bytes, settled)
-        except BaseException:
-            settled.attempt.adapted.remove()
-            raise
+        compiled = None
+        if compile:
+            compiled = _compiled(counted, settling, asked_bytes, compile, blocks)
+        eager = None
+        if not compile or compile == "auto":
+            eager = _eager(described.model, settling, asked_bytes, compiled)
+    report = _faster(eager, compiled)
     report.total_seconds = time.perf_counter() - started
     return model, report
+
+
+def _eager(
+    model: nn.Module, settling: Settling, asked_bytes: int, other: CompiledFit | None
+) -> Fit | None:
+    """Return the fit without a compiler, applied; None: it cannot, another one can."""
+    try:
+        settled = settling.settle(asked_bytes)
+    except InfeasibleError:
+        if other is None:
+            raise
+        return None
+    try:
+        return _report(model, settling, asked_bytes, settled)
+    except BaseException:
+        settled.attempt.adapted.remove()
+        raise
+
+
+def _compiled(
+    step: TrainingStep,
+    settling: Settling,
+    asked_bytes: int,
+    compile: Compile,  # noqa: A002
+    blocks: Sequence[str] | None,
+) -> CompiledFit | None:
+    """Return the fit with compiled blocks, not applied; None: auto, and it cannot."""
+    try:
+        return fit_compiled(
+            step,
+            asked_bytes,
+            executor="exact" if compile == "exact" else "inductor",
+            plain=PlainStep(
+                settling.search.plain_bytes + settling.reserved_bytes,
+                settling.search.plain_seconds,
+                settling.resident,
+                settling.reserved_bytes,
+            ),
+            blocks=blocks,
+            tell=settling.tell,
+        )
+    except (InfeasibleError, UnsupportedError):
+        if compile != "auto":
+            raise
+        return None
+
+
+def _faster(eager: Fit | None, compiled: CompiledFit | None) -> Fit | CompiledFit:
+    """Return the faster of two fits, and leave that one applied."""
+    if compiled is None:
+        assert eager is not None, "one of the two is there, or an error was raised"
+        return eager
+    if eager is not None:
+        if eager.measured_seconds <= compiled.measured_seconds:
+            return eager
+        eager.remove()
+    compiled.apply()
+    return compiled
+
+
+def _check_compile(compile: object, allowed: Iterable[Action]) -> None:  # noqa: A002
+    if compile not in (False, "exact", "inductor", "auto"):
+        raise UsageError(
+            'expected compile=False, "exact", "inductor" or "auto", got '
+            f"{compile!r}; see the guide on compiled models."
+        )
+    others = sorted(action.value for action in set(allowed) - {Action.KEEP})
+    if compile in ("exact", "inductor") and others:
+        raise UsageError(
+            f"expected allow=(Action.KEEP,) with compile={compile!r}, got {others}; "
+            "compiled blocks keep or recompute. Use compile=False to move values."
+        )
 
 
 def _report(

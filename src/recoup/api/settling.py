@@ -113,6 +113,7 @@ class Settling:
     Attributes:
         graph: The step as it was measured.
         search: The plans of it that are known.
+        resident: What else is in memory, as the optimizers' state.
         reserved_bytes: Kept free for an optimizer's state that does not exist yet.
         planning_seconds: How long planning took so far.
         rounds: How many plans were tried on a real step so far.
@@ -131,8 +132,8 @@ class Settling:
         self._step = step
         self._allow = allow
         self._verify: Verify = verify
-        self._tell = tell
-        self._resident: list[object] = []
+        self.tell = tell
+        self.resident: list[object] = []
         self._in_force: Adapted | AdaptedPasses | None = None
         self._started = perf_counter()
         self.reserved_bytes = 0
@@ -142,13 +143,13 @@ class Settling:
     def reserve(self, optimizers: Sequence[Optimizer]) -> None:
         """Leave room for the state of optimizers, and count what they have."""
         for optimizer in optimizers:
-            self._resident += state_tensors(optimizer)
+            self.resident += state_tensors(optimizer)
             self.reserved_bytes += missing_state_bytes(optimizer, self._step.device)
 
     def measure(self, blocks: Sequence[str] | None) -> None:
         """Run the step at floor memory."""
-        self._tell("measuring a step at the least memory")
-        self.graph = measure_floor(self._step, names=blocks, resident=self._resident)
+        self.tell("measuring a step at the least memory")
+        self.graph = measure_floor(self._step, names=blocks, resident=self.resident)
         self.search = Search(self.graph, self._allow)
 
     def settle(self, asked_bytes: int) -> Settled:
@@ -170,7 +171,7 @@ class Settling:
 
     def _timed(self, attempt: Attempt) -> Settled:
         """Run the plan in force for its pace, and correct all times by it."""
-        self._tell("timing the plan")
+        self.tell("timing the plan")
         solution = attempt.solution
         pace = self._pace(solution.seconds, attempt.cost.seconds)
         graph = corrected(self.graph, solution.plans, pace)
@@ -229,7 +230,7 @@ class Settling:
 
     def _hastened(self, slow: Settled, budget_left: int) -> Settled:
         """Plan again, knowing what the host took; return the faster of both plans."""
-        self._tell("planning once more, for a slower host")
+        self.tell("planning once more, for a slower host")
         target = slow.attempt.target_bytes
         other = plan_beside(self.search, target, slow.attempt.solution)
         self.planning_seconds += other.seconds_planning
@@ -330,7 +331,7 @@ class Settling:
         return tried
 
     def _plan(self, target: int) -> Solution:
-        self._tell(f"planning for {print_bytes(target)}")
+        self.tell(f"planning for {print_bytes(target)}")
         started = perf_counter()
         try:
             return plan_with(self.search, target, until=self._patient_until)
@@ -347,7 +348,7 @@ class Settling:
 
         Alone: where two are in force, neither is what runs.
         """
-        self._tell("checking the plan on a real step")
+        self.tell("checking the plan on a real step")
         self._take_off()
         self.rounds += 1
         made = plan_for_step(
@@ -371,7 +372,7 @@ class Settling:
         self._in_force = adapted
         self._step.begin()
         self._step.run()
-        cost = run_step(self._step, resident=self._resident)
+        cost = run_step(self._step, resident=self.resident)
         return Attempt(target, solution, adapted, cost)
 
     def _take_off(self) -> None:

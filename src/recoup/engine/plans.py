@@ -26,7 +26,7 @@ from recoup.engine.runs import (
     SegmentedRun,
     Segments,
 )
-from recoup.engine.verification import Verify, check_verify
+from recoup.engine.verification import Verify
 
 
 class Watch(Protocol):
@@ -321,41 +321,6 @@ def digest_of(model: nn.Module) -> str:
     for name, parameter in model.named_parameters():
         digest.update(f"{name}:{tuple(parameter.shape)}:{parameter.dtype};".encode())
     return digest.hexdigest()[:16]
-
-
-def apply_plan(model: nn.Module, plan: Plan, *, verify: Verify = "first") -> Applied:
-    """Put a plan in force on a model, without measuring.
-
-    Args:
-        model: The model that the plan was made for.
-        plan: The plan, for example read with `Plan.from_json`.
-        verify: As for `CheckpointScope`.
-
-    Returns:
-        What takes it off again: call its `remove`.
-
-    Raises:
-        PlanError: The plan was made for another model.
-        UsageError: A plan is in force on it already, or this is no plan or model.
-
-    Examples:
-        >>> import torch
-        >>> from recoup.core.plan import Place, Span
-        >>> model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-        >>> whole = Span(Place("", 0, True), Place("", 0, False))
-        >>> applied = apply_plan(model, Plan((whole,)))
-        >>> model(torch.ones(2, 4)).sum().backward()
-        >>> applied.remove()
-    """
-    for given, wanted in ((model, nn.Module), (plan, Plan)):
-        if not isinstance(given, wanted):
-            raise UsageError(
-                f"apply_plan takes a model and a plan: got {type(given).__name__} for "
-                f"the {'plan' if wanted is Plan else 'model'}. A plan is read from a "
-                "file with Plan.from_json(path.read_text())."
-            )
-    check_verify(verify)
-    return Applied(model, plan, verify=verify)
 
 
 @leave_uncompiled

@@ -1,0 +1,125 @@
+"""Which values of a captured block to save: the Pareto front of bytes against time."""
+
+from collections.abc import Iterable
+
+from recoup.core.block_options import JointForward, SavedSet
+from recoup.core.graph import BEFORE
+from recoup.planners.cut import Choice, Demand, choose, evaluate
+
+_NOTHING = 1e-15
+
+_TIE = 1e-5
+"""The price of all bytes, as a share of all time, that decides between equal times."""
+
+
+def saved_sets(joint: JointForward, *, limit: int = 8) -> tuple[SavedSet, ...]:
+    """Return the supported sets of saved values, from the fastest to the smallest.
+
+    Each is a minimum cut of forward at some price of a byte: saving a value costs its
+    price and the time to write and read it, recomputing it the time of its operator,
+    and then what that reads is needed too. Operators that must not run twice have their
+    results saved in every set.
+
+    Args:
+        joint: The block's forward.
+        limit: The most sets to return; those closest to others are dropped first.
+    """
+    demand = Demand(
+        joint.graph,
+        range(len(joint.graph.operations)),
+        joint.demanded,
+        dict.fromkeys(joint.resident, 0),
+    )
+    fastest, smallest = _fastest(joint, demand), _smallest(joint, demand)
+    found = {fastest.names: fastest, smallest.names: smallest}
+    gaps = [(fastest, smallest)]
+    cuts = 4 * limit
+    while gaps and cuts:
+        left, right = max(gaps, key=lambda gap: gap[0].held_bytes - gap[1].held_bytes)
+        gaps.remove((left, right))
+        if left.held_bytes <= right.held_bytes:
+            continue
+        cuts -= 1
+        price = (right.seconds - left.seconds) / (left.held_bytes - right.held_bytes)
+        middle = _at(joint, demand, max(price, 0.0))
+        line = left.seconds + price * (left.held_bytes - middle.held_bytes)
+        if middle.names not in found and middle.seconds < line - _NOTHING:
+            found[middle.names] = middle
+            gaps += [(left, middle), (middle, right)]
+    return tuple(_thinned(_pareto(found.values()), limit))
+
+
+def _at(joint: JointForward, demand: Demand, price: float) -> SavedSet:
+    """Return the best set at a price of a byte, in seconds."""
+
+    def cost(value: int) -> float:
+        return price * demand.bytes_of(value) + joint.save_seconds[value]
+
+    return _set_of(joint, evaluate(demand, choose(demand, cost)), demand)
+
+
+def _fastest(joint: JointForward, demand: Demand) -> SavedSet:
+    """Return the fastest set, and of several the smallest."""
+    nbytes = sum(storage.bytes for storage in joint.graph.storages)
+    return _at(joint, demand, _TIE * _all_seconds(joint) / max(nbytes, 1))
+
+
+def _smallest(joint: JointForward, demand: Demand) -> SavedSet:
+    """Return the set of fewest bytes: at a price that no time outweighs."""
+    return _at(joint, demand, 1e3 * _all_seconds(joint) + 1.0)
+
+
+def _all_seconds(joint: JointForward) -> float:
+    recomputed = sum(operation.seconds for operation in joint.graph.operations)
+    return recomputed + sum(joint.save_seconds)
+
+
+def _set_of(joint: JointForward, choice: Choice, demand: Demand) -> SavedSet:
+    values = joint.graph.values
+    forced = demand.network.forced
+    needed = choice.held | _needed(joint, choice, forced)
+    saved = sorted(value for value in needed if values[value].producer != BEFORE)
+    return SavedSet(
+        tuple(joint.names[value] for value in saved),
+        choice.held_bytes,
+        choice.seconds + sum(joint.save_seconds[value] for value in needed),
+    )
+
+
+def _needed(
+    joint: JointForward, choice: Choice, forced: Iterable[int]
+) -> frozenset[int]:
+    """Return the values that cannot be recomputed and that this choice reads."""
+    graph, ends = joint.graph, set(forced)
+    found: set[int] = set()
+    seen: set[int] = set()
+    pending = list(joint.demanded)
+    while pending:
+        value = pending.pop()
+        if value in seen or value in choice.held:
+            continue
+        seen.add(value)
+        if value in ends:
+            found.add(value)
+        else:
+            pending.extend(graph.operations[graph.values[value].producer].reads)
+    return frozenset(found)
+
+
+def _pareto(sets: Iterable[SavedSet]) -> list[SavedSet]:
+    """Return the sets that no other one beats, from the fastest to the smallest."""
+    kept: list[SavedSet] = []
+    for item in sorted(sets, key=lambda s: (s.seconds, s.held_bytes)):
+        if not kept or item.held_bytes < kept[-1].held_bytes:
+            kept.append(item)
+    return kept
+
+
+def _thinned(sets: list[SavedSet], limit: int) -> list[SavedSet]:
+    while len(sets) > max(limit, 2):
+        gaps = [
+            sets[i - 1].held_bytes - sets[i + 1].held_bytes
+            for i in range(1, len(sets) - 1)
+        ]
+        del sets[1 + gaps.index(min(gaps))]
+    return sets

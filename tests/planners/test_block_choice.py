@@ -1,0 +1,66 @@
+"""Options of compiled blocks: the dynamic program against all combinations."""
+
+from itertools import product
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recoup.core.block_options import BlockFrame, BlockOption, BlockStep
+from recoup.planners.block_choice import choose_options
+
+BYTES = st.integers(0, 20)
+
+
+@st.composite
+def problems(draw):
+    """A step of up to four blocks of two kinds, with up to three options each."""
+
+    def option():
+        return BlockOption(
+            held_bytes=draw(BYTES),
+            saves_output=draw(st.booleans()),
+            forward_bytes=draw(BYTES),
+            backward_bytes=draw(BYTES),
+            seconds=draw(st.integers(1, 8)) / 8,
+        )
+
+    options = [[option() for _ in range(draw(st.integers(1, 3)))] for _ in range(2)]
+    frames = []
+    for _ in range(draw(st.integers(1, 4))):
+        kind = draw(st.integers(0, 1))
+        peaks = draw(BYTES) + 40, draw(BYTES) + 40
+        frames.append(BlockFrame(kind, options[kind][-1], *peaks, draw(BYTES)))
+    outside = tuple(draw(BYTES) + 40 for _ in range(len(frames) + 1))
+    return BlockStep(tuple(frames), outside, 10.0), options
+
+
+@given(problems(), st.integers(20, 140))
+@settings(max_examples=300)
+def test_the_choice_is_the_fastest_of_all_that_fit(problem, budget):
+    step, options = problem
+    kinds = [options[frame.kind] for frame in step.frames]
+    fitting = [
+        step.total_seconds(choice)
+        for choice in product(*kinds)
+        if step.peak_bytes(choice) <= budget
+    ]
+    found = choose_options(step, options, budget)
+    if found is None:
+        assert not fitting
+        return
+    chosen = [kind[number] for kind, number in zip(kinds, found, strict=True)]
+    assert step.peak_bytes(chosen) <= budget
+    assert abs(step.total_seconds(chosen) - min(fitting)) < 1e-9
+
+
+@given(problems())
+def test_the_reference_options_give_the_measured_peak(problem):
+    step, _ = problem
+    references = [frame.reference for frame in step.frames]
+    measured = [
+        *(frame.forward_peak_bytes for frame in step.frames),
+        *(frame.backward_peak_bytes for frame in step.frames),
+        *step.outside_bytes,
+    ]
+    assert step.peak_bytes(references) == max(measured)
+    assert step.total_seconds(references) == step.seconds
