@@ -53,6 +53,7 @@ def has_storage(tensor: Tensor) -> bool:
         torch._C._has_storage(tensor)
         and tensor.layout is torch.strided
         and tensor.dtype not in QUANTIZED
+        and not tensor.is_nested
     )
 
 

@@ -60,7 +60,8 @@ def copy_small(value: Value, most_bytes: int) -> None:
     hold = value.hold
     if hold is None or hold.tensor is None:
         return
-    small = hold.tensor.untyped_storage().nbytes() <= most_bytes
+    # One without memory gets it back before backward, from FSDP.
+    small = 0 < hold.tensor.untyped_storage().nbytes() <= most_bytes
     if small and version_of(hold.tensor) == hold.version:
         value.hold = Hold(copy_storage(hold.tensor), hold.geometry)
 

@@ -22,6 +22,7 @@ from recoup.backend.rng import generator_of, same_state
 from recoup.backend.storages import has_storage
 from recoup.backend.trees import tensors
 from recoup.backend.undeclared import FirstSight
+from recoup.backend.wrappers import are_taken_apart, wrappers_in
 from recoup.engine.calls import NO_TENSORS, indices_of, record_call, targets_of
 from recoup.engine.past import Indices
 from recoup.engine.tape import Tape
@@ -36,6 +37,8 @@ class Recorder(OperatorMode):
     """
 
     _first_sight: FirstSight | None = None
+    _is_left_to_wrappers = False
+    _wrapped = 0
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
@@ -62,13 +65,13 @@ class Recorder(OperatorMode):
     ) -> Any:
         """Run the operator, and record it unless it only makes views."""
         kernel = KERNELS.get(id(func)) or kernel_of(func)
+        if types and not all_plain(types) and not self.paused:
+            return self._on_wrappers(kernel, types, args, kwargs or {})
         if kernel.passes or self.paused:
             if kernel.reshapes:
                 return self._reshaped(kernel, args, kwargs or {})
             return kernel.run(*args, **kwargs) if kwargs else kernel.run(*args)
         kwargs = kwargs or {}
-        if types and not all_plain(types):
-            return self._unrecorded(kernel, args, kwargs)
         if not kernel.simple and not (
             kernel.quiet and not draws(kernel.facts, args, kwargs)
         ):
@@ -95,6 +98,45 @@ class Recorder(OperatorMode):
         else:
             tape.append(operation, out, tainted=kernel.blank)
         return out
+
+    def _on_wrappers(
+        self,
+        kernel: Kernel,
+        types: tuple[type, ...],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Record an operator on wrapper subclasses by those on their inner tensors."""
+        if self._is_left_to_wrappers:
+            self._is_left_to_wrappers = False
+            return NotImplemented
+        if not are_taken_apart(types):
+            if kernel.passes:
+                return kernel.operator(*args, **kwargs)
+            return self._unrecorded(kernel, args, kwargs)
+        tape = self.tape
+        targets = targets_of(kernel.facts, args, kwargs) if kernel.facts.writes else ()
+        for wrapper in wrappers_in((args, kwargs)):
+            tape.meet_wrapper(
+                wrapper, is_written=any(target is wrapper for target in targets)
+            )
+        self._is_left_to_wrappers = True
+        self._wrapped += 1
+        try:
+            with self:
+                return kernel.operator(*args, **kwargs)
+        finally:
+            self._is_left_to_wrappers = False
+            self._wrapped -= 1
+
+    def _count_writes(self, facts: Facts, targets: Sequence[Tensor]) -> None:
+        """Give written tensors their new versions, where torch gives them none.
+
+        Under a dispatch mode it does not for operators on lists of tensors, nor for the
+        inner tensors of a wrapper.
+        """
+        if facts.is_foreach or self._wrapped:
+            increment_version(targets)
 
     def _run(
         self, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -165,6 +207,8 @@ class Recorder(OperatorMode):
         tape.settle_writes()
         tape.protect(target, before)
         out = self._run(kernel, args, kwargs)
+        if self._wrapped:
+            increment_version(target)
         tape.overwrite(target, operation, before, resized=False)
         tape.operations.append(operation)
         return out
@@ -227,8 +271,7 @@ class Recorder(OperatorMode):
             out = self._run_random(operation, args, kwargs)
         else:
             out = self._run(kernel, args, kwargs)
-        if facts.is_foreach:
-            increment_version(targets)
+        self._count_writes(facts, targets)
         if facts.copies and crosses_devices(args, out):
             self.tape.unrecorded.append(facts.name)
             for target in targets:
@@ -360,8 +403,7 @@ class Recorder(OperatorMode):
             out = run_complex(kernel.run, args, kwargs)
         else:
             out = self._run(kernel, args, kwargs)
-        if facts.is_foreach:
-            increment_version(targets)
+        self._count_writes(facts, targets)
         for target in targets:
             self.tape.forget(target)
         return out

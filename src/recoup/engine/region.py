@@ -16,6 +16,7 @@ from recoup.backend.graph import (
 )
 from recoup.backend.stacks import Footing
 from recoup.backend.storages import alias, has_storage
+from recoup.backend.wrappers import is_wrapper
 from recoup.core.errors import ClearedError
 from recoup.engine.holding import (
     apart,
@@ -35,6 +36,7 @@ from recoup.engine.tape import Tape
 from recoup.engine.tiers.protocol import Tier
 from recoup.engine.values import Hold, Layout, Value
 from recoup.engine.verification import check_for, take_note
+from recoup.engine.wrapped import Wrapped
 
 STATE_BYTES = 1 << 20
 """Tensors from outside that a region writes to and then needs as they were after the
@@ -176,7 +178,7 @@ class Region:
         return program
 
     @leave_uncompiled
-    def pack(self, tensor: Tensor) -> Saved | Hold:
+    def pack(self, tensor: Tensor) -> Saved | Hold | Wrapped:
         """Take a tensor that autograd saves; return what stands for it."""
         if (self.listeners or self.around) and not is_handing_over():
             self._tell(tensor)
@@ -187,7 +189,7 @@ class Region:
         try:
             found = tape.save(tensor)
         except NotImplementedError:
-            found = Hold(tensor.detach())
+            return self._pack_whole(tensor)
         if type(found) is Hold:
             found = apart(found, self._kept) if self._is_inside_hooks else found
             self._kept[id(found)] = found
@@ -226,6 +228,18 @@ class Region:
             if value is not None and value not in region.tape.forced:
                 region.keep(value, tensor, None)
 
+    def _pack_whole(self, tensor: Tensor) -> Hold | Wrapped:
+        """Take a tensor without a storage: by its inner tensors, or as it is."""
+        if not is_wrapper(tensor) or not self.tape.names_own(tensor):
+            hold = Hold(tensor.detach())
+            self._kept[id(hold)] = hold
+            return hold
+        listeners, self.listeners = self.listeners, ()  # they have heard of the whole
+        try:
+            return Wrapped(tensor, self.pack)
+        finally:
+            self.listeners = listeners
+
     def _was_left(self) -> bool:
         close_if_left = self.__dict__.get("_close_if_left")
         return close_if_left is not None and close_if_left()
@@ -242,13 +256,15 @@ class Region:
             self._store(value)
 
     @leave_uncompiled
-    def unpack(self, packed: Saved | Hold) -> Tensor:
+    def unpack(self, packed: Saved | Hold | Wrapped) -> Tensor:
         """Return the tensor that `packed` stands for, recomputing it if need be."""
         if self._cleared:
             self._refuse()
         if type(packed) is Hold:
             return packed.fetch("a backward operator")
-        assert type(packed) is Saved, "either one or the other"
+        if type(packed) is Wrapped:
+            return packed.unpack(self.unpack)
+        assert type(packed) is Saved, "one of the three"
         value, layout = packed.value, packed.layout
         hold = value.hold
         if self._late and value in self._late:

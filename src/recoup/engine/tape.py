@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from recoup.backend.graph import is_activation
 from recoup.backend.optimizer_steps import STEPS
@@ -13,12 +14,14 @@ from recoup.backend.storages import (
     QUANTIZED,
     Geometry,
     free_weak_reference,
+    has_storage,
     is_dense,
     lazy_bits,
     storage_address,
     take_weak_reference,
     version_of,
 )
+from recoup.backend.wrappers import inner_tensors, is_wrapper
 from recoup.engine.attached import Attached
 from recoup.engine.holding import is_handing_over
 from recoup.engine.intervals import Intervals, runs_of
@@ -121,6 +124,11 @@ class Tape:
         tainted = bool(self.tainted) and self.is_blank(value, tensor)
         if value is not None and value.producer != OUTSIDE and not tainted:
             return self._viewed(value, tensor)
+        kind = type(tensor)
+        if tensor.is_nested or (
+            kind is not Tensor and kind is not Parameter and is_wrapper(tensor)
+        ):
+            raise NotImplementedError("its storage is not all of it, or is empty")
         if is_handing_over():
             return self.view(tensor)
         if value is not None and tainted:
@@ -220,6 +228,29 @@ class Tape:
                 self.tainted.update(dict.fromkeys(operation.outputs))
             elif self._watch is not None:
                 self._watch_outputs(operation, out)
+
+    def meet_wrapper(self, wrapper: Tensor, *, is_written: bool) -> None:
+        """Watch the version of a wrapper whose inner tensors are from outside.
+
+        Torch counts no writes to these. Inside the region they are seen, so a wrapper
+        that is written to here is not watched any more, until it is used again.
+        """
+        for inner in inner_tensors(wrapper):
+            if not has_storage(inner):
+                continue
+            value = self.value_of(inner)
+            if value is not None and value.producer != OUTSIDE:
+                continue
+            found = self.reference(inner)
+            value = found[0] if type(found) is tuple else found
+            assert isinstance(value, Value), "a view begins with its value"
+            if value.hold is not None:
+                value.hold.watch(None if is_written else wrapper)
+
+    def names_own(self, wrapper: Tensor) -> bool:
+        """Return whether the region made any of the tensors inside a wrapper."""
+        named = (self.value_of(t) for t in inner_tensors(wrapper) if has_storage(t))
+        return any(v is not None and v.producer != OUTSIDE for v in named)
 
     def settle_writes(self) -> None:
         """Take note that all writes so far are done: another operator is to write.
@@ -396,6 +427,8 @@ class Tape:
             self.geometry(tensor)
         elif not self.lazy_bits_seen and tensor.is_neg():
             self.lazy_bits_seen = True
+        if tensor.is_nested:
+            raise NotImplementedError("a nested tensor is no view of its storage")
         value = Value(OUTSIDE, None)
         self._current[take_weak_reference(tensor)] = value
         return value

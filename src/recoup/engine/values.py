@@ -23,6 +23,7 @@ from recoup.backend.storages import (
     version_of,
 )
 from recoup.backend.trees import tensors
+from recoup.backend.wrappers import is_wrapper
 from recoup.core.errors import ChangedTensorError
 from recoup.engine.tiers.deposits import Claim, Deposit, deposit
 from recoup.engine.tiers.device import Device
@@ -246,6 +247,7 @@ class Hold:
     Attributes:
         version: The tensor's version when it was used, or None while it is not known.
         address: The address of a leaf's storage, which somebody may replace by another.
+        owner: The wrapper that the tensor is a part of, weakly, with its version.
         tier: Where the value is to be kept, if not on its device.
         stored: The value in its tier, once it has been put there.
         past: The value, if it is what a tensor was before the region wrote to it.
@@ -256,6 +258,7 @@ class Hold:
         "address",
         "geometry",
         "guard",
+        "owner",
         "packed",
         "past",
         "stored",
@@ -273,6 +276,7 @@ class Hold:
         self.unpack: Unpack | None = None
         self.address: int | None = None
         self.guard: Tensor | None = None
+        self.owner: tuple[weakref.ref[Tensor], int] | None = None
         self.tier: Tier | None = None
         self.stored: Deposit | None = None
         self.past: Earlier | None = None
@@ -321,12 +325,14 @@ class Hold:
         # that.
         if tensor is None or version_of(tensor) != self.version:
             return
-        try:
-            whole = flat(tensor)
-        except NotImplementedError:  # no storage, as inside a torch.func transform
+        if is_wrapper(tensor):
+            self.packed = pack(tensor)
+        elif not has_storage(tensor):  # as inside a torch.func transform
             return
-        self.geometry = self.geometry or geometry_of(tensor)
-        self.packed = pack(whole)
+        else:
+            whole = flat(tensor)
+            self.geometry = self.geometry or geometry_of(tensor)
+            self.packed = pack(whole)
         self.unpack = unpack
         self.tensor = None
         if any(_shares(tensor, kept) for kept in tensors(self.packed)):
@@ -353,6 +359,17 @@ class Hold:
         self.stored = deposit(tier, tensor)
         self.tensor = None
 
+    def watch(self, owner: Tensor | None) -> None:
+        """Go by the version of a wrapper too, or of none.
+
+        One that is watched already stays: another may name the same tensors.
+        """
+        if owner is None:
+            self.owner = None
+        elif self.owner is None:
+            # Weak: what the hold keeps may move, while the wrapper would stay.
+            self.owner = weakref.ref(owner), version_of(owner)
+
     def settle(self) -> None:
         """Take the version anew, if it was not known."""
         if self.version is None and self.tensor is not None:
@@ -367,6 +384,7 @@ class Hold:
         """Let go of the value."""
         self.tensor = None
         self.guard = None
+        self.owner = None
         self.packed = None
         self.unpack = None
         self.stored = None
@@ -378,6 +396,8 @@ class Hold:
         if tensor is not None:
             if version_of(tensor) != self.version:
                 self.check(tensor, user)
+            if self.owner is not None:
+                self.check_owner(user)
             return tensor if self.geometry is None else shaped(tensor, self.geometry)
         if self.stored is not None:
             assert self.geometry is not None, "set together with stored"
@@ -391,9 +411,9 @@ class Hold:
 
     def given_back(self, tensor: Tensor, user: str) -> Tensor:
         """Return the value in what the hooks that keep it have given back."""
-        assert self.geometry is not None, "set together with unpack"
         self.check(self.guard, user)
-        return shaped(tensor, self.geometry)
+        self.check_owner(user)
+        return tensor if self.geometry is None else shaped(tensor, self.geometry)
 
     def check(self, tensor: Tensor | None, user: str) -> None:
         """Raise if the tensor was written to since the region used it."""
@@ -408,6 +428,15 @@ class Hold:
             )
             raise changed_tensor(tensor, user, happened)
 
+    def check_owner(self, user: str) -> None:
+        """Raise if the wrapper that the tensor is a part of was written to since."""
+        if self.owner is None:
+            return
+        wrapper, version = self.owner[0](), self.owner[1]
+        if wrapper is not None and version_of(wrapper) != version:
+            happened = "was changed in place before backward"
+            raise changed_tensor(wrapper, user, happened)
+
     def check_memory(self, user: str) -> None:
         """Raise if the tensor got other memory since: a replay would see that.
 
@@ -415,8 +444,16 @@ class Hold:
         look at a value is not checked.
         """
         tensor = self.tensor
-        if tensor is not None and storage_address(tensor) != self.address:
+        if tensor is None:
+            return
+        if storage_address(tensor) != self.address:
             happened = "was given other memory, by an assignment to `.data`"
+            raise changed_tensor(tensor, user, happened)
+        if tensor.untyped_storage().nbytes() == 0 and tensor.numel() > 0:
+            happened = (
+                "has no memory now: it belongs to another sharded unit of FSDP than "
+                "the one that runs its backward. Put each region inside one unit"
+            )
             raise changed_tensor(tensor, user, happened)
 
 
@@ -447,4 +484,6 @@ def can_move(tensor: Tensor, tier: Tier) -> bool:
 
 
 def _shares(tensor: Tensor, other: Tensor) -> bool:
+    if is_wrapper(tensor):
+        return type(other) is type(tensor)
     return has_storage(other) and storage_address(tensor) == storage_address(other)
