@@ -47,7 +47,7 @@ class TestContexts:
         manager.auto_checkpoint = True
         with manager:
             assert all(map(torch.equal, expected, step(model)))
-            assert [m.model_name for m in manager._managed] == ["Inside"]
+            assert [step.models for step in manager.steps] == [("Inside",)]
         manager.remove()
 
     def test_a_context_on_several_threads_ends_with_the_last(self):

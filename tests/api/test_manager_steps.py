@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from recoup import BudgetWarning
 from recoup.backend.memory import StorageMeter
 from tests.api.test_manager import added_bytes, limited, network, step
 from tests.support.twin import leftovers
@@ -111,37 +112,41 @@ class TestSeveralModels:
         run, manager = Loop([network(4), network(4)]), limited(2, 0.95)
         with manager:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)
+                warnings.simplefilter("ignore", BudgetWarning)
                 run()
-            with pytest.warns(UserWarning, match="Sequential, Sequential together"):
+            with pytest.warns(BudgetWarning, match="Sequential does not fit"):
                 run()
         manager.remove()
 
-    def test_models_whose_backward_is_done_leave_all_of_the_budget(self):
-        manager = limited(1, 0.9)
-        models = [network(), network()]
+    def test_models_whose_backward_is_done_leave_all_but_their_gradients(self):
+        models, manager = [network(), network()], limited(2)
         with manager:
             for _ in range(3):
                 for model in models:
                     step(model)
-            planned = manager.planned_bytes
+        alone = limited(2)
+        planned = max(each.plain_bytes for each in manager.steps)
         manager.remove()
-        alone = limited(1, 0.9)
         with alone:
             step(models[0])
+        [one] = alone.steps
         alone.remove()
-        assert planned == alone.planned_bytes
+        gradients = sum(p.nbytes for p in models[1].parameters())
+        assert planned == one.plain_bytes + gradients
 
-    def test_a_loss_takes_only_what_it_adds(self):
+    def test_another_step_is_said_to_be_one_and_observed(self):
         run, manager = Loop([network()]), limited(3)
         with manager:
             run()
-            alone = manager.planned_bytes
             run.loss = Squares()
+            with pytest.warns(BudgetWarning, match="goes on with other models"):
+                run()
             run()
             run()
-            assert manager.planned_bytes == alone
+        names = {each.models: each for each in manager.steps}
         manager.remove()
+        assert set(names) == {("Sequential",), ("Sequential", "Squares")}
+        assert names["Sequential", "Squares"].measured_bytes <= manager.budget_bytes
 
     def test_what_was_planned_is_what_all_take_together(self):
         model, manager = network(), limited(8)
@@ -149,7 +154,8 @@ class TestSeveralModels:
         with manager, warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # of shapes that differ
             run()
-            assert manager.planned_bytes >= run.added_bytes() - 4
+            assert run.added_bytes() <= manager.planned_bytes
+            assert manager.measured_bytes == manager.planned_bytes
         manager.remove()
 
 

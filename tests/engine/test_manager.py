@@ -75,7 +75,7 @@ class TestWithoutChoosing:
 
     def test_a_question_about_something_else_is_a_type_error(self):
         wrong: Any = torch.ones(1)
-        with pytest.raises(TypeError, match="CheckpointNode: got Tensor"):
+        with pytest.raises(TypeError, match="CheckpointNode, got Tensor"):
             CheckpointManager().should_checkpoint(wrong)
 
 

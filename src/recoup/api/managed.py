@@ -1,193 +1,243 @@
-"""A model that a manager chose for: measured at its first call, and told apart."""
+"""Models that a manager chooses for, and a step that calls them while it runs."""
 
+import itertools
 import weakref
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from recoup.api.adaptation import Adapted
-from recoup.api.together import Part, Way, before_bytes, ways_of
-from recoup.backend.compiled import leave_uncompiled
-from recoup.backend.trees import map_leaves, tensors
-from recoup.core.graph import Graph
-from recoup.core.plan import Plan, plan_for
-from recoup.core.segments import Action
-from recoup.engine.plans import Choice
-from recoup.measure.floor import measure_floor
-from recoup.measure.training import TrainingStep, untouched
+from recoup.api.situations import CallKind, Situation
+from recoup.backend.graph import at_end_of_backward
+from recoup.backend.trees import tensors
+from recoup.core.plan import Plan
+from recoup.engine.blocks import block_names
+from recoup.engine.plans import Applied, Choice
+from recoup.engine.runs import Cuts
+from recoup.measure.live import LiveStep
+from recoup.measure.observation import cuts_of
+from recoup.measure.training import device_of
 
-KEEP = frozenset({Action.KEEP})
-"""What managers do with values besides recomputing them."""
+_FEW = 8
+"""Up to so many single layers are recomputed as one."""
 
 
 class Owner(Protocol):
-    """Is told of the calls of a model that record gradients."""
+    """Chooses what is recomputed in the calls of a model."""
 
-    def called(self, managed: "Managed") -> None:
-        """Take note of a call that begins; its plan is chosen afterwards."""
+    def begin_call(
+        self,
+        managed: "Managed",
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Choice:
+        """Return what is recomputed in a call that begins now, and who watches it."""
         ...
 
-    def returned(self, managed: "Managed", output: object) -> None:
-        """Take note of what it returned."""
+    def end_call(self, output: object) -> None:
+        """Wait for the backward of the call that returns this."""
         ...
 
 
-class Managed(Adapted):
-    """A plan in force on a model, made anew when its manager says so.
+class Managed:
+    """A model that a manager chooses for. It is not kept alive.
 
-    The model is not kept alive. Copies of it keep their plan, and have no manager.
-
-    Args:
-        model: The model.
-        graph: A step of it, as it was measured.
-        way: What is recomputed.
-        budget_bytes: What a step may add to memory.
-        is_alone: The plan was made for all of the budget.
-        owner: Is told of calls.
+    Copies of the model keep what was chosen last, and have no manager.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        graph: Graph,
-        way: Way,
-        *,
-        budget_bytes: int,
-        is_alone: bool,
-        owner: Owner,
-    ) -> None:
-        made = _plan(graph, way, budget_bytes)
-        # The manager itself says what does not fit.
-        super().__init__(model, graph, made, KEEP, verify="first", warns=False)
-        self._owner = weakref.ref(owner)
-        self.model_name = type(model).__name__
-        self.measured = graph
-        self.way = way
-        self.is_alone = is_alone
-        self.left_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-        self._ways: tuple[Way, ...] = ()
-        self._model = weakref.ref(model)
-        self._handle = model.register_forward_hook(self._returned)
-        _MANAGED[model] = self
+    def __init__(self, model: nn.Module, owner: Owner) -> None:
+        self.key = key_of(model)
+        self.name = type(model).__name__
+        self.device = device_of(model)
+        self.cuts = _cuts_of(model)
+        self.last: Plan | Cuts | None = None
+        self._owner: Callable[[], Owner | None] = weakref.ref(owner)
+        self.model: Callable[[], nn.Module | None] = weakref.ref(model)
+        self.applied = Applied(model, self.choose)
+        MANAGED[model] = self
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs: neither models nor managers, which have locks."""
-        nobody = {"_owner": _nobody, "_model": _nobody, "_handle": None}
-        return {**super().__getstate__(), **nobody}
+        return {**vars(self), "_owner": _nobody, "model": _nobody}
 
     @property
     def owner(self) -> Owner | None:
-        """Who chose for the model, while it exists."""
+        """Who chooses for the model, while it exists."""
         return self._owner()
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether anybody still refers to the model."""
-        return self._model() is not None
+    def kind_of(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> CallKind:
+        """Return what the memory of a call depends on."""
+        given = tensors((args, kwargs))
+        kind = self.device.type
+        is_cast = torch.is_autocast_enabled(kind)
+        mode = (
+            hash(tuple(module.training for module in model.modules())),
+            hash(tuple(p.requires_grad for p in model.parameters())),
+            tuple(tensor.requires_grad for tensor in given),
+            torch.get_autocast_dtype(kind) if is_cast else None,
+        )
+        return CallKind(self.key, mode, tuple(tuple(t.shape) for t in given))
 
-    @property
-    def part(self) -> Part:
-        """What the model takes as it is run now."""
-        return Part((self.way,), self.left_bytes)
-
-    @property
-    def flexible_part(self) -> Part:
-        """What it takes in all the ways that are known; they are looked for once."""
-        if not self._ways:
-            self._ways = ways_of(self.measured, KEEP)
-        return Part(self._ways, self.left_bytes)
-
-    def run_so(self, way: Way, graph: Graph, *, budget_bytes: int) -> None:
-        """Run in another way from the next call on.
-
-        Args:
-            way: What is recomputed.
-            graph: The measured step with what else is in memory beside it, for calls
-                of other sizes.
-            budget_bytes: What a step may add to memory.
-        """
-        self.way = way
-        self.is_alone = graph is self.measured
-        made = _plan(self.measured, way, budget_bytes)
-        self._graph, self._budget_bytes = graph, made.budget_bytes
-        self.adopt(made)
+    def leave_out(self, torn: set[str], number: int) -> None:
+        """Cut no more at places that were found no good in a call."""
+        self.cuts = tuple(n for n in self.cuts if f"{number}.{n}" not in torn)
 
     def remove(self) -> None:
-        """Take the plan off the model."""
-        super().remove()
-        self._handle.remove()
-        model = self._model()
-        if model is not None and _MANAGED.get(model) is self:
-            del _MANAGED[model]
+        """Take everything off the model."""
+        self.applied.remove()
+        model = self.model()
+        if model is not None and MANAGED.get(model) is self:
+            del MANAGED[model]
 
     def choose(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Choice:
-        """Return the plan for a call, and tell the manager of it."""
+        """Return what is recomputed in a call that begins now, and who watches it."""
+        owner = self.owner
+        if owner is None:
+            return self.last, None
+        return owner.begin_call(self, model, args, kwargs)
+
+    def begin(self) -> None:
+        """Nothing more to note: the call was chosen for just now."""
+
+    def end(self, output: object, order: object) -> None:
+        """Let the manager wait for the backward of the call."""
+        del order
         owner = self.owner
         if owner is not None:
-            owner.called(self)
-        return super().choose(model, args, kwargs)
+            owner.end_call(output)
 
-    @leave_uncompiled
-    def _returned(self, model: nn.Module, args: Any, output: object) -> None:
-        del model, args
-        owner = self.owner
-        if owner is not None:
-            owner.returned(self, output)
+    def cancel(self) -> None:
+        """Tell the manager that the call was interrupted."""
+        self.end(None, None)
 
 
-_MANAGED: weakref.WeakKeyDictionary[nn.Module, Managed] = weakref.WeakKeyDictionary()
-"""What was chosen for models, by all managers."""
+class RunningStep:
+    """A step that runs: the calls so far, and how far their backward is.
+
+    Attributes:
+        key: What its kind is looked up by, besides shapes.
+        place: The key, and the kind of the step before it.
+        situation: The kind; None: it is being observed, or cannot be.
+        left_bytes: What the steps before it have left in memory.
+        budget_bytes: What it may add to memory.
+        planned_bytes: What it adds by its plan.
+        is_other: It makes other calls than its kind.
+    """
+
+    def __init__(
+        self,
+        key: object,
+        place: object,
+        situation: Situation | None,
+        left_bytes: int,
+    ) -> None:
+        self.key, self.place, self.situation = key, place, situation
+        self.left_bytes = left_bytes
+        self.budget_bytes = self.planned_bytes = 0
+        self.is_other = False
+        self.watch: LiveStep | None = None
+        self.calls: list[CallKind] = []
+        self.managed: list[Managed] = []
+        self.has_backward = False
+        self._open: set[int] = set()
+        self._reached: set[int] = set()
+        self._running: int | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its backward has run, or can run no more."""
+        return self.has_backward or (self._running is None and not self._open)
+
+    @property
+    def open_calls(self) -> set[int]:
+        """The calls whose backward is still to come."""
+        return self._open - self._reached
+
+    def begin(self, kind: CallKind, managed: "Managed") -> int:
+        """Take note of a call; return its number."""
+        self.calls.append(kind)
+        self.managed.append(managed)
+        self._running = len(self.calls) - 1
+        return self._running
+
+    def wait_for(self, output: object) -> None:
+        """Wait for the backward of the call that has returned this."""
+        number, self._running = self._running, None
+        if self.watch is not None:
+            self.watch.returned()
+        if number is None:
+            return
+        nodes = [t.grad_fn for t in tensors(output) if t.grad_fn is not None]
+        if nodes:
+            self._open.add(number)
+            mark = _Mark(self, number)
+            for node in nodes:
+                node.register_hook(mark)
+
+    def reached(self, number: int) -> None:
+        """Take note that backward arrives at a call."""
+        self._reached.add(number)
+        if not self.has_backward:
+            self.has_backward = True
+        watch = self.watch
+        if watch is not None:
+            at_end_of_backward(watch.backward_ended)
+
+    def dropped(self, number: int) -> None:
+        """Take note that the graph of a call is gone."""
+        self._open.discard(number)
 
 
-def managed_in(model: nn.Module) -> list[Managed]:
-    """Return what managers have in force on a model and on its parts."""
-    found = (_MANAGED.get(module) for module in model.modules())
-    return [managed for managed in found if managed is not None]
+class _Mark:
+    """Hangs on the graph of a call; tells the step when backward arrives there."""
+
+    def __init__(self, step: RunningStep, number: int) -> None:
+        self._step, self._number = step, number
+        weakref.finalize(self, step.dropped, number).atexit = False
+
+    def __call__(self, *gradients: object) -> None:
+        del gradients
+        self._step.reached(self._number)
 
 
-def managed_for(model: nn.Module) -> Managed | None:
-    """Return what a manager has in force on the model itself."""
-    return _MANAGED.get(model)
+_KEYS = itertools.count()
+
+MANAGED: weakref.WeakKeyDictionary[nn.Module, Managed] = weakref.WeakKeyDictionary()
+"""The models that managers choose for."""
+
+
+def key_of(model: nn.Module) -> object:
+    """Return what tells a model from others: itself, unless it has no state.
+
+    A loss that a loop makes anew in each step is always the same one.
+    """
+    if any(True for _ in model.parameters()) or any(True for _ in model.buffers()):
+        return next(_KEYS)
+    return type(model), repr(model)
+
+
+def gradients_of(managed: Mapping[object, Managed]) -> list[Tensor]:
+    """Return the gradients that the parameters of models have now."""
+    models = (each.model() for each in tuple(managed.values()))
+    parameters = (p for model in models if model for p in model.parameters())
+    return [p.grad for p in parameters if p.grad is not None]
+
+
+def _cuts_of(model: nn.Module) -> tuple[str, ...]:
+    """Return where the calls of a model are cut while they are observed.
+
+    A few single layers are recomputed as one: each alone would hold all it saves.
+    """
+    blocks = block_names(model)
+    has_parts = any(any(model.get_submodule(b).children()) for b in blocks)
+    return cuts_of(model, blocks) if has_parts or len(blocks) > _FEW else ()
 
 
 def _nobody() -> None:
     """Stand for a weak reference to what a copy does not have."""
-
-
-def measured(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
-    """Return the graph of a step of the model on these arguments, left as they are."""
-    described = _step(model, args, kwargs)
-    with torch.enable_grad(), untouched(described) as repeated:
-        return measure_floor(repeated)
-
-
-def _plan(graph: Graph, way: Way, budget_bytes: int) -> Plan:
-    whole = before_bytes(graph) + budget_bytes
-    return plan_for(graph, way.segments, budget_bytes=whole)
-
-
-def _step(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> TrainingStep:
-    # Cut off from what computed them: backward would go on there, and free its graph.
-    args, kwargs = map_leaves(_cut_off, (args, kwargs))
-    given = tensors((args, kwargs))
-
-    def run() -> None:
-        output = model(*args, **kwargs)
-        floats = [t for t in tensors(output) if t.requires_grad]
-        if floats:
-            torch.autograd.backward(floats, [torch.ones_like(t) for t in floats])
-
-    found = [*model.parameters(), *given]
-    device = found[0].device if found else torch.device("cpu")
-    return TrainingStep(model, run, given, device)
-
-
-def _cut_off(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return leaf.detach().requires_grad_(leaf.requires_grad)

@@ -6,6 +6,8 @@ from torch import Tensor
 from recoup.backend.storages import is_dense
 
 _BLOCK = 1 << 21
+_LEAST_BLOCK = 1 << 11
+_PARTS = 16
 _PLACES = 1
 _BLOCKS = 1 << 40  # beyond any place, so that no weight serves both
 _GOLDEN = -7046029254386353131
@@ -35,7 +37,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
     the second would change nothing.
 
     Costs two passes over the tensor, in two blocks or more, of two million integers at
-    most, and memory for twice the tensor, at most 32 MiB; never synchronises.
+    most, and the memory that `fingerprint_bytes` returns; never synchronises.
 
     Examples:
         >>> a = torch.tensor([True, False, False, True])
@@ -45,7 +47,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
         True
     """
     flat = _flat(tensor)
-    width = _width(flat)
+    width = _width(flat.nbytes)
     length = _length(flat, width)
     count = min(length, flat.numel()) * flat.element_size() // width
     weights = _weights(_PLACES, count, tensor.device)
@@ -56,6 +58,25 @@ def fingerprint(tensor: Tensor) -> Tensor:
     return (torch.stack(sums) * _weights(_BLOCKS, len(sums), tensor.device)).sum()
 
 
+def fingerprint_bytes(nbytes: int) -> int:
+    """Return what a fingerprint of a tensor of so many bytes takes while it is made.
+
+    A quarter of the tensor where that is large, and at most 32 MiB.
+
+    Examples:
+        >>> fingerprint_bytes(64 << 20) >> 20, fingerprint_bytes(8 << 30) >> 20
+        (16, 32)
+    """
+    # The weights and the products of one block, eight bytes each.
+    return 16 * _block_integers(nbytes // _width(nbytes))
+
+
+def _block_integers(integers: int) -> int:
+    """Return how many integers make a block: few, for the memory of their weights."""
+    half = -(-integers // 2)
+    return min(half, max(_LEAST_BLOCK, -(-integers // _PARTS)), _BLOCK)
+
+
 def _weights(begin: int, count: int, device: torch.device) -> Tensor:
     """Return odd pseudo-random numbers (the mixer of SplitMix64), from one on."""
     places = torch.arange(begin, begin + count, device=device).mul_(_GOLDEN)
@@ -64,14 +85,11 @@ def _weights(begin: int, count: int, device: torch.device) -> Tensor:
 
 
 def _length(flat: Tensor, width: int) -> int:
-    """Return how many elements of a row make a block: half of it, but not too many.
-
-    The numbers for its places take twice the memory of what they are for.
-    """
+    """Return how many elements of a row make a block."""
     element_bytes = flat.element_size()
     group = max(1, width // element_bytes)  # elements that are whole integers
-    half = group * -(-flat.numel() // (2 * group))
-    return max(group, min(half, _BLOCK * width // element_bytes))
+    integers = _block_integers(flat.nbytes // width)
+    return max(group, -(-integers * width // (element_bytes * group)) * group)
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -87,15 +105,15 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1)
 
 
-def _width(flat: Tensor) -> int:
-    """Return how many bytes of a row of elements are read as one integer.
+def _width(nbytes: int) -> int:
+    """Return how many bytes of a row of so many are read as one integer.
 
     Few wide ones are read faster than many narrow ones, but not eight: times an odd
     number, their highest bit is the same everywhere, so two changed signs would cancel.
     The width depends on the size alone, so that equal tensors are read alike wherever
     they lie.
     """
-    return next(width for width in (4, 2, 1) if flat.nbytes % width == 0)
+    return next(width for width in (4, 2, 1) if nbytes % width == 0)
 
 
 def _integers(block: Tensor, width: int) -> Tensor:

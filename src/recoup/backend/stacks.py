@@ -73,6 +73,73 @@ class Footing:
                 _push_mode(entered)
 
 
+def enter_at_bottom(mode: TorchDispatchMode) -> None:
+    """Enter a dispatch mode below all that are active on this thread.
+
+    There it can stay while user code enters and leaves modes of its own: torch pops
+    the top of the stack, which is never this one.
+    """
+    above: list[Any] = [_pop_mode() for _ in _get_current_dispatch_mode_stack()]
+    mode.__enter__()
+    for entered in reversed(above):
+        _push_mode(entered)
+    if above:
+        _swap_flags(mode, above[-1])
+
+
+def leave_anywhere(mode: TorchDispatchMode) -> None:
+    """Leave a dispatch mode wherever it is on the stack; do nothing if it is not."""
+    stack: list[Any] = _get_current_dispatch_mode_stack()
+    if not any(entered is mode for entered in stack):
+        return
+    above: list[Any] = []
+    while _get_current_dispatch_mode_stack()[-1] is not mode:
+        above.append(_pop_mode())
+    if above:
+        _swap_flags(mode, above[-1])
+    mode.__exit__(None, None, None)
+    for entered in reversed(above):
+        _push_mode(entered)
+
+
+def has_infrastructure_modes() -> bool:
+    """Return whether fake tensors or functionalization are active on this thread."""
+    return any(mode.is_infra_mode() for mode in _get_current_dispatch_mode_stack())
+
+
+def push_hooks_at_bottom(pack: Pack, unpack: Unpack) -> None:
+    """Put saved-tensor hooks below all that are active on this thread."""
+    stack = _pop_all_hooks()
+    push_hooks(pack, unpack)
+    for hooks in reversed(stack):
+        push_hooks(*hooks)
+
+
+def take_out_hooks(pack: Pack) -> None:
+    """Take saved-tensor hooks out of the stack, wherever they are."""
+    for hooks in reversed(_pop_all_hooks()):
+        if hooks[0] != pack:
+            push_hooks(*hooks)
+
+
+def _pop_all_hooks() -> list[tuple[Pack, Unpack]]:
+    stack: list[tuple[Pack, Unpack]] = []
+    hooks = ambient_hooks()
+    while hooks is not None:
+        stack.append(hooks)
+        pop_hooks()
+        hooks = ambient_hooks()
+    return stack
+
+
+def _swap_flags(one: TorchDispatchMode, other: TorchDispatchMode) -> None:
+    """Exchange what two modes restore when they are left, as they change places."""
+    for name, flags in vars(one).items():
+        others = vars(other).get(name)
+        if name.startswith("old_") and flags and others:
+            flags[-1], others[-1] = others[-1], flags[-1]
+
+
 def _place_of(wanted: Any, stack: list[Any]) -> int | None:
     """Return where something is, from the top; by equality, as of bound methods."""
     return next((n for n, found in enumerate(stack) if found == wanted), None)

@@ -50,10 +50,10 @@ class Watch(Protocol):
         ...
 
 
-Choice = tuple[Plan | None, Watch | None]
+Choice = tuple[Plan | Cuts | None, Watch | None]
 Choose = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Choice]
-"""Returns the plan for a call of the model with these arguments (None: keep all), and
-what watches the call."""
+"""Returns the plan or the cuts for a call of the model with these arguments (None: keep
+all), and what watches the call."""
 
 _AnyRun = Run | CuttingRun | SegmentedRun
 
@@ -190,23 +190,26 @@ class Applied:
         elif self._order is not None:
             name = self._name_of(model)
             plan = plan.passes[self._order.pass_of(name, shapes_of((args, kwargs)))]
+        if isinstance(plan, Cuts):
+            self._follow_missing(model, set(plan.modules) - {""})
+            return CuttingRun(plan), watch
         if plan is None or not plan.spans:
             return None, watch
         known = self._scripts.get(id(plan))
         if known is None:
             known = (plan, Script(plan))
-            self._follow_plan(model, known[1])
+            self._follow_missing(model, _modules_of(known[1]))
             self._scripts[id(plan)] = known
         run = Run(known[1], self._verify, self._episode(plan.model_calls))
         return run, watch
 
-    def _follow_plan(self, model: nn.Module, script: Script) -> None:
+    def _follow_missing(self, model: nn.Module, names: set[str]) -> None:
         """Follow those modules that a plan names and that no plan before it did.
 
         A hook on every module would cost as much as half of a ResNet's forward.
         """
         with _FOLLOWING:
-            missing = _modules_of(script) - self._modules
+            missing = names - self._modules
             whole = model if self._whole is None else self._whole
             found = _submodules(whole, missing)
             refuse_scripted(found.items())

@@ -203,8 +203,9 @@ class CheckpointProfiler:
             self._would.add_all(tensor)
             self._kept.add_all(tensor)
         around = None if self._around is None else self._around[0]
-        if around is not None and is_transparent(around):
-            getattr(around, "__self__").note(tensor)  # noqa: B009 (a bound method)
+        owner = getattr(around, "__self__", None)
+        if isinstance(owner, CheckpointProfiler):
+            owner.note(tensor)
 
     def __enter__(self) -> Self:
         self.start_tracking()

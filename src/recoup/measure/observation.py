@@ -91,7 +91,7 @@ def observe(
                 "model.named_modules() has them, or leave out blocks= to have them "
                 "found."
             )
-    cuts = every_kth(chosen) if _are_leaves(step.model, chosen) else chosen
+    cuts = cuts_of(step.model, chosen)
     with cut(step, Cuts(cuts)):
         step.begin()
         step.run()
@@ -123,6 +123,11 @@ def called_blocks(model: nn.Module) -> tuple[str, ...]:
         inner = called_blocks(child)
         found += [f"{name}.{each}" for each in inner] or [name]
     return tuple(found)
+
+
+def cuts_of(model: nn.Module, blocks: Sequence[str]) -> tuple[str, ...]:
+    """Return the blocks at which a step is cut that is not known yet."""
+    return every_kth(blocks) if _are_leaves(model, blocks) else tuple(blocks)
 
 
 def every_kth(names: Sequence[str]) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from recoup.backend.graph import Pack, Unpack, ambient_hooks, current_backward
 from recoup.backend.ledger import storages_in
 from recoup.backend.memory import MemoryMeter
 from recoup.backend.operators import Facts, facts_of
+from recoup.backend.storages import version_of
 from recoup.backend.timers import Timer
 from recoup.engine.observers import Watched
 from recoup.engine.recomputing import is_recomputing
@@ -34,6 +35,7 @@ class Tracer(OperatorMode):
         meter: Entered already; says how many bytes are in use.
         timer: Times the operators.
         resident: Storages that are alive in any case: they count as nothing.
+        reruns: Run operators again for a better time.
     """
 
     def __init__(
@@ -41,11 +43,14 @@ class Tracer(OperatorMode):
         meter: MemoryMeter,
         timer: Timer,
         resident: Iterable[torch.UntypedStorage] = (),
+        *,
+        reruns: bool = True,
     ) -> None:
         super().__init__()
         self.trace = Trace()
         self.traces = [self.trace]
         self._resident = list(resident)
+        self._reruns = reruns
         self._meter = meter
         self._timer = timer
         self._timings: dict[Any, int] = {}
@@ -103,7 +108,7 @@ class Tracer(OperatorMode):
 
     def plain_hooks(self) -> tuple[Pack, Unpack]:
         """Return hooks that take note and keep the tensor, for what is in no region."""
-        pack, unpack = self._noting(_Kept, lambda kept: kept.tensor)
+        pack, unpack = self._noting(_Kept, _Kept.fetch)
         pack.is_transparent = True  # pyright: ignore[reportFunctionMemberAccess]
         return pack, unpack
 
@@ -173,8 +178,13 @@ class Tracer(OperatorMode):
         return passes or self.traces[:1]
 
     def _noting(
-        self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
+        self,
+        pack: Callable[[Tensor], Any],
+        unpack: Callable[[Any], Tensor],
+        *,
+        is_plannable: bool = True,
     ) -> tuple[Pack, Unpack]:
+        """Return hooks that take note; what is not plannable is saved as no value."""
         # By identity: what stands for a saved tensor need not be hashable by value.
         numbers: dict[int, tuple[Trace, int]] = {}
 
@@ -185,7 +195,8 @@ class Tracer(OperatorMode):
                 return packed
             trace = self.trace
             number = len(trace.saves)
-            trace.saves.append(TracedSave(self._lives.value_of(tensor)))
+            value = self._lives.value_of(tensor) if is_plannable else 0
+            trace.saves.append(TracedSave(value))
             packed = pack(tensor)
             trace.saves[number].by_region = isinstance(packed, Hold)
             numbers[id(packed)] = (trace, number)
@@ -204,7 +215,7 @@ class Tracer(OperatorMode):
                 self._lives.follow_copy(save, found)
             return found
 
-        note.is_noting = True  # pyright: ignore[reportFunctionMemberAccess]
+        note.is_noting = is_plannable  # pyright: ignore[reportFunctionMemberAccess]
         return note, fetch
 
     def _forward(
@@ -251,7 +262,7 @@ class Tracer(OperatorMode):
             return timing
         key = (call.func, _shapes((call.args, tuple(call.keywords.items()))))
         known = self._timings.get(key)
-        if facts.writes or facts.random or facts.statistics:
+        if not self._reruns or facts.writes or facts.random or facts.statistics:
             if known is None:
                 self._timings[key] = timing
                 return timing
@@ -265,7 +276,20 @@ class _Kept:
     """A saved tensor in no region, without its graph, which it would keep alive."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor if tensor.is_leaf else tensor.detach()
+        self._tensor = tensor if tensor.is_leaf else tensor.detach()
+        self._version = version_of(tensor)
+
+    def fetch(self) -> Tensor:
+        """Return the tensor, unless it was written to: with hooks torch checks none."""
+        version = version_of(self._tensor)
+        if version != self._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been "
+                "modified by an inplace operation: a tensor of shape "
+                f"{tuple(self._tensor.shape)} is at version {version}; "
+                f"expected version {self._version} instead."
+            )
+        return self._tensor
 
 
 def _release(trace: Trace, number: int) -> None:
