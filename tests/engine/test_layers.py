@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -379,6 +380,42 @@ class TestOverflow:
         assert counted.calls == []
 
 
+class TestWhatIsAsked:
+    @given(
+        st.integers(0, 5),
+        st.integers(0, 6),
+        st.sampled_from(["spread", "evict_oldest", "skip"]),
+        st.lists(st.integers(0, 9), max_size=12),
+    )
+    def test_a_checkpoint_layer_is_one_that_the_forward_kept(
+        self, every, most, on_overflow, layers
+    ):
+        made = checkpointer(every, max_checkpoints=most, on_overflow=on_overflow)
+        made.checkpointed_forward(torch.ones(2), layers, simple)
+        kept = {entry.layer for entry in made._table.entries.values()}
+        asked = {layer for layer in layers if made.is_checkpoint_layer(layer)}
+        assert asked == kept
+        # The others go by the interval, as before the first forward.
+        for layer in set(range(12)).difference(layers):
+            assert made.is_checkpoint_layer(layer) == (every > 0 and layer % every == 0)
+
+    def test_arrays_of_numpy_are_counted_as_tensors_are(self):
+        def forward(activation) -> tuple[int, int, int]:
+            made = checkpointer(3, max_checkpoints=10)
+            made.checkpointed_forward(activation, range(6), simple)
+            stored, saved = made.memory_stored_bytes(), made.memory_saved_bytes()
+            return made.num_checkpoints(), stored, saved
+
+        assert forward(np.array([1, 2, 3], dtype=np.float32)) == (2, 24, 48)
+        assert forward(torch.tensor([1.0, 2.0, 3.0])) == (2, 24, 48)
+
+    def test_arrays_that_are_saved_or_skipped_by_hand_are_counted(self):
+        made = checkpointer(1, max_checkpoints=1, on_overflow="skip")
+        made.save(0, [np.zeros(4), torch.zeros(2), None, 3])
+        made.save(1, np.zeros(8, dtype=np.int16))
+        assert (made.memory_stored_bytes(), made.skipped_bytes()) == (40, 16)
+
+
 class TestRecompute:
     @pytest.mark.parametrize("on_overflow", ["spread", "evict_oldest", "skip"])
     @pytest.mark.parametrize("every", [0, 1, 2, 3, 10])
@@ -447,6 +484,20 @@ class TestMixedPrecision:
         table = checkpointer(use_mixed_precision=True)
         table.save(0, torch.tensor([1e-4]))
         assert abs(float(table.get(0)) - 1e-4) <= 1e-4 / 2048
+
+    @given(st.lists(st.floats(-65504, 65504, width=32), min_size=1, max_size=9))
+    def test_the_error_is_within_the_bound_that_is_stated(self, numbers):
+        x = torch.tensor(numbers)
+        made = checkpointer(use_mixed_precision=True)
+        made.save(0, x)
+        bound = (x.double().abs() / 2**11).clamp(min=2.0**-25)
+        assert ((made.get(0).double() - x.double()).abs() <= bound).all()
+
+    def test_the_relative_bound_alone_is_not_true_of_small_numbers(self):
+        x = torch.tensor([3e-8, 1e-6])
+        made = checkpointer(use_mixed_precision=True)
+        made.save(0, x)
+        assert ((made.get(0) - x).abs() > x / 2**11).all()
 
     def test_integers_and_booleans_are_untouched(self):
         table = checkpointer(use_mixed_precision=True)

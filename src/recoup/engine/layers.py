@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, Self
 
 from recoup.backend.compiled import is_compiled
-from recoup.backend.trees import tensors
+from recoup.backend.trees import bytes_in
 from recoup.core.errors import (
     CheckpointIndexError,
     MissingCheckpointError,
@@ -72,6 +72,7 @@ class ActivationCheckpointer:
             raise UsageError(f"this takes a CheckpointConfig: got {config!r}.")
         self._config = CheckpointConfig() if config is None else config
         self._layer_count: int | None = None
+        self._chosen: dict[int, bool] = {}
         self._table = Table()
 
     @property
@@ -102,7 +103,7 @@ class ActivationCheckpointer:
         is_known = table.find(layer) is not None
         if not is_known and self.num_checkpoints() >= config.max_checkpoints:
             if config.on_overflow == "skip":
-                table.skipped_bytes += _bytes(activation)
+                table.skipped_bytes += bytes_in(activation)
                 return
             if config.on_overflow != "evict_oldest" or not table.entries:
                 raise too_many(config, layer)
@@ -150,13 +151,19 @@ class ActivationCheckpointer:
         return len(self._table.entries)
 
     def is_checkpoint_layer(self, layer: int) -> bool:
-        """Return whether the configuration keeps a layer's activation.
+        """Return whether the activation of a layer is kept.
+
+        For a layer of the last forward that is what the forward kept, where
+        `max_checkpoints` and `on_overflow` count as well. For others it goes by the
+        interval: layers 0, n, 2n, ….
 
         Raises:
             UsageError: The interval is `"sqrt"`, and no forward has told yet how many
                 layers there are.
         """
         layer = check_layer(layer)
+        if layer in self._chosen:
+            return self._chosen[layer]
         count = self._layer_count
         if self._config.checkpoint_every_n_layers == "sqrt" and count is None:
             raise UsageError(
@@ -184,6 +191,8 @@ class ActivationCheckpointer:
         kept, skipped = choose(self._config, layers)
         self.clear()
         self._layer_count = len(layers)
+        self._chosen = dict.fromkeys(layers, False)
+        self._chosen.update((layers[position], True) for position in kept)
         table, sizes = Table(), []
         table.input = Entry(-1, -1, activation, None, moment=Moment.now())
         start = 0
@@ -276,9 +285,5 @@ def _run_stretch(
 ) -> Any:
     for layer in stretch:
         activation = function(activation, layer)
-        sizes.append(_bytes(activation))
+        sizes.append(bytes_in(activation))
     return activation
-
-
-def _bytes(activation: Any) -> int:
-    return sum(tensor.nbytes for tensor in tensors(activation))

@@ -8,7 +8,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from recoup.backend.storages import alias
-from recoup.backend.trees import leaves, map_leaves
+from recoup.backend.trees import bytes_in, leaves, map_leaves
 from recoup.engine.moments import Moment
 from recoup.engine.tiers.protocol import Tier
 from recoup.engine.values import Hold
@@ -20,7 +20,7 @@ class Entry:
     Args:
         layer: Its layer.
         position: Its place among the layers of a forward, if it is of one.
-        activation: The activation: a tensor, or a nested structure of tensors.
+        activation: The activation: a nested structure of tensors or arrays.
         tier: Where it is kept, if not on its device as it is.
         moment: How things stood for the layers after it, if it is of a forward.
     """
@@ -42,8 +42,10 @@ class Entry:
     @property
     def stored_bytes(self) -> int:
         """The bytes it takes where it is kept."""
-        holds = [leaf for leaf in leaves(self._holds) if isinstance(leaf, Hold)]
-        return sum(hold.stored_bytes for hold in holds)
+        return sum(
+            leaf.stored_bytes if isinstance(leaf, Hold) else bytes_in(leaf)
+            for leaf in leaves(self._holds)
+        )
 
     def activation(self) -> Any:
         """Return it, without a graph behind it."""
