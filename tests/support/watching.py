@@ -15,10 +15,14 @@ CPU_STATE_BYTES = 5056
 """The bytes of one state of the CPU generator (Mersenne Twister)."""
 
 
-def saved_bytes(run: Callable[[], Any]) -> int:
+def saved_bytes(run: Callable[[], Any], *without: Tensor) -> int:
     """Count the bytes that autograd saves in a call, every storage once.
 
     Holds the saved tensors while it counts, so that no address is used twice.
+
+    Args:
+        run: The call.
+        without: Tensors that are not counted.
     """
     storages: dict[int, Tensor] = {}
 
@@ -29,6 +33,8 @@ def saved_bytes(run: Callable[[], Any]) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         run()
+    for tensor in without:
+        storages.pop(tensor.untyped_storage()._cdata, None)
     return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
 
 

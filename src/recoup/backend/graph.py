@@ -204,6 +204,18 @@ def is_activation(tensor: Tensor) -> bool:
     return base is None or not base.is_leaf
 
 
+def is_parameter(tensor: Tensor) -> bool:
+    """Return whether a tensor is an `nn.Parameter`, or a view of one.
+
+    Examples:
+        >>> weight = torch.nn.Linear(2, 3).weight
+        >>> is_parameter(weight.t()), is_parameter(weight * 2)
+        (True, False)
+    """
+    base = tensor._base
+    return isinstance(tensor if base is None else base, torch.nn.Parameter)
+
+
 def saves_its_result(node: Any) -> bool:
     """Return whether an operator saves what it returns for its own derivative.
 

@@ -14,6 +14,7 @@ from recoup.core.errors import UnsupportedError, UsageError
 from recoup.engine.observers import observers
 from recoup.engine.options import Options
 from recoup.engine.region import Region
+from recoup.engine.statistics import Account
 
 _TRANSFORM = "don't yet support saved tensor hooks"
 
@@ -93,7 +94,13 @@ def is_recordable(name: str) -> bool:
     return True
 
 
-def begin(owner: object, name: str, options: Options, key: Hashable) -> Region | None:
+def begin(
+    owner: object,
+    name: str,
+    options: Options,
+    key: Hashable,
+    accounts: tuple[Account, ...] = (),
+) -> Region | None:
     """Open a region on this thread, where there is something to do.
 
     Args:
@@ -101,6 +108,7 @@ def begin(owner: object, name: str, options: Options, key: Hashable) -> Region |
         name: What error messages and statistics call it.
         options: How saved tensors are treated.
         key: What tells this region from others.
+        accounts: The accounts that the region adds to.
 
     Returns:
         The region, or None where autograd saves nothing.
@@ -109,18 +117,23 @@ def begin(owner: object, name: str, options: Options, key: Hashable) -> Region |
     if region is not None:
         if not options.recompute and _OPEN.stack:
             region.around = tuple(open_regions())
+        region.accounts = accounts
         for observer in observers():
             observer.began(region)
+        for account in region.accounts:
+            account.calls += 1
         region.open(owner.end_if_left if isinstance(owner, Call) else None)
     _OPEN.stack.append((owner, region))
     return region
 
 
 @contextmanager
-def region(name: str, options: Options, key: Hashable) -> Iterator[Region | None]:
+def region(
+    name: str, options: Options, key: Hashable, accounts: tuple[Account, ...] = ()
+) -> Iterator[Region | None]:
     """Run the block in a region, where there is something to do."""
     owner = object()
-    opened = begin(owner, name, options, key)
+    opened = begin(owner, name, options, key, accounts)
     try:
         yield opened
     except RuntimeError as error:

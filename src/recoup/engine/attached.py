@@ -1,6 +1,7 @@
 """Attached: holds of tensors from outside, until these are parted from their graphs."""
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from recoup.backend.graph import has_graph
 from recoup.backend.storages import Geometry, alias, storage_address
@@ -38,7 +39,9 @@ class Attached:
             hold.address = address
             return hold
         if type(tensor) is not Tensor:
-            return Hold(alias(tensor), geometry)
+            hold = Hold(alias(tensor), geometry)
+            hold.is_frozen = isinstance(tensor, Parameter)
+            return hold
         hold = Hold(tensor, geometry)
         if hold.version != -1:  # an inference tensor never gets a graph
             self._holds.append((hold, address))

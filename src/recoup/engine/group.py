@@ -9,6 +9,7 @@ from recoup.core.errors import UsageError
 from recoup.engine.active import region
 from recoup.engine.node import CheckpointNode, held_bytes
 from recoup.engine.options import Options
+from recoup.engine.statistics import NamedAccount, Statistics
 
 
 class CheckpointGroup:
@@ -38,6 +39,7 @@ class CheckpointGroup:
         self.name = name
         self.call_count = 0
         self._nodes: list[CheckpointNode] = []
+        self._account = NamedAccount(name)
 
     @property
     def nodes(self) -> list[CheckpointNode]:
@@ -52,8 +54,19 @@ class CheckpointGroup:
 
     @property
     def replay_count(self) -> int:
-        """How many times the living regions have been replayed."""
-        return sum(node.replay_count for node in self.nodes)
+        """How many times the group's regions have been replayed."""
+        return self._account.replays
+
+    @property
+    def statistics(self) -> Statistics:
+        """What all calls of the group did, also those whose graph is gone."""
+        for node in self.nodes:
+            node.count_bytes()
+        return self._account.snapshot()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy has: the name and the counts, but no regions."""
+        return {**self.__dict__, "_nodes": []}
 
     def checkpoint_fn(self, inputs: Any, function: Callable[[Any], Any]) -> Any:
         """Call `function(inputs)` in a region of the group.
@@ -74,10 +87,12 @@ class CheckpointGroup:
             )
         self.call_count += 1
         key = ("group", self.name, getattr(function, "__code__", None))
-        with region(self.name, Options(), key) as opened:
+        with region(self.name, Options(), key, (self._account,)) as opened:
             if opened is not None:
+                node = CheckpointNode(region=opened)
                 self._nodes = self.nodes
-                self._nodes.append(CheckpointNode(region=opened))
+                self._nodes.append(node)
+                opened.accounts = (*opened.accounts, node)
             return function(inputs)
 
     def checkpoint_fn_flex(

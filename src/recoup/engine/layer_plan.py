@@ -27,9 +27,9 @@ class CheckpointConfig:
             it is 0; `"sqrt"` takes the square root of the number of layers, for which
             the activations kept and those recomputed at once are fewest.
         max_checkpoints: How many may be kept.
-        use_mixed_precision: Keep them in float16, as `Half` does: in half the bytes. The
-            error of a number x is at most |x| / 2^11, or 2^-25 where that is more, which
-            is below 2^-14 (6.1e-5). If one of 1024 numbers is above 65504, see `Half`.
+        use_mixed_precision: Keep them in float16, as `Half` does, in half the bytes.
+            The error of x is at most |x| / 2^11, or 2^-25 where that is more, which is
+            below 2^-14 (6.1e-5). If one of 1024 numbers is above 65504, see `Half`.
         on_overflow: What a forward does that has more checkpoint layers than that.
             `"spread"` keeps every k-th layer, with k just large enough; `"error"`
             refuses; `"evict_oldest"` keeps the last ones; `"skip"` the first ones.

@@ -2,13 +2,15 @@
 
 import threading
 import weakref
+from inspect import signature
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from recoup.core.errors import UsageError
 from recoup.engine.node import CheckpointNode, held_bytes
 from recoup.engine.observers import Watched, subscribe, unsubscribe
 from recoup.engine.scope import CheckpointScope
+from recoup.engine.statistics import Accounts, StatisticsTable
 
 _MEBIBYTE = 1 << 20
 
@@ -52,6 +54,7 @@ class ScopeManager:
         self._scopes: list[CheckpointScope] = []
         self._regions: list[weakref.ref[Watched]] = []
         self._prune_at = 16
+        self._accounts = Accounts()
         self._lock = threading.Lock()
 
     @property
@@ -119,6 +122,7 @@ class ScopeManager:
         self._require_scope(scope)
         if scope not in self._scopes:
             self._scopes.append(scope)
+            scope.add_account(self._accounts.named(scope.name))
 
     def unregister_scope(self, scope: CheckpointScope) -> None:
         """Stop accounting for a scope.
@@ -130,6 +134,40 @@ class ScopeManager:
         if scope not in self._scopes:
             raise UsageError(f"scope {scope.name!r} is not registered here.")
         self._scopes.remove(scope)
+        scope.remove_account(self._accounts.named(scope.name))
+
+    @property
+    def statistics(self) -> StatisticsTable:
+        """What regions did, by name, also those that are gone; print it for a table.
+
+        It counts the regions of registered scopes, and all that ran inside
+        `with manager:`.
+        """
+        for node in self.nodes:
+            node.count_bytes()
+        return self._accounts.table()
+
+    def reset_statistics(self) -> None:
+        """Set all counts back to zero."""
+        self._accounts.reset()
+        for scope in self._scopes:
+            scope.add_account(self._accounts.named(scope.name))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy has: options, scopes and counts.
+
+        Regions belong to a step, and a model to the manager that it was applied to.
+        """
+        options = {
+            name: getattr(self, name) for name in signature(type(self)).parameters
+        }
+        return {"options": options, "scopes": self._scopes, "accounts": self._accounts}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state["options"])
+        self._accounts = state["accounts"]
+        for scope in state["scopes"]:
+            self.register_scope(scope)
 
     def clear_all_checkpoints(self) -> None:
         """Let go of everything that the living regions hold, at once.
@@ -160,6 +198,9 @@ class ScopeManager:
                 self._regions = [seen for seen in self._regions if seen() is not None]
                 self._prune_at = 2 * len(self._regions) + 16
             self._regions.append(weakref.ref(region))
+        account = self._accounts.named(region.name)
+        if account not in region.accounts:
+            region.accounts = (*region.accounts, account)
 
     def ended(self, region: Watched) -> None:
         """Nothing more to note: the region is asked when somebody wants to know."""

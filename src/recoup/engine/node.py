@@ -14,12 +14,13 @@ from recoup.backend.storages import (
 )
 from recoup.core.errors import UsageError
 from recoup.engine.observers import Watched
+from recoup.engine.statistics import Account
 from recoup.engine.values import Hold
 
 RecomputeFunction = Callable[[], Tensor | Sequence[Tensor]]
 
 
-class CheckpointNode:
+class CheckpointNode(Account):
     """One checkpoint: what is held for it, and how the rest is computed again.
 
     recoup makes a node for every region (`scope.nodes`); it does not keep the region
@@ -61,6 +62,11 @@ class CheckpointNode:
         self._functions: tuple[RecomputeFunction, ...] = ()
         self._results: tuple[weakref.ref[Tensor], ...] = ()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is left of it in a copy: what it holds belongs to a step."""
+        of_a_step = {"_output": None, "_region": None, "_holds": (), "_results": ()}
+        return {**self.__dict__, **of_a_step, "_functions": ()}
+
     @property
     def name(self) -> str:
         """The region's name, or the operation's."""
@@ -83,9 +89,9 @@ class CheckpointNode:
 
     @property
     def replay_count(self) -> int:
-        """How many times the region has been replayed."""
+        """How many times the region has been replayed, also after it is gone."""
         region = self.region
-        return 0 if region is None else region.replays
+        return self.replays if region is None else region.replays
 
     @property
     def saved_activations(self) -> list[Tensor]:
@@ -100,6 +106,12 @@ class CheckpointNode:
                 tensor = hold.fetch("a checkpoint node")
                 found.setdefault(_identity(tensor), tensor)
         return list(found.values())
+
+    def count_bytes(self) -> None:
+        """Let the region add what it keeps and frees to its accounts."""
+        region = self.region
+        if region is not None:
+            region.count_bytes()
 
     def holds(self) -> list[Hold]:
         """Return what is held, by the node itself and by its region."""

@@ -7,6 +7,7 @@ from typing import Protocol, TypeVar
 from torch import Tensor
 
 from recoup.backend.graph import Pack, Unpack
+from recoup.engine.statistics import Account
 from recoup.engine.values import Hold
 
 Traced = TypeVar("Traced", contravariant=True)
@@ -21,6 +22,7 @@ class Watched(Protocol):
     name: str
     replays: int
     listeners: tuple[Listener, ...]
+    accounts: tuple[Account, ...]
 
     def holds(self) -> list[Hold]:
         """Return everything it holds."""
@@ -28,6 +30,10 @@ class Watched(Protocol):
 
     def random_bytes(self) -> int:
         """Return the bytes of generator states that it keeps."""
+        ...
+
+    def count_bytes(self) -> None:
+        """Add to the accounts what it keeps and frees, if that was not done yet."""
         ...
 
     def recompute(self) -> tuple[Tensor, ...]:

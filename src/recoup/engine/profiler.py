@@ -17,6 +17,7 @@ from recoup.backend.graph import (
     Pack,
     Unpack,
     ambient_hooks,
+    is_parameter,
     pop_hooks,
     push_hooks,
     saves_its_result,
@@ -32,6 +33,7 @@ from recoup.engine.observers import (
     subscribe,
     unsubscribe,
 )
+from recoup.engine.statistics import Accounts, StatisticsTable
 from recoup.engine.values import Hold
 
 _ELSEWHERE = -1
@@ -83,8 +85,12 @@ class CheckpointProfiler:
         self._lock = threading.RLock()
         self._would = StorageLedger()
         self._kept = StorageLedger()
+        self._would_parameters = StorageLedger()
+        self._kept_parameters = StorageLedger()
         self._random_bytes = 0
         self._count = 0
+        self._accounts = Accounts()
+        self._regions: list[ref[Watched]] = []
         self._saved: dict[int, _Saved] = {}
         self._numbers = itertools.count()
         self._running: dict[int, int] = {}
@@ -144,14 +150,30 @@ class CheckpointProfiler:
         with self._lock:
             self._would = StorageLedger()
             self._kept = StorageLedger()
+            self._would_parameters = StorageLedger()
+            self._kept_parameters = StorageLedger()
             self._random_bytes = 0
             self._count = 0
+            self._accounts = Accounts()
+            self._regions = []
             self._saved = {}
             self._just_ended = {_ELSEWHERE}
 
     def memory_saved(self) -> int:
-        """Return the bytes autograd would have kept minus the bytes kept."""
-        return self.plain_bytes() - self.kept_bytes()
+        """Return the activations autograd would have kept minus those kept, in bytes.
+
+        Parameters are in memory in any case: one that only a replay needs, such as the
+        weight of an embedding, is no loss.
+        """
+        with self._lock:
+            plain = self._would.total_bytes - self._would_parameters.total_bytes
+            kept = self._kept.total_bytes - self._kept_parameters.total_bytes
+            return plain - kept - self._random_bytes
+
+    def parameter_bytes(self) -> int:
+        """Return the bytes of the parameters among what is kept."""
+        with self._lock:
+            return self._kept_parameters.total_bytes
 
     def plain_bytes(self) -> int:
         """Return the bytes that autograd would have kept without regions."""
@@ -162,6 +184,18 @@ class CheckpointProfiler:
         """Return the bytes that are kept: by regions, and saved outside of them."""
         with self._lock:
             return self._kept.total_bytes + self._random_bytes
+
+    @property
+    def statistics(self) -> StatisticsTable:
+        """What the regions did, by name, backward included; print it for a table.
+
+        A region that ran while the profiler was tracking counts to its end.
+        """
+        for reference in self._regions:
+            region = reference()
+            if region is not None:
+                region.count_bytes()
+        return self._accounts.table()
 
     def checkpoint_count(self) -> int:
         """Return how many regions have run."""
@@ -186,6 +220,8 @@ class CheckpointProfiler:
             self._running[id(region)] = number
         listener = partial(self._would_have, region.name, number)
         region.listeners = (*region.listeners, listener)
+        region.accounts = (*region.accounts, self._accounts.named(region.name))
+        self._regions.append(ref(region))
 
     def ended(self, region: Watched) -> None:
         """Take note of what a region holds after its forward."""
@@ -196,16 +232,29 @@ class CheckpointProfiler:
             for hold in region.holds():
                 if hold.tensor is not None:
                     self._kept.add_all(hold.tensor)
+                    if hold.is_parameter:
+                        self._kept_parameters.add_all(hold.tensor)
 
     def note(self, tensor: Tensor) -> None:
         """Take note of a tensor saved outside of regions."""
         with self._lock:
             self._would.add_all(tensor)
             self._kept.add_all(tensor)
+            if is_parameter(tensor):
+                self._would_parameters.add_all(tensor)
+                self._kept_parameters.add_all(tensor)
         around = None if self._around is None else self._around[0]
         owner = getattr(around, "__self__", None)
         if isinstance(owner, CheckpointProfiler):
             owner.note(tensor)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy has: nothing but the counts by region."""
+        return {"_accounts": self._accounts}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()
+        self.__dict__.update(state)
 
     def __enter__(self) -> Self:
         self.start_tracking()
@@ -223,6 +272,8 @@ class CheckpointProfiler:
 
     def _would_have(self, region: str, number: int, tensor: Tensor) -> None:
         with self._lock:
+            if is_parameter(tensor):
+                self._would_parameters.add_all(tensor)
             for storage in storages_in(tensor):
                 if self._would.add(storage):
                     shape, size = tuple(tensor.shape), storage.nbytes()

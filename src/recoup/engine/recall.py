@@ -7,7 +7,6 @@ autograd, or a value that may still be asked for, needs it. So no operation runs
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from math import prod
 from typing import Protocol
 
 from torch import Tensor
@@ -284,7 +283,7 @@ class Recall:
                     pending[value] = value.demand
                 if value in self._later:
                     self._later.discard(value)
-                    self._spare_bytes -= _bytes(value)
+                    self._spare_bytes -= value.nbytes
         self.live.update(live)
 
     def _keeps(self, value: Value) -> bool:
@@ -352,14 +351,14 @@ class Recall:
         """Keep a value for one that may be asked for later, or for none."""
         if later is None and value in self._shared:
             self._shared.discard(value)
-            self._spare_bytes += _bytes(value)
+            self._spare_bytes += value.nbytes
         elif later is not None:
             if value not in self._shared:
                 self._shared.add(value)
-                self._spare_bytes -= _bytes(value)
+                self._spare_bytes -= value.nbytes
             if later not in self._later:
                 self._later.add(later)
-                self._spare_bytes += _bytes(later)
+                self._spare_bytes += later.nbytes
 
 
 def _made_by(operation: Operation) -> list[Value]:
@@ -374,10 +373,3 @@ def is_wanted(value: Value) -> bool:
 def wanted_of(saved: Iterable[Value]) -> list[Value]:
     """Return those of the saved values that a replay is to give."""
     return [value for value in saved if is_wanted(value)]
-
-
-def _bytes(value: Value) -> int:
-    if value.geometry is None:
-        return 0
-    shape, _, _, dtype, _ = value.geometry
-    return prod(shape) * dtype.itemsize

@@ -1,8 +1,9 @@
 """Regions: a stretch of forward whose saved tensors are forgotten and replayed."""
 
 import threading
-from collections.abc import Callable, Generator, Hashable, Mapping
+from collections.abc import Callable, Container, Generator, Hashable, Mapping
 from functools import partial
+from time import perf_counter
 from typing import Any, NoReturn, TypeVar
 
 from torch import Tensor
@@ -32,9 +33,10 @@ from recoup.engine.placement import placement_of
 from recoup.engine.program import Live, Program, derived_from_lossy, number
 from recoup.engine.recall import Recall, Saved, Uses, wanted_of
 from recoup.engine.recorder import Recorder
+from recoup.engine.statistics import Account
 from recoup.engine.tape import Tape
 from recoup.engine.tiers.protocol import Tier
-from recoup.engine.values import Hold, Layout, Value
+from recoup.engine.values import Hold, Layout, Value, activation_bytes
 from recoup.engine.verification import check_for, take_note
 from recoup.engine.wrapped import Wrapped
 
@@ -70,6 +72,7 @@ class Region:
         listeners: Called with every tensor that autograd saves in it.
         tracer: Gives the saved-tensor hooks that are used instead of its own.
         around: The regions around it, if these are to keep what it keeps.
+        accounts: What it adds its counts to.
     """
 
     # What is seldom asked for: it is set where it differs.
@@ -77,6 +80,8 @@ class Region:
     replayed_operators = 0
     tracer: "Tracer[Region] | None" = None
     around: "tuple[Region, ...]" = ()
+    accounts: tuple[Account, ...] = ()
+    _is_counted = False
     _roots: list[Value] | None = None
     _program: Program | None = None
     _uses: Uses | None = None
@@ -294,7 +299,7 @@ class Region:
             if self._cleared:
                 self._refuse()
             wanted = wanted_of(self.tape.saved)
-            self.replays += 1
+            self._count_replay()
             program = Program(self.tape.operations, wanted)
             live = run_nested(self._run(program, {}))
             return tuple(live[value] for value in wanted)
@@ -328,6 +333,41 @@ class Region:
         """Return the bytes of the generator states kept for random operators."""
         kept = (operation.random for operation in self.tape.operations)
         return sum(random[1].nbytes for random in kept if random is not None)
+
+    def count_bytes(self) -> None:
+        """Add to the accounts what it keeps and frees, once.
+
+        It is done when somebody asks, or in backward: recording takes no longer.
+        """
+        if self._is_counted:
+            return
+        self._is_counted = True
+        saved = [value for value in self.tape.saved if value.demand > 0]
+        freed = sum(value.nbytes for value in saved if value.hold is None)
+        kept = activation_bytes(self.holds()) + self.random_bytes()
+        for account in self.accounts:
+            account.freed_bytes += freed
+            account.kept_bytes += kept
+
+    def _count_replay(self) -> None:
+        self.replays += 1
+        if self.accounts:
+            self.count_bytes()
+            for account in self.accounts:
+                account.replays += 1
+
+    def _count_run(
+        self, program: Program, known: Container[Value | Layout], seconds: float
+    ) -> None:
+        made = sum(
+            value.nbytes
+            for value in program.wanted
+            if value.demand > 0 and value.hold is None and value not in known
+        )
+        for account in self.accounts:
+            account.replayed_operators += len(program.operations)
+            account.replay_seconds += seconds
+            account.recomputed_bytes += made
 
     def end(self, task: int) -> None:
         """Drop what a backward left behind."""
@@ -402,7 +442,7 @@ class Region:
 
     def _alone(self, saved: Saved) -> Generator[Request, Tensor, Tensor]:
         """Return one saved tensor, recomputed for itself."""
-        self.replays += 1
+        self._count_replay()
         program = Program(self.tape.operations, [saved.value])
         live = yield from self._run(program, {})
         whole = live[saved.value]
@@ -414,7 +454,7 @@ class Region:
             recall, lasting = self._recall, self.options.cache
             if recall is not None and recall.serves(task):
                 return recall
-            self.replays += 1
+            self._count_replay()
             recall = Recall(-1 if lasting else task, lasting=lasting)
             self._recall = recall
             if not lasting:
@@ -495,9 +535,13 @@ class Region:
                     tensor = yield around, hold.packed
                     given[value] = hold.given_back(tensor, "a replay")
         check = self._check
+        start = perf_counter()
+        observe = None if check is None else partial(check.observe, self.name)
+        live = program.run(observe, given)
+        if self.accounts:
+            self._count_run(program, known, perf_counter() - start)
         if check is None:
-            return program.run(given=given)
-        live = program.run(partial(check.observe, self.name), given)
+            return live
         made = [v for v in program.wanted if v not in known and v.demand > 0]
         check.compare(self.name, self.tape, {value: live[value] for value in made})
         return live

@@ -4,6 +4,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from recoup.backend.fingerprints import fingerprint
 from recoup.backend.graph import (
     current_backward,
     follow_backward,
+    is_parameter,
     pop_hooks,
     push_hooks,
 )
@@ -32,7 +34,13 @@ from recoup.engine.holding import hand_over, is_handing_over
 from recoup.engine.kept_buffers import KeptBuffers
 from recoup.engine.observers import Listener, observers
 from recoup.engine.recomputing import recomputing
-from recoup.engine.values import Hold, changed_tensor, written_in_backward
+from recoup.engine.statistics import Account
+from recoup.engine.values import (
+    Hold,
+    activation_bytes,
+    changed_tensor,
+    written_in_backward,
+)
 from recoup.engine.verdicts import Verdict, hand_in
 from recoup.engine.verification import RECOMPUTED
 from recoup.engine.verified import LEDGER
@@ -78,6 +86,8 @@ def rerun(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     call = Rerun(function, args, kwargs)
     for observer in observers():
         observer.began(call)
+    for account in call.accounts:
+        account.calls += 1
     push_hooks(call.pack, call.unpack)
     try:
         result = function(*args, **kwargs)
@@ -120,6 +130,9 @@ class Rerun:
         self.name = _name_of(function)
         self.replays = 0
         self.listeners: tuple[Listener, ...] = ()
+        self.accounts: tuple[Account, ...] = ()
+        self._is_counted = False
+        self._saved_bytes = 0
         self._function: Callable[..., Any] | None = function
         self._captures = Captures(original)
         self._key = _key_of(original)
@@ -160,6 +173,8 @@ class Rerun:
                 listener(tensor)
         place = self._count
         self._count += 1
+        if self.accounts and not is_parameter(tensor):
+            self._saved_bytes += tensor.nbytes if has_storage(tensor) else 0
         self._prints.append(self._fingerprint(tensor))
         return Slot(place, tensor)
 
@@ -189,6 +204,15 @@ class Rerun:
     def random_bytes(self) -> int:
         """Return the bytes of the generator states kept."""
         return sum(state.nbytes for _, state in self._random)
+
+    def count_bytes(self) -> None:
+        """Add to the accounts what it keeps and frees, once."""
+        if not self._is_counted:
+            self._is_counted = True
+            kept = activation_bytes(self.holds()) + self.random_bytes()
+            for account in self.accounts:
+                account.kept_bytes += kept
+                account.freed_bytes += self._saved_bytes
 
     def recompute(self) -> tuple[Tensor, ...]:
         """Call the function again now and return what it saves."""
@@ -222,6 +246,8 @@ class Rerun:
                     f"{version_of(parameter)}, forward used version {version})"
                 )
                 raise changed_tensor(parameter, repr(self.name), happened)
+        self.count_bytes()
+        start = perf_counter()
         collected = _Collector(self._count, self._fingerprint, self._buffers)
         # Not as a part of a batch of gradients, which random operators refuse.
         with outside_transforms():
@@ -235,6 +261,13 @@ class Rerun:
             finally:
                 pop_hooks()
         self.replays += 1
+        found = [
+            tensor for tensor, _ in collected.found.values() if has_storage(tensor)
+        ]
+        for account in self.accounts:
+            account.replays += 1
+            account.replay_seconds += perf_counter() - start
+            account.recomputed_bytes += sum(tensor.nbytes for tensor in found)
         if len(collected.found) < self._count:
             raise MismatchError(
                 f"{self.name!r} saved {self._count} tensors in forward, but only "

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Hashable
 from dataclasses import replace
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from recoup.backend.compiled import leave_uncompiled
 from recoup.core.errors import UsageError
@@ -13,6 +13,7 @@ from recoup.engine.active import begin, end, refuse_transform, skip
 from recoup.engine.node import CheckpointNode, held_bytes
 from recoup.engine.options import Options, keeping_nothing
 from recoup.engine.policies import Policy, recomputes_beside
+from recoup.engine.statistics import Account, NamedAccount, Statistics
 from recoup.engine.tiers.protocol import Tier
 from recoup.engine.verification import Verify, check_verify
 
@@ -96,6 +97,8 @@ class CheckpointScope:
             self._known_options = Options(recompute, policy, cache, verify, store)
         self._nodes: list[CheckpointNode] = []
         self._prune_at = 16
+        self._account = NamedAccount(name)
+        self._accounts: tuple[Account, ...] = (self._account,)
         self._kept_operators: Counter[str] | None = None
         self.is_enabled = enabled
         self.use_recomputation = use_recomputation
@@ -124,16 +127,42 @@ class CheckpointScope:
         """The bytes that the scope's living regions hold; shared storages once."""
         return held_bytes(self.nodes)
 
+    @property
+    def statistics(self) -> Statistics:
+        """What all regions of the scope did, also those that are gone.
+
+        Print it for a table. Bytes are counted when a region is first replayed, or now.
+        """
+        for node in self.nodes:
+            node.count_bytes()
+        return self._account.snapshot()
+
+    def add_account(self, account: Account) -> None:
+        """Let the regions of the scope add to another account from now on."""
+        if account not in self._accounts:
+            self._accounts = (*self._accounts, account)
+
+    def remove_account(self, account: Account) -> None:
+        """Let the regions of the scope add no more to an account."""
+        self._accounts = tuple(each for each in self._accounts if each is not account)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy has: the options and the counts, but no regions."""
+        return {**self.__dict__, "_nodes": [], "_accounts": (self._account,)}
+
     @leave_uncompiled
     def __enter__(self) -> Self:
         if not self.is_enabled:
             skip(self)
             return self
-        region = begin(self, self._name, self._options(), self._key)
+        options = self._options()
+        region = begin(self, self._name, options, self._key, self._accounts)
         if region is not None:
             if len(self._nodes) >= self._prune_at:
                 self._prune_at = 2 * len(self.nodes) + 16
-            self._nodes.append(CheckpointNode(region=region))
+            node = CheckpointNode(region=region)
+            self._nodes.append(node)
+            region.accounts = (*region.accounts, node)
         return self
 
     @leave_uncompiled

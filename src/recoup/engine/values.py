@@ -1,15 +1,16 @@
 """Values, the operations that made them, and the holds that keep some of them."""
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
+from math import prod
 from types import MappingProxyType
 from typing import Any, Protocol, final
 
 from torch import Generator, Tensor
 
 from recoup.backend.defaults import default_dtype
-from recoup.backend.graph import Pack, Unpack
+from recoup.backend.graph import Pack, Unpack, is_parameter
 from recoup.backend.kernels import Kernel
 from recoup.backend.operators import Operator
 from recoup.backend.storages import (
@@ -79,6 +80,13 @@ class Value:
         self.is_spare = False
         self.born: weakref.ref[Tensor] | None = None
         self.layouts: Mapping[Geometry, Layout] = _NO_LAYOUTS
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the tensor that first named it; 0 if it came from outside."""
+        if self.geometry is None:
+            return 0
+        return prod(self.geometry[0]) * self.geometry[3].itemsize
 
     def layout(self, geometry: Geometry) -> "Layout":
         """Return the way to lie in the storage that has this geometry, always one."""
@@ -247,6 +255,7 @@ class Hold:
     Attributes:
         version: The tensor's version when it was used, or None while it is not known.
         address: The address of a leaf's storage, which somebody may replace by another.
+        is_frozen: It holds a parameter that requires no gradient.
         owner: The wrapper that the tensor is a part of, weakly, with its version.
         tier: Where the value is to be kept, if not on its device.
         stored: The value in its tier, once it has been put there.
@@ -258,6 +267,7 @@ class Hold:
         "address",
         "geometry",
         "guard",
+        "is_frozen",
         "owner",
         "packed",
         "past",
@@ -276,6 +286,7 @@ class Hold:
         self.unpack: Unpack | None = None
         self.address: int | None = None
         self.guard: Tensor | None = None
+        self.is_frozen = False
         self.owner: tuple[weakref.ref[Tensor], int] | None = None
         self.tier: Tier | None = None
         self.stored: Deposit | None = None
@@ -306,6 +317,12 @@ class Hold:
             value = getattr(hold.packed, "value", None)
             hold = value.hold if isinstance(value, Value) else None
         return None if hold is None else hold.tensor
+
+    @property
+    def is_parameter(self) -> bool:
+        """Whether it holds a parameter, or a view of one."""
+        tensor = self.resident
+        return self.is_frozen or (tensor is not None and is_parameter(tensor))
 
     @property
     def stored_bytes(self) -> int:
@@ -473,6 +490,19 @@ def written_in_backward(tensor: Tensor) -> ChangedTensorError:
         "changed in place by a backward function, and another one needs it. Clone what "
         "`ctx.saved_tensors` gives before writing to it."
     )
+
+
+def activation_bytes(holds: Iterable[Hold]) -> int:
+    """Return the bytes of what is held, without parameters, every storage once.
+
+    Parameters are in memory anyway.
+    """
+    storages: dict[int, int] = {}
+    for hold in holds:
+        tensor = hold.resident
+        if tensor is not None and has_storage(tensor) and not hold.is_parameter:
+            storages[storage_address(tensor)] = tensor.untyped_storage().nbytes()
+    return sum(storages.values())
 
 
 def can_move(tensor: Tensor, tier: Tier) -> bool:

@@ -1,0 +1,190 @@
+"""Statistics of regions: how often they ran, what they replayed, what they kept.
+
+A region adds to the accounts of whoever wants to know: its scope or group, its node,
+the managers and profilers that watch. The accounts outlive the region.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+from recoup.core.units import print_bytes
+
+
+class Account:
+    """Sums over regions. Counts are class attributes until they differ from zero.
+
+    Attributes:
+        calls: How many regions ran.
+        replays: How many backwards made them replay.
+        replayed_operators: How many operators the replays ran.
+        replay_seconds: How long the host took for the replays.
+        kept_bytes: The activations that the regions held from forward to backward,
+            with the states of random generators. Parameters are not among them.
+        freed_bytes: What autograd would have saved of their results and they did not
+            hold.
+        recomputed_bytes: What replays gave back to autograd.
+    """
+
+    calls = 0
+    replays = 0
+    replayed_operators = 0
+    replay_seconds = 0.0
+    kept_bytes = 0
+    freed_bytes = 0
+    recomputed_bytes = 0
+
+
+class NamedAccount(Account):
+    """The account of all regions of one name.
+
+    Args:
+        name: The name.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def snapshot(self) -> "Statistics":
+        """Return what it says now."""
+        counts = {each.name: getattr(self, each.name) for each in fields(Statistics)}
+        return Statistics(**counts)
+
+    def reset(self) -> None:
+        """Set all counts back to zero."""
+        self.__dict__ = {"name": self.name}
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """What regions of one name did; see `Account`.
+
+    Attributes:
+        name: The name of the regions.
+        calls: How many ran.
+        replays: How many backwards made them replay.
+        replayed_operators: How many operators the replays ran.
+        replay_seconds: How long the host took for the replays.
+        kept_bytes: The activations that they held.
+        freed_bytes: What autograd would have saved and they did not hold.
+        recomputed_bytes: What replays gave back to autograd.
+
+    Examples:
+        >>> print(Statistics("block", calls=2, replays=1, freed_bytes=2048))
+        region  calls  replays  operators  seconds  kept  freed    recomputed
+        block       2        1          0   0.0000   0 B  2.0 KiB         0 B
+    """
+
+    name: str
+    calls: int = 0
+    replays: int = 0
+    replayed_operators: int = 0
+    replay_seconds: float = 0.0
+    kept_bytes: int = 0
+    freed_bytes: int = 0
+    recomputed_bytes: int = 0
+
+    def __str__(self) -> str:
+        return str(StatisticsTable((self,)))
+
+
+_COLUMNS: dict[str, Callable[[Statistics], str]] = {
+    "region": lambda each: each.name,
+    "calls": lambda each: str(each.calls),
+    "replays": lambda each: str(each.replays),
+    "operators": lambda each: str(each.replayed_operators),
+    "seconds": lambda each: f"{each.replay_seconds:.4f}",
+    "kept": lambda each: print_bytes(each.kept_bytes),
+    "freed": lambda each: print_bytes(each.freed_bytes),
+    "recomputed": lambda each: print_bytes(each.recomputed_bytes),
+}
+
+
+class StatisticsTable:
+    """Statistics by name, to be printed: by `print`, or by rich in color.
+
+    Args:
+        rows: The statistics.
+
+    Examples:
+        >>> table = StatisticsTable([Statistics("a", calls=1), Statistics("b")])
+        >>> len(table), table["a"].calls, table.total.calls
+        (2, 1, 1)
+    """
+
+    def __init__(self, rows: Iterable[Statistics]) -> None:
+        self.rows = tuple(rows)
+
+    def __iter__(self) -> Iterator[Statistics]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, name: str) -> Statistics:
+        for row in self.rows:
+            if row.name == name:
+                return row
+        known = ", ".join(repr(row.name) for row in self.rows) or "none"
+        raise KeyError(
+            f"expected the name of a region that ran ({known}), got {name!r}"
+        )
+
+    @property
+    def total(self) -> Statistics:
+        """The sum of all rows."""
+        counts = [each.name for each in fields(Statistics) if each.name != "name"]
+        sums = {name: sum(getattr(row, name) for row in self.rows) for name in counts}
+        return Statistics("total", **sums)
+
+    def _cells(self) -> list[list[str]]:
+        shown = list(self.rows)
+        if len(shown) > 1:
+            shown.append(self.total)
+        return [[show(row) for show in _COLUMNS.values()] for row in shown]
+
+    def __str__(self) -> str:
+        lines = [list(_COLUMNS), *self._cells()]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        first = [f"{line[0]:<{widths[0]}}" for line in lines]
+        others = [
+            "".join(
+                f"  {cell:>{width}}"
+                for cell, width in zip(line[1:], widths[1:], strict=True)
+            )
+            for line in lines
+        ]
+        return "\n".join(map("".join, zip(first, others, strict=True)))
+
+    def __rich__(self) -> Any:
+        """Return the table for rich."""
+        from rich.table import Table
+
+        table = Table()
+        for name in _COLUMNS:
+            table.add_column(name, justify="left" if name == "region" else "right")
+        for cells in self._cells():
+            table.add_row(*cells)
+        return table
+
+
+class Accounts:
+    """Accounts by name, made as names come."""
+
+    def __init__(self) -> None:
+        self._named: dict[str, NamedAccount] = {}
+
+    def named(self, name: str) -> NamedAccount:
+        """Return the account of a name."""
+        account = self._named.get(name)
+        if account is None:
+            account = self._named.setdefault(name, NamedAccount(name))
+        return account
+
+    def table(self) -> StatisticsTable:
+        """Return what all say now."""
+        return StatisticsTable(each.snapshot() for each in self._named.values())
+
+    def reset(self) -> None:
+        """Start from zero."""
+        self._named = {}
