@@ -111,6 +111,7 @@ class PartlyScripted(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")
 @pytest.mark.parametrize("whole", [True, False])
 def test_scripted_modules_are_refused_and_no_hook_stays(whole):
     model = torch.jit.script(blocks()) if whole else PartlyScripted()

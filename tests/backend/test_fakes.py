@@ -1,10 +1,13 @@
 """Stand-ins without memory: they lie as their originals do, and leave nothing."""
 
+import logging
+
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from recoup.backend.fakes import FakeMeter, Shadows
+from recoup.backend.fakes import FakeMeter, Shadows, without_memory
 from recoup.core.errors import UnsupportedError
 
 CPU = torch.device("cpu")
@@ -97,3 +100,29 @@ def test_the_meter_refuses_what_only_a_kernel_can_size():
         pytest.raises(UnsupportedError, match="only its kernel knows"),
     ):
         lstm(x)
+
+
+def test_an_error_without_memory_is_raised_and_not_logged_as_well():
+    """Whoever runs the step reports it once; torch's log keeps the errors of others."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    shown: list[logging.LogRecord] = []
+
+    class Listening(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            shown.append(record)
+
+    listening = Listening()
+    log.addHandler(listening)
+    try:
+        with without_memory():
+            left = torch.ones(2, 3)
+            with pytest.raises(RuntimeError):
+                torch.mm(left, left)
+        assert shown == []
+        with FakeTensorMode():
+            left = torch.ones(2, 3)
+            with pytest.raises(RuntimeError):
+                torch.mm(left, left)
+        assert len(shown) == 1
+    finally:
+        log.removeHandler(listening)

@@ -135,6 +135,7 @@ def test_outputs_of_other_shapes_and_types_are_refused(first):
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")  # of 2.15
 @pytest.mark.parametrize("needs_gradient", [False, True])
 def test_forward_mode_is_refused(needs_gradient):
     weight = torch.ones(2, requires_grad=needs_gradient)

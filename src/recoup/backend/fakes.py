@@ -2,10 +2,11 @@
 
 import collections
 import functools
+import logging
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,38 @@ NEEDS_CONTENTS = (
 """Raised by an operator whose result cannot be told without the contents."""
 
 
+class _Silence(logging.Filter):
+    """Drops what torch logs of an operator that fails on fake tensors.
+
+    It raises the error too, and who runs the step reports it, once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open_modes = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether a record is to be shown."""
+        failed = "failed while attempting to run meta" in str(record.msg)
+        return not (failed and self.open_modes > 0)
+
+
+_SILENCE = _Silence()
+logging.getLogger(FakeTensorMode.__module__).addFilter(_SILENCE)
+
+
+class QuietFakeMode(FakeTensorMode):
+    """Run operators without memory; their errors are raised and not logged as well."""
+
+    def __enter__(self) -> Self:
+        _SILENCE.open_modes += 1
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        _SILENCE.open_modes -= 1
+        super().__exit__(*error)
+
+
 def without_memory() -> AbstractContextManager[object]:
     """Make every tensor that is made inside the block one without memory.
 
@@ -42,7 +75,7 @@ def without_memory() -> AbstractContextManager[object]:
         >>> huge.nbytes == 1 << 42
         True
     """
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    return QuietFakeMode(allow_non_fake_inputs=True)
 
 
 class Shadows:
@@ -66,7 +99,7 @@ class Shadows:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = QuietFakeMode(allow_non_fake_inputs=True)
         self._device = device
         # The originals are kept, so that their identities are not given to others.
         self._known: dict[int, tuple[Tensor, Tensor]] = {}

@@ -109,7 +109,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
     What is no structure of tensors but can be moved, such as a batch of graphs, is.
     """
     found = tensors_in(batch)
-    if found and all(tensor.device == device for tensor in found):
+    if {tensor.device for tensor in found} == {device}:
         return batch
 
     def move(leaf: Any) -> Any:

@@ -205,7 +205,9 @@ class Stepper:
         self, batches: Sequence[Any], reports: Sequence[Report], *, careful: bool
     ) -> tuple[Tensor, int]:
         """Compute gradients, giving up more and more until they fit in memory."""
-        total = sum(report.weight for report in reports) / len(reports)
+        total = reports[0].weight
+        if len(reports) > 1:
+            total = sum(report.weight for report in reports) / len(reports)
         while True:
             found = self._try(batches, total, careful=careful)
             if found is not None:
