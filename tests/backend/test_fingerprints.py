@@ -198,6 +198,66 @@ class TestDifference:
             assert hits <= 1 << power
 
 
+class TestWeights:
+    """A swap in places (b, i) and (c, j) of blocks changes d * (v_b w_i - v_c w_j).
+
+    It is unseen if the powers of two in both factors make up 2**64. Those in d are 31
+    at most: so the weights' have to be 33 or more.
+    """
+
+    HIDDEN = 33
+
+    def test_no_swap_among_the_first_places_of_the_first_blocks_is_unseen(self):
+        places, blocks = _weights(_PLACES, 48, CPU), _weights(_BLOCKS, 48, CPU)
+        products = (blocks[:, None] * places).view(-1) & ((1 << self.HIDDEN) - 1)
+        assert len(products.unique()) == len(products)
+
+    def test_one_sequence_for_both_would_not_do(self):
+        """The test above is shown what it is for."""
+        places = _weights(_PLACES, 48, CPU)
+        products = (places[:, None] * places).view(-1)
+        assert len(products.unique()) < len(products)
+
+    def test_as_few_swaps_inside_a_block_are_unseen_as_by_chance(self):
+        weights = _weights(_PLACES, 1 << 21, CPU) & ((1 << self.HIDDEN) - 1)
+        _, counts = weights.unique(return_counts=True)
+        unseen = int((counts * (counts - 1) // 2).sum())
+        # 2**41 pairs, each with a chance of 2**-32: 512, the standard deviation is 23.
+        assert abs(unseen - 512) < 6 * 23
+
+    def test_swaps_across_blocks_are_unseen_as_seldom_as_by_chance(self):
+        count, generator = 1 << 21, torch.Generator().manual_seed(0)
+
+        def products() -> torch.Tensor:
+            place = torch.randint(1 << 21, (count,), generator=generator)
+            block = torch.randint(1 << 12, (count,), generator=generator)
+            blocks = _weights(_BLOCKS, 1 << 12, CPU)
+            return blocks[block] * _weights(_PLACES, 1 << 21, CPU)[place]
+
+        changes = products() - products()
+        for power in range(1, 20):
+            found = int((changes & ((1 << power) - 1) == 0).sum())
+            expected = count / 2 ** (power - 1)  # the difference of odd numbers is even
+            assert abs(found - expected) <= 6 * expected**0.5
+
+    def test_permutations_across_blocks_are_seen(self):
+        block = 1 << 21
+        tensor = torch.arange(3 * block + 5, dtype=torch.int32)
+        kept = fingerprint(tensor)
+        for first, second in ((0, 1), (0, 2), (1, 2)):
+            swapped = tensor.clone()
+            places = torch.tensor([first * block + second, second * block + first])
+            swapped[places] = tensor[places.flip(0)]
+            assert bool(fingerprint(swapped) != kept)
+        whole = [0, 1, 2]
+        for order in ([1, 0, 2], [2, 1, 0], [1, 2, 0]):
+            parts = [tensor[n * block : (n + 1) * block] for n in order]
+            assert order != whole
+            assert bool(fingerprint(torch.cat([*parts, tensor[-5:]])) != kept)
+        assert bool(fingerprint(tensor.roll(1)) != kept)
+        assert bool(fingerprint(tensor.flip(0)) != kept)
+
+
 class TestCost:
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     @pytest.mark.parametrize("length", [1000, 1001, 100_000, 1 << 20, (1 << 20) + 1])

@@ -24,17 +24,24 @@ def fingerprint(tensor: Tensor) -> Tensor:
     are multiplied by an odd pseudo-random number for the block and summed, all modulo
     2**64. Equal tensors give equal fingerprints. Any other tensor of the same size
     (changed, swapped or permuted elements) gives another one, but for a chance of
-    2**-26 at most. (`torch.hash_tensor` ignores positions: it takes a dropout mask for
+    2**-25 at most. (`torch.hash_tensor` ignores positions: it takes a dropout mask for
     any other with as many ones.)
 
     The bound: let d be the differences of one changed block and 2**k, k < 32, the
-    largest power of two that divides them all. With independent, uniform odd weights
-    w, the sum s of d * w is a multiple of 2**(m + 1) with a chance of at most
-    2**(k - m), and then v * s, with an odd weight v for the block, cancels the other
-    blocks with a chance of at most 2**(m - 62). Summed over the m from k to 63, that
-    is less than 34 * 2**-31. With one sequence for w and v they would not be
-    independent: swapping the second place of the first block with the first place of
-    the second would change nothing.
+    largest power of two that divides them all: they are below 2**32. With independent,
+    uniform odd weights w, the sum s of d * w is a multiple of 2**(m + 1), for m >= k,
+    with a chance of at most 2**(k - m): one d is 2**k times an odd number, and its
+    weight takes 2**(m - k) odd values modulo 2**(m - k + 1), one of which at most
+    fits. If 2**m is the largest power that divides s, then v * s, with an odd weight v
+    for the block, takes 2**(63 - m) values, one of which cancels the other blocks. So
+    the chance is at most 2**(k - 63) for m = k, 2**(k - m + 1) * 2**(m - 63) for each
+    m from k + 1 to 63, and 2**(k - 63) for s = 0; in all (64 - k) * 2**(k - 62), which
+    is largest for k = 31: 33 * 2**-31.
+
+    The weights are fixed numbers that stand for drawn ones; the tests count how often
+    they cancel. With one sequence for w and v they would not be independent: swapping
+    the second place of the first block with the first place of the second would change
+    nothing.
 
     Costs two passes over the tensor, in two blocks or more, of two million integers at
     most, and the memory that `fingerprint_bytes` returns; never synchronises.
