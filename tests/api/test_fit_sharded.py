@@ -14,6 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import recoup
 from tests.support.odd_models import mean_square
@@ -62,6 +67,33 @@ def test_gradients_of_a_sharded_model_are_those_of_its_twin(mesh):
             mean_square(each(batch())).backward()
         for one, other in zip(model.parameters(), twin.parameters(), strict=True):
             assert torch.equal(local(one.grad), local(other.grad))
+
+
+def test_a_model_that_is_sharded_after_fit_is_refused_in_one_sentence(mesh):
+    model = blocks()
+    _, report = recoup.fit(model, batch(), 0.7, loss=mean_square)
+    sharded(model, mesh)
+    with pytest.raises(recoup.UsageError, match=r"fully_shard first, then recoup\.fit"):
+        model(batch())
+    report.remove()
+    mean_square(model(batch())).backward()
+
+
+def tensor_parallel(model: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
+    for block in model:
+        plan = {"1": ColwiseParallel(), "3": RowwiseParallel()}
+        parallelize_module(block, mesh, plan)
+    return model
+
+
+def test_a_tensor_parallel_model_works(mesh):
+    model, twin = (tensor_parallel(blocks(), mesh) for _ in range(2))
+    _, report = recoup.fit(model, batch(), "100%", loss=mean_square)
+    assert report.measured_peak_bytes <= report.budget_bytes
+    for each in (model, twin):
+        mean_square(each(batch())).backward()
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(local(one.grad), local(other.grad))
 
 
 class Graph(nn.Module):

@@ -107,6 +107,7 @@ class Applied:
                 "differ, or their types. Make it anew with recoup.fit."
             )
         self._plan = plan
+        self._was_sharded = any(map(_is_sharded, model.modules()))
         self._verify: Verify = verify
         self._flag = flag
         self._scripts: dict[int, tuple[Plan, Script]] = {}
@@ -244,6 +245,12 @@ class Applied:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Take note that the model is called with these arguments."""
+        if not self._was_sharded and _is_sharded(model):
+            raise UsageError(
+                f"expected a {type(model).__bases__[-1].__name__} as it was when its "
+                "plan was applied, got one that was sharded since: take the plan off "
+                "(`remove`), call fully_shard first, then recoup.fit."
+            )
         self._close_interrupted()
         run, watch = self._run(model, args, kwargs)
         _RUNS.stack.append((self, run, watch, model))
@@ -350,6 +357,11 @@ def plans_on(module: nn.Module) -> list[Applied]:
     """
     owners = [getattr(hook, "__self__", None) for hook in forward_pre_hooks(module)]
     return [owner for owner in owners if isinstance(owner, Applied)]
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    """Return whether `fully_shard` has changed a module, by the class it gives it."""
+    return type(module).__module__.startswith("torch.distributed.fsdp")
 
 
 def _refuse_two_plans(model: nn.Module) -> None:
