@@ -343,8 +343,10 @@ class Learner:
         with self._planning:
             self._situations.append((step.key, situation))
         taken_bytes = watch.peak_bytes + step.left_bytes
-        if taken_bytes > self._limits.budget_bytes:
-            self._replan(situation)
+        if taken_bytes <= self._limits.budget_bytes:
+            return situation
+        self._replan(situation)  # which warns if no plan fits
+        if situation.planned_bytes <= self._limits.budget_bytes:
             self._warn(
                 situation,
                 taken_bytes,
