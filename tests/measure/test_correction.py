@@ -8,7 +8,7 @@ from benchmarks.graphs import transformer_graph
 from benchmarks.zoo.cases import CASES
 from recoup.core.graph import Issuing
 from recoup.core.simulation import simulate
-from recoup.measure.correction import calibrated, corrected
+from recoup.measure.correction import calibrated, compared, corrected
 from recoup.measure.floor import measure_floor
 from recoup.measure.graphs import recompute_all
 from recoup.measure.issuing import issuing_of
@@ -89,3 +89,23 @@ def test_a_plan_that_ran_is_predicted_as_it_ran(device_share, host_share):
 def test_where_host_and_device_are_one_nothing_is_corrected():
     graph = transformer_graph(2)
     assert corrected(graph, [recompute_all(graph)], Pace(1.0, 1.0)) is graph
+
+
+@pytest.mark.parametrize("plain", [0.5, 3.0])
+@pytest.mark.parametrize("slower", [1.05, 1.24, 3.0])
+def test_a_plan_and_the_plain_step_that_ran_in_turns_are_predicted_as_they_ran(
+    plain, slower
+):
+    graph = transformer_graph(4)
+    segments = recompute_all(graph)[::2]
+    found = compared(graph, [segments], slower * plain, plain)
+    assert simulate(found, ()).seconds == pytest.approx(plain)
+    assert simulate(found, segments).seconds == pytest.approx(slower * plain)
+    assert simulate(found, segments).bytes_at == simulate(graph, segments).bytes_at
+
+
+def test_a_plan_that_ran_faster_than_the_plain_step_still_costs_something():
+    graph = transformer_graph(4)
+    found = compared(graph, [recompute_all(graph)], 0.9, 1.0)
+    assert simulate(found, ()).seconds == pytest.approx(1.0)
+    assert 1.0 < simulate(found, recompute_all(graph)).seconds < 1.1

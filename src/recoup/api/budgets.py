@@ -87,8 +87,7 @@ def infeasible_with(
 
     Args:
         error: It says that the rest is not enough.
-        aside_bytes: What was set aside; less than nothing if plans took less than was
-            predicted.
+        aside_bytes: What was set aside.
         budget_bytes: The budget with it.
 
     Examples:
@@ -97,26 +96,15 @@ def infeasible_with(
         True
         >>> infeasible_with(error, 2, 6).floor_bytes
         9
-        >>> print(infeasible_with(error, -1, 4))
-        a budget of 4 B cannot be met: a real step of the smallest plan took 6 B, ...
-        >>> print(str(infeasible_with(error, -1, 4)).partition("predicted. ")[2])
-        By prediction, no. Give it 6 bytes, or a smaller batch, or smaller blocks.
     """
     if not aside_bytes:
         return error
     floor_bytes = error.floor_bytes + aside_bytes
-    if aside_bytes < 0:
-        why = (
-            "a real step of the smallest plan took "
-            f"{print_bytes(floor_bytes)}, {print_bytes(-aside_bytes)} less than was "
-            "predicted. By prediction, "
-        )
-    else:
-        why = (
-            f"{print_bytes(aside_bytes)} are set aside for an optimizer's state, for "
-            "what a real step took beyond its plan, and for blocks that an "
-            "accelerator's allocator does not divide. Beside that, "
-        )
+    why = (
+        f"{print_bytes(aside_bytes)} are set aside for an optimizer's state, for what "
+        "a real step took beyond its plan, and for blocks that an accelerator's "
+        "allocator does not divide. Apart from that, "
+    )
     # Budget and advice of the error are of a part of the budget: its reason will do.
     reason = why + error.reason
     return InfeasibleError(

@@ -65,7 +65,7 @@ _RAN_TWICE = (
     "the second run ended. Running it once more plans for yet a tenth less."
 )
 
-_RUNS = 7
+_RUNS = 10
 """How often the step runs if the first plan holds: the progress is told by it."""
 
 
@@ -79,10 +79,11 @@ class Fit:
         graph: The step as it was measured.
         budget_bytes: The budget, in bytes.
         plain_peak_bytes: The peak of the plain run, as predicted.
-        plain_seconds: The time of the plain step, as predicted.
+        plain_seconds: The time of the plain step; on a CPU as measured in turns with
+            the plan, if that fits into its memory, else as predicted.
         predicted_peak_bytes: The peak of the plan, as predicted.
-        predicted_seconds: The time of a step with the plan, as predicted; beside an
-            accelerator with all times corrected by the steps that `fit` ran with it.
+        predicted_seconds: The time of a step with the plan, as predicted, with all
+            times corrected by the steps that `fit` ran.
         planned_seconds: The same before a step had run with the plan.
         measured_peak_bytes: The peak of a real step with the plan.
         measured_seconds: The time of a real step with the plan.
@@ -310,8 +311,8 @@ def fit(  # noqa: PLR0913 (a step can be described in several ways)
     gradients and random generators are afterwards as they were before. Train with any
     loop; gradients are bitwise those of the plain model.
 
-    Costs seven steps and the planning; two more steps for each correction, and up to
-    eight where an accelerator waits for its host.
+    Costs ten steps on a CPU, seven on an accelerator, and the planning; two more steps
+    for each correction, and up to eight where an accelerator waits for its host.
 
     Args:
         model: The model; it stays the same object with the same parameters. Or several,

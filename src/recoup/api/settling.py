@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from recoup.api.adaptation import Adapted
 from recoup.api.adapted_passes import AdaptedPasses
-from recoup.api.budgets import infeasible_with, told_bytes
+from recoup.api.budgets import free_bytes, infeasible_with, told_bytes
 from recoup.api.progress import Progress
 from recoup.core.errors import InfeasibleError
 from recoup.core.graph import Graph
@@ -19,7 +19,7 @@ from recoup.core.segments import Action
 from recoup.core.units import print_bytes
 from recoup.engine.plans import digest_of
 from recoup.engine.verification import Verify
-from recoup.measure.correction import corrected
+from recoup.measure.correction import compared, corrected
 from recoup.measure.floor import Cost, measure_floor, run_step
 from recoup.measure.optimizers import missing_state_bytes, state_tensors
 from recoup.measure.pace import Pace, pace_of
@@ -59,6 +59,9 @@ as long as those that the plan so far takes."""
 
 _SLOWER = 1.05
 """A plan that keeps the host longer than predicted by this factor is planned again."""
+
+_TURNS = 2
+"""How often the plan and the plain step are timed in turns on a CPU."""
 
 _SURPRISE = 0.05
 _LAPS = 3
@@ -173,8 +176,11 @@ class Settling:
         """Run the plan in force for its pace, and correct all times by it."""
         self.tell("timing the plan")
         solution = attempt.solution
-        pace = self._pace(solution.seconds, attempt.cost.seconds)
-        graph = corrected(self.graph, solution.plans, pace)
+        if self.graph.issuing is None:
+            pace, graph = self._compared(attempt)
+        else:
+            pace = self._pace(solution.seconds, attempt.cost.seconds)
+            graph = corrected(self.graph, solution.plans, pace)
         if graph is not self.graph:
             self.graph = graph
             self.search = self.search.with_times_of(graph)
@@ -182,14 +188,11 @@ class Settling:
         return Settled(attempt, pace, solution)
 
     def _pace(self, predicted_seconds: float, alone_seconds: float) -> Pace:
-        """Return the pace of the plan in force, by a second look if it is surprising.
+        """Return the pace of the applied plan, by a second look if it is surprising.
 
-        Beside an accelerator it is no longer than the step took alone; without one that
-        was longer, for bytes were counted.
+        It is no longer than the step took alone.
         """
         pace = pace_of(self._step, repeats=1)
-        if self.graph.issuing is None:
-            return pace
         off_seconds = abs(pace.seconds - predicted_seconds)
         if pace.is_bound_by_host or off_seconds > _SURPRISE * predicted_seconds:
             again = self._looked_at_again(pace, predicted_seconds)
@@ -198,6 +201,32 @@ class Settling:
             pace = again or pace
         seconds = min(pace.seconds, alone_seconds)
         return Pace(seconds, min(pace.host_seconds, seconds))
+
+    def _compared(self, attempt: Attempt) -> tuple[Pace, Graph]:
+        """Time the plan and the plain step in turns, where the plain step fits.
+
+        Returns:
+            The pace of the plan; and the graph with times to match.
+        """
+        plans = attempt.solution.plans
+        planned = [pace_of(self._step, repeats=1).seconds]
+        if not any(plans):
+            return Pace(planned[0], planned[0]), compared(
+                self.graph, plans, planned[0], planned[0]
+            )
+        available_bytes = free_bytes(self._step.device)
+        if self.search.plain_bytes > available_bytes:
+            return Pace(planned[0], planned[0]), self.graph
+        plain: list[float] = []
+        for turn in range(_TURNS):
+            if turn:
+                planned.append(pace_of(self._step, repeats=1).seconds)
+            self._take_off()
+            plain.append(pace_of(self._step, repeats=1).seconds)
+            self._put_on(attempt)
+        seconds = min(planned)
+        graph = compared(self.graph, plans, seconds, min(plain))
+        return Pace(seconds, seconds), graph
 
     def _looked_at_again(self, pace: Pace, predicted_seconds: float) -> Pace | None:
         """Return the pace by as many laps as there is time for, if there is any."""
@@ -324,7 +353,10 @@ class Settling:
         self.planning_seconds += perf_counter() - started
         tried = self._try(solution, budget_left, budget_left)
         if tried.cost.peak_bytes > budget_left:
-            needed_bytes = tried.cost.peak_bytes + self.reserved_bytes
+            # The floor is the same everywhere: what is predicted, or more if a real
+            # step took more.
+            most_bytes = max(tried.cost.peak_bytes, solution.peak_bytes)
+            needed_bytes = most_bytes + self.reserved_bytes
             told = told_bytes(needed_bytes, self._step.device)
             more_bytes = told - solution.peak_bytes
             raise infeasible_with(error, more_bytes, asked_bytes) from None

@@ -130,6 +130,20 @@ def add_segment(
     before = len(total.passing)
     _add_region(graph, _Region(segment, 0), total, planned, innermost)
     _add_replays(graph, total, planned, total.passing[before:])
+    if graph.dropped:
+        _add_dropped(graph, segment, total)
+
+
+def _add_dropped(graph: Graph, segment: Segment, total: Footprint) -> None:
+    """Add what a region holds for a replay that is never asked for."""
+    inside = graph.operations_between(segment.start, segment.stop)
+    mine = [d for d in graph.dropped if graph.values[d.value].producer in inside]
+    if mine:
+        values = [dropped.value for dropped in mine]
+        _, roots = replayed(graph, inside, values, segment.actions)
+        until = max(dropped.until for dropped in mine)
+        for root in roots:
+            total.hold_until(graph.values[root].storage, until)
 
 
 class _Region(NamedTuple):

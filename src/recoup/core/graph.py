@@ -97,9 +97,10 @@ class Save:
 
 
 class Dropped(NamedTuple):
-    """A tensor that autograd saved and dropped again in forward, as of a detached call.
+    """A tensor that autograd saved and that backward of this pass does not ask for.
 
-    Nobody asks for it: a region that it is in keeps nothing and replays nothing for it.
+    It was dropped in forward, as of a call whose output is detached, or is for a later
+    pass. A region that it is in replays nothing for it.
 
     Attributes:
         value: What it refers to.
@@ -227,7 +228,7 @@ class Graph:
             step; empty: they were measured.
         roots: The paths of the modules that the step itself calls in this pass, in
             order; empty for the model itself.
-        dropped: What autograd saved and dropped in forward, in order.
+        dropped: What autograd saved and backward does not ask for, in order.
         others: The other passes of the step.
         order: The passes as the step runs them: 0 is this one, 1 the first of the
             others. Empty in the others.

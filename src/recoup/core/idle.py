@@ -43,5 +43,8 @@ def is_idle(graph: Graph, segment: Segment) -> bool:
         >>> is_idle(Graph((), 0, (), (), (), places, ()), Segment(0, 1))
         True
     """
+    inside = graph.operations_between(segment.start, segment.stop)
+    if any(graph.values[one.value].producer in inside for one in graph.dropped):
+        return False  # autograd would hold what nobody asks for
     found = footprint(graph, segment)
     return not found.replays and not found.offloads

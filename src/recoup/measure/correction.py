@@ -10,6 +10,9 @@ from recoup.measure.graphs import recompute_all
 from recoup.measure.issuing import issuing_of, learned
 from recoup.measure.pace import Pace
 
+_LEAST_FACTOR = 0.1
+"""A plan that ran no longer than the plain step is not taken to cost nothing."""
+
 Plans = Sequence[Sequence[Segment]]
 """The segments of each pass of a step, in the order of `Graph.passes`."""
 
@@ -97,6 +100,36 @@ def corrected(graph: Graph, plans: Plans, pace: Pace) -> Graph:
         return graph
     share = pace.seconds / predicted
     return graph.map_passes(lambda each: scaled(each, share))
+
+
+def compared(
+    graph: Graph, plans: Plans, planned_seconds: float, plain_seconds: float
+) -> Graph:
+    """Return the graph with the times that a plan and the plain step were seen to take.
+
+    Both were run in turns, so that their ratio is right whatever else the machine does.
+    What the plan adds, in replays and recording, is wrong by one factor.
+
+    Args:
+        graph: The step as it was measured.
+        plans: The plan: the segments of each pass.
+        planned_seconds: What a step with the plan took.
+        plain_seconds: What a step without it took.
+    """
+    plain = sum(each.step_seconds for each in graph.passes)
+    if not plain or not plain_seconds:
+        return graph
+    graph = graph.map_passes(lambda each: scaled(each, plain_seconds / plain))
+    costs = [simulate(*each) for each in zip(graph.passes, plans, strict=True)]
+    added = sum(cost.replay_seconds + cost.recording_seconds for cost in costs)
+    if not added:
+        return graph
+    factor = max(_LEAST_FACTOR, (planned_seconds - plain_seconds) / added)
+
+    def with_overhead(each: Graph) -> Graph:
+        return replace(scaled(each, factor), step_seconds=each.step_seconds)
+
+    return graph.map_passes(with_overhead)
 
 
 def scaled(graph: Graph, share: float) -> Graph:

@@ -60,9 +60,9 @@ def graph_of(
         ),
         saves=tuple(_saves(trace, forward, moments)),
         dropped=tuple(
-            Dropped(save.value, save.released)
+            Dropped(save.value, _released(save, moments - 1))
             for save in trace.saves
-            if save.released is not None and _is_dropped(save, forward)
+            if _is_dropped(save, forward)
         ),
         boundaries=boundaries,
         other_bytes=tuple(measured),
@@ -204,8 +204,33 @@ def _saves(trace: Trace, forward: int, moments: int) -> list[Save]:
 
 
 def _is_dropped(save: TracedSave, forward: int) -> bool:
-    """Return whether autograd dropped a saved tensor before backward."""
-    return save.used is None and save.released is not None and save.released < forward
+    """Return whether backward of this pass does not ask for a saved tensor."""
+    if save.used is not None:
+        return False
+    return save.is_later or (save.released is not None and save.released < forward)
+
+
+def _released(save: TracedSave, last: int) -> int:
+    """Return the last moment at which autograd holds a saved tensor in this pass."""
+    if save.is_later or save.released is None:
+        return last
+    return min(save.released, last)
+
+
+def _held_for_dropped(graph: Graph, segments: Sequence[Segment]) -> dict[int, int]:
+    """Return until when regions hold storages for replays that are never asked for."""
+    found: dict[int, int] = {}
+    for segment in segments if graph.dropped else ():
+        inside = graph.operations_between(segment.start, segment.stop)
+        until = [
+            dropped.until
+            for dropped in graph.dropped
+            if graph.values[dropped.value].producer in inside
+        ]
+        for number in inside if until else ():
+            for value in graph.operations[number].reads:
+                found[graph.values[value].storage] = max(until)
+    return found
 
 
 def _natural(
@@ -233,12 +258,14 @@ def _natural(
             for value in graph.operations[number].reads:
                 storage = graph.values[value].storage
                 held_until[storage] = max(held_until.get(storage, 0), end)
+    dropped_until = _held_for_dropped(graph, segments)
     forward = len(graph.operations)
     found: list[Storage] = []
     for number, storage in enumerate(graph.storages):
         held = held_until.get(number, -1)
-        by_regions = trace.storages[number].dies is not None and (
-            forward <= storage.dies <= held + _SLACK
+        by_regions = storage.dies == dropped_until.get(number) or (
+            trace.storages[number].dies is not None
+            and forward <= storage.dies <= held + _SLACK
         )
         traced = trace.storages[number]
         if by_regions and number in last_read and not traced.names:

@@ -118,10 +118,12 @@ def called_blocks(model: nn.Module) -> tuple[str, ...]:
     """
     if type(model).forward is not nn.Module.forward:
         return block_names(model)
-    found: list[str] = []
-    for name, child in model.named_children():
-        inner = called_blocks(child)
-        found += [f"{name}.{each}" for each in inner] or [name]
+    # A part that several models share has one name.
+    names = {module: name for name, module in model.named_modules()}
+    found: dict[str, None] = {}
+    for child in model.children():
+        for each in called_blocks(child) or ("",):
+            found[names[child.get_submodule(each)]] = None
     return tuple(found)
 
 

@@ -58,6 +58,7 @@ class TracedSave:
         used: The moment that first asked for it.
         released: The last moment at which autograd held it.
         finished: The last moment at which a replayed copy of it existed.
+        is_later: It was asked for in a later pass.
     """
 
     value: int
@@ -65,6 +66,7 @@ class TracedSave:
     used: int | None = None
     released: int | None = None
     finished: int | None = None
+    is_later: bool = False
 
 
 @dataclass

@@ -210,7 +210,9 @@ class Tracer(OperatorMode):
                 return found
             trace, number = known
             save = trace.saves[number]
-            if save.used is None:
+            if trace is not self.trace:
+                save.is_later = save.used is None
+            elif save.used is None:
                 save.used = trace.moment
                 self._lives.follow_copy(save, found)
             return found
