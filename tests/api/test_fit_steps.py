@@ -284,9 +284,9 @@ def test_room_is_left_for_what_an_optimizer_will_need():
     assert measured_bytes <= budget_bytes
 
 
-@pytest.mark.parametrize(("share", "steps"), [(0.7, 7), (1.0, 7)])
-def test_fitting_takes_seven_steps(share, steps):
-    """Warm up, trace, time twice; verify, count bytes, time."""
+@pytest.mark.parametrize(("share", "steps"), [(0.7, 10), (1.0, 7)])
+def test_fitting_takes_ten_steps_or_seven_if_nothing_is_recomputed(share, steps):
+    """Warm up, trace, time twice; verify, count bytes; time, in turns with plain."""
     model, batch = blocks(), odd_batch()
     forwards = backwards = 0
 
