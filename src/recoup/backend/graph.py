@@ -63,9 +63,11 @@ class Follower(Protocol):
 class _Ending:
     """Tells a follower of the end of a backward without keeping it alive."""
 
+    _follower: Callable[[], Follower | None] = staticmethod(lambda: None)
+
     def __init__(self, follower: Follower, task: int) -> None:
-        self._follower = weakref.ref(follower)
         self._task = task
+        self._follower = weakref.ref(follower)
 
     def __call__(self) -> None:
         follower = self._follower()
@@ -92,14 +94,29 @@ class below_autograd:  # noqa: N801 (used as a verb: `with below_autograd():`)
 
     def __enter__(self) -> None:
         self._gradients = torch.is_grad_enabled()
+        self._guards: list[Any] = []
+        try:
+            self._take_guards()
+        except BaseException:  # an interrupt: nobody else will leave
+            self._leave()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            self._leave()
+        except BaseException:  # an interrupt: leaving twice does no harm
+            self._leave()
+            raise
+
+    def _take_guards(self) -> None:
         torch._C._set_grad_enabled(False)
-        self._guards: list[Any] = [torch._C._AutoDispatchBelowADInplaceOrView()]
+        self._guards.append(torch._C._AutoDispatchBelowADInplaceOrView())
         if torch._C._is_any_autocast_enabled():
             self._guards.append(torch._C._ExcludeDispatchKeyGuard(_AUTOCAST))
         for guard in self._guards:
             guard.__enter__()
 
-    def __exit__(self, *error: object) -> None:
+    def _leave(self) -> None:
         for guard in reversed(self._guards):
             guard.__exit__(None, None, None)
         torch._C._set_grad_enabled(self._gradients)
@@ -138,11 +155,10 @@ class out_of_sight(below_autograd):  # noqa: N801 (used as a verb)
 
     __slots__ = ()
 
-    def __enter__(self) -> None:
-        super().__enter__()
-        guard = torch._C._DisableTorchDispatch()
-        guard.__enter__()
-        self._guards.append(guard)
+    def _take_guards(self) -> None:
+        super()._take_guards()
+        self._guards.append(torch._C._DisableTorchDispatch())
+        self._guards[-1].__enter__()
 
 
 def pull_gradients(

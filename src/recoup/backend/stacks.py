@@ -55,6 +55,22 @@ class Footing:
         for hooks in reversed(stack):
             push_hooks(*hooks)
 
+    @staticmethod
+    def drop(pack: Pack, mode: TorchDispatchMode | None) -> None:
+        """Take off these hooks and this mode wherever they are, if they are there."""
+        stack: list[tuple[Pack, Unpack]] = []
+        hooks = ambient_hooks()
+        while hooks is not None and hooks[0] != pack:
+            stack.append(hooks)
+            pop_hooks()
+            hooks = ambient_hooks()
+        if hooks is not None:
+            pop_hooks()
+        for others in reversed(stack):
+            push_hooks(*others)
+        if mode is not None and mode in _get_current_dispatch_mode_stack():
+            Footing.__new__(Footing).leave_mode(mode)
+
     def leave_mode(self, mode: TorchDispatchMode) -> None:
         """Leave the dispatch mode that was entered here."""
         stack: list[Any] = _get_current_dispatch_mode_stack()

@@ -19,11 +19,15 @@ from recoup.engine.statistics import Account
 _TRANSFORM = "don't yet support saved tensor hooks"
 
 
+Entry = tuple[object, Region | None]
+"""Who began something, and the region if there is one."""
+
+
 class _Open(threading.local):
-    """What was begun on this thread: by whom, and the region if there is one."""
+    """What was begun on this thread and has not been ended."""
 
     def __init__(self) -> None:
-        self.stack: list[tuple[object, Region | None]] = []
+        self.stack: list[Entry] = []
 
 
 class Call:
@@ -52,10 +56,9 @@ class Call:
         if self.is_under_way():
             return False
         stack = _OPEN.stack
-        for place, (owner, region) in enumerate(stack):
-            if owner is self:
-                del stack[place]
-                _close(region, is_left=True)
+        for entry in stack:
+            if entry[0] is self:
+                _end_entry(entry, is_left=True)
                 break
         return True
 
@@ -122,9 +125,16 @@ def begin(
             observer.began(region)
         for account in region.accounts:
             account.calls += 1
-        region.open(owner.end_if_left if isinstance(owner, Call) else None)
-    _OPEN.stack.append((owner, region))
-    return region
+    entry = owner, region
+    try:
+        # Before anything is on torch's stacks: whoever comes next finds it here.
+        _OPEN.stack.append(entry)
+        if region is not None:
+            region.open(owner.end_if_left if isinstance(owner, Call) else None)
+        return region
+    except BaseException:
+        _abandon(entry)
+        raise
 
 
 @contextmanager
@@ -219,9 +229,52 @@ def _end_inside(owner: object) -> bool:
 
 
 def _pop() -> Region | None:
-    region = _OPEN.stack.pop()[1]
-    _close(region)
-    return region
+    entry = _OPEN.stack[-1]
+    _end_entry(entry)
+    return entry[1]
+
+
+def _end_entry(entry: Entry, *, is_left: bool = False) -> None:
+    """Close a region; take it off the stack last, so that it cannot get lost."""
+    try:
+        _close(entry[1], is_left=is_left)
+        _forget(entry)
+    except BaseException:
+        _abandon(entry)
+        raise
+
+
+def _abandon(entry: Entry) -> None:
+    """End what an interrupt, or an error, kept from being opened or closed."""
+    if entry[1] is not None:
+        entry[1].abandon()
+    _forget(entry)
+
+
+def _forget(entry: Entry) -> None:
+    stack = _OPEN.stack
+    stack[:] = [other for other in stack if other is not entry]
+
+
+def depth() -> int:
+    """Return how much was begun on this thread and has not been ended."""
+    return len(_OPEN.stack)
+
+
+def abandon_inside(owner: object) -> None:
+    """Abandon all that was begun inside what the owner began last."""
+    stack = _OPEN.stack
+    if is_open(owner):
+        while stack[-1][0] is not owner:
+            _abandon(stack[-1])
+
+
+def abandon_from(owner: object, place: int) -> None:
+    """Abandon what the owner began at a depth, and all inside it, if it is there."""
+    stack = _OPEN.stack
+    if place < len(stack) and stack[place][0] is owner:
+        for entry in reversed(stack[place:]):
+            _abandon(entry)
 
 
 def _close(region: Region | None, *, is_left: bool = False) -> None:

@@ -37,13 +37,15 @@ class Saved:
     __slots__ = ("__weakref__", "layout", "region", "task", "value")
 
     def __init__(self, region: Releasing, value: Value, layout: Layout | None) -> None:
-        self.region = region
         self.value = value
         self.layout = layout
         self.task = -1
+        self.region = region  # last: without it there is nothing to release
 
     def __del__(self) -> None:
-        self.region.release(self)
+        region = getattr(self, "region", None)
+        if region is not None:
+            region.release(self)
 
 
 class _Given:

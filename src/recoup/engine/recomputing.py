@@ -1,12 +1,12 @@
 """Whether a replay runs on this thread now."""
 
 import threading
+import weakref
 from time import perf_counter
 
 
-class _Depth(threading.local):
-    depth = 0
-    started = 0.0
+class _Thread(threading.local):
+    replays: "tuple[weakref.ref[recomputing], ...]" = ()
 
 
 class _Clock:
@@ -21,7 +21,7 @@ class _Clock:
             self.seconds += seconds
 
 
-_DEPTH = _Depth()
+_THREAD = _Thread()
 _CLOCK = _Clock()
 
 
@@ -36,7 +36,7 @@ def is_recomputing() -> bool:
         >>> is_recomputing()
         False
     """
-    return _DEPTH.depth > 0
+    return any(ref() is not None for ref in _THREAD.replays)
 
 
 def replay_seconds() -> float:
@@ -56,17 +56,20 @@ def replay_seconds() -> float:
 
 
 class recomputing:  # noqa: N801 (used as a verb: `with recomputing():`)
-    """Say that the block is a replay."""
+    """Say that the block is a replay.
 
-    __slots__ = ()
+    Only the `with` of the block refers to it, so that a replay that is interrupted
+    does not count any more, even if that happens in `__exit__`.
+    """
+
+    __slots__ = ("__weakref__", "_started")
 
     def __enter__(self) -> None:
-        depth = _DEPTH.depth
-        if not depth:
-            _DEPTH.started = perf_counter()
-        _DEPTH.depth = depth + 1
+        running = [ref for ref in _THREAD.replays if ref() is not None]
+        self._started = None if running else perf_counter()
+        _THREAD.replays = (*running, weakref.ref(self))
 
     def __exit__(self, *error: object) -> None:
-        depth = _DEPTH.depth = _DEPTH.depth - 1
-        if not depth:
-            _CLOCK.add(perf_counter() - _DEPTH.started)
+        _THREAD.replays = _THREAD.replays[:-1]
+        if self._started is not None:
+            _CLOCK.add(perf_counter() - self._started)

@@ -141,6 +141,20 @@ class Region:
             self._program = None  # what was handed over is wanted too
         self.tape.finish()
 
+    def abandon(self) -> None:
+        """Take what was opened off this thread, after an interrupt; forget the rest.
+
+        May be called at any time and more than once.
+        """
+        self._cleared = True
+        self._packs = -1  # the next one looks
+        recorder = self.__dict__.get("_recorder")
+        if recorder is not None:
+            recorder.paused = True
+        Footing.drop(self.pack, recorder)
+        for name in ("_recorder", "_footing", "_close_if_left"):
+            self.__dict__.pop(name, None)
+
     def _settle(self) -> Program:
         """Keep what backward and a replay need, and let go of the rest."""
         tape = self.tape
@@ -246,6 +260,9 @@ class Region:
             self.listeners = listeners
 
     def _was_left(self) -> bool:
+        if self._cleared:
+            self.abandon()
+            return True
         close_if_left = self.__dict__.get("_close_if_left")
         return close_if_left is not None and close_if_left()
 

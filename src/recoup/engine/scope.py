@@ -2,20 +2,66 @@
 
 import sys
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from recoup.backend.compiled import leave_uncompiled
 from recoup.core.errors import UsageError
-from recoup.engine.active import begin, end, refuse_transform, skip
+from recoup.engine.active import (
+    abandon_from,
+    abandon_inside,
+    begin,
+    depth,
+    end,
+    refuse_transform,
+    skip,
+)
 from recoup.engine.node import CheckpointNode, held_bytes
 from recoup.engine.options import Options, keeping_nothing
 from recoup.engine.policies import Policy, recomputes_beside
 from recoup.engine.statistics import Account, NamedAccount, Statistics
 from recoup.engine.tiers.protocol import Tier
 from recoup.engine.verification import Verify, check_verify
+
+
+class _Leaving:
+    """What `with` calls at its end: it refers to it until then, and nobody else does.
+
+    So its own end is that of the block, even if an interrupt comes at the very moment
+    at which the scope would be closed.
+    """
+
+    __slots__ = ("_place", "_scope")
+
+    def __init__(self, scope: "CheckpointScope") -> None:
+        self._place = depth()
+        self._scope = scope
+
+    @leave_uncompiled
+    def __call__(self, *error: Any) -> None:
+        try:
+            self._scope._leave(*error)  # noqa: SLF001 (of this module)
+        except BaseException:
+            abandon_from(self._scope, self._place)
+            raise
+
+    def __del__(self) -> None:
+        scope = getattr(self, "_scope", None)
+        if scope is not None:
+            abandon_from(scope, self._place)
+
+
+class _Exit:
+    """Gives every `with` a `_Leaving` of its own, and the class a plain method."""
+
+    def __init__(self, method: Callable[..., None]) -> None:
+        self._method = method
+
+    @leave_uncompiled
+    def __get__(self, scope: "CheckpointScope | None", kind: type) -> Any:
+        return self._method if scope is None else _Leaving(scope)
 
 
 class CheckpointScope:
@@ -152,28 +198,48 @@ class CheckpointScope:
 
     @leave_uncompiled
     def __enter__(self) -> Self:
-        if not self.is_enabled:
-            skip(self)
+        place = depth()
+        try:
+            if not self.is_enabled:
+                skip(self)
+                return self
+            options = self._options()
+            region = begin(self, self._name, options, self._key, self._accounts)
+            if region is not None:
+                if len(self._nodes) >= self._prune_at:
+                    self._prune_at = 2 * len(self.nodes) + 16
+                node = CheckpointNode(region=region)
+                self._nodes.append(node)
+                region.accounts = (*region.accounts, node)
             return self
-        options = self._options()
-        region = begin(self, self._name, options, self._key, self._accounts)
-        if region is not None:
-            if len(self._nodes) >= self._prune_at:
-                self._prune_at = 2 * len(self.nodes) + 16
-            node = CheckpointNode(region=region)
-            self._nodes.append(node)
-            region.accounts = (*region.accounts, node)
-        return self
+        except BaseException:  # `with` does not exit what was not entered
+            abandon_from(self, place)
+            raise
 
     @leave_uncompiled
-    def __exit__(
+    def _leave(
         self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        traceback: TracebackType | None = None,
     ) -> None:
+        del kind, traceback
+        if error is not None and not isinstance(error, Exception):
+            # An interrupt may have come just before one inside was closed.
+            abandon_inside(self)
         self.close()
         refuse_transform(self._name, error)
+
+    if TYPE_CHECKING:
+
+        def __exit__(
+            self,
+            kind: type[BaseException] | None,
+            error: BaseException | None,
+            traceback: TracebackType | None,
+        ) -> None: ...
+    else:
+        __exit__ = _Exit(_leave)
 
     def close(self) -> None:
         """End the recording that was begun last; do nothing if none is open.

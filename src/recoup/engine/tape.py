@@ -64,6 +64,7 @@ class Tape:
     """
 
     def __init__(self, placement: Placement, watch: Watch | None = None) -> None:
+        self._current: dict[int, Value | None] = {}  # first: `__del__` looks at it
         self.operations: list[Operation] = []
         self.saved: dict[Value, None] = {}
         self.forced: set[Value] = set()
@@ -76,8 +77,6 @@ class Tape:
         self.attached = Attached()
         self.placement = placement
         self._watch = watch
-        self._current: dict[int, Value] = {}
-        self._pinned: tuple[int, ...] = ()
         self.lazy_bits_seen = False
         STEPS.begin(self)
 
@@ -85,9 +84,9 @@ class Tape:
         """Let go of the storages' identities: no more recording."""
         self.settle_writes()
         self.attached.part()
-        # Unpinned with the tape: that takes its time, and backward has more of it.
-        self._pinned += tuple(self._current)
-        self._current = {}
+        # Unpinned with the tape: that takes its time, and backward has more of it. In
+        # one assignment: an interrupt must not leave an address to be freed twice.
+        self._current = dict.fromkeys(self._current)
 
     def finish(self) -> None:
         """Let go of what only recording needs."""
@@ -97,9 +96,8 @@ class Tape:
 
     def __del__(self) -> None:
         STEPS.end(self)
-        for addresses in (self._pinned, self._current):
-            for address in addresses:
-                free_weak_reference(address)
+        for address in self.__dict__.get("_current", ()):
+            free_weak_reference(address)
 
     def value_of(self, tensor: Tensor) -> Value | None:
         """Return the value that the tensor names now, if the tape knows it."""

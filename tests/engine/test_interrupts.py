@@ -1,0 +1,60 @@
+"""After an interrupt anywhere in recoup's code the next step is as if nothing was."""
+
+import pytest
+
+from recoup import CheckpointScope
+from tests.support.interrupted_steps import STEPS, X, faults, gradients, model
+from tests.support.interrupts import Interrupter, interruptions
+from tests.support.work import OURS
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)
+EVERY = 61
+"""A prime: over the steps every function gets its turn. The sweep takes every line."""
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_an_interrupt_at_a_line_leaves_nothing_behind(name):
+    net = model()
+    expected = gradients(net, net(X))
+    step = STEPS[name]()
+    step()
+    for where in interruptions(step, every=EVERY):
+        assert faults(step, expected) == [], where
+
+
+OPENING = ("begin", "__enter__", "open", "close", "_leave", "__call__", "_end_entry")
+
+
+def test_an_interrupt_at_an_instruction_of_opening_and_closing_leaves_nothing():
+    net = model()
+    expected = gradients(net, net(X))
+    step = STEPS["scope"]()
+    step()
+    tried = 0
+    while True:
+        interrupter = Interrupter(7 * tried, opcodes=True, only=OPENING)
+        if not interrupter.run(step):
+            break
+        tried += 1
+        assert faults(step, expected) == [], interrupter.where
+    assert tried > 20
+
+
+def test_the_interrupter_interrupts_where_it_says():
+    step = STEPS["scope"]()
+    places = list(interruptions(step, every=400))
+    assert len(places) > 3
+    assert all(place.startswith(OURS) for place in places)
+
+
+def test_the_faults_of_a_recorder_that_is_left_on_are_seen():
+    net = model()
+    expected = gradients(net, net(X))
+    scope = CheckpointScope("left", verify="off")
+    scope.__enter__()
+    try:
+        assert faults(STEPS["scope"](), expected)
+    finally:
+        scope.close()

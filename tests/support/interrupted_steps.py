@@ -1,0 +1,127 @@
+"""Steps that are interrupted in recoup's own code, and what must hold afterwards."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from recoup import (
+    CheckpointScope,
+    apply_plan,
+    checkpoint,
+    checkpoint_module,
+    is_recomputing,
+    uncheckpoint_module,
+)
+from recoup.core.plan import Place, Plan, Span
+from recoup.engine.active import open_regions
+from tests.support.twin import leftovers
+
+X = torch.linspace(-1, 1, 8).reshape(2, 4)
+PLAN = Plan(
+    (
+        Span(Place("0", 0, entering=True), Place("1", 0, entering=False)),
+        Span(Place("2", 0, entering=True), Place("3", 0, entering=False)),
+    )
+)
+
+Step = Callable[[], Sequence[Tensor]]
+
+
+def model() -> nn.Sequential:
+    parts = nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Sigmoid()
+    net = nn.Sequential(*parts)
+    with torch.no_grad():
+        for number, parameter in enumerate(net.parameters()):
+            count = parameter.numel()
+            values = torch.linspace(-1, 1 + number, count)
+            parameter.copy_(values.reshape(parameter.shape))
+    return net
+
+
+def gradients(net: nn.Module, out: Tensor) -> Sequence[Tensor]:
+    return torch.autograd.grad(out.sum(), list(net.parameters()))
+
+
+def scope_step() -> Step:
+    net = model()
+
+    def step() -> Sequence[Tensor]:
+        with CheckpointScope("block", verify="off"):
+            out = net(X)
+        return gradients(net, out)
+
+    return step
+
+
+def nested_step() -> Step:
+    net = model()
+
+    def step() -> Sequence[Tensor]:
+        with CheckpointScope("outer", verify="off"):
+            with CheckpointScope("inner", verify="always"):
+                hidden = net[1](net[0](X))
+            out = net[3](net[2](hidden))
+        return gradients(net, out)
+
+    return step
+
+
+def module_step() -> Step:
+    net = checkpoint_module(model(), verify="off")
+    return lambda: gradients(net, net(X))
+
+
+def function_step() -> Step:
+    net = model()
+    return lambda: gradients(net, checkpoint(net, X))
+
+
+def planned_step() -> Step:
+    net = model()
+    apply_plan(net, PLAN, verify="off")
+    return lambda: gradients(net, net(X))
+
+
+def applied_step() -> Step:
+    net = model()
+
+    def step() -> Sequence[Tensor]:
+        uncheckpoint_module(net)  # of a step that was interrupted
+        applied = apply_plan(net, PLAN, verify="off")
+        found = gradients(net, net(X))
+        applied.remove()
+        return found
+
+    return step
+
+
+STEPS: dict[str, Callable[[], Step]] = {
+    "scope": scope_step,
+    "nested": nested_step,
+    "module": module_step,
+    "function": function_step,
+    "planned": planned_step,
+    "applied": applied_step,
+}
+
+
+def faults(step: Step, expected: Sequence[Tensor]) -> list[str]:
+    """List what is not whole after an interrupt: a plain step, then the step itself."""
+    plain = model()
+    found: list[str] = []
+    if not all(same(gradients(plain, plain(X)), expected) for _ in range(2)):
+        found.append("a plain step gives other gradients")
+    found += leftovers()
+    if is_recomputing():
+        found.append("a replay seems to run")
+    if not same(step(), expected):
+        found.append("the step gives other gradients")
+    found += leftovers()
+    if open_regions():
+        found.append("a region is open")
+    return found
+
+
+def same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+    return all(map(torch.equal, found, expected))
