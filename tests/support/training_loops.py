@@ -1,177 +1,212 @@
-"""Training loops as people write them, on small random models, for whole-loop laws."""
+"""Training loops as people write them, on small models: run plainly or in a budget."""
 
-import random
+import contextlib
+import copy
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
+from torch.nn import functional as F  # noqa: N812
 
-from recoup import CheckpointScope, keep
+from recoup.backend.memory import StorageMeter
 
-KINDS = (
-    "plain",
-    "zero_grad after forward",
-    "accumulation",
-    "two models",
-    "two towers",
-    "gan",
-    "gan without a graph for the generator",
-    "distillation",
-    "other sizes",
-    "output kept by the loop",
-    "two backwards",
-    "layer by layer",
-    "loss is a module",
-)
+WIDTH, ROWS = 16, 256
 
 
-class Block(nn.Module):
-    """A residual block, maybe with a scope or a mark of the user's own."""
+class Transformer(nn.Module):
+    """Two encoder layers with dropout, on sequences of any length."""
 
-    def __init__(self, width, hidden, *, rate, scoped, marked):
+    def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
-        self.dropout = nn.Dropout(rate)
-        self.scoped, self.marked = scoped, marked
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(WIDTH, 2, 4 * WIDTH, 0.1, batch_first=True)
+            for _ in range(3)
+        )
 
-    def forward(self, x):
-        if not self.scoped:
-            return self.run(x)
-        with CheckpointScope("the user's"):
-            return self.run(x)
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.mean(1)
 
-    def run(self, x):
-        y = functional.gelu(self.up(self.norm(x)))
-        return x + self.dropout(self.down(keep(y) if self.marked else y))
+
+def mlp() -> nn.Module:
+    def block() -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.Tanh(), nn.Linear(4 * WIDTH, WIDTH)
+        )
+
+    return nn.Sequential(*(block() for _ in range(4)))
+
+
+def conv() -> nn.Module:
+    def block() -> nn.Module:
+        return nn.Sequential(
+            nn.Conv1d(WIDTH, WIDTH, 3, padding=1), nn.BatchNorm1d(WIDTH), nn.ReLU()
+        )
+
+    return nn.Sequential(
+        *(block() for _ in range(4)), nn.AdaptiveAvgPool1d(1), nn.Flatten()
+    )
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "mlp": (mlp, (ROWS, WIDTH)),
+    "conv and BatchNorm": (conv, (8, WIDTH, 24)),
+    "transformer with dropout": (Transformer, (4, 12, WIDTH)),
+}
+
+
+def loss_of(output: Tensor) -> Tensor:
+    return output.float().square().mean()
 
 
 @dataclass
 class Loop:
-    """A loop: its models, and one step of it."""
+    """A model, perhaps another one, and how a loop trains them.
+
+    Attributes:
+        models: What is trained, or called.
+        shape: The shape of a batch.
+        kind: Which loop it is.
+    """
 
     models: list[nn.Module]
-    batches: list[Tensor]
+    shape: tuple[int, ...]
     kind: str
-    draw: random.Random
-    optimizers: list[torch.optim.Optimizer] = field(init=False)
-    last: object = None
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
 
-    def __post_init__(self):
-        self.optimizers = [
-            torch.optim.SGD(model.parameters(), lr=0.01) for model in self.models
-        ]
+    def __post_init__(self) -> None:
+        trained = self.models[:1] if self.kind == "distillation" else self.models
+        self.optimizers = [torch.optim.SGD(m.parameters(), 0.05) for m in trained]
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        self.average = (
+            torch.optim.swa_utils.AveragedModel(self.models[0])
+            if self.kind == "EMA"
+            else None
+        )
 
-    def step(self, number):  # noqa: C901, PLR0912, PLR0915 (a table of loops)
-        first = self.models[0]
-        x, other = (self.batches[(number + n) % len(self.batches)] for n in (0, 1))
-        target = torch.zeros(len(x), dtype=torch.long)
-        match self.kind:
-            case "zero_grad after forward":
-                loss = functional.cross_entropy(first(x), target)
-                self.clear()
-                loss.backward()
-            case "accumulation":
-                self.clear()
-                for batch in self.batches[:3]:
-                    functional.cross_entropy(first(batch), target).backward()
-            case "two models":
-                self.clear()
-                functional.cross_entropy(self.models[1](first(x)), target).backward()
-            case "two towers":
-                self.clear()
-                scores = first(x) @ self.models[1](other).T
-                functional.cross_entropy(scores, torch.arange(len(x))).backward()
-            case "gan" | "gan without a graph for the generator":
-                self.gan(x, other)
-                return
-            case "distillation":
-                self.clear()
-                with torch.no_grad():
-                    wanted = first(x)
-                functional.mse_loss(self.models[1](x), wanted).backward()
-            case "two backwards":
-                self.clear()
-                output = first(x)
-                functional.cross_entropy(output, target).backward(retain_graph=True)
-                output.square().mean().backward()
-            case "layer by layer":
-                self.clear()
-                for layer in first:
-                    x = layer(x)
-                functional.cross_entropy(x, target).backward()
-            case "other sizes":
-                self.clear()
-                rows = self.draw.randint(len(x) // 3, len(x))
-                functional.cross_entropy(first(x[:rows]), target[:rows]).backward()
-            case "loss is a module":
-                self.clear()
-                nn.CrossEntropyLoss()(first(x), target).backward()
-            case _:
-                self.clear()
-                output = first(x)
-                loss = functional.cross_entropy(output, target)
-                loss.backward()
-                if self.kind == "output kept by the loop":
-                    self.last = output, loss
-        for optimizer in self.optimizers:
-            optimizer.step()
+    def batches(self, number: int) -> list[Tensor]:
+        """Return the batches of one step."""
+        generator = torch.Generator().manual_seed(number)
+        shape = self.shape
+        if self.kind == "last smaller batch" and number % 3 == 2:
+            shape = (max(2, shape[0] // 2), *shape[1:])
+        if self.kind == "growing sequence":
+            shape = (shape[0] * (2 + number) // 2, *shape[1:])
+        count = 4 if self.kind == "accumulation" else 1
+        return [torch.randn(shape, generator=generator) for _ in range(count)]
 
-    def gan(self, noise, real):
-        generator, judge = self.models
-        if self.kind == "gan":
-            fake = generator(noise)
-        else:
+    def passes(self, batches: list[Tensor]) -> list[Callable[[], None]]:
+        """Return what runs forward and backward; an optimizer runs after each."""
+        model, *others = self.models
+        x = batches[0]
+
+        def plain() -> None:
+            for each in batches:
+                (loss_of(model(each)) / len(batches)).backward()
+
+        def mixed() -> None:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = loss_of(model(x))
+            loss.backward()
+
+        def scaled() -> None:
+            self.scaler.scale(loss_of(model(x))).backward()
+
+        def critic() -> None:
+            (others[0](model(x).detach().view(ROWS, WIDTH)).mean()).backward()
+
+        def generator() -> None:
+            (-others[0](model(x).view(ROWS, WIDTH)).mean()).backward()
+
+        def contrastive() -> None:
+            one, other = model(x), others[0](x + 1)
+            F.cross_entropy(one @ other.T, torch.arange(len(one))).backward()
+
+        def distillation() -> None:
             with torch.no_grad():
-                fake = generator(noise)
-        self.optimizers[1].zero_grad()
-        right = functional.softplus(-judge(real)).mean()
-        (right + functional.softplus(judge(fake.detach())).mean()).backward()
-        self.optimizers[1].step()
-        self.optimizers[0].zero_grad()
-        if self.kind != "gan":
-            fake = generator(noise)
-        functional.softplus(-judge(fake)).mean().backward()
-        self.optimizers[0].step()
+                target = others[0](x)
+            F.mse_loss(model(x), target).backward()
 
-    def clear(self):
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
+        def second() -> None:
+            loss_of(others[0](x)).backward()
 
-    def state(self):
-        """Everything that training has changed."""
-        found = [
-            p.detach().clone() for model in self.models for p in model.parameters()
-        ]
-        return [*found, torch.random.get_rng_state()]
+        return {
+            "autocast": [mixed],
+            "GradScaler": [scaled],
+            "GAN": [critic, generator],
+            "contrastive": [contrastive],
+            "distillation": [distillation],
+            "alternating optimizers": [plain, second],
+        }.get(self.kind, [plain])
+
+    def step(self) -> None:
+        """Run the passes of one step without any optimizer, for `fit`."""
+        for run in self.passes(self.batches(0)):
+            run()
+            if self.kind in ("GAN", "alternating optimizers"):
+                self.zero()
+
+    def zero(self) -> None:
+        for model in self.models:
+            model.zero_grad(set_to_none=True)
+
+    def train(self, number: int, meter: StorageMeter | None = None) -> None:
+        """Train one step; the meter counts forward and backward alone."""
+        batches = self.batches(number)
+        for place, run in enumerate(self.passes(batches)):
+            with meter or contextlib.nullcontext():
+                if meter is not None:
+                    meter.track(*self.models, *batches)
+                run()
+            self.update(place)
+        self.zero()
+
+    def update(self, place: int) -> None:
+        optimizers = self.optimizers
+        if self.kind in ("GAN", "alternating optimizers"):
+            optimizers = [self.optimizers[place - 1 if self.kind == "GAN" else place]]
+        if self.kind == "clip":
+            nn.utils.clip_grad_norm_(self.models[0].parameters(), 0.1)
+        for optimizer in optimizers:
+            if self.kind == "GradScaler":
+                self.scaler.step(optimizer)
+                self.scaler.update()
+            else:
+                optimizer.step()
+        if self.kind in ("GAN", "alternating optimizers"):
+            self.zero()
+        if self.average is not None:
+            self.average.update_parameters(self.models[0])
+
+    def state(self) -> list[Any]:
+        modules = [*self.models, *([self.average] if self.average else [])]
+        return [value for module in modules for value in module.state_dict().values()]
 
 
-def loop_of(kind, seed):
-    """Return a loop of a kind, the same one for a seed."""
-    draw = random.Random(seed)
-    torch.manual_seed(seed)
-    rows = draw.choice([64, 128, 256])
-    scoped, marked = draw.choice([0, 0.4]), draw.choice([0, 0.4])
+KINDS = (
+    *("plain", "accumulation", "autocast", "GradScaler", "clip", "EMA", "GAN"),
+    *("contrastive", "distillation", "alternating optimizers"),
+    *("last smaller batch", "growing sequence"),
+)
 
-    def network(width=32):
-        rate = draw.choice([0.0, 0.1])
-        blocks = [
-            Block(
-                32,
-                draw.choice([64, 128, 256]),
-                rate=rate,
-                scoped=draw.random() < scoped,
-                marked=draw.random() < marked,
-            )
-            for _ in range(draw.randint(2, 5))
-        ]
-        return nn.Sequential(*blocks, nn.Linear(32, width))
 
-    several = ("two models", "two towers", "distillation")
-    if kind in several or kind.startswith("gan"):
-        models = [network(), network(1 if kind.startswith("gan") else 32)]
-    else:
-        models = [network(draw.choice([32, 300]))]
-    batches = [torch.randn(rows, 32) for _ in range(4)]
-    return Loop(models, batches, kind, draw)
+def build(kind: str, name: str) -> Loop:
+    """Return a loop of one kind on one model."""
+    torch.manual_seed(0)
+    make, shape = MODELS[name]
+    models = [make()]
+    if kind == "GAN":
+        models.append(mlp())
+        # The critic judges rows of the generator's output.
+        shape = (ROWS, *shape[1:])
+    elif kind in ("contrastive", "distillation", "alternating optimizers"):
+        models.append(make())
+    return Loop([model.train() for model in models], shape, kind)
+
+
+def twin_of(loop: Loop) -> Loop:
+    """Return the same loop on copies of its models."""
+    return Loop(copy.deepcopy(loop.models), loop.shape, loop.kind)
