@@ -150,8 +150,12 @@ class _Kind:
         forward: Forward = self.block.forward
         if partition is not None:
             forward = CompiledForward(self.block, partition, self.executor)
-        measured = self.bench.measure(forward)
-        (seconds,) = self.bench.seconds([forward], rounds=_BENCH_ROUNDS)
+        self.bench.unpark()
+        try:
+            measured = self.bench.measure(forward)
+            (seconds,) = self.bench.seconds([forward], rounds=_BENCH_ROUNDS)
+        finally:
+            self.bench.park()
         return replace(measured, seconds=seconds)
 
 
@@ -201,7 +205,6 @@ class _Search:
         for number, (name, call) in enumerate(found.samples):
             self._tell(f"capturing {name}")
             block = blocks[name]
-            bench = BlockBench(block, call, self._step.device)
             try:
                 joint = probe(block, self._executor, call.args, call.kwargs)
             except UnsupportedError as error:
@@ -209,6 +212,7 @@ class _Search:
                 self.eager.update(dict.fromkeys(alike, str(error)))
                 region = BlockPartition("", number, "", (), 0, 0)
                 partitions: list[BlockPartition | None] = [None, region]
+                bench = BlockBench(block, call, self._step.device)
                 kind = _Kind(number, block, bench, self._executor, partitions)
                 kind.options = [kind.measured(0), kind.measured(1)]
             else:
@@ -224,6 +228,7 @@ class _Search:
                     )
                     for s in sets
                 ]
+                bench = BlockBench(block, call, self._step.device)
                 kind = _Kind(number, block, bench, self._executor, partitions)
                 self._tell(f"compiling {type(block).__name__}")
                 kind.options = _predicted(sets, kind.measured(len(sets) - 1))
@@ -356,6 +361,7 @@ def fit_compiled(
             noise = largest_difference(gradients_of(step), expected)
             calls = sample_calls(step, found)
         search.capture(calls, found)
+        del calls  # its tensors would count in the peaks that follow
         reference = search.reference()
         choice = search.settle(reference, asked - reserved)
         if choice is None:

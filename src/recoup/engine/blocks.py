@@ -71,25 +71,34 @@ def has_parts(module: nn.Module) -> bool:
     return any(True for _ in module.children())
 
 
-def _blocks(name: str, module: nn.Module) -> list[str]:
-    if not _repeats(module):
+def _blocks(name: str, module: nn.Module, *, is_member: bool = False) -> list[str]:
+    """Return the blocks in a module; itself, if nothing in it repeats.
+
+    Inside a member of a list only lists count: the projections of an attention layer,
+    which adapters such as LoRA make modules of, are alike and no blocks.
+    """
+    if not _repeats(module, lists_only=is_member):
         return [name]
     found: list[str] = []
+    members = is_member or isinstance(module, _CONTAINERS) or _is_list_like(module)
     for child_name, child in module.named_children():
         if has_parts(child):
-            found.extend(_blocks(f"{name}.{child_name}" if name else child_name, child))
+            path = f"{name}.{child_name}" if name else child_name
+            found.extend(_blocks(path, child, is_member=members))
     return found
 
 
-def _repeats(module: nn.Module) -> bool:
+def _repeats(module: nn.Module, *, lists_only: bool) -> bool:
     """Return whether there are several composite parts of one kind side by side."""
     kinds = Counter(type(child) for child in module.children() if has_parts(child))
     if kinds:
         most = max(kinds.values())
-        listed = isinstance(module, _CONTAINERS) or _is_list_like(module)
-        if most >= (2 if listed else _ALIKE):
+        if isinstance(module, _CONTAINERS) and most >= 2:
             return True
-    return any(_repeats(child) for child in module.children())
+        listed = _is_list_like(module)
+        if not lists_only and most >= (2 if listed else _ALIKE):
+            return True
+    return any(_repeats(child, lists_only=lists_only) for child in module.children())
 
 
 def _is_list_like(module: nn.Module) -> bool:

@@ -127,6 +127,9 @@ def _copied(leaf: Any) -> Any:
 class BlockBench:
     """A block with a call of it, on which ways to run it are measured.
 
+    Between measurements the call waits on the CPU: on an accelerator it would count in
+    the peaks of whole steps.
+
     Args:
         block: The block.
         call: The call.
@@ -138,6 +141,20 @@ class BlockBench:
         self._call = call
         self._device = device
         self._gradients: list[Tensor] = []
+        self.park()
+
+    def park(self) -> None:
+        """Move the call to the CPU."""
+        self._move(torch.device("cpu"))
+
+    def unpark(self) -> None:
+        """Move the call to the device."""
+        self._move(self._device)
+
+    def _move(self, device: torch.device) -> None:
+        given = (self._call.args, self._call.kwargs)
+        self._call = BlockCall(*map_leaves(lambda leaf: _moved(leaf, device), given))
+        self._gradients = [gradient.to(device) for gradient in self._gradients]
 
     def run(self, forward: Forward) -> list[Tensor]:
         """Run forward and backward once; return the gradients of all leaves."""
@@ -206,6 +223,15 @@ class BlockBench:
     def _clear(self) -> None:
         for leaf in self._leaves():
             leaf.grad = None
+
+
+def _moved(leaf: Any, device: torch.device) -> Any:
+    if not isinstance(leaf, Tensor) or leaf.device == device:
+        return leaf
+    moved = torch.empty_strided(
+        leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device
+    )
+    return moved.copy_(leaf.detach()).requires_grad_(leaf.requires_grad)
 
 
 def _fresh(leaf: Any) -> Any:
