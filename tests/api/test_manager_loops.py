@@ -18,7 +18,7 @@ from recoup.api.situations import ManagedStep
 from recoup.backend.memory import StorageMeter
 from tests.api.test_manager import MEBIBYTE, X, limited, network, step
 from tests.support.counting import Operators
-from tests.support.training_loops import KINDS, loop_of
+from tests.support.managed_loops import KINDS, loop_of
 from tests.support.twin import leftovers
 
 STEPS = 6
