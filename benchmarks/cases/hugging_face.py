@@ -141,7 +141,7 @@ class Bench:
         self.model(**self.batch).loss.backward()
         self.model.zero_grad(set_to_none=True)
 
-    def measure(self) -> dict[str, float]:
+    def measure(self) -> dict[str, Any]:
         """Return the peak, and the time of steps in a row, after two that warm up."""
         for _ in range(3):
             self.step()
@@ -164,9 +164,10 @@ class Bench:
             hosts.append((time.perf_counter() - begun) / self.steps)
             times.append(since() / self.steps)
         return {
-            "ms": 1e3 * statistics.median(times),
-            "peak GiB": peak / 2**30,
-            "host ms": 1e3 * statistics.median(hosts),
+            "ms": round(1e3 * statistics.median(times), 1),
+            "peak GiB": round(peak / 2**30, 3),
+            "host ms": round(1e3 * statistics.median(hosts), 1),
+            "peak bytes": peak,
         }
 
 
@@ -237,7 +238,7 @@ def rows_of(
         found: dict[str, Any] = {"model": name, "contender": contender}
         try:
             with around() as text:
-                found |= {k: round(v, 3) for k, v in bench.measure().items()}
+                found |= bench.measure()
             found["remark"] = text if isinstance(text, str) else ""
         except Exception as error:  # noqa: BLE001 (a row of its own)
             found["remark"] = f"{type(error).__name__}: {error!s:.200}"
@@ -257,10 +258,9 @@ def rows_of(
     own = row("own checkpointing", lambda: own_checkpointing(bench))
     yield own
     yield row("recoup, a region per layer", lambda: per_layer(bench))
-    peaks = {"own checkpointing": int(own.get("peak GiB", 0) * 2**30)}
-    if "peak GiB" in first:
-        for share in options.shares:
-            peaks[f"{share:.0%}"] = int(first["peak GiB"] * share * 2**30)
+    peaks = {"own checkpointing": own.get("peak bytes", 0)}
+    for share in options.shares:
+        peaks[f"{share:.0%}"] = int(first.get("peak bytes", 0) * share)
     if device.type == "cpu":
         peaks = {"80%": 0.8, "60%": 0.6}
     for executor in options.executors:
