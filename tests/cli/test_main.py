@@ -19,6 +19,7 @@ from recoup.api.contest import PLAIN
 from recoup.cli.commands import COMMANDS
 from recoup.cli.main import run
 from recoup.cli.statuses import FAILED, FILE, INFEASIBLE, INTERRUPTED, TARGET, USAGE
+from recoup.core.compiled_plan import CompiledPlan
 from recoup.core.graph import Graph
 from recoup.core.plan import Place, Plan, Span
 from recoup.core.version import VERSION
@@ -216,6 +217,17 @@ def test_help_is_quick_and_imports_no_torch():
     # Work of the processor, not time on the clock: other programs do not count.
     spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     assert spent < 1.0
+
+
+def test_fit_with_compiled_blocks_prints_and_writes_its_plan(steps, tmp_path, capsys):
+    asked = ["fit", f"{steps}:named", "--budget", "100%", "--compile", "exact"]
+    assert run([*asked, "--json", "--plan", "plan.json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["measured_peak_bytes"] <= said["budget_bytes"]
+    assert said["difference"] == 0
+    assert said["compiled"] == ["0", "1", "2", "3"]
+    plan = CompiledPlan.from_json((tmp_path / "plan.json").read_text())
+    assert [block.module for block in plan.blocks] == said["compiled"]
 
 
 def test_fit_prints_writes_and_agrees_with_its_files(steps, tmp_path, capsys):
@@ -424,6 +436,8 @@ WRONG = [
     (["fit", "steps.py:make", "--budget", "x%"], USAGE, "up to 100%"),
     (["fit", "steps.py:make", "--budget", "1KiB"], INFEASIBLE, "cannot be met"),
     (["fit", "steps.py:make", "--points", "1"], USAGE, "points"),
+    (["fit", "steps.py:make", "--compile", "fast"], USAGE, "exact or inductor"),
+    (["fit", "steps.py:make", "--compile", "exact", "--offload"], USAGE, "--offload"),
     (["fit", "steps.py:make", "--page", "no/such/page.html"], FILE, "no folder"),
     (["fit", "steps.py:make", "--page", "."], FILE, "it is a folder"),
     (["fit", "steps.py:raises"], TARGET, "ValueError: the data is not there"),

@@ -1,5 +1,6 @@
 """Arguments of the commands: what each is called, and what it may be."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -38,6 +39,14 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show a traceback on errors.")]
 Offload = Annotated[
     bool, typer.Option("--offload", help="Values may also wait on the host.")
+]
+CompileText = Annotated[
+    str | None,
+    typer.Option(
+        "--compile",
+        metavar="HOW",
+        help="Compile the blocks: exact (eager kernels) or inductor.",
+    ),
 ]
 Dry = Annotated[
     bool,
@@ -83,6 +92,24 @@ def check_budget_text(text: str | None) -> None:
     """
     if text is not None:
         parse_budget(text)
+
+
+def check_compile(how: str | None, refused: Mapping[str, object]) -> None:
+    """Raise `UsageError` for an unknown executor, or one with options it cannot obey.
+
+    Args:
+        how: The text after `--compile`.
+        refused: Options that work without `--compile` only, with what was given.
+    """
+    if how is None:
+        return
+    if how not in ("exact", "inductor"):
+        raise UsageError(f"expected --compile exact or inductor, got {how!r}.")
+    for name, given in refused.items():
+        if given:
+            raise UsageError(
+                f"{name} does not work with --compile; leave one of them out."
+            )
 
 
 def check_device(device: str | None, *, dry: bool) -> None:

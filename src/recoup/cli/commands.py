@@ -11,6 +11,7 @@ from recoup.cli.arguments import (
     Budgets,
     BudgetText,
     ChartPath,
+    CompileText,
     Debug,
     DeviceName,
     Dry,
@@ -22,6 +23,7 @@ from recoup.cli.arguments import (
     Points,
     TargetName,
     check_budget_text,
+    check_compile,
     check_device,
 )
 from recoup.cli.outputs import (
@@ -74,14 +76,20 @@ def fit(  # noqa: PLR0913 (one for each thing to be had)
     plan: PlanPath = None,
     findings: FindingsPath = None,
     points: Points = 7,
+    compile: CompileText = None,  # noqa: A002 (the option's name)
     json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Fit a model into a budget: measure, plan, check on a real step, and say so."""
     del debug  # read by `recoup.cli.main`
     check_budget_text(budget)
+    refused = {"--offload": offload, "--page": page, "--findings": findings}
+    check_compile(compile, refused)
     for path in (page, plan, findings):
         check_writable(path)
+    if compile is not None:
+        _fit_compiled(target, budget, compile, plan=plan, json=json)
+        return
 
     from recoup.cli.targets import load_target
     from recoup.cli.work import fit_target
@@ -125,6 +133,46 @@ def fit(  # noqa: PLR0913 (one for each thing to be had)
     for path in (page, plan, findings):
         if path is not None:
             print(f"wrote {path}")
+
+
+def _fit_compiled(
+    target: str, budget: str | None, how: str, *, plan: Path | None, json: bool
+) -> None:
+    from recoup.cli.targets import load_target
+    from recoup.cli.work import fit_compiled_target
+
+    fitted = fit_compiled_target(load_target(target), budget, how)
+    if plan is not None:
+        write_whole(plan, fitted.plan.to_json())
+    if json:
+        compiled = [block.module for block in fitted.plan.blocks if block.digest]
+        print(
+            as_json(
+                {
+                    "target": target,
+                    "executor": fitted.plan.executor,
+                    "budget_bytes": fitted.budget_bytes,
+                    "floor_bytes": fitted.floor_bytes,
+                    "plain_peak_bytes": fitted.plain_peak_bytes,
+                    "plain_seconds": fitted.plain_seconds,
+                    "predicted_peak_bytes": fitted.predicted_peak_bytes,
+                    "predicted_seconds": fitted.predicted_seconds,
+                    "measured_peak_bytes": fitted.measured_peak_bytes,
+                    "measured_seconds": fitted.measured_seconds,
+                    "difference": fitted.difference,
+                    "noise": fitted.noise,
+                    "total_seconds": fitted.total_seconds,
+                    "compiled": compiled,
+                    "eager": dict(fitted.eager),
+                }
+            )
+        )
+        return
+    print(fitted)
+    for name, why in fitted.eager.items():
+        print(f"not compiled: {name}: {why}")
+    if plan is not None:
+        print(f"wrote {plan}")
 
 
 def measure(

@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 
 from recoup.api.budgets import budget_bytes, infeasible_with, told_bytes
+from recoup.api.compiled_fit import CompiledFit
 from recoup.api.contest import Entry, contest
 from recoup.api.findings import graph_findings
 from recoup.api.fit import Fit, fit
@@ -46,6 +47,21 @@ def fit_target(
         )
     with _status(f"planning for {points} other budgets"):
         return fitted, fitted.findings(title=target.name, points=points)
+
+
+def fit_compiled_target(target: Target, budget: str | None, how: str) -> CompiledFit:
+    """Fit the user's model with compiled blocks."""
+    with told_apart(target):
+        _, fitted = fit(
+            target.model,
+            target.batch,
+            budget,
+            loss=target.loss,
+            step=target.step,
+            optimizer=target.optimizer,
+            compile="exact" if how == "exact" else "inductor",
+        )
+    return fitted
 
 
 @dataclass(frozen=True, slots=True)
