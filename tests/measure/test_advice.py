@@ -19,6 +19,11 @@ class Residual(nn.Module):
         return x + self.down(torch.nn.functional.gelu(self.up(x)))
 
 
+class Dropping(nn.Module):
+    def forward(self, x):
+        return nn.functional.dropout(nn.functional.gelu(x), 0.5).exp()
+
+
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -41,6 +46,20 @@ def test_the_bytes_are_those_that_a_profiler_finds_around_the_block():
             y = block(h)
         del y
         assert advice[name].saved_bytes == profiler.memory_saved()
+
+
+def test_parameters_are_not_counted_and_random_states_are():
+    model = nn.Sequential(nn.Sequential(nn.Embedding(1000, 64), nn.GELU()), Dropping())
+    words = torch.randint(1000, (64, 8))
+    advice = {s.name: s for s in suggest(model, words).suggestions}
+    values = words.numel() * 64 * 4
+    state = torch.random.get_rng_state().nbytes
+    first, second = advice["0"], advice["1"]
+    assert first.plain_bytes == values + words.nbytes
+    assert first.kept_bytes == words.nbytes
+    # The inputs of GELU, the noise of dropout and the result of exp.
+    assert second.plain_bytes == 3 * values
+    assert second.kept_bytes == values + state
 
 
 def test_the_operations_are_those_of_the_replay():

@@ -5,9 +5,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from recoup.backend.graph import is_parameter
 from recoup.backend.ledger import StorageLedger
 from recoup.core.errors import UsageError
 from recoup.core.units import print_bytes
@@ -19,10 +20,12 @@ from recoup.engine.observers import Watched, subscribe, unsubscribe
 class Suggestion:
     """What a checkpoint around one module would do in one step.
 
+    Parameters are in memory in any case and are not counted.
+
     Attributes:
         name: The module's name in the model.
-        plain_bytes: What autograd keeps for it without a checkpoint.
-        kept_bytes: What is kept for it with one.
+        plain_bytes: The activations that autograd keeps for it without a checkpoint.
+        kept_bytes: The activations and random states that are kept with one.
         replay_flops: What recomputing it in backward costs.
     """
 
@@ -123,7 +126,12 @@ class _Watcher:
 
     def began(self, region: Watched) -> None:
         ledger = self._plain[id(region)] = StorageLedger()
-        region.listeners = (*region.listeners, ledger.add_all)
+
+        def listen(tensor: Tensor) -> None:
+            if not is_parameter(tensor):
+                ledger.add_all(tensor)
+
+        region.listeners = (*region.listeners, listen)
 
     def ended(self, region: Watched) -> None:
         self.found.append(region)
@@ -131,14 +139,14 @@ class _Watcher:
     def measure(self, region: Watched) -> Suggestion:
         held = StorageLedger()
         for hold in region.holds():
-            if hold.tensor is not None:
+            if hold.tensor is not None and not hold.is_parameter:
                 held.add_all(hold.tensor)
         with FlopCounterMode(display=False) as counter:
             region.recompute()
         return Suggestion(
             name=region.name,
             plain_bytes=self._plain[id(region)].total_bytes,
-            kept_bytes=held.total_bytes,
+            kept_bytes=held.total_bytes + region.random_bytes(),
             replay_flops=counter.get_total_flops(),
         )
 
