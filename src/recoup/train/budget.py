@@ -114,17 +114,19 @@ def _fit_units(
     reserved_bytes = max(processes.gather(missing_state_bytes(optimizer, step.device)))
 
     plan = UnitPlan(units)
-    with untouched(step) as repeated:
 
-        def measure() -> int:
+    def measure() -> int:
+        # The regions lie outside: `untouched` restores the attributes of modules, and
+        # those that `checkpoint_module` sets are among them.
+        with untouched(step) as repeated:
             run_step(repeated)
             cost = run_step(repeated, resident=moments)
-            return max(processes.gather(cost.peak_bytes))
+        return max(processes.gather(cost.peak_bytes))
 
-        try:
-            plan.settle(budget_bytes, measure, reserved_bytes)
-        except InfeasibleError as error:
-            margin_bytes = told_bytes(error.floor_bytes, step.device)
-            margin_bytes -= error.floor_bytes
-            raise infeasible_with(error, margin_bytes, budget_bytes) from None
+    try:
+        plan.settle(budget_bytes, measure, reserved_bytes)
+    except InfeasibleError as error:
+        margin_bytes = told_bytes(error.floor_bytes, step.device)
+        margin_bytes -= error.floor_bytes
+        raise infeasible_with(error, margin_bytes, budget_bytes) from None
     return plan
