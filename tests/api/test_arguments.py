@@ -91,7 +91,7 @@ def test_only_plans_are_applied(wrong):
     model = blocks()
     with pytest.raises(UsageError, match=r"Plan\.from_json"):
         recoup.apply_plan(model, wrong)
-    with pytest.raises(UsageError, match="for the model"):
+    with pytest.raises(UsageError, match="expected a model, got"):
         recoup.apply_plan(wrong, Plan(()))
     with pytest.raises(UsageError, match="verify"):
         recoup.apply_plan(model, Plan(()), verify=None)
