@@ -207,14 +207,19 @@ class TestErrors:
             assert files(disk) == []
         assert shelf._waiting_bytes == 0
 
+    # The error comes without a warning before it, whether the write has failed by the
+    # time of the second put or fails while that waits.
+    @pytest.mark.parametrize("is_drained", [True, False])
     @pytest.mark.parametrize("fault", [full_disk, removed_directory])
     def test_more_than_the_queue_that_cannot_be_written_is_an_error(
-        self, tmp_path, fault
+        self, tmp_path, fault, is_drained
     ):
         disk = Disk(tmp_path, smallest_bytes=0, queue_bytes=SIZE_BYTES)
         x, shelf = vector(), shelf_of(disk)
         with fault(shelf):
             kept = disk.put(x.detach())
+            if is_drained:
+                shelf.drain()
             with pytest.raises(TierError, match=UNWRITTEN):
                 disk.put(x.detach() + 1)
             assert torch.equal(kept.get(), x.detach())

@@ -146,7 +146,6 @@ class Shelf:
         number = next(self._numbers)
         slot = Slot(number, self.directory.path / f"{number:08d}", host)
         try:
-            self._report()
             with self._room:
                 # What cannot be written makes no room, however long one waits.
                 self._room.wait_for(lambda: self._has_room() or self._is_stuck())
@@ -155,7 +154,12 @@ class Shelf:
                     raise TierError(self._failure)
                 self._waiting_bytes += slot.nbytes
                 self._slots[number] = slot
+            self._report()  # not before an error that says the same
         except BaseException:
+            with self._room:
+                if self._slots.pop(number, None) is not None:
+                    self._finish_waiting(slot)
+                    self._room.notify_all()
             host.drop()
             raise
         ACCOUNTS.disk.put(slot.nbytes)
