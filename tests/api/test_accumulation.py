@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -67,7 +68,7 @@ def gradients(model: nn.Module, batches: Sequence[Tensor]) -> list[Tensor]:
     torch.manual_seed(7)
     model.zero_grad(set_to_none=True)
     loop(model, batches)
-    found = [p.grad for p in model.parameters()]
+    found: list[Any] = [p.grad for p in model.parameters()]
     model.zero_grad(set_to_none=True)
     return found
 
@@ -133,7 +134,8 @@ def test_gradients_that_are_carried_count_from_the_beginning():
 def test_gradients_of_before_are_put_back_whatever_is_carried():
     model, batch = build(["plain"] * 2, 8), torch.randn(4, 8)
     model(batch).sum().backward()
-    before = [(p.grad, p.grad.clone()) for p in model.parameters()]
+    gradients: list[Any] = [p.grad for p in model.parameters()]
+    before = [(gradient, gradient.clone()) for gradient in gradients]
     recoup.fit(model, batch, 1.0, loss=Tensor.sum, accumulate=True)
     for parameter, (gradient, values) in zip(model.parameters(), before, strict=True):
         assert parameter.grad is gradient

@@ -3,6 +3,8 @@
 # Wrong on purpose.
 # pyright: reportArgumentType=false
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -42,8 +44,9 @@ def blocks(count: int = 3) -> nn.Sequential:
 def test_fit_says_what_is_wrong_with_an_argument_and_leaves_nothing(argument, says):
     model, batch = blocks(), odd_batch()
     before = state_of(model)
+    given: Any = {"loss": mean_square, **argument}
     with pytest.raises(UsageError, match=says):
-        recoup.fit(model, batch, 0.9, **{"loss": mean_square, **argument})
+        recoup.fit(model, batch, 0.9, **given)
     assert list(tree_differences(before, state_of(model), where="")) == []
 
 

@@ -1,6 +1,7 @@
 """The model's output ends before backward begins, as in a training loop."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -86,7 +87,7 @@ def test_the_plain_peak_is_that_of_a_loop_that_keeps_the_loss_alone(kind):
 
     expected_bytes = peak_bytes(model, loop, x, target)
     assert expected_bytes < peak_bytes(model, holding_loop, x, target)
-    given = {"batch": (x, target)}
+    given: Any = {"batch": (x, target)}
     if kind == "loss":
         given = {"batch": (x, target), "loss": logit_loss}
     _, report = recoup.fit(model, budget=1.0, **given)

@@ -146,7 +146,9 @@ class TestSeveralModels:
         names = {each.models: each for each in manager.steps}
         manager.remove()
         assert set(names) == {("Sequential",), ("Sequential", "Squares")}
-        assert names["Sequential", "Squares"].measured_bytes <= manager.budget_bytes
+        measured_bytes = names["Sequential", "Squares"].measured_bytes
+        assert measured_bytes is not None
+        assert measured_bytes <= manager.budget_bytes
 
     def test_what_was_planned_is_what_all_take_together(self):
         model, manager = network(), limited(8)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import recoup
+from recoup.api.adaptation import Adapted
 from recoup.backend.memory import StorageMeter
 from recoup.backend.trees import named_tensors, tensors_within
 from recoup.core.growth import Growth, group_of, resized
@@ -82,6 +83,12 @@ def fitted(
     return model, report
 
 
+def adapted_of(report: recoup.Fit) -> Adapted:
+    adapted = report._adapted
+    assert isinstance(adapted, Adapted)
+    return adapted
+
+
 def warned(caught: list[warnings.WarningMessage]) -> list[recoup.BudgetWarning]:
     return [
         found.message
@@ -122,9 +129,8 @@ def test_no_size_exceeds_the_budget_silently(share, sizes):
             said = [warning.needed_bytes for warning in warned(caught)]
             needed_bytes = max(needed_bytes, *said, 0)
             if peak_bytes > report.budget_bytes:
-                same_group = [
-                    group.is_warned for group in report._adapted._groups.values()
-                ]
+                adapted = adapted_of(report)
+                same_group = [group.is_warned for group in adapted._groups.values()]
                 assert needed_bytes or any(same_group)
 
 
@@ -209,9 +215,7 @@ def test_growing_sequences_do_not_plan_every_step():
         warnings.simplefilter("ignore", recoup.BudgetWarning)
         for length in range(1, 64):
             model(tokens(2, length)).backward()
-    adapted = report._adapted
-    assert adapted is not None
-    assert adapted.planned_groups <= 8 + 2 * 8
+    assert adapted_of(report).planned_groups <= 8 + 2 * 8
 
 
 def test_a_count_and_a_mask_do_not_make_another_size():
@@ -225,8 +229,8 @@ def test_a_count_and_a_mask_do_not_make_another_size():
         for _ in range(2):
             extra_bytes = sum(t.nbytes for t in tensors_within(kwargs))
             peak_bytes = peak_bytes_of(model, x, **kwargs)
-            assert report._adapted is not None
-            assert report._adapted._chosen is report._adapted.plan
+            adapted = adapted_of(report)
+            assert adapted._chosen is adapted.plan
             assert peak_bytes == report.measured_peak_bytes + extra_bytes
 
 
@@ -305,7 +309,8 @@ def test_a_model_that_is_fitted_in_eval_mode_is_said_to_be():
 
 def test_eval_mode_without_layers_that_change_is_silent():
     model = Net().eval()
-    for layer in model.layers:
+    layers: Any = model.layers
+    for layer in layers:
         layer.wide[3] = nn.Identity()
     _, report = recoup.fit(model, tokens(6, 48), 0.5)
     model.train()
@@ -357,8 +362,7 @@ def test_validation_is_silent_and_unplanned():
         with torch.no_grad():
             model(tokens(32, 200))
         model.train()
-    assert report._adapted is not None
-    assert report._adapted.planned_groups == 1
+    assert adapted_of(report).planned_groups == 1
 
 
 def test_copies_of_a_fitted_model_are_silent():

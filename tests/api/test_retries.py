@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import recoup
+from recoup.api.adaptation import Adapted
 from tests.support.bits import tree_differences
 from tests.support.fitting import state_of
 from tests.support.odd_models import Perceptron, mean_square, odd_batch
@@ -207,7 +208,7 @@ def test_where_nothing_is_tighter_the_error_says_so():
 def test_plans_for_other_sizes_are_few_and_fit_what_they_are_for():
     model, report, batch = fitted()
     adapted = report._adapted
-    assert adapted is not None
+    assert isinstance(adapted, Adapted)
     sizes = range(1, 4 * len(batch), 3)
     many = torch.cat([batch] * 4)
 

@@ -1,6 +1,8 @@
 """Selection: the cheapest choice that fits, evenly spread, and obeyed in next steps."""
 
 import itertools
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -74,6 +76,10 @@ def run(leaves, depth=1):
 
 def leaves(count=6):
     return [torch.randn(256, 1024, requires_grad=True) for _ in range(count)]
+
+
+def total(outputs: Iterable[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([y.sum() for y in outputs]).sum()
 
 
 class TestQuestions:
@@ -155,20 +161,20 @@ class TestNextSteps:
         manager.selective_checkpointing(manager.nodes)
         chosen = [node.is_checkpoint for node in manager.nodes]
         assert sum(chosen) == 3
-        sum(y.sum() for y in outputs).backward()
+        total(outputs).backward()
         outputs = []
         for _ in range(2):
             outputs = forward()
             assert [node.is_checkpoint for node in manager.nodes] == chosen
-            regions = [node.region for node in manager.nodes]
-            sum(y.sum() for y in outputs).backward()
+            regions: list[Any] = [node.region for node in manager.nodes]
+            total(outputs).backward()
             assert [region.replays for region in regions] == [int(c) for c in chosen]
             del regions
             outputs = []
         manager.auto_checkpoint = False
         outputs = forward()
-        regions = [node.region for node in manager.nodes]
-        sum(y.sum() for y in outputs).backward()
+        regions: list[Any] = [node.region for node in manager.nodes]
+        total(outputs).backward()
         assert [region.replays for region in regions] == [1] * 6
         manager.remove()
 
@@ -186,11 +192,11 @@ class TestNextSteps:
         outputs = forward()
         manager.selective_checkpointing(manager.nodes)
         chosen = [node.is_checkpoint for node in manager.nodes]
-        sum(y.sum() for y in outputs).backward()
+        total(outputs).backward()
         del outputs
         outputs = forward()
-        regions = [node.region for node in manager.nodes]
-        sum(y.sum() for y in outputs).backward()
+        regions: list[Any] = [node.region for node in manager.nodes]
+        total(outputs).backward()
         assert [region.replays for region in regions] == [int(c) for c in chosen]
         manager.remove()
 

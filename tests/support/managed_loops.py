@@ -1,6 +1,7 @@
 """Training loops as people write them, on small random models, for whole-loop laws."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -51,7 +52,7 @@ class Block(nn.Module):
 class Loop:
     """A loop: its models, and one step of it."""
 
-    models: list[nn.Module]
+    models: Sequence[nn.Sequential]
     batches: list[Tensor]
     kind: str
     draw: random.Random

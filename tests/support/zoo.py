@@ -144,7 +144,7 @@ def _configured(architecture: Configured) -> Entry:
     kind = architecture.kind
 
     def build() -> nn.Module:
-        model = architecture.build(dropout=0.1)
+        model: Any = architecture.build(dropout=0.1)
         model.config.use_cache = False
         return model
 

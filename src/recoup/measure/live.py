@@ -143,6 +143,8 @@ class LiveStep:
         fixed_bytes: What autograd saves in calls that no plan may change.
     """
 
+    _is_attached = False
+
     def __init__(
         self,
         device: torch.device,
@@ -161,6 +163,7 @@ class LiveStep:
         self._number: int | None = None
         self._counts: Counter[tuple[str, bool]] = Counter()
         self.tracer = LiveTracer(self._meter, self._timer) if traced else None
+        self._is_attached = True
         if self.tracer is not None:
             self._hooks = self.tracer.plain_hooks()
             push_hooks_at_bottom(*self._hooks)
@@ -238,8 +241,19 @@ class LiveStep:
         self._stop_tracing()
         if not self.peak_bytes:
             self._read_peak()
-        if self._thread != threading.get_ident():
+        self._detach()
+
+    def __del__(self) -> None:
+        # A manager may be dropped with its model in the middle of a step. Nobody else
+        # would then ever take the instruments off the stacks of the thread.
+        if self._is_attached:
+            self._stop_tracing()
+            self._detach()
+
+    def _detach(self) -> None:
+        if not self._is_attached or self._thread != threading.get_ident():
             return
+        self._is_attached = False
         if self.tracer is not None:
             take_out_hooks(self._hooks[0])
             leave_anywhere(self.tracer)
