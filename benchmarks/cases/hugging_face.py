@@ -222,6 +222,7 @@ def fitted(bench: Bench, budget: int, executor: str | None) -> Iterator[str]:
     )
     if isinstance(report, CompiledFit):
         text += f", gradients {report.difference:.1e} (eager twice {report.noise:.1e})"
+        text += ", other random numbers" if report.draws_otherwise else ""
         text += f", {len(report.eager)} blocks not compiled" if report.eager else ""
     try:
         yield text

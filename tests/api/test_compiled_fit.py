@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import recoup
 from recoup.backend.intervals import interval_meter
-from recoup.core.compiled_plan import CompiledPlan
+from recoup.core.compiled_plan import BlockPartition, CompiledPlan
 from recoup.core.errors import (
     BudgetWarning,
     InfeasibleError,
@@ -21,7 +21,14 @@ from recoup.core.errors import (
     UnsupportedError,
     UsageError,
 )
-from recoup.engine.compiled_blocks import CompiledBlocks, compiled_blocks_in
+from recoup.engine.compiled_blocks import (
+    CompiledBlocks,
+    CompiledForward,
+    compiled_blocks_in,
+    probe,
+)
+from recoup.measure.joint_costs import KernelTimes, costed
+from recoup.planners.joint_front import saved_sets
 
 pytestmark = [
     pytest.mark.slow,
@@ -222,6 +229,27 @@ class TestModels:
         for buffer, expected in zip(model.buffers(), twin.buffers(), strict=True):
             torch.testing.assert_close(buffer, expected, rtol=1e-5, atol=1e-6)
         assert model.get_buffer("0.norm.num_batches_tracked").item() == 2
+
+    def test_recomputed_dropout_has_the_mask_of_forward(self):
+        """Torch's own budget recomputes it with another mask (pytorch #190758)."""
+        if shutil.which("g++") is None:
+            pytest.skip("Inductor needs a C++ compiler, and there is no g++")
+        block = nn.Sequential(nn.Linear(16, 64), nn.Dropout(0.5), nn.Tanh())
+        x = torch.randn(32, 16, requires_grad=True)
+        joint = probe(block, "inductor", (x,), {})
+        assert joint.draws
+        costs = costed(joint, KernelTimes(torch.device("cpu")))
+        fastest, *_, smallest = saved_sets(costs)
+        found = []
+        for saved in (fastest, smallest):
+            part = BlockPartition("", 0, joint.digest, saved.names, 1 << 20, 0)
+            forward = CompiledForward(block, part, "inductor")
+            torch.manual_seed(3)
+            found.append(
+                torch.autograd.grad(forward(x).sum(), [x, *block.parameters()])
+            )
+        assert smallest.held_bytes < fastest.held_bytes
+        assert same(*found)
 
     def test_a_block_that_cannot_be_captured_runs_in_a_region(self):
         torch.manual_seed(0)

@@ -67,6 +67,8 @@ class CompiledFit:
         difference: The largest relative difference of a gradient to the eager step; 0
             is bitwise equality.
         noise: The same between two eager steps: kernels that are not deterministic.
+        draws_otherwise: The compiled blocks draw other random numbers than the eager
+            ones, as any model compiled by Inductor does; then `difference` says little.
         total_seconds: How long all of `fit` took.
         rounds: How many choices were tried on a real step.
     """
@@ -85,6 +87,7 @@ class CompiledFit:
     reserved_bytes: int
     difference: float
     noise: float
+    draws_otherwise: bool
     total_seconds: float
     rounds: int
     _applied: CompiledBlocks | None = field(default=None, repr=False)
@@ -118,6 +121,8 @@ class CompiledFit:
     def _gradients(self) -> str:
         if not self.difference:
             return "bitwise those of the eager step"
+        if self.draws_otherwise:
+            return "those of the compiled model, which draws other random numbers"
         text = f"within {self.difference:.1e} of the eager step"
         if self.noise:
             text += f" (two eager steps differ by {self.noise:.1e})"
@@ -194,6 +199,7 @@ class _Search:
         self.kinds: list[_Kind] = []
         self.kind_of: dict[str, int] = {}
         self.eager: dict[str, str] = {}
+        self.draws = False
         self.order: tuple[str, ...] = ()
         self.peaks: list[int] = []
 
@@ -216,6 +222,7 @@ class _Search:
                 kind = _Kind(number, block, bench, self._executor, partitions)
                 kind.options = [kind.measured(0), kind.measured(1)]
             else:
+                self.draws = self.draws or joint.draws
                 sets = saved_sets(costed(joint, times))
                 partitions = [
                     BlockPartition(
@@ -396,6 +403,7 @@ def fit_compiled(
         reserved_bytes=reserved,
         difference=difference,
         noise=noise,
+        draws_otherwise=search.draws and executor == "inductor",
         total_seconds=time.perf_counter() - started,
         rounds=len(search.peaks),
     )

@@ -75,6 +75,7 @@ class JointGraph:
             backward.
         materialized: Values that forward writes to memory in any case.
         whole: Values that a backward kernel reads that cannot fuse their producer.
+        draws: Whether forward draws random numbers.
     """
 
     digest: str
@@ -87,6 +88,7 @@ class JointGraph:
     once: frozenset[int]
     materialized: frozenset[int]
     whole: frozenset[int]
+    draws: bool
 
 
 def read_joint_graph(graph: fx.Graph, node_info: Any, *, fuses: bool) -> JointGraph:
@@ -164,6 +166,10 @@ class _Reader:
             ),
             materialized=frozenset(self._where(self._is_materialized)),
             whole=frozenset(self._where(self._is_read_whole)),
+            draws=any(
+                isinstance(node.target, torch._ops.OpOverload) and is_random(node)
+                for node in nodes
+            ),
         )
 
     def _is_forward(self, node: fx.Node) -> bool:
