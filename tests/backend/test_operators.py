@@ -5,14 +5,14 @@ import torch
 from torch._higher_order_ops.cond import cond_op
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recoup.backend import operators
+from recoup.backend import operators, repeatable
 from recoup.backend.operators import (
     Facts,
     crosses_devices,
     draws,
     draws_outside_generators,
     facts_of,
-    is_repeatable,
+    gives_permutation,
 )
 
 aten = torch.ops.aten
@@ -60,7 +60,6 @@ class TestLists:
         [
             operators._ASKING,
             operators._KEPT,
-            operators._ATOMIC,
             operators._UNINITIALISED,
             operators._OVERWRITING,
             operators._RAGGED,
@@ -266,30 +265,54 @@ class TestKept:
     @pytest.mark.parametrize(
         "operator",
         [
-            aten.topk.default,
-            aten.nonzero.default,
-            aten._unique2.default,
             aten.item.default,
             aten._local_scalar_dense.default,
             aten.multinomial.default,
+            aten._ctc_loss.default,
+            aten.linalg_lstsq.default,
         ],
         ids=str,
     )
-    def test_choices_and_what_depends_on_data_are_kept(self, operator):
+    def test_what_python_reads_draws_or_is_partly_unwritten_is_kept(self, operator):
         assert facts_of(operator).opaque
 
-    def test_what_torch_says_depends_on_data_is_kept(self):
+    @pytest.mark.parametrize(
+        "operator",
+        [aten.topk.default, aten.nonzero.default, aten._unique2.default],
+        ids=str,
+    )
+    def test_choices_are_kept_only_where_they_may_vary(self, operator):
+        facts = facts_of(operator)
+        assert (facts.opaque, facts.may_vary) == (False, True)
+
+    def test_shapes_that_depend_on_data_are_kept_unless_they_are_known(self):
+        known = repeatable.GATHERING | repeatable.CHOOSING
         for overload in ALL:
-            data_dependent = {
-                torch.Tag.dynamic_output_shape,
-                torch.Tag.data_dependent_output,
-            }
-            if data_dependent & set(overload.tags):
-                gathers = overload._schema.name in (
-                    "aten::index",
-                    "aten::masked_select",
-                )
-                assert facts_of(overload).opaque != gathers, overload
+            if torch.Tag.dynamic_output_shape in overload.tags:
+                is_known = overload._schema.name in known
+                assert facts_of(overload).opaque != is_known, overload
+            if torch.Tag.data_dependent_output in overload.tags:
+                assert facts_of(overload).opaque, overload
+
+    def test_an_unknown_librarys_shapes_that_depend_on_data_are_kept(self):
+        tags = [torch.Tag.dynamic_output_shape]
+        with torch.library._scoped_library("recoup_shapes", "DEF") as library:
+            library.define("choose(Tensor x) -> Tensor", tags=tags)
+            assert facts_of(torch.ops.recoup_shapes.choose.default).opaque
+
+    @pytest.mark.parametrize(
+        ("operator", "place", "permutes"),
+        [
+            (aten.sort.default, 1, True),
+            (aten.sort.stable, 1, True),
+            (aten.randperm.default, None, True),
+            (aten.sort.default, 0, False),
+            (aten.topk.default, 1, False),
+            (aten.arange.default, None, False),
+        ],
+    )
+    def test_places_of_a_sort_are_a_permutation(self, operator, place, permutes):
+        assert gives_permutation(facts_of(operator), place) == permutes
 
     def test_collectives_are_kept(self):
         collectives = pytest.importorskip("torch.distributed._functional_collectives")
@@ -302,20 +325,6 @@ class TestKept:
 
     def test_higher_order_operators_are_kept(self):
         assert facts_of(cond_op).opaque
-
-    def test_additions_in_any_order_are_kept_on_accelerators_only(self):
-        x, rows = torch.zeros(3), torch.zeros(3, dtype=torch.long)
-        for operator in (aten.index_add.default, aten.scatter_add_.default):
-            facts = facts_of(operator)
-            assert (facts.opaque, facts.adds_in_any_order) == (False, True)
-            assert is_repeatable(facts, (x, 0, rows, x), {})
-            on_device = (x.to("meta"), 0, rows, x)
-            assert not is_repeatable(facts, on_device, {})
-
-    def test_one_number_may_be_written_in_any_order(self):
-        x, rows = torch.zeros(3, device="meta"), torch.zeros(3, dtype=torch.long)
-        assert is_repeatable(facts_of(aten.scatter.value), (x, 0, rows, 1.0), {})
-        assert not is_repeatable(facts_of(aten.scatter.src), (x, 0, rows, x), {})
 
     def test_collectives_of_process_groups_write_to_their_first_argument(self):
         pytest.importorskip("torch.distributed")

@@ -56,7 +56,7 @@ class Alive(Watching):
         given = {storage._cdata for storage in _storages((args, kwargs))}
         out = func(*args, **(kwargs or {}))
         for storage in _storages(out):
-            if storage._cdata not in given:
+            if storage._cdata not in given and storage.device.type != "meta":
                 entry = StorageWeakRef(storage), storage.nbytes()
                 self._made[storage._cdata] = entry
         return out
@@ -70,6 +70,21 @@ class Alive(Watching):
     def total_bytes(self) -> int:
         """The bytes of all living storages."""
         return sum(self.sizes)
+
+
+class Peak(Alive):
+    """Knows the most bytes that were alive at once after an operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak_bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        self.peak_bytes = max(self.peak_bytes, self.total_bytes)
+        return out
 
 
 class SavedByAutograd:

@@ -1,6 +1,5 @@
 """What the engine must know about an operator before it may be run again."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload
+
+from recoup.backend.repeatable import CHOOSING, GATHERING, VARYING
 
 Operator = OpOverload
 
@@ -20,8 +21,8 @@ class Facts:
         name: The operator's name with its overload, as `aten.add.Tensor`.
         passes: It only makes views or changes metadata: nothing to record.
         opaque: Its outputs are kept, never recomputed.
-        adds_in_any_order: Its floating-point additions have no fixed order where
-            several threads run it: `is_repeatable` says where.
+        may_vary: A second run may give other bits on some devices: `is_repeatable` of
+            `backend/repeatable.py` says where.
         is_unproven: It belongs to a library that is not known to tell the truth in its
             schemas: whether it writes to its arguments has to be seen.
         writes: Arguments it writes to: positions, or names of keywords.
@@ -51,7 +52,7 @@ class Facts:
     name: str
     passes: bool = False
     opaque: bool = False
-    adds_in_any_order: bool = False
+    may_vary: bool = False
     is_unproven: bool = False
     writes: tuple[int | str, ...] = ()
     overwrites: bool = False
@@ -133,7 +134,7 @@ class Facts:
         return bool(
             self.passes
             or self.opaque
-            or self.adds_in_any_order
+            or self.may_vary
             or self.is_unproven
             or self.ragged
             or self.asks_gradient_mode
@@ -174,7 +175,7 @@ def facts_of(operator: Any) -> Facts:
         name=name,
         passes=_passes(operator, written),
         opaque=_is_opaque(base, tags),
-        adds_in_any_order=base.rstrip("_") in _ATOMIC,
+        may_vary=base.rstrip("_") in VARYING,
         is_unproven=library not in _KNOWN and _takes_tensors(schema, written),
         writes=written,
         overwrites=base in _OVERWRITING or _is_out(written),
@@ -229,42 +230,19 @@ def draws_outside_generators(facts: Facts, args: tuple[Any, ...]) -> bool:
     )
 
 
-def is_repeatable(facts: Facts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether running a call again gives the same bits.
+def gives_permutation(facts: Facts, place: int | None) -> bool:
+    """Return whether a result names each place along a dimension exactly once.
 
-    It does not where threads write to one place in any order. Accelerators do that in
-    many kernels. On a CPU only a few kernels do, when there are several threads and
-    more elements than one thread takes.
+    Args:
+        facts: What made it.
+        place: Its place among the results, or None if there is only one.
 
     Examples:
-        >>> facts = facts_of(torch.ops.aten.index_put.default)
-        >>> x, rows = torch.zeros(3), torch.tensor([0, 0])
-        >>> is_repeatable(facts, (x, [rows], torch.ones(2), True), {})
+        >>> gives_permutation(facts_of(torch.ops.aten.sort.stable), 1)
         True
     """
-    if not facts.adds_in_any_order:
-        return True
-    given = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
-    name = facts.name.split(".")[1].rstrip("_")
-    if any(tensor.device.type != "cpu" for tensor in given):
-        # One number, wherever it is written, in any order.
-        return name == "scatter" and not isinstance(args[3], Tensor)
-    if name not in _RACING_ON_CPU or torch.get_num_threads() == 1:
-        return True
-    target, indices = args[0], args[1]
-    if name == "index_copy":
-        indices, values = [None] * args[1] + [args[2]], args[3]
-    else:
-        values = args[2]
-    if isinstance(indices, Tensor):  # of `put`, whose target is one row to it
-        return indices.numel() < _GRAIN
-    # Masks name each place once; one value gives the same sum in any order.
-    places = [i for i in indices if i is not None and i.dtype not in _MASKS]
-    if not places or values.numel() == 1:
-        return True
-    rows = math.prod(torch.broadcast_shapes(*(place.shape for place in places)))
-    indexed = (n for n, i in zip(target.shape, indices, strict=False) if i is not None)
-    return rows * target.numel() < _GRAIN * math.prod(indexed)
+    library, name, *_ = facts.name.split(".")
+    return library == "aten" and (name, place) in _PERMUTING
 
 
 def _takes_none(schema: Any, position: int) -> bool:
@@ -334,37 +312,26 @@ def _is_opaque(base: str, tags: list[torch.Tag]) -> bool:
     return (
         base in _KEPT
         or base.split("::")[0] in _COLLECTIVES
-        or (torch.Tag.dynamic_output_shape in tags and base not in _GATHERING)
+        # Their shapes are the same in a replay. Others with this tag leave parts of
+        # their results unwritten (`_ctc_loss`, `linalg_lstsq`), or are not known.
+        or (
+            torch.Tag.dynamic_output_shape in tags
+            and base not in GATHERING
+            and base not in CHOOSING
+        )
         or torch.Tag.data_dependent_output in tags
         or any(tag.name == "nondeterministic_bitwise" for tag in tags)
     )
 
 
-# Order among equals, or routing decided by rounding: a second run may choose
-# differently on some devices, and the outputs are small.
 _KEPT = frozenset(
     {
         # cuDNN's recurrent kernels write to it without saying so.
         "aten::_cudnn_init_dropout_state",
-        "aten::_unique2",
-        "aten::bincount",
-        "aten::histc",
-        "aten::kthvalue",
-        "aten::median",
-        "aten::mode",
+        # A draw, and a cumulative sum that some devices add in any order.
         "aten::multinomial",
-        "aten::nanmedian",
-        "aten::nonzero",
-        "aten::nonzero_static",
-        "aten::topk",
-        "aten::unique_consecutive",
-        "aten::unique_dim",
     }
 )
-
-# Their shapes may depend on what is in a mask, but they choose nothing: they gather
-# elements of their first argument, exactly. What they return is as large as that.
-_GATHERING = frozenset({"aten::index", "aten::masked_select"})
 
 # Several processes take part: running one twice would block, or change what others see.
 _COLLECTIVES = frozenset(
@@ -397,65 +364,6 @@ _KNOWN = _COLLECTIVES | {
     "sparse",
 }
 
-# Writes to one place in any order on accelerators; the documentation of
-# torch.use_deterministic_algorithms lists them. Derivatives are among them: gradients
-# may be taken inside a region.
-_ATOMIC = frozenset(
-    {
-        "aten::_adaptive_avg_pool2d_backward",
-        "aten::_adaptive_avg_pool3d_backward",
-        "aten::_ctc_loss_backward",
-        "aten::_efficient_attention_backward",
-        "aten::_embedding_bag",
-        "aten::_embedding_bag_dense_backward",
-        "aten::_flash_attention_backward",
-        "aten::_index_put_impl",
-        "aten::_scaled_dot_product_efficient_attention_backward",
-        "aten::_scaled_dot_product_flash_attention_backward",
-        "aten::_unsafe_index_put",
-        "aten::_upsample_bicubic2d_aa_backward",
-        "aten::_upsample_bilinear2d_aa_backward",
-        "aten::adaptive_max_pool2d_backward",
-        "aten::avg_pool3d_backward",
-        "aten::cumsum",
-        "aten::fractional_max_pool2d_backward",
-        "aten::fractional_max_pool3d_backward",
-        "aten::grid_sampler_2d_backward",
-        "aten::grid_sampler_3d_backward",
-        "aten::index_add",
-        "aten::index_copy",
-        "aten::index_put",
-        "aten::index_reduce",
-        "aten::max_pool3d_with_indices_backward",
-        "aten::max_unpool2d",
-        "aten::max_unpool3d",
-        "aten::nll_loss2d_forward",
-        "aten::put",
-        "aten::reflection_pad1d_backward",
-        "aten::reflection_pad2d_backward",
-        "aten::reflection_pad3d_backward",
-        "aten::replication_pad1d_backward",
-        "aten::replication_pad2d_backward",
-        "aten::replication_pad3d_backward",
-        "aten::scatter",
-        "aten::scatter_add",
-        "aten::scatter_reduce",
-        "aten::segment_reduce",
-        "aten::upsample_bicubic2d_backward",
-        "aten::upsample_bilinear2d_backward",
-        "aten::upsample_linear1d_backward",
-        "aten::upsample_trilinear3d_backward",
-    }
-)
-
-# Those that do so on a CPU with several threads: additions are atomic, and where a
-# place is named twice, either value may stay.
-_RACING_ON_CPU = frozenset(
-    {"_index_put_impl", "_unsafe_index_put", "index_copy", "index_put", "put"}
-)
-_GRAIN = 32768  # elements; fewer are left to one thread (`at::internal::GRAIN_SIZE`)
-_MASKS = frozenset({torch.bool, torch.uint8})
-
 _UNINITIALISED = frozenset(
     {
         "aten::empty",
@@ -482,6 +390,8 @@ _OVERWRITING = frozenset(
         "aten::zero_",
     }
 )
+
+_PERMUTING = frozenset({("sort", 1), ("randperm", None)})
 
 _COPYING = frozenset({"aten::_to_copy", "aten::copy_"})
 

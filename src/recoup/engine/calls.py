@@ -114,3 +114,39 @@ def indices_of(facts: Facts, args: tuple[Any, ...]) -> Indices | None:
     if base in ("index_add_", "index_copy_", "index_fill_") and args[0].dim():
         return [*[None] * (args[1] % args[0].dim()), args[2].reshape(-1)]
     return None
+
+
+def writes_permuted(tape: Tape, facts: Facts, args: tuple[Any, ...]) -> bool:
+    """Return whether an operator writes by index to every place, each once."""
+    target = args[0]
+    base = _base(facts)
+    if base in _INDEXED_BY_LIST:
+        named = [(d, index) for d, index in enumerate(args[1]) if index is not None]
+        if len(named) != 1:
+            return False
+        dim, index = named[0]
+    elif base in _INDEXED_ALONG or (base in _SCATTERED and target.dim() == 1):
+        dim, index = args[1], args[2]
+    else:
+        return False
+    if not target.dim() or index.dim() != 1 or target.shape[dim] != index.shape[0]:
+        return False
+    return tape.is_permutation(index)
+
+
+def replaces(facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a write by index reads nothing of what it writes over."""
+    base = _base(facts)
+    if base in _INDEXED_BY_LIST:
+        return not (args[3] if len(args) > 3 else kwargs.get("accumulate", False))
+    return base == "index_copy" or facts.name in _SCATTERED_PLAINLY
+
+
+def _base(facts: Facts) -> str:
+    return facts.name.split(".")[1].rstrip("_")
+
+
+_INDEXED_BY_LIST = frozenset({"_index_put_impl", "_unsafe_index_put", "index_put"})
+_INDEXED_ALONG = frozenset({"index_add", "index_copy"})
+_SCATTERED = frozenset({"scatter", "scatter_add"})
+_SCATTERED_PLAINLY = frozenset({"aten.scatter_.src", "aten.scatter_.value"})

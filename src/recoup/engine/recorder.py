@@ -15,15 +15,22 @@ from recoup.backend.operators import (
     crosses_devices,
     draws,
     draws_outside_generators,
-    is_repeatable,
     without_contents,
 )
+from recoup.backend.repeatable import is_repeatable
 from recoup.backend.rng import generator_of, same_state
 from recoup.backend.storages import has_storage
 from recoup.backend.trees import tensors
 from recoup.backend.undeclared import FirstSight
 from recoup.backend.wrappers import are_taken_apart, wrappers_in
-from recoup.engine.calls import NO_TENSORS, indices_of, record_call, targets_of
+from recoup.engine.calls import (
+    NO_TENSORS,
+    indices_of,
+    record_call,
+    replaces,
+    targets_of,
+    writes_permuted,
+)
 from recoup.engine.past import Indices
 from recoup.engine.tape import Tape
 from recoup.engine.values import OUTSIDE, Operation, Value
@@ -246,7 +253,13 @@ class Recorder(OperatorMode):
         """Record an operator that does more than compute its result."""
         facts = kernel.facts
         targets = targets_of(facts, args, kwargs) if facts.writes else []
-        if self._must_keep(facts, args, kwargs, targets):
+        # A write to every place, each once, reads nothing and has no order.
+        permuted = facts.may_vary and writes_permuted(self.tape, facts, args)
+        overwrites = facts.overwrites or (permuted and replaces(facts, args, kwargs))
+        varies = facts.may_vary and not permuted
+        if (varies and not is_repeatable(facts.name, args, kwargs)) or self._must_keep(
+            facts, args, targets, overwrites=overwrites
+        ):
             return self._unrecorded(kernel, args, kwargs, targets)
         recorded = args
         if facts.shape_only and args and has_storage(args[0]):
@@ -260,7 +273,7 @@ class Recorder(OperatorMode):
                 kernel,
                 recorded,
                 kwargs,
-                overwritten=targets if facts.overwrites else (),
+                overwritten=targets if overwrites else (),
             )
         except NotImplementedError:
             return self._unrecorded(kernel, args, kwargs)
@@ -278,7 +291,7 @@ class Recorder(OperatorMode):
                 self.tape.forget(target)
             return out
         for target, before in zip(targets, earlier, strict=True):
-            self._after_write(facts, operation, target, before)
+            self._after_write(facts, operation, target, before, filled=overwrites)
         ragged = facts.ragged
         if facts.random and operation.random is None:
             ragged = (*ragged, *_seeds(out))
@@ -301,12 +314,11 @@ class Recorder(OperatorMode):
         self,
         facts: Facts,
         args: tuple[Any, ...],
-        kwargs: dict[str, Any],
         targets: list[Tensor],
+        *,
+        overwrites: bool,
     ) -> bool:
         if facts.opaque or draws_outside_generators(facts, args):
-            return True
-        if facts.adds_in_any_order and not is_repeatable(facts, args, kwargs):
             return True
         # A write to a tensor from outside happens once, in forward. The operation is
         # recorded only if it also makes or changes something of the region's own.
@@ -317,7 +329,7 @@ class Recorder(OperatorMode):
             value = self.tape.value_of(target)
             if value is None or facts.statistics:
                 continue
-            tainted = self.tape.tainted and not facts.overwrites
+            tainted = self.tape.tainted and not overwrites
             if tainted and self.tape.is_blank(value, target):
                 return True
             if facts.resizes and self._lies_elsewhere(target, value):
@@ -349,7 +361,13 @@ class Recorder(OperatorMode):
         return values
 
     def _after_write(
-        self, facts: Facts, operation: Operation, target: Tensor, before: Value | None
+        self,
+        facts: Facts,
+        operation: Operation,
+        target: Tensor,
+        before: Value | None,
+        *,
+        filled: bool,
     ) -> None:
         tape = self.tape
         own = before is not None and before.producer != OUTSIDE
@@ -364,7 +382,7 @@ class Recorder(OperatorMode):
             operation,
             before,
             tainted=facts.uninitialised,
-            filled=facts.overwrites,
+            filled=filled,
             resized=facts.resizes,
         )
 

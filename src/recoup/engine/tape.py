@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from recoup.backend.graph import is_activation
+from recoup.backend.operators import gives_permutation
 from recoup.backend.optimizer_steps import STEPS
 from recoup.backend.storages import (
     QUANTIZED,
@@ -267,6 +268,18 @@ class Tape:
             return True
         runs = runs_of(tensor)
         return runs is None or not all(filled.covers(*run) for run in runs)
+
+    def is_permutation(self, tensor: Tensor) -> bool:
+        """Return whether an operation made the tensor to name each place once."""
+        value = self.value_of(tensor)
+        if value is None or value.producer == OUTSIDE:
+            return False
+        operation = self.operations[value.producer]
+        return (
+            value in operation.outputs
+            and gives_permutation(operation.kernel.facts, value.place)
+            and self.geometry(tensor) == value.geometry
+        )
 
     def protect(
         self, tensor: Tensor, value: Value | None, indices: Indices | None = None
