@@ -146,7 +146,7 @@ def test_what_is_kept_for_later_is_no_larger_than_what_autograd_saved(graph):
     held: list[int] = []
 
     def look(gradient: Tensor) -> None:
-        recall = region._recall
+        recall = region.recall
         if recall is not None:
             tensors = recall.live.values()
             held.append(len({t.untyped_storage().data_ptr() for t in tensors}))
@@ -200,8 +200,8 @@ def test_small_results_are_recomputed_before_something_large_is_kept_for_them():
     held: list[int] = []
 
     def look(gradient: Tensor) -> None:  # after the backward of tanh
-        if region._recall is not None:
-            held.extend(tensor.nbytes for tensor in region._recall.live.values())
+        if region.recall is not None:
+            held.extend(tensor.nbytes for tensor in region.recall.live.values())
 
     small.register_hook(look)
     (last.sum() + small.sum()).backward()

@@ -1,5 +1,6 @@
-"""Counts the lines of Python that run in chosen files: work without a clock."""
+"""Counts the lines and calls of Python in chosen files: work without a clock."""
 
+import gc
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +30,28 @@ def lines_of(call: Callable[[], object], within: str = OURS) -> int:
         call()
     finally:
         sys.settrace(before)
+    return count
+
+
+def calls_of(call: Callable[[], object], within: str = OURS) -> int:
+    """Return how many functions of files below a folder are called.
+
+    A generator that goes on counts as a call. Nothing is collected meanwhile.
+    """
+    count = 0
+
+    def note(frame: FrameType, event: str, _argument: Any) -> None:
+        nonlocal count
+        count += event == "call" and frame.f_code.co_filename.startswith(within)
+
+    gc.collect()
+    gc.disable()
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
     return count
 
 

@@ -232,6 +232,22 @@ def is_parameter(tensor: Tensor) -> bool:
     return isinstance(tensor if base is None else base, torch.nn.Parameter)
 
 
+def without_parameters(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return those that `is_parameter` is false for, without a call for each.
+
+    Examples:
+        >>> weight = torch.nn.Linear(2, 3).weight
+        >>> without_parameters([weight, weight.t(), torch.ones(1)])
+        [tensor([1.])]
+    """
+    found: list[Tensor] = []
+    for tensor in tensors:
+        base = tensor._base
+        if not isinstance(tensor if base is None else base, torch.nn.Parameter):
+            found.append(tensor)
+    return found
+
+
 def saves_its_result(node: Any) -> bool:
     """Return whether an operator saves what it returns for its own derivative.
 

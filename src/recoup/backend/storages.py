@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -15,6 +16,15 @@ storage_address: Callable[[Tensor], int] = getattr(  # noqa: B009 (no stub names
 In C, for the recorder's inner loop. Raises NotImplementedError if the tensor has no
 storage (sparse, wrapper subclass).
 """
+
+version_counter: Callable[[Tensor], int] = attrgetter("_version")
+"""Return the tensor's version counter.
+
+In C, for what is done with every tensor. Raises RuntimeError if the tensor has none, as
+inference tensors: `version_of` returns `NO_VERSION` for them.
+"""
+
+NO_VERSION = -1
 
 free_weak_reference = torch.UntypedStorage._free_weak_ref
 """Release one weak reference taken with `take_weak_reference`, by address."""
@@ -73,11 +83,11 @@ def has_contents(tensor: Tensor) -> bool:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return the tensor's version counter; inference tensors have none, so -1."""
+    """Return the tensor's version counter, or `NO_VERSION` if it has none."""
     try:
-        return tensor._version
+        return version_counter(tensor)
     except RuntimeError:
-        return -1
+        return NO_VERSION
 
 
 def writes_hidden(tensors: Iterable[Tensor]) -> AbstractContextManager[object]:

@@ -253,7 +253,10 @@ def _abandon(entry: Entry) -> None:
 
 def _forget(entry: Entry) -> None:
     stack = _OPEN.stack
-    stack[:] = [other for other in stack if other is not entry]
+    if stack and stack[-1] is entry:
+        stack.pop()
+    else:
+        stack[:] = [other for other in stack if other is not entry]
 
 
 def depth() -> int:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
+from itertools import filterfalse
 from typing import Any
 
 import torch
@@ -31,22 +32,23 @@ class Program:
     Args:
         operations: What a region ran, in order; producers are places in it.
         wanted: The values to compute, none of them held in plain sight.
-        among: The places to run, in order, if not all that the values need.
+        among: The places to run, in order, with what each reads, if not all that the
+            values need.
         given: The values whose tensors `run` is given. They are not written to.
 
     Attributes:
         wanted: The values to compute.
         operations: The operations that these need, in order.
         roots: The held values that they use, in the order of their last use.
-        last: The place of the only operation on which no other one depends; -1 if
-            there are several. Its values need the whole program.
+        has_one_end: Whether the last operation needs all others. If not, some of the
+            values can be computed without it.
     """
 
     def __init__(
         self,
         operations: Sequence[Operation],
         wanted: Sequence[Value],
-        among: Sequence[int] | None = None,
+        among: dict[int, list[Value]] | None = None,
         given: Container[Value] = (),
     ) -> None:
         # One mark for each operation, and one that is the mark at `OUTSIDE`.
@@ -61,27 +63,26 @@ class Program:
         freed: list[Sequence[Value]] = []
         copies: dict[Operation, list[Value]] = {}
         later = set(wanted)
-        last: list[int] = []
+        is_later = later.__contains__
+        ends = 0
         # Backwards: whoever reads a value comes after the one that made it.
         for index in reversed(range(len(operations)) if among is None else among):
             if not required[index]:
                 continue
-            if required[index] == 1:
-                last.append(index)
+            ends += required[index] == 1
             operation = operations[index]
-            frees = [value for value in operation.outputs if value not in later]
+            frees = list(filterfalse(is_later, operation.outputs))
             if operation.writes:
                 copied = _note_writes(operation, frees, later, given)
                 if copied:
                     copies[operation] = copied
-            for value in operation.reads():
-                # One that was met before is among the roots or required already.
+            for value in operation.reads() if among is None else among[index]:
+                if value.hold is None:
+                    required[value.producer] = 2
                 if value not in later:
                     later.add(value)
                     frees.append(value)
-                    if value.hold is None:
-                        required[value.producer] = 2
-                    else:
+                    if value.hold is not None:
                         roots.append(value)
             freed.append(frees)
             needed.append(operation)
@@ -91,7 +92,7 @@ class Program:
         self.wanted = wanted
         self.operations = needed
         self.roots = roots
-        self.last = last[0] if len(last) == 1 else -1
+        self.has_one_end = ends == 1
         self._frees = freed
         self._copies = copies
 
@@ -122,8 +123,11 @@ class Program:
                 _run_operation(operation, live, copied)
                 if observe is not None:
                     _show(operation, live, observe)
-                for value in frees:
-                    free(value, live)
+                for value in frees:  # as `free` does
+                    live.pop(value, None)
+                    if value.layouts:
+                        for layout in value.layouts.values():
+                            live.pop(layout, None)
             for value in self.wanted:
                 if value not in live:
                     live[value] = _held(value, "a backward operator")
@@ -200,10 +204,12 @@ def _run_operation(operation: Operation, live: Live, copied: Sequence[Value]) ->
     args = operation.args.copy()
     for place in operation.places:
         reference = args[place]
-        # Written out for the common kind, a value that is there.
-        tensor = sources.get(reference) if type(reference) is Value else None
+        # Written out for the common kind: a call costs as much as all the rest.
+        is_value = type(reference) is Value
+        tensor = sources.get(reference) if is_value else None
         if tensor is None:
-            tensor = _fill(reference, sources, operation)
+            fill = _fetch if is_value else _fill
+            tensor = fill(reference, sources, operation)
         args[place] = tensor
     kwargs = operation.kwargs
     if operation.names:

@@ -6,29 +6,37 @@ with its ancestors, and with nothing else. What these give on the way stays whil
 autograd, or a value that may still be asked for, needs it. So no operation runs twice.
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
-from recoup.backend.storages import version_of
+from recoup.backend.storages import NO_VERSION, version_counter, version_of
 from recoup.engine.program import Live, Program, free
-from recoup.engine.values import Layout, Operation, Value, written_in_backward
+from recoup.engine.values import (
+    Layout,
+    Operation,
+    Value,
+    reads_of,
+    written_in_backward,
+)
 
 
-class Releasing(Protocol):
-    """Is told when a saved tensor is no longer needed."""
+class Recalling(Protocol):
+    """A region.
 
-    def release(self, saved: "Saved") -> None:
-        """Take note that autograd let go of a saved tensor."""
-        ...
+    Attributes:
+        recall: What the last backward through it has recomputed.
+    """
+
+    recall: "Recall | None"
 
 
 class Saved:
     """Stands for one tensor that autograd saved in a region and that can be remade.
 
-    It dies when autograd lets go of the saved tensor, and the region then knows that
-    one demand for its value is gone.
+    It dies when autograd frees the saved tensor: then there is one demand less for its
+    value.
 
     Attributes:
         task: The last backward in which it was asked for.
@@ -36,7 +44,7 @@ class Saved:
 
     __slots__ = ("__weakref__", "layout", "region", "task", "value")
 
-    def __init__(self, region: Releasing, value: Value, layout: Layout | None) -> None:
+    def __init__(self, region: Recalling, value: Value, layout: Layout | None) -> None:
         self.value = value
         self.layout = layout
         self.task = -1
@@ -44,33 +52,21 @@ class Saved:
 
     def __del__(self) -> None:
         region = getattr(self, "region", None)
-        if region is not None:
-            region.release(self)
+        if region is None:
+            return
+        value = self.value
+        value.demand -= 1
+        hold = value.hold
+        if hold is not None and hold.stored is not None:
+            hold.stored.release(self)
+        recall = region.recall
+        if recall is not None and self.task != recall.task:
+            recall.release(value)
 
 
-class _Given:
-    """What a backward function was given of a value that is needed again.
-
-    Args:
-        whole: The recomputed value.
-        tensor: The value, or the view of it, that was given last.
-    """
-
-    __slots__ = ("_pairs",)
-
-    def __init__(self, whole: Tensor, tensor: Tensor) -> None:
-        self._pairs = ((whole, version_of(whole)), (tensor, version_of(tensor)))
-
-    @property
-    def is_written(self) -> bool:
-        """Whether the function wrote to it."""
-        return any(version_of(tensor) != version for tensor, version in self._pairs)
-
-    def check(self) -> None:
-        """Raise if the function wrote to it."""
-        for tensor, version in self._pairs:
-            if version_of(tensor) != version:
-                raise written_in_backward(tensor)
+Given = tuple[Tensor, Tensor | None, tuple[int, int]]
+"""A recomputed value, the view of it that was given, if it was one, and the versions
+that they had then: a view that a replay made has a counter of its own."""
 
 
 class Uses:
@@ -82,13 +78,17 @@ class Uses:
 
     Args:
         operations: What the region ran; there is no more to come.
+
+    Attributes:
+        reads: What each operation reads.
     """
 
     def __init__(self, operations: Sequence[Operation]) -> None:
         self._operations = operations
         self._places: dict[Value, dict[int, None]] = {}
-        for place, operation in enumerate(operations):
-            for value in operation.reads():
+        self.reads = reads_of(operations)
+        for place, reads in enumerate(self.reads):
+            for value in reads:
                 self._places.setdefault(value, {})[place] = None
 
     def awaited(
@@ -150,7 +150,8 @@ class Recall:
         self.task = task
         self._lasting = lasting
         self._pending: dict[Value, int] = {}
-        self._given: dict[Value, _Given] = {}
+        # What backward functions were given of values that are needed again.
+        self._given: dict[Value, Given] = {}
         self._served: set[Value] = set()
         self._run: set[int] = set()
         self._uses: Uses | None = None
@@ -180,28 +181,58 @@ class Recall:
         """Whether nothing was recomputed so far."""
         return not self._served and not self._run
 
-    def give(self, value: Value, layout: Layout | None) -> Tensor | None:
+    def give(self, saved: Saved, task: int) -> Tensor | None:
         """Return a recomputed tensor, or None if it is not there.
+
+        The first time in a backward that is one of the uses that free the value.
+        Written out for the common case: autograd asks for every saved tensor here.
+
+        Args:
+            saved: What stands for it.
+            task: The backward that asks.
 
         Raises:
             ChangedTensorError: A backward function wrote to the tensor that it got, and
                 this is another one that needs the value.
         """
+        value, layout = saved.value, saved.layout
         whole = self.live.get(value)
         if whole is None:
             return None
-        tensor = whole
+        viewed = None
         if layout is not None:
             viewed = self.live.get(layout)
-            tensor = layout.view(whole) if viewed is None else viewed
-        given = self._given.get(value)
-        if given is not None:
-            given.check()
-        if self._lasting or self._uses is not None or self._pending.get(value, 0) > 1:
-            # A view that a replay made has a version counter of its own. Only the last
-            # one is looked at, so that many views take no more than linear time.
-            self._given[value] = _Given(whole, tensor)
-        return tensor
+            if viewed is None:
+                viewed = layout.view(whole)
+        if value in self._given:
+            self._check(value)
+        left = self._pending.get(value, 0)
+        if self._lasting or self._uses is not None or left > 1:
+            # Only the last view is looked at, so that many take no more than linear
+            # time.
+            self._given[value] = whole, viewed, _versions(whole, viewed)
+        if saved.task != task:
+            saved.task = task
+            if left > 1:
+                self._pending[value] = left - 1
+            elif left == 0 or self._uses is not None or value in self._shared:
+                self.use(value)
+            else:  # as `use` does
+                self._pending.pop(value, None)
+                self._given.pop(value, None)
+                self.live.pop(value, None)
+                if value.layouts:
+                    free(value, self.live)
+        return whole if viewed is None else viewed
+
+    def _check(self, value: Value) -> None:
+        """Raise if a backward function wrote to what it was given of a value."""
+        whole, viewed, versions = self._given[value]
+        now = _versions(whole, viewed)
+        if now != versions:
+            if viewed is None or now[0] != versions[0]:
+                raise written_in_backward(whole)
+            raise written_in_backward(viewed)
 
     def use(self, value: Value) -> None:
         """Count one use by autograd; free the value after the last one."""
@@ -235,45 +266,49 @@ class Recall:
 
     def _has(self, value: Value) -> bool:
         """Return whether a value is there to compute others from."""
-        given = self._given.get(value)
-        if given is not None and value in self._pending:
-            given.check()
-        elif given is not None and given.is_written:
-            self._drop(value)  # by the last backward function that needed it
+        if value in self._given:
+            if value in self._pending:
+                self._check(value)
+            else:
+                whole, viewed, versions = self._given[value]
+                if _versions(whole, viewed) != versions:
+                    self._drop(value)  # the last function that needed it wrote to it
         return value in self.live
 
     def plan(
         self,
         operations: Sequence[Operation],
         value: Value,
-        uses: Callable[[], Uses],
+        uses: Uses,
     ) -> tuple[Program, Live]:
         """Return what recomputes a value, and the tensors to start from.
 
         Args:
             operations: What the region ran.
             value: The value that is asked for.
-            uses: Returns who reads the values; not called if all operations are run.
+            uses: Who reads the values.
         """
         run: dict[int, list[Value]] = {}
-        touched = self._ancestors(operations, [value], run)
+        touched = self._ancestors(operations, [value], run, uses)
         if len(self._run) + len(run) < len(operations):
-            self._uses = uses()
-            touched.update(self._settle(operations, touched, run, self._uses))
+            self._uses = uses
+            touched.update(self._settle(operations, touched, run, uses))
         if len(self._run) + len(run) >= len(operations):
             self._uses = None
             touched.update(dict.fromkeys(self._shared))
             self._shared.clear()
         self._run.update(run)
-        wanted = [each for each in touched if self._keeps(each)]
+        kept = self._awaited(touched)
+        kept |= self._shared
+        wanted = [each for each in touched if each in kept]
         given: Live = {}
         for each in touched:
             tensor = self.live.get(each)
             if tensor is not None:
                 given[each] = tensor
-                if not self._keeps(each):
+                if each not in kept:
                     self._drop(each)  # the program uses it for the last time
-        return Program(operations, wanted, sorted(run), given), given
+        return Program(operations, wanted, dict(sorted(run.items())), given), given
 
     def take(self, wanted: Iterable[Value], live: Live) -> None:
         """Take values that were recomputed, with their tensors."""
@@ -288,32 +323,40 @@ class Recall:
                     self._spare_bytes -= value.nbytes
         self.live.update(live)
 
-    def _keeps(self, value: Value) -> bool:
-        return value in self._shared or self._awaits(value)
-
-    def _awaits(self, value: Value) -> bool:
-        """Return whether autograd may ask for a value of which nothing is held."""
-        if value in self._served:
-            return self._lasting or value in self._pending
-        return is_wanted(value)
+    def _awaited(self, values: Iterable[Value]) -> set[Value]:
+        """Return the values that autograd may ask for and that are not at hand."""
+        found: set[Value] = set()
+        for value in values:
+            if value in self._served:
+                if self._lasting or value in self._pending:
+                    found.add(value)
+            # `is_wanted`, written out for the common case.
+            elif value.demand > 0 and (value.hold is None or is_wanted(value)):
+                found.add(value)
+        return found
 
     def _ancestors(
         self,
         operations: Sequence[Operation],
         values: Iterable[Value],
         run: dict[int, list[Value]],
+        uses: Uses,
     ) -> dict[Value, None]:
         """Add the operations that values need by place; return what these touch."""
         touched = dict.fromkeys(values)
         stack = list(touched)
         while stack:
             value = stack.pop()
-            if value.hold is not None or value.producer in run or self._has(value):
+            if value.hold is not None or value.producer in run:
                 continue
-            operation = operations[value.producer]
-            reads = run[value.producer] = operation.reads()
+            if value in self.live and self._has(value):
+                continue
+            reads = run[value.producer] = uses.reads[value.producer]
             touched.update(dict.fromkeys(reads))
-            touched.update(dict.fromkeys(_made_by(operation)))
+            operation = operations[value.producer]
+            touched.update(dict.fromkeys(operation.outputs))
+            for _, after in operation.writes:
+                touched[after] = None
             stack.extend(reads)
         return touched
 
@@ -332,9 +375,10 @@ class Recall:
         more: dict[Value, None] = {}
         new = list(touched)
         while new:
+            awaited = self._awaited(new)
             for value in new:
                 is_remade = value.hold is None or value.hold.tensor is None
-                if is_remade and not self._awaits(value):
+                if is_remade and value not in awaited:
                     found = next(iter(uses.awaited(value, self, run)), None)
                     self._share(value, found)
             if self._spare_bytes >= 0:
@@ -344,7 +388,7 @@ class Recall:
                     self._share(value, found)
             if self._spare_bytes >= 0:
                 break
-            new = list(self._ancestors(operations, self._later, run))
+            new = list(self._ancestors(operations, self._later, run, uses))
             more.update(dict.fromkeys(new))
             new = [*new, *self._shared]
         return more
@@ -363,7 +407,17 @@ class Recall:
                 self._spare_bytes += later.nbytes
 
 
+def _versions(whole: Tensor, viewed: Tensor | None) -> tuple[int, int]:
+    try:
+        version = version_counter(whole)
+        return version, version if viewed is None else version_counter(viewed)
+    except RuntimeError:  # recomputed in inference mode
+        return version_of(whole), NO_VERSION if viewed is None else version_of(viewed)
+
+
 def _made_by(operation: Operation) -> list[Value]:
+    if not operation.writes:
+        return operation.outputs
     return [*operation.outputs, *(after for _, after in operation.writes)]
 
 
@@ -374,4 +428,8 @@ def is_wanted(value: Value) -> bool:
 
 def wanted_of(saved: Iterable[Value]) -> list[Value]:
     """Return those of the saved values that a replay is to give."""
-    return [value for value in saved if is_wanted(value)]
+    return [
+        value
+        for value in saved
+        if value.demand > 0 and (value.hold is None or is_wanted(value))
+    ]

@@ -36,7 +36,7 @@ from recoup.engine.recorder import Recorder
 from recoup.engine.statistics import Account
 from recoup.engine.tape import Tape
 from recoup.engine.tiers.protocol import Tier
-from recoup.engine.values import Hold, Layout, Value, activation_bytes
+from recoup.engine.values import Hold, Layout, Value, activation_bytes, bytes_of
 from recoup.engine.verification import check_for, take_note
 from recoup.engine.wrapped import Wrapped
 
@@ -73,6 +73,7 @@ class Region:
         tracer: Gives the saved-tensor hooks that are used instead of its own.
         around: The regions around it, if these are to keep what it keeps.
         accounts: What it adds its counts to.
+        recall: What the last backward through it has recomputed.
     """
 
     # What is seldom asked for: it is set where it differs.
@@ -100,7 +101,7 @@ class Region:
         self._check = check
         self._kept: dict[int, Hold] = {}  # by identity
         self._late: Mapping[Value, Hold] = {}
-        self._recall: Recall | None = None
+        self.recall: Recall | None = None
         self._cleared = False
         self._lock = threading.RLock()
 
@@ -299,17 +300,6 @@ class Region:
             whole = self._brought(packed, hold)
         return whole if layout is None else layout.view(whole)
 
-    def release(self, saved: Saved) -> None:
-        """Take note that autograd let go of a saved tensor."""
-        value = saved.value
-        value.demand -= 1
-        hold = value.hold
-        if hold is not None and hold.stored is not None:
-            hold.stored.release(saved)
-        recall = self._recall
-        if recall is not None and saved.task != recall.task:
-            recall.release(value)
-
     def recompute(self) -> tuple[Tensor, ...]:
         """Return the saved values that are not held, recomputed now."""
         with self._lock:
@@ -325,7 +315,7 @@ class Region:
         """Drop everything held; a later backward through the region is an error."""
         with self._lock:
             self._cleared = True
-            self._recall = None
+            self.recall = None
             for hold in self.holds():
                 hold.drop()
             self._kept = {}
@@ -338,18 +328,20 @@ class Region:
         if roots is None:
             wanted = [value for value in self.tape.saved if value.demand > 0]
             roots = Program(self.tape.operations, wanted).roots
-        found = [
-            part
-            for value in roots
-            if value.hold is not None
-            for part in value.hold.parts()
-        ]
-        return list({**{id(hold): hold for hold in found}, **self._kept}.values())
+        found: dict[int, Hold] = {}
+        for value in roots:
+            hold = value.hold
+            if hold is not None and hold.past is None:  # as `parts` does
+                found[id(hold)] = hold
+            elif hold is not None:
+                found.update((id(part), part) for part in hold.parts())
+        found.update(self._kept)
+        return list(found.values())
 
     def random_bytes(self) -> int:
         """Return the bytes of the generator states kept for random operators."""
-        kept = (operation.random for operation in self.tape.operations)
-        return sum(random[1].nbytes for random in kept if random is not None)
+        kept = [operation.random for operation in self.tape.operations]
+        return sum([random[1].nbytes for random in kept if random is not None])
 
     def count_bytes(self) -> None:
         """Add to the accounts what it keeps and frees, once.
@@ -359,8 +351,9 @@ class Region:
         if self._is_counted:
             return
         self._is_counted = True
-        saved = [value for value in self.tape.saved if value.demand > 0]
-        freed = sum(value.nbytes for value in saved if value.hold is None)
+        freed = bytes_of(
+            [v for v in self.tape.saved if v.demand > 0 and v.hold is None]
+        )
         kept = activation_bytes(self.holds()) + self.random_bytes()
         for account in self.accounts:
             account.freed_bytes += freed
@@ -376,10 +369,12 @@ class Region:
     def _count_run(
         self, program: Program, known: Container[Value | Layout], seconds: float
     ) -> None:
-        made = sum(
-            value.nbytes
-            for value in program.wanted
-            if value.demand > 0 and value.hold is None and value not in known
+        made = bytes_of(
+            [
+                value
+                for value in program.wanted
+                if value.demand > 0 and value.hold is None and value not in known
+            ]
         )
         for account in self.accounts:
             account.replayed_operators += len(program.operations)
@@ -389,8 +384,8 @@ class Region:
     def end(self, task: int) -> None:
         """Drop what a backward left behind."""
         with self._lock:
-            if self._recall is not None and self._recall.task == task:
-                self._recall = None
+            if self.recall is not None and self.recall.task == task:
+                self.recall = None
             if self._watched == task:
                 self._watched = -1
                 for hold in self.holds():
@@ -416,15 +411,12 @@ class Region:
             return hold.fetch("a backward operator", saved)
 
     def _recomputed(self, saved: Saved) -> Tensor:
-        recall = self._recall
+        recall = self.recall
         if recall is not None:
             task = current_backward()
             if recall.task == task or recall.serves(task):
-                tensor = recall.give(saved.value, saved.layout)
+                tensor = recall.give(saved, task)
                 if tensor is not None:
-                    if saved.task != task:
-                        saved.task = task
-                        recall.use(saved.value)
                     return tensor
         return run_nested(self._recomputing(saved))
 
@@ -439,7 +431,7 @@ class Region:
     def _recomputing(self, saved: Saved) -> Generator[Request, Tensor, Tensor]:
         value = saved.value
         task = current_backward()
-        recall = self._recall
+        recall = self.recall
         if recall is None or not recall.serves(task):
             if task == -1 and not self.options.cache:
                 return (yield from self._alone(saved))
@@ -447,14 +439,11 @@ class Region:
             recall = self._start(task)
         if not recall.has_served(value):
             yield from self._extend(recall, value)
-        tensor = recall.give(value, saved.layout)
+        tensor = recall.give(saved, task)
         if tensor is None:
             # Asked again after its last use, as by a function that reads its saved
             # tensors twice.
             return (yield from self._alone(saved))
-        if saved.task != task:
-            saved.task = task
-            recall.use(value)
         return tensor
 
     def _alone(self, saved: Saved) -> Generator[Request, Tensor, Tensor]:
@@ -468,12 +457,12 @@ class Region:
     def _start(self, task: int) -> Recall:
         """Begin to recompute for a backward, unless another thread of it just did."""
         with self._lock:
-            recall, lasting = self._recall, self.options.cache
+            recall, lasting = self.recall, self.options.cache
             if recall is not None and recall.serves(task):
                 return recall
             self._count_replay()
             recall = Recall(-1 if lasting else task, lasting=lasting)
-            self._recall = recall
+            self.recall = recall
             if not lasting:
                 follow_backward(self)
             return recall
@@ -486,7 +475,9 @@ class Region:
             given: Live = {}
             program = self._all_of(recall, value)
             if program is None:
-                program, given = recall.plan(self.tape.operations, value, self._uses_of)
+                program, given = recall.plan(
+                    self.tape.operations, value, self._uses_of()
+                )
             live = yield from self._run(program, given)
             recall.take(program.wanted, live)
 
@@ -494,8 +485,13 @@ class Region:
         """Return the program that recomputes everything, if that is to be run."""
         program = self._program
         at_once = self.options.at_once
-        is_last = value.hold is None and program and program.last == value.producer
-        if not recall.is_untouched or not (at_once or is_last):
+        needs_all = (
+            program is not None
+            and program.has_one_end
+            and value.hold is None
+            and value.producer == len(program.operations) - 1
+        )
+        if not (at_once or needs_all) or not recall.is_untouched:
             return None
         wanted = wanted_of(self.tape.saved)
         # Fewer are wanted than at first if autograd has let go of some by now.

@@ -10,10 +10,11 @@ from typing import Any, Protocol, final
 from torch import Generator, Tensor
 
 from recoup.backend.defaults import default_dtype
-from recoup.backend.graph import Pack, Unpack, is_parameter
+from recoup.backend.graph import Pack, Unpack, is_parameter, without_parameters
 from recoup.backend.kernels import Kernel
 from recoup.backend.operators import Operator
 from recoup.backend.storages import (
+    NO_VERSION,
     Geometry,
     fitted,
     flat,
@@ -21,6 +22,7 @@ from recoup.backend.storages import (
     has_storage,
     shaped,
     storage_address,
+    version_counter,
     version_of,
 )
 from recoup.backend.trees import tensors
@@ -232,6 +234,26 @@ def _collect(reference: Any, found: list[Value]) -> None:
             _collect(element, found)
 
 
+def reads_of(operations: Iterable[Operation]) -> list[list[Value]]:
+    """Return what `reads` of each returns, without a call for each."""
+    all_reads: list[list[Value]] = []
+    for operation in operations:
+        found: list[Value] = []
+        args = operation.args
+        for place in operation.places:
+            reference = args[place]
+            if type(reference) is Value:
+                found.append(reference)
+            elif type(reference) is tuple:
+                found.append(reference[0])
+            else:
+                _collect(reference, found)
+        for name in operation.names:
+            _collect(operation.kwargs[name], found)
+        all_reads.append(found)
+    return all_reads
+
+
 class Earlier(Protocol):
     """Contents of a storage that has been written to since."""
 
@@ -280,7 +302,10 @@ class Hold:
 
     def __init__(self, tensor: Tensor, geometry: Geometry | None = None) -> None:
         self.tensor: Tensor | None = tensor
-        self.version: int | None = version_of(tensor)
+        try:
+            self.version: int | None = version_counter(tensor)
+        except RuntimeError:  # as `version_of` does
+            self.version = NO_VERSION
         self.geometry = geometry
         self.packed: Any = None
         self.unpack: Unpack | None = None
@@ -411,7 +436,11 @@ class Hold:
         """Return the value, or raise if it was changed; `user` is named then."""
         tensor = self.tensor
         if tensor is not None:
-            if version_of(tensor) != self.version:
+            try:
+                version = version_counter(tensor)
+            except RuntimeError:  # as `version_of` does
+                version = NO_VERSION
+            if version != self.version:
                 self.check(tensor, user)
             if self.owner is not None:
                 self.check_owner(user)
@@ -497,12 +526,27 @@ def activation_bytes(holds: Iterable[Hold]) -> int:
 
     Parameters are in memory anyway.
     """
-    storages: dict[int, int] = {}
+    found: list[Tensor] = []
     for hold in holds:
-        tensor = hold.resident
-        if tensor is not None and has_storage(tensor) and not hold.is_parameter:
+        # Written out for the common case: backward waits for this.
+        tensor = hold.resident if hold.tensor is None else hold.tensor
+        if tensor is not None and not hold.is_frozen:
+            found.append(tensor)
+    storages: dict[int, int] = {}
+    for tensor in without_parameters(found):
+        if has_storage(tensor):
             storages[storage_address(tensor)] = tensor.untyped_storage().nbytes()
     return sum(storages.values())
+
+
+def bytes_of(values: Iterable[Value]) -> int:
+    """Return the sum of `nbytes`, without a call for each: backward waits for it."""
+    total = 0
+    for value in values:
+        geometry = value.geometry
+        if geometry is not None:
+            total += prod(geometry[0]) * geometry[3].itemsize
+    return total
 
 
 def can_move(tensor: Tensor, tier: Tier) -> bool:

@@ -1,0 +1,149 @@
+"""What regions cost the host: Python calls, which a model of small operators waits for.
+
+The bounds are the calls of commit 1b39e56, which knew no partial replays, no statistics
+and no recovery from interrupts: none of these may slow down a step.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from torch import Tensor, nn
+
+from recoup import CheckpointScope, Plan, apply_plan, checkpoint_module
+from recoup.core.plan import Place, Span
+from recoup.engine.recall import Recall
+from tests.engine.test_partial_replay import (
+    SHARES,
+    Graph,
+    graphs,
+    in_region,
+    region_of,
+)
+from tests.support.models import Block
+from tests.support.work import calls_of
+
+BLOCKS = 12
+
+
+class Calls(NamedTuple):
+    """Calls of functions of recoup in one step."""
+
+    forward: int
+    backward: int
+
+
+class Stack(nn.Module):
+    """Blocks of a GPT, each in a region of its own if `region` makes one."""
+
+    def __init__(self, dropout: float, region: Callable | None = None) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(32, 4, dropout) for _ in range(BLOCKS))
+        self.region = region
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            if self.region is None:
+                x = block(x)
+            else:
+                with self.region("block"):
+                    x = block(x)
+        return x
+
+
+def scopes(dropout: float) -> nn.Module:
+    return Stack(dropout, CheckpointScope)
+
+
+def modules(dropout: float) -> nn.Module:
+    model = Stack(dropout)
+    for block in model.blocks:
+        checkpoint_module(block)
+    return model
+
+
+def plan(dropout: float) -> nn.Module:
+    model = Stack(dropout)
+    names = [f"blocks.{number}" for number in range(BLOCKS)]
+    spans = [Span(Place(each, 0, True), Place(each, 0, False)) for each in names]
+    apply_plan(model, Plan(tuple(spans)))
+    return model
+
+
+def calls_of_a_step(model: nn.Module) -> Calls:
+    x = torch.randn(2, 8, 32, requires_grad=True)
+    losses: list[Tensor] = []
+
+    def forward() -> None:
+        losses.append(model(x).square().mean())
+
+    for _ in range(6):  # the first ones are verified
+        forward()
+        losses.pop().backward()
+    return Calls(calls_of(forward), calls_of(lambda: losses.pop().backward()))
+
+
+BOUNDS = {
+    (scopes, 0.0): Calls(5734, 2773),
+    (scopes, 0.1): Calls(11974, 3829),
+    (modules, 0.0): Calls(5710, 2773),
+    (modules, 0.1): Calls(11950, 3829),
+    (plan, 0.0): Calls(5909, 2773),
+    (plan, 0.1): Calls(12149, 3829),
+}
+
+
+@pytest.mark.parametrize(("kind", "dropout"), BOUNDS)
+def test_a_step_makes_no_more_calls_than_it_did(kind, dropout):
+    found, bound = calls_of_a_step(kind(dropout)), BOUNDS[kind, dropout]
+    assert found.forward <= bound.forward, found
+    assert found.backward <= bound.backward, found
+
+
+def test_the_counter_counts_calls_of_the_library_alone():
+    x = torch.ones(3, requires_grad=True)
+    assert calls_of(lambda: nn.Linear(3, 3)(x).sum().backward()) == 0
+    with CheckpointScope("counted"):
+        y = x.sin().sin()
+    assert calls_of(lambda: y.sum().backward()) > 0
+
+
+@given(graph=graphs(kinds=tuple(SHARES)))
+def test_a_program_has_one_end_if_its_last_operation_needs_all_others(graph):
+    x = torch.linspace(0.1, 0.9, 3, requires_grad=True)
+    outputs, region = in_region(graph, x, verify="off")
+    program = None if region is None else region._program
+    if program is None or not program.operations:
+        return
+    needed = {program.operations[-1]}
+    for operation in reversed(program.operations):
+        if operation in needed:
+            made = [value.producer for value in operation.reads() if not value.hold]
+            needed.update(program.operations[place] for place in made)
+    assert program.has_one_end == (needed == set(program.operations))
+    del outputs
+
+
+@pytest.mark.parametrize("before", [0, 3])
+def test_what_needs_everything_is_replayed_without_a_search(before, monkeypatch):
+    searches: list[Recall] = []
+    search = Recall.plan
+
+    def count(recall: Recall, *arguments):
+        searches.append(recall)
+        return search(recall, *arguments)
+
+    monkeypatch.setattr(Recall, "plan", count)
+    # What nobody saves is not on the tape in the end: places move.
+    chain = Graph([("add", (0, 0))] * before + [("exp", (0,)), ("sin", (before + 1,))])
+    chain.lines.append(("tanh", (before + 2,)))
+    chain.outputs.append(before + 3)
+    x = torch.linspace(0.1, 0.9, 3, requires_grad=True)
+    with CheckpointScope("chain", verify="off") as scope:
+        (output,) = chain.run(x)
+    region = region_of(scope)
+    output.sum().backward()
+    assert region.replayed_operators == 3
+    assert searches == []
