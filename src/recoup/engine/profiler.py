@@ -3,10 +3,11 @@
 import itertools
 import threading
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
-from typing import Any, Self
+from types import MethodType, TracebackType
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 from weakref import ref
 
 import torch
@@ -40,6 +41,42 @@ _ELSEWHERE = -1
 """The number of regions on other threads, which may be at work with their tensors."""
 
 
+Parameters = ParamSpec("Parameters")
+Returned = TypeVar("Returned")
+
+
+class _Thread(threading.local):
+    """What tracks on this thread.
+
+    Attributes:
+        profilers: How many profilers were started on it and not stopped.
+    """
+
+    profilers = 0
+
+
+_THREAD = _Thread()
+
+
+class _OnClassToo(Generic[Parameters, Returned]):
+    """A method that the class has too, where it is that of one shared profiler.
+
+    Args:
+        method: The method.
+    """
+
+    def __init__(
+        self, method: Callable[Concatenate[Any, Parameters], Returned]
+    ) -> None:
+        self._method = method
+        self.__doc__ = method.__doc__
+
+    def __get__(
+        self, profiler: "CheckpointProfiler | None", kind: type
+    ) -> Callable[Parameters, Returned]:
+        return MethodType(self._method, _SHARED if profiler is None else profiler)
+
+
 @dataclass(frozen=True, slots=True)
 class HeldOutside:
     """A tensor that a region let go of, and somebody else did not.
@@ -60,9 +97,12 @@ class HeldOutside:
 class CheckpointProfiler:
     """Measures what autograd would have kept and what is kept instead.
 
-    Counts unique storages, so that a view costs nothing. It watches what is saved
-    inside regions on all threads, and what is saved outside of them on the thread that
-    started it. Starting sets the counts back.
+    Counts unique storages, so that a view costs nothing. It watches what is saved on
+    the thread that started it, and inside regions on threads that have no profiler of
+    their own. Starting sets the counts back.
+
+    Called on the class itself, the methods are those of one profiler that the whole
+    process shares.
 
     What a region recomputes saves nothing while somebody still refers to the first
     result: `held_outside` names such tensors, and stopping warns of them.
@@ -98,6 +138,7 @@ class CheckpointProfiler:
         self._thread: int | None = None
         self._around: tuple[Pack, Unpack] | None = None
 
+    @_OnClassToo
     def start_tracking(self) -> None:
         """Set the counts back and start.
 
@@ -115,8 +156,10 @@ class CheckpointProfiler:
         self._thread = threading.get_ident()
         self._around = ambient_hooks()
         subscribe(self)
+        _THREAD.profilers += 1
         push_hooks(self._pack, self._unpack)
 
+    @_OnClassToo
     def stop_tracking(self) -> None:
         """Stop; the counts stay readable. Does nothing if it is not tracking.
 
@@ -143,8 +186,10 @@ class CheckpointProfiler:
         self._thread = None
         self._around = None
         pop_hooks()
+        _THREAD.profilers -= 1
         unsubscribe(self)
 
+    @_OnClassToo
     def reset_statistics(self) -> None:
         """Set all counts back to zero."""
         with self._lock:
@@ -159,6 +204,7 @@ class CheckpointProfiler:
             self._saved = {}
             self._just_ended = {_ELSEWHERE}
 
+    @_OnClassToo
     def memory_saved(self) -> int:
         """Return the activations autograd would have kept minus those kept, in bytes.
 
@@ -170,16 +216,19 @@ class CheckpointProfiler:
             kept = self._kept.total_bytes - self._kept_parameters.total_bytes
             return plain - kept - self._random_bytes
 
+    @_OnClassToo
     def parameter_bytes(self) -> int:
         """Return the bytes of the parameters among what is kept."""
         with self._lock:
             return self._kept_parameters.total_bytes
 
+    @_OnClassToo
     def plain_bytes(self) -> int:
         """Return the bytes that autograd would have kept without regions."""
         with self._lock:
             return self._would.total_bytes
 
+    @_OnClassToo
     def kept_bytes(self) -> int:
         """Return the bytes that are kept: by regions, and saved outside of them."""
         with self._lock:
@@ -197,11 +246,13 @@ class CheckpointProfiler:
                 region.count_bytes()
         return self._accounts.table()
 
+    @_OnClassToo
     def checkpoint_count(self) -> int:
         """Return how many regions have run."""
         with self._lock:
             return self._count
 
+    @_OnClassToo
     def held_outside(self) -> tuple[HeldOutside, ...]:
         """Return what regions do not keep and somebody else does, the largest first.
 
@@ -211,7 +262,9 @@ class CheckpointProfiler:
         return tuple(saved.held for saved in self._outside())
 
     def began(self, region: Watched) -> None:
-        """Take note of a region that is about to run."""
+        """Watch a region that is about to run."""
+        if not self._counts_here():
+            return
         number = _ELSEWHERE
         if threading.get_ident() == self._thread:
             number = next(self._numbers)
@@ -224,7 +277,9 @@ class CheckpointProfiler:
         self._regions.append(ref(region))
 
     def ended(self, region: Watched) -> None:
-        """Take note of what a region holds after its forward."""
+        """Count what a region holds after its forward."""
+        if not self._counts_here():
+            return  # as when it began: none is started or stopped inside a region
         with self._lock:
             self._count += 1
             self._just_ended.add(self._running.pop(id(region), _ELSEWHERE))
@@ -234,6 +289,10 @@ class CheckpointProfiler:
                     self._kept.add_all(hold.tensor)
                     if hold.is_parameter:
                         self._kept_parameters.add_all(hold.tensor)
+
+    def _counts_here(self) -> bool:
+        """Return whether regions on this thread are counted by this profiler."""
+        return threading.get_ident() == self._thread or not _THREAD.profilers
 
     def note(self, tensor: Tensor) -> None:
         """Take note of a tensor saved outside of regions."""
@@ -345,3 +404,7 @@ class _Saved:
     region: int
     held: HeldOutside
     is_used: bool = True
+
+
+_SHARED = CheckpointProfiler()
+"""The profiler of those who call methods on the class."""
