@@ -402,6 +402,7 @@ def test_calls_whose_backward_came_or_never_comes_are_silent():
     x = tokens(6, 48)
     losses = []
     for _ in range(3):
+        model.zero_grad()
         loss = model(x)
         loss.backward()
         losses.append(loss)
@@ -413,11 +414,13 @@ def test_two_calls_that_were_measured_are_silent_and_three_are_not():
     model, x = Net(), tokens(6, 48)
 
     def step() -> None:
+        model.zero_grad()
         (model(x) + model(x.flip(0))).backward()
 
     recoup.fit(model, step=step, budget=0.6)
     step()
     step()
+    model.zero_grad()
     with pytest.warns(recoup.BudgetWarning, match="after 2 calls"):
         (model(x) + model(x) + model(x)).backward()
 
@@ -452,6 +455,7 @@ def python_calls(count: int) -> int:
     model, x = Flat(count), torch.ones(8, 4)
     _, report = recoup.fit(model, x, 1.0)
     for _ in range(2):
+        model.zero_grad()
         model(x).backward()
     calls = 0
 

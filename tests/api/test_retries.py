@@ -41,15 +41,19 @@ class Failing(nn.Module):
         return x
 
 
-def fitted(budget: float | str = 0.8) -> tuple[Failing, recoup.Fit, Tensor]:
+def fitted(
+    budget: float | str = 0.8, *, accumulate: bool = False
+) -> tuple[Failing, recoup.Fit, Tensor]:
     model, batch = Failing(), odd_batch()
-    _, report = recoup.fit(model, batch, budget, loss=mean_square)
+    _, report = recoup.fit(
+        model, batch, budget, loss=mean_square, accumulate=accumulate
+    )
     return model, report, batch
 
 
 def test_a_step_out_of_memory_is_planned_tighter_and_gives_what_it_would_have_given():
     def trained(failures: int) -> tuple[object, recoup.Fit]:
-        model, report, batch = fitted()
+        model, report, batch = fitted(accumulate=True)
         torch.manual_seed(1)
         mean_square(model(batch)).backward()  # to be added to
         model.failures = failures
@@ -73,7 +77,7 @@ def test_a_step_that_fails_again_raises():
 
 
 def test_a_step_that_added_to_gradients_before_it_failed_is_not_run_again():
-    model, report, batch = fitted()
+    model, report, batch = fitted(accumulate=True)
     runs = 0
 
     def step() -> None:
@@ -161,7 +165,7 @@ def test_what_a_step_has_beside_the_model_is_put_back_too():
 @pytest.mark.parametrize("in_place", [True, False])
 def test_gradients_that_a_sum_has_replaced_are_not_taken_for_dropped(in_place):
     """With a graph of its own the sum is a new tensor, and the old one is gone."""
-    model, report, batch = fitted()
+    model, report, batch = fitted(accumulate=True)
     mean_square(model(batch)).backward()
     release = failing_in_backward(model, 1)
     with pytest.raises(torch.OutOfMemoryError) as caught:

@@ -5,9 +5,7 @@ is another step: it gets a plan of its own, and what it needs is compared with t
 budget. The first call of its kind is traced for that.
 """
 
-import threading
 import warnings
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -16,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from recoup.api.loop_memory import LoopMemory, advice_for, reasons_of
 from recoup.backend.model_state import ModelState, StateReader, needs
-from recoup.backend.trees import named_tensors, tensors_within
+from recoup.backend.trees import named_tensors
 from recoup.core.callers import user_stacklevel
 from recoup.core.errors import BudgetWarning, InfeasibleError
 from recoup.core.graph import Graph
@@ -31,7 +30,7 @@ from recoup.core.plan import (
     segments_of,
 )
 from recoup.core.segments import Action, Segment
-from recoup.core.simulation import live_after, simulate
+from recoup.core.simulation import LoopKept, live_after, peak_with, simulate
 from recoup.engine.plans import Applied, Choice
 from recoup.engine.verification import Verify
 from recoup.measure.call_trace import CallTrace, storage_bytes
@@ -147,8 +146,7 @@ class Adapted:
         self._growths: dict[int, Growth] = {}
         self._chosen = made
         self._reader: StateReader | None = None
-        self._open: dict[int, int] = {}
-        self._numbers = 0
+        self._loop = LoopMemory(self._check_kept)
         self._said_open = False
         self._said: set[str] = set()
         self.adopt(made)
@@ -158,7 +156,7 @@ class Adapted:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs: it has another model, and no open calls."""
-        return {**vars(self), "_reader": None, "_open": {}}
+        return {**vars(self), "_reader": None}
 
     def begin(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -198,6 +196,11 @@ class Adapted:
         self._cases: dict[tuple[_Key, ModelState], _Case] = {}
         self._orders.clear()
         self._groups: dict[object, _Group] = {}
+        self._loop.forget()
+
+    def finish_measuring(self) -> None:
+        """Warn from now on of memory that only the training loop keeps."""
+        self._loop.finish_measuring()
 
     @property
     def planned_groups(self) -> int:
@@ -444,8 +447,7 @@ class Adapted:
 
     def _say_if_open(self) -> None:
         """Warn of a call whose memory adds to that of calls before it."""
-        mine = threading.get_ident()
-        count = sum(thread == mine for thread in list(self._open.values()))
+        count = self._loop.open_calls()
         if count < self.plan.model_calls or self._said_open or not self._warns:
             return
         self._said_open = True
@@ -461,6 +463,29 @@ class Adapted:
             "Call recoup.fit with step= a function that runs all calls and backward.",
             self.plan.peak_bytes + held_bytes * count // times,
         )
+
+    def _check_kept(self, case: _Case | None, plan: Plan, kept: LoopKept) -> None:
+        """Warn if a step does not fit because of what the training loop keeps."""
+        if not self._warns:
+            return
+        reasons = reasons_of(kept)
+        if case is None:
+            step, used = self._graph, segments_of(self._graph, plan)
+        else:
+            step, used = self._step_of(case.size, case), self._segments_of(case)
+        if used is None or reasons.keys() <= self._said:
+            return
+        needed_bytes = peak_with(step, used, kept)
+        if case is not None:
+            needed_bytes += case.group.excess_bytes
+        if needed_bytes > self._budget_bytes:
+            self._said.update(reasons)
+            self._warn(
+                "expected a training loop that keeps what the measured step kept, got "
+                f"{' and '.join(reasons.values())}: {{needs}}. To fit, "
+                f"{advice_for(kept)}.",
+                needed_bytes,
+            )
 
     def _warn(self, message: str, needed_bytes: int) -> None:
         if not self._warns:
@@ -490,7 +515,9 @@ class Adapted:
             order: The places of the plan as they were reached.
             trace: Its operators, if it was the first of its kind.
         """
-        self._opened(output)
+        self._loop.opened(
+            case, plan, output, self._reader, is_measured_plan=plan is self.plan
+        )
         if case is None:
             return
         is_alone = plan.model_calls == 1
@@ -498,34 +525,6 @@ class Adapted:
             self._say_order(case, plan, order)
         elif trace is not None:
             self._traced(case, trace)
-
-    def _opened(self, output: object) -> None:
-        """Wait for the backward of a call that returned this."""
-        nodes = [
-            tensor.grad_fn
-            for tensor in tensors_within(output)
-            if tensor.grad_fn is not None
-        ]
-        if nodes:
-            self._numbers += 1
-            mark = _Mark(self._open, self._numbers)
-            for node in nodes:
-                node.register_hook(mark)
-
-
-class _Mark:
-    """Hangs on the graph of a call, and closes the call when backward arrives."""
-
-    def __init__(self, calls: dict[int, int], number: int) -> None:
-        self._calls, self._number = calls, number
-        calls[number] = threading.get_ident()
-        # A graph that is dropped holds nothing any more.
-        weakref.finalize(self, calls.pop, number, None).atexit = False
-
-    def __call__(self, *gradients: object) -> None:
-        """Close the call."""
-        del gradients
-        self._calls.pop(self._number, None)
 
 
 class _Watch:

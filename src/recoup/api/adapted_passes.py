@@ -81,6 +81,11 @@ class AdaptedPasses:
             part.adopt(plan)
         self.plan = made
 
+    def finish_measuring(self) -> None:
+        """Warn from now on of memory that only the training loop keeps."""
+        for part in self._parts:
+            part.finish_measuring()
+
     def _gather(self) -> None:
         plans = tuple(part.plan for part in self._parts)
         if not self.plan.passes:

@@ -420,6 +420,7 @@ def _eager(
             raise
         return None
     try:
+        settled.attempt.adapted.finish_measuring()
         return _report(model, settling, asked_bytes, settled)
     except BaseException:
         settled.attempt.adapted.remove()

@@ -1,6 +1,7 @@
 """The state of a model that decides what its step saves: modes, and what is trained."""
 
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,9 @@ _SENSITIVE = (
 """Layers of torch that do something else in training than in evaluation."""
 
 _NAMED = 3
+
+_WITNESSES = 8
+"""How many parameters are asked in every step whether they have a gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,8 @@ class StateReader:
             for name, module in modules
             if module._parameters
         ]
+        self._trained = b""
+        self._witnesses: list[tuple[weakref.ref[nn.Module], str]] = []
         first = next(model.parameters(), None)
         self._device_type = "cpu" if first is None else first.device.type
 
@@ -69,17 +75,73 @@ class StateReader:
         kind = self._device_type
         modules: list[Any] = [module() for module in self._modules]
         owners: list[Any] = [owner() for _, owner in self._owners]
+        trained = bytes(
+            [
+                parameter is not None and parameter.requires_grad
+                for owner in owners
+                for parameter in owner._parameters.values()
+            ]
+        )
+        if trained != self._trained:
+            self._trained = trained
+            self._witnesses = self._choose_witnesses()
         return ModelState(
             bytes([module.training for module in modules]),
-            bytes(
-                [
-                    parameter is not None and parameter.requires_grad
-                    for owner in owners
-                    for parameter in owner._parameters.values()
-                ]
-            ),
+            trained,
             torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
         )
+
+    def _choose_witnesses(self) -> list[tuple[weakref.ref[nn.Module], str]]:
+        """Return the parameters whose gradients stand for those of the model.
+
+        The largest trained one of each part of the model that has the most of them:
+        optimizers and freezing divide a model into its parts.
+        """
+        largest: dict[str, tuple[int, weakref.ref[nn.Module], str]] = {}
+        for path, owner in self._owners:
+            part = path.partition(".")[0]
+            module: Any = owner()
+            for name, parameter in module._parameters.items():
+                if parameter is None or not parameter.requires_grad:
+                    continue
+                if part not in largest or parameter.numel() > largest[part][0]:
+                    largest[part] = (parameter.numel(), owner, name)
+        chosen = sorted(largest.values(), key=lambda found: -found[0])[:_WITNESSES]
+        return [(owner, name) for _, owner, name in chosen]
+
+    def carries_gradients(self) -> tuple[bool, ...]:
+        """Return which witnesses have a gradient now: this runs in every step.
+
+        It looks at a few parameters, however many the model has.
+        """
+        return tuple(
+            [
+                getattr(_parameters_of(owner()).get(name), "grad", None) is not None
+                for owner, name in self._witnesses
+            ]
+        )
+
+    def gradient_bytes(self) -> dict[str, int]:
+        """Return the bytes of each gradient that exists now, by parameter."""
+        found: dict[str, int] = {}
+        known: set[int] = set()
+        for path, owner in self._owners:
+            for name, parameter in _parameters_of(owner()).items():
+                gradient = None if parameter is None else parameter.grad
+                if gradient is None or id(parameter) in known:
+                    continue
+                known.add(id(parameter))
+                found[f"{path}.{name}" if path else name] = gradient.nbytes
+        return found
+
+    def trained_bytes(self) -> dict[str, int]:
+        """Return the bytes of each parameter that requires a gradient."""
+        return {
+            f"{path}.{name}" if path else name: parameter.nbytes
+            for path, owner in self._owners
+            for name, parameter in _parameters_of(owner()).items()
+            if parameter is not None and parameter.requires_grad
+        }
 
     def differences(self, before: ModelState, now: ModelState) -> list[str]:
         """Return in words what makes a step take more than the measured one."""
@@ -130,6 +192,10 @@ class StateReader:
             )
             if is_now > was
         ]
+
+
+def _parameters_of(module: nn.Module | None) -> Mapping[str, nn.Parameter | None]:
+    return {} if module is None else module._parameters
 
 
 def evaluation_advice(model: nn.Module) -> str | None:

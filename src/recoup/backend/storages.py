@@ -1,5 +1,6 @@
 """Storage identity and geometry: which memory a tensor names, and how it lies there."""
 
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from operator import attrgetter
@@ -55,6 +56,62 @@ def take_weak_reference(tensor: Tensor) -> int:
     `free_weak_reference`.
     """
     return tensor.untyped_storage()._weak_ref()  # pyright: ignore[reportReturnType]
+
+
+class StorageWatch:
+    """Tells whether the memory of a tensor still exists, without keeping it.
+
+    Attributes:
+        nbytes: The bytes of its storage.
+
+    Examples:
+        >>> t = torch.ones(3)
+        >>> watch = StorageWatch(t)
+        >>> alias = t.detach()
+        >>> del t
+        >>> watch.nbytes, watch.is_alive, watch.is_referenced
+        (12, True, False)
+        >>> del alias
+        >>> watch.is_alive
+        False
+    """
+
+    __slots__ = ("__weakref__", "_address", "_tensor", "nbytes")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.nbytes: int = tensor.untyped_storage().nbytes()
+        self._tensor = weakref.ref(tensor)
+        self._address = take_weak_reference(tensor)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether somebody refers to the memory."""
+        return not torch.UntypedStorage._expired(self._address)
+
+    @property
+    def is_referenced(self) -> bool:
+        """Whether somebody refers to the tensor itself, not only to its memory."""
+        return self._tensor() is not None
+
+    def __del__(self) -> None:
+        """Release the address."""
+        free_weak_reference(self._address)
+
+
+def watches_of(tensors: Iterable[Tensor]) -> list[StorageWatch]:
+    """Return a watch for each storage of tensors with more than one element.
+
+    Examples:
+        >>> t = torch.ones(3)
+        >>> len(watches_of([t, t[1:], t.sum()]))
+        1
+    """
+    found = {
+        storage_address(tensor): tensor
+        for tensor in tensors
+        if tensor.numel() > 1 and has_storage(tensor)
+    }
+    return [StorageWatch(tensor) for tensor in found.values()]
 
 
 def has_storage(tensor: Tensor) -> bool:

@@ -229,6 +229,8 @@ class Graph:
         roots: The paths of the modules that the step itself calls in this pass, in
             order; empty for the model itself.
         dropped: What autograd saved and backward does not ask for, in order.
+        gradients: The paths of the parameters that get a gradient, each with the first
+            moment at which the gradient exists; `BEFORE`: it existed before the pass.
         others: The other passes of the step.
         order: The passes as the step runs them: 0 is this one, 1 the first of the
             others. Empty in the others.
@@ -250,6 +252,7 @@ class Graph:
     issuing: Issuing | None = None
     roots: tuple[str, ...] = ("",)
     dropped: tuple[Dropped, ...] = field(default=())
+    gradients: tuple[tuple[str, int], ...] = field(default=())
     others: tuple["Graph", ...] = field(default=())
     order: tuple[int, ...] = (0,)
 

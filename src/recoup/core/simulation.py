@@ -3,8 +3,10 @@
 What segments hold and replay is in `recoup.core.footprint`; here it is added up.
 """
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from recoup.core.footprint import (
     Footprint,
@@ -126,6 +128,81 @@ def live_after(graph: Graph, segments: Sequence[Segment], operations: range) -> 
         if storage.born in operations
         and max(storage.dies, holds.get(number, BEFORE)) >= operations.stop
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Memory that a training loop keeps and that the measured step did not have.
+
+    Attributes:
+        gradients: The bytes of the gradients of earlier backward passes, by parameter.
+        other_bytes: All else.
+    """
+
+    gradients: Mapping[str, int]
+    other_bytes: int = 0
+
+
+class LoopKept(NamedTuple):
+    """What a training loop keeps in the parts of a step.
+
+    Attributes:
+        call: During the first call of the model.
+        loss: From then until backward.
+        backward: During backward.
+    """
+
+    call: Kept
+    loss: Kept
+    backward: Kept
+
+
+def peak_with(graph: Graph, segments: Sequence[Segment], kept: LoopKept) -> int:
+    """Return the peak of a step whose training loop keeps more than was measured.
+
+    A gradient that the measured step has at a moment is counted there already: later
+    passes add to it in place.
+
+    Examples:
+        One moment of forward, two of backward; the gradient of `w` is there at the
+        last.
+
+        >>> from recoup.core.graph import Boundary, Operation
+        >>> graph = Graph(
+        ...     operations=(Operation("exp", 1.0, (), ()),),
+        ...     backward=2,
+        ...     storages=(),
+        ...     values=(),
+        ...     saves=(),
+        ...     boundaries=(Boundary(0, 0), Boundary(1, 0)),
+        ...     other_bytes=(5, 9, 11),
+        ...     gradients=(("w", 2),),
+        ... )
+        >>> nothing, gradient = Kept({}), Kept({"w": 4})
+        >>> peak_with(graph, (), LoopKept(nothing, nothing, gradient))
+        13
+        >>> peak_with(graph, (), LoopKept(gradient, gradient, Kept({}, 1)))
+        12
+    """
+    half = len(graph.operations)
+    stop = graph.operations_of_call(0).stop
+    added = [
+        *_added(graph, kept.call)[:stop],
+        *_added(graph, kept.loss)[stop:half],
+        *_added(graph, kept.backward)[half:],
+    ]
+    moments = simulate(graph, segments).bytes_at
+    return max(map(int.__add__, moments, added), default=0)
+
+
+def _added(graph: Graph, kept: Kept) -> list[int]:
+    """Return the bytes at each moment that the measured step does not count."""
+    first = dict(graph.gradients)
+    ends: Counter[int] = Counter()
+    for name, nbytes in kept.gradients.items():
+        ends[max(0, first.get(name, graph.moments))] += nbytes
+    left = kept.other_bytes + ends.total()
+    return [left := left - ends[moment] for moment in range(graph.moments)]
 
 
 def add_up(graph: Graph, total: Footprint) -> Simulation:

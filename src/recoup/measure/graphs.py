@@ -68,6 +68,7 @@ def graph_of(
         other_bytes=tuple(measured),
         blocks=block_boundaries(boundaries, blocks),
         own_bytes=tuple(own),
+        gradients=tuple(trace.gradients.items()),
     )
     traced = recompute_all(graph)
     graph = replace(graph, storages=_natural(graph, trace, traced))

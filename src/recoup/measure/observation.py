@@ -2,12 +2,12 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from recoup.backend.graph import (
@@ -148,12 +148,14 @@ def _trace(
     storages = storages_in((step.resident(), list(resident)))
     with instruments.meter() as meter:
         meter.track(*step.resident(), *tensors(list(resident)))
-        tracer = Tracer(meter, timer, storages)
+        parameters = dict(step.model.named_parameters())
+        tracer = Tracer(meter, timer, storages, parameters=parameters)
         subscribe(tracer)
         push_hooks(*tracer.plain_hooks())
         try:
             with (
                 _boundaries_noted(step.model, tracer),
+                _gradients_recorded(parameters, tracer),
                 cut(step, Cuts(cuts, policy=tracer)),
                 tracer,
             ):
@@ -224,6 +226,28 @@ def _boundaries_noted(model: nn.Module, tracer: Tracer) -> Iterator[None]:
                 partial(note, name, False), with_kwargs=True, always_call=True
             ),
         ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _gradients_recorded(
+    parameters: Mapping[str, nn.Parameter], tracer: Tracer
+) -> Iterator[None]:
+    """Record in the trace when backward adds to the gradient of a parameter."""
+
+    def record(name: str, parameter: Tensor) -> None:
+        del parameter
+        tracer.add_gradient(name)
+
+    handles = [
+        parameter.register_post_accumulate_grad_hook(partial(record, name))
+        for name, parameter in parameters.items()
+        if parameter.requires_grad
+    ]
     try:
         yield
     finally:

@@ -87,6 +87,8 @@ class Trace:
 
     Attributes:
         roots: The paths of the modules that the step itself called, in order.
+        gradients: For each parameter with a gradient, by its path, the first moment
+            with the gradient; -1: it existed before the pass.
     """
 
     operations: list[TracedOperation] = field(default_factory=list)
@@ -98,6 +100,7 @@ class Trace:
     saves: list[TracedSave] = field(default_factory=list)
     boundaries: list[TracedBoundary] = field(default_factory=list)
     roots: list[str] = field(default_factory=list)
+    gradients: dict[str, int] = field(default_factory=dict)
 
     def add_moments(self, other: "Trace") -> None:
         """Append the moments of a pass that is not planned to those of backward."""

@@ -1,7 +1,7 @@
 """Trace one training step: every operator, every saved tensor, every byte."""
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from recoup.backend.memory import MemoryMeter
 from recoup.backend.operators import Facts, facts_of
 from recoup.backend.storages import version_of
 from recoup.backend.timers import Timer
+from recoup.core.graph import BEFORE
 from recoup.engine.observers import Watched
 from recoup.engine.recomputing import is_recomputing
 from recoup.engine.region import STATE_BYTES, Region
@@ -36,6 +37,7 @@ class Tracer(OperatorMode):
         timer: Times the operators.
         resident: Storages that are alive in any case: they count as nothing.
         reruns: Run operators again for a better time.
+        parameters: The parameters whose gradients are recorded, by path.
     """
 
     def __init__(
@@ -45,8 +47,10 @@ class Tracer(OperatorMode):
         resident: Iterable[torch.UntypedStorage] = (),
         *,
         reruns: bool = True,
+        parameters: Mapping[str, Tensor] | None = None,
     ) -> None:
         super().__init__()
+        self._parameters = dict(parameters or {})
         self.trace = Trace()
         self.traces = [self.trace]
         self._resident = list(resident)
@@ -74,6 +78,11 @@ class Tracer(OperatorMode):
             return func(*args, **kwargs)
         if not self._in_backward and current_backward() != -1:
             self._in_backward = True
+            # The step may drop gradients of earlier passes after forward.
+            before = self.trace.gradients
+            self.trace.gradients = {
+                n: before[n] for n in self._carried() if n in before
+            }
         self._lives.bury()
         if self._in_backward:
             self._meter.reset_peak()
@@ -124,8 +133,18 @@ class Tracer(OperatorMode):
             self.traces.append(self.trace)
             self._lives = Lives(self.trace, self._resident)
             self._in_backward = False
+        if not self.trace.roots:
+            self.trace.gradients = dict.fromkeys(self._carried(), BEFORE)
         self.trace.roots.append(root)
         return len(self.trace.roots) - 1
+
+    def _carried(self) -> list[str]:
+        """Return the paths of the parameters that have a gradient now."""
+        return [name for name, p in self._parameters.items() if p.grad is not None]
+
+    def add_gradient(self, name: str) -> None:
+        """Record that backward has added to the gradient of a parameter."""
+        self.trace.gradients.setdefault(name, self.trace.moment)
 
     def reach(
         self,
