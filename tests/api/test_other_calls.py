@@ -307,6 +307,19 @@ def test_a_model_that_is_fitted_in_eval_mode_is_said_to_be():
     assert peak_bytes_of(model, tokens(6, 48)) <= report.budget_bytes
 
 
+def test_verification_after_changes_of_mode_stays_within_the_budget():
+    model = Net().eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", recoup.BudgetWarning)
+        _, report = recoup.fit(model, tokens(6, 48), 0.5)
+        model.train()
+        peak_bytes_of(model, tokens(6, 48))  # the first such call is traced
+    # Operators that were not seen before are verified when eval mode is back.
+    for is_training in (True, False, False, False, True, False):
+        model.train(is_training)
+        assert peak_bytes_of(model, tokens(6, 48)) <= report.budget_bytes
+
+
 def test_eval_mode_without_layers_that_change_is_silent():
     model = Net().eval()
     layers: Any = model.layers

@@ -20,6 +20,8 @@ OUTPUT = "output"
 _MOST_CHECKED = 256
 """So many different combinations are remembered, to be checked once."""
 
+_NOTHING = (0, 0, 0, 0, 0)
+
 
 def reasons_of(kept: LoopKept) -> dict[str, str]:
     """Return in words what a loop keeps, by kind."""
@@ -82,7 +84,7 @@ class LoopMemory:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs: it has no open calls."""
-        state = {**vars(self), "_previous": [], "_checked": {}}
+        state: dict[str, Any] = {**vars(self), "_previous": [], "_checked": {}}
         del state["_open"]
         return state
 
@@ -101,7 +103,7 @@ class LoopMemory:
 
     def open_calls(self) -> int:
         """Return how many calls of this thread wait for their backward."""
-        return len(self._calls_of(threading.get_ident()))
+        return len(self._calls_of(threading.get_ident())) if self._open else 0
 
     def _calls_of(self, thread: int) -> list["_Call"]:
         return [call for call in list(self._open.values()) if call.thread == thread]
@@ -128,7 +130,9 @@ class LoopMemory:
         nodes = [tensor.grad_fn for tensor in found if tensor.grad_fn is not None]
         if not nodes:
             return
-        previous = [] if self.open_calls() else self._previous
+        previous: dict[int, StorageWatch] = {}
+        if self._previous and not self.open_calls():
+            previous = {n: one for n, one in enumerate(self._previous) if one.is_alive}
         self._numbers += 1
         call = _Call(
             self,
@@ -138,7 +142,7 @@ class LoopMemory:
             reader,
             is_measured_plan,
             watches_of(found),
-            {n: watch for n, watch in enumerate(previous) if watch.is_alive},
+            previous,
         )
         self._open[self._numbers] = call
         for node in nodes:
@@ -164,15 +168,22 @@ class LoopMemory:
             self._measured_outputs.update(alive)
             self._measured_previous.update(first.previous)
             return
-        previous = _without(first.previous, self._measured_previous)
+        previous_bytes = remaining_bytes = output_bytes = 0
+        for number, watch in first.previous.items():
+            if number not in self._measured_previous:
+                previous_bytes += watch.nbytes
+                remaining_bytes += watch.nbytes if watch.is_alive else 0
+        for number, watch in alive.items():
+            if number not in self._measured_outputs:
+                output_bytes += watch.nbytes
         seen = (
             first.carried,
             call.reader.carries_gradients(),
-            sum([watch.nbytes for watch in previous]),
-            sum([watch.nbytes for watch in previous if watch.is_alive]),
-            sum([watch.nbytes for watch in _without(alive, self._measured_outputs)]),
+            previous_bytes,
+            remaining_bytes,
+            output_bytes,
         )
-        if not (any(seen[0]) or any(seen[1]) or any(seen[2:])):
+        if seen == _NOTHING:
             return
         key = (id(call.case), *seen)
         if self._checked.get(key) is call.plan:
@@ -185,15 +196,15 @@ class LoopMemory:
 
 def _kept(
     reader: StateReader,
-    in_forward: tuple[bool, ...],
-    in_backward: tuple[bool, ...],
+    in_forward: int,
+    in_backward: int,
     previous_bytes: int,
     remaining_bytes: int,
     output_bytes: int,
 ) -> LoopKept:
-    now = reader.gradient_bytes() if any(in_backward) else {}
+    now = reader.gradient_bytes() if in_backward else {}
     then = dict[str, int]()
-    if any(in_forward):
+    if in_forward:
         # Gradients that were dropped since then had the sizes of the parameters.
         then = now or reader.trained_bytes()
     return LoopKept(
@@ -222,7 +233,7 @@ class _Call:
         self.number, self.case, self.plan, self.reader = number, case, plan, reader
         self.is_measured_plan = is_measured_plan
         self.outputs, self.previous = outputs, previous
-        self.carried = () if reader is None else reader.carries_gradients()
+        self.carried = 0 if reader is None else reader.carries_gradients()
         self.thread = threading.get_ident()
 
     def arrive(self, *gradients: object) -> None:
@@ -231,7 +242,3 @@ class _Call:
         memory = self._memory()
         if memory is not None:
             memory.backward_began(self)
-
-
-def _without(found: dict[int, StorageWatch], measured: set[int]) -> list[StorageWatch]:
-    return [watch for number, watch in found.items() if number not in measured]

@@ -109,17 +109,18 @@ class StateReader:
         chosen = sorted(largest.values(), key=lambda found: -found[0])[:_WITNESSES]
         return [(owner, name) for _, owner, name in chosen]
 
-    def carries_gradients(self) -> tuple[bool, ...]:
-        """Return which witnesses have a gradient now: this runs in every step.
+    def carries_gradients(self) -> int:
+        """Return which witnesses have a gradient now, as bits: this runs in every step.
 
         It looks at a few parameters, however many the model has.
         """
-        return tuple(
-            [
-                getattr(_parameters_of(owner()).get(name), "grad", None) is not None
-                for owner, name in self._witnesses
-            ]
-        )
+        found = 0
+        for number, (owner, name) in enumerate(self._witnesses):
+            module: Any = owner()
+            parameter = None if module is None else module._parameters.get(name)
+            if parameter is not None and parameter.grad is not None:
+                found |= 1 << number
+        return found
 
     def gradient_bytes(self) -> dict[str, int]:
         """Return the bytes of each gradient that exists now, by parameter."""

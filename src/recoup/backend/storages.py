@@ -106,12 +106,13 @@ def watches_of(tensors: Iterable[Tensor]) -> list[StorageWatch]:
         >>> len(watches_of([t, t[1:], t.sum()]))
         1
     """
-    found = {
-        storage_address(tensor): tensor
-        for tensor in tensors
-        if tensor.numel() > 1 and has_storage(tensor)
-    }
-    return [StorageWatch(tensor) for tensor in found.values()]
+    found: dict[int, StorageWatch] = {}
+    for tensor in tensors:
+        if tensor.numel() > 1 and has_storage(tensor):
+            address = storage_address(tensor)
+            if address not in found:
+                found[address] = StorageWatch(tensor)
+    return list(found.values())
 
 
 def has_storage(tensor: Tensor) -> bool:
