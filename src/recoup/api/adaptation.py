@@ -468,6 +468,7 @@ class Adapted:
         """Warn if a step does not fit because of what the training loop keeps."""
         if not self._warns:
             return
+        kept = kept.beyond(self._graph)
         reasons = reasons_of(kept)
         if case is None:
             step, used = self._graph, segments_of(self._graph, plan)

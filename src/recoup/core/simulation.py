@@ -156,6 +156,26 @@ class LoopKept(NamedTuple):
     loss: Kept
     backward: Kept
 
+    def beyond(self, graph: Graph) -> "LoopKept":
+        """Return the same without the gradients that the measured step begins with.
+
+        Examples:
+            >>> graph = Graph((), 0, (), (), (), (), (), gradients=(("w", BEFORE),))
+            >>> kept = Kept({"v": 1, "w": 2}, 3)
+            >>> LoopKept(kept, kept, kept).beyond(graph).loss
+            Kept(gradients={'v': 1}, other_bytes=3)
+        """
+        counted = {name for name, first in graph.gradients if first == BEFORE}
+        return LoopKept(
+            *(
+                Kept(
+                    {n: b for n, b in part.gradients.items() if n not in counted},
+                    part.other_bytes,
+                )
+                for part in self
+            )
+        )
+
 
 def peak_with(graph: Graph, segments: Sequence[Segment], kept: LoopKept) -> int:
     """Return the peak of a step whose training loop keeps more than was measured.
