@@ -1,7 +1,10 @@
 """An interrupted call of a checkpointed module leaves no region open for long."""
 
 import copy
+import gc
 import itertools
+import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,7 +16,14 @@ from torch.utils._python_dispatch import (
     is_in_torch_dispatch_mode,
 )
 
-from recoup import CheckpointScope, checkpoint_module, uncheckpoint_module
+from recoup import (
+    CheckpointGroup,
+    CheckpointScope,
+    checkpoint,
+    checkpoint_module,
+    rerun,
+    uncheckpoint_module,
+)
 from recoup.backend.graph import ambient_hooks
 from recoup.engine.active import open_regions
 
@@ -220,3 +230,40 @@ def test_gradients_taken_inside_a_region_are_recorded_once():
     counts = [recorded(steps) for steps in (1, 2, 3, 4)]
     growth = [after - before for before, after in itertools.pairwise(counts)]
     assert growth == growth[:1] * 3  # each step adds its own operators, once
+
+
+def call_in_a_group(call: Callable[[], object]) -> object:
+    return CheckpointGroup("outer").checkpoint_fn(None, lambda _: call())
+
+
+@pytest.mark.parametrize("outer", [checkpoint, call_in_a_group, rerun])
+def test_an_interrupt_passes_through_a_call_around_a_module(outer):
+    model = checkpoint_module(Fatal())
+    model.interrupts = 1
+    with pytest.raises(KeyboardInterrupt) as caught:
+        outer(lambda: model(X))
+    assert caught.value.__context__ is None
+    assert open_regions() == []
+    assert ambient_hooks() is None
+
+
+@pytest.mark.parametrize("outer", [False, True])
+def test_what_an_interrupted_module_computed_is_freed_once_its_region_is_closed(outer):
+    model = checkpoint_module(Fatal())
+    x = X.clone()
+    given = weakref.ref(x)
+    with CheckpointScope("outer", enabled=outer):
+        try:
+            with CheckpointScope("middle", enabled=outer):
+                interrupt(model, x)
+                raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            pass
+    del x
+    y = torch.ones(1, requires_grad=True)
+    for _ in range(600):  # now and then a region asks whether its call was left
+        y = y * y.detach()
+    assert open_regions() == []
+    del y
+    gc.collect()  # pytest keeps the frames of an exception in a cycle
+    assert given() is None

@@ -6,19 +6,17 @@ from hypothesis import event, given, settings
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from recoup import ChangedTensorError, CheckpointGroup, CheckpointScope
+from recoup import ChangedTensorError, CheckpointScope
 from tests.support.programs import (
     PHASES,
     WRITES,
-    Call,
     Instruction,
     Program,
     as_step,
     programs,
     repaired,
-    run_plainly,
 )
-from tests.support.twin import Region, judge, plain
+from tests.support.twin import judge
 
 
 def check(program: Program) -> None:
@@ -30,25 +28,6 @@ def check(program: Program) -> None:
     assert not verdict.failed, verdict.detail
     # The one refusal that is allowed: a tensor changed after a region had used it.
     assert verdict.kind != "refused" or machine.written_after_use, verdict.detail
-
-
-def check_group(program: Program) -> None:
-    left_out, machine = repaired(program, call=run_plainly)
-    verdict = judge(
-        as_step(program, left_out, make_call=calls_of_a_group),
-        CheckpointScope,
-        refusals=(ChangedTensorError,),
-    )
-    event(verdict.kind)
-    assert not verdict.failed, verdict.detail
-    assert verdict.kind != "refused" or machine.written_after_use, verdict.detail
-
-
-def calls_of_a_group(region: Region) -> Call:
-    if region is plain:
-        return run_plainly
-    group = CheckpointGroup("random program")
-    return lambda stretch: group.checkpoint_fn(None, lambda _: stretch())
 
 
 def copying() -> saved_tensors_hooks:
@@ -99,19 +78,13 @@ def test_a_random_program_with_scopes_is_bitwise_the_plain_program(program):
 
 @settings(max_examples=60, phases=PHASES)
 @given(program=programs)
-def test_a_random_program_in_calls_of_a_group_is_bitwise_the_plain_program(program):
-    check_group(program)
-
-
-@settings(max_examples=60, phases=PHASES)
-@given(program=programs)
 def test_a_random_program_under_other_hooks_is_bitwise_the_plain_program(program):
     check_hooked(program)
 
 
 @pytest.mark.sweep
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("how", [check, check_group, check_hooked])
+@pytest.mark.parametrize("how", [check, check_hooked])
 @settings(max_examples=5000, phases=PHASES)
 @given(program=programs)
 def test_thousands_of_random_programs_are_bitwise_the_plain_programs(how, program):

@@ -99,14 +99,14 @@ def judge(
         expected = observe(step, plain, seed=seed)
     except Exception as error:  # noqa: BLE001
         # Whatever it is: there is nothing to compare with.
-        return Verdict("excluded", f"plain run raises {_last_line(error)}")
+        return Verdict("excluded", f"plain run raises {last_line(error)}")
     try:
         actual = observe(step, region, seed=seed)
     except refusals as error:
-        return Verdict("refused", _last_line(error))
+        return Verdict("refused", last_line(error))
     except Exception as error:  # noqa: BLE001
         # Whatever it is: that is the finding.
-        return Verdict("crashed", _last_line(error))
+        return Verdict("crashed", last_line(error))
     found = differences(expected, actual)
     if not found:
         return Verdict("equal")
@@ -212,7 +212,7 @@ def _idle_mode_explains(step: Step, actual: Observed, *, seed: int) -> bool:
     return not differences(watched, actual)
 
 
-def _last_line(error: BaseException) -> str:
+def last_line(error: BaseException) -> str:
     """Return the exception in one line, with the place in our code that raised it."""
     text = " ".join(traceback.format_exception_only(error)[-1].split())
     frames = [

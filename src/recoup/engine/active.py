@@ -41,12 +41,22 @@ class Call:
     def __init__(self, frame: FrameType | None = None) -> None:
         self._frame = frame
         self._thread = threading.get_ident()
+        self._was_left = False
 
     def is_under_way(self) -> bool:
         """Return whether the call runs, as far as can be known on this thread."""
+        if self._was_left:
+            return False
         if self._frame is None or self._thread != threading.get_ident():
             return True
         return is_running(self._frame)
+
+    def leave(self) -> None:
+        """Remember that the call was interrupted; release its frame.
+
+        The frame holds the arguments of the call and all that was computed in it.
+        """
+        self._was_left, self._frame = True, None
 
     def end_if_left(self) -> bool:
         """End what was begun here if the call was interrupted; say whether it was.
@@ -55,6 +65,7 @@ class Call:
         """
         if self.is_under_way():
             return False
+        self.leave()
         stack = _OPEN.stack
         for entry in stack:
             if entry[0] is self:
@@ -149,6 +160,11 @@ def region(
     except RuntimeError as error:
         end(owner)
         refuse_transform(name, error)
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception):
+            # torch closes no region of a module after an exception that is no error.
+            abandon_inside(owner)
         raise
     finally:
         end(owner)
@@ -246,8 +262,11 @@ def _end_entry(entry: Entry, *, is_left: bool = False) -> None:
 
 def _abandon(entry: Entry) -> None:
     """End what an interrupt, or an error, kept from being opened or closed."""
-    if entry[1] is not None:
-        entry[1].abandon()
+    owner, region = entry
+    if region is not None:
+        region.abandon()
+    if isinstance(owner, Call):
+        owner.leave()
     _forget(entry)
 
 
@@ -272,12 +291,17 @@ def abandon_inside(owner: object) -> None:
             _abandon(stack[-1])
 
 
+def abandon_above(place: int) -> None:
+    """Abandon all that was begun at a depth and deeper."""
+    for entry in reversed(_OPEN.stack[place:]):
+        _abandon(entry)
+
+
 def abandon_from(owner: object, place: int) -> None:
     """Abandon what the owner began at a depth, and all inside it, if it is there."""
     stack = _OPEN.stack
     if place < len(stack) and stack[place][0] is owner:
-        for entry in reversed(stack[place:]):
-            _abandon(entry)
+        abandon_above(place)
 
 
 def _close(region: Region | None, *, is_left: bool = False) -> None:

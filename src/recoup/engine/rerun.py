@@ -3,7 +3,7 @@
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from time import perf_counter
 from typing import Any
 
@@ -15,6 +15,8 @@ from recoup.backend.compiled import leave_uncompiled, original_of
 from recoup.backend.defaults import default_dtype, in_default
 from recoup.backend.fingerprints import fingerprint
 from recoup.backend.graph import (
+    Pack,
+    Unpack,
     current_backward,
     follow_backward,
     is_parameter,
@@ -28,7 +30,12 @@ from recoup.backend.transforms import outside_transforms
 from recoup.backend.trees import leaves, map_leaves, tensors
 from recoup.backend.walk import reach
 from recoup.core.errors import ClearedError, MismatchError
-from recoup.engine.active import is_recordable, refuse_transform
+from recoup.engine.active import (
+    abandon_above,
+    depth,
+    is_recordable,
+    refuse_transform,
+)
 from recoup.engine.captures import Captures
 from recoup.engine.holding import hand_over, is_handing_over
 from recoup.engine.kept_buffers import KeptBuffers
@@ -88,14 +95,12 @@ def rerun(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         observer.began(call)
     for account in call.accounts:
         account.calls += 1
-    push_hooks(call.pack, call.unpack)
-    try:
-        result = function(*args, **kwargs)
-    except RuntimeError as error:
-        refuse_transform(call.name, error)
-        raise
-    finally:
-        pop_hooks()
+    with _hooks(call.pack, call.unpack):
+        try:
+            result = function(*args, **kwargs)
+        except RuntimeError as error:
+            refuse_transform(call.name, error)
+            raise
     call.settle()
     hand_over(call.holds())
     for observer in observers():
@@ -252,14 +257,9 @@ class Rerun:
         # Not as a part of a batch of gradients, which random operators refuse.
         with outside_transforms():
             args, kwargs = map_leaves(_fetched, self._arguments)
-        with outside_transforms(), self._as_before():
-            push_hooks(collected.pack, collected.unpack)
-            try:
-                self._function(*args, **kwargs)
-            except _Complete:
-                pass
-            finally:
-                pop_hooks()
+        hooks = _hooks(collected.pack, collected.unpack)
+        with outside_transforms(), self._as_before(), hooks, suppress(_Complete):
+            self._function(*args, **kwargs)
         self.replays += 1
         found = [
             tensor for tensor, _ in collected.found.values() if has_storage(tensor)
@@ -323,6 +323,23 @@ class Rerun:
                 compared = True
         if compared:
             hand_in(verdict)
+
+
+@contextmanager
+def _hooks(pack: Pack, unpack: Unpack) -> Iterator[None]:
+    """Use these saved-tensor hooks in the block."""
+    opened = depth()
+    push_hooks(pack, unpack)
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception):
+            # torch closes no region of a module after an exception that is no error.
+            # Its hooks would be taken off here instead of ours.
+            abandon_above(opened)
+        raise
+    finally:
+        pop_hooks()
 
 
 class _Complete(Exception):  # noqa: N818 (a signal, not an error)

@@ -1,0 +1,111 @@
+"""A fixed slice of the fuzzer's programs, and the fuzzer shown what is wrong."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch.autograd.graph import saved_tensors_hooks
+
+from recoup import CheckpointScope
+from recoup.engine.active import Call, begin
+from recoup.engine.options import Options
+from tests.support.fuzz import Case, case_of, examine, reduced, run_seeds
+from tests.support.programs import BLOCKS, CHANGES, Instruction, Program
+from tests.support.wrapping import COLLECTIVES, begin_fake_group, end_fake_group
+
+PROGRAMS = 300
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group() -> Iterator[None]:
+    """Let this process be the first of two."""
+    begin_fake_group()
+    yield
+    end_fake_group()
+
+
+# An interrupt in a destructor is ignored by Python, and reported.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_slice_of_the_programs_is_bitwise_the_plain_programs():
+    tally = run_seeds(range(PROGRAMS))
+    assert tally.failures == []
+    # A program that the plain twin cannot run, or that is refused, shows nothing.
+    assert tally.kinds["equal"] > 0.9 * PROGRAMS
+
+
+def test_the_slice_has_everything_in_it():
+    cases = [case_of(seed) for seed in range(PROGRAMS)]
+    names = {line.name for case in cases for line in case.program.lines}
+    assert names >= {*BLOCKS, *CHANGES, *COLLECTIVES, "raise", "keep", "gradient"}
+    assert sum(case.interrupt is not None for case in cases) > 20
+    assert sum(case.program.tiers for case in cases) > 100
+    assert sum(case.program.steps > 1 for case in cases) > 50
+
+
+def test_a_seed_always_makes_the_same_program():
+    assert case_of(5) == case_of(5) != case_of(6)
+
+
+def program(*lines: tuple[str, int, int]) -> Case:
+    return Case(Program(tuple(Instruction(*line) for line in lines), ((0,),)))
+
+
+LINES = program(("sin", 3, 0), ("open", 0, 0), ("product", 4, 5), ("tanh", 0, 0))
+
+
+def inexact(*_: object, **__: object) -> saved_tensors_hooks:
+    """Make a region that gives back what was saved with one bit in error."""
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor + 1e-15)
+
+
+def left_open(name: str, **_: Any) -> contextlib.AbstractContextManager[None]:
+    """Make a region that nobody closes."""
+    begin(Call(), name, Options(), name)
+    return contextlib.nullcontext()
+
+
+def test_a_wrong_gradient_is_found_and_its_program_reduced():
+    verdict = examine(LINES, inexact)
+    assert verdict.kind == "wrong"
+    assert "elements differ" in verdict.detail
+    small = reduced(LINES, lambda case: examine(case, inexact).failed)
+    assert [line.name for line in small.program.lines] == ["open", "product"]
+    assert "open(0, 0)" in str(small)
+
+
+def test_a_region_left_open_is_found():
+    verdict = examine(LINES, left_open)
+    assert verdict.kind == "wrong"
+    assert "dispatch modes still active" in verdict.detail
+    # The next program begins with nothing left.
+    assert examine(LINES).kind == "equal"
+
+
+def test_a_region_left_alive_is_found():
+    kept = []
+
+    def keeping(name: str, **options: Any) -> CheckpointScope:
+        scope = CheckpointScope(name, **options)
+        kept.append(scope)
+        return scope
+
+    def holding(name: str, **options: Any) -> contextlib.AbstractContextManager[Any]:
+        @contextlib.contextmanager
+        def region() -> Iterator[None]:
+            with keeping(name, **options) as scope:
+                kept.extend(node.region for node in scope.nodes)
+                yield
+
+        return region()
+
+    verdict = examine(LINES, holding)
+    assert verdict.kind == "wrong"
+    assert "alive: {'Region': 1" in verdict.detail
+
+
+def test_a_failure_names_its_seed():
+    wrong = (n for n in range(100) if examine(case_of(n), inexact).failed)
+    seed = next(wrong)
+    (failure,) = run_seeds([seed], inexact, most=10).failures
+    assert failure.startswith(f"seed {seed}: ")

@@ -1,0 +1,322 @@
+"""A fuzzer: training programs made of a seed, each compared with its plain twin.
+
+A program is data (`tests.support.programs`). It runs plain and with recoup. Everything
+that can be observed must be bitwise equal, nothing of recoup may stay behind, and after
+an interrupt at any line of recoup both the plain run and the run with recoup must be
+what they were. A program that fails is reduced to the lines that are needed to fail.
+"""
+
+import contextlib
+import gc
+import random
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch._C import _len_torch_dispatch_stack
+from torch.utils._python_dispatch import _pop_mode
+
+from recoup import ChangedTensorError, CheckpointScope, is_recomputing
+from recoup.engine.active import _OPEN, abandon_from, open_regions
+from recoup.engine.region import Region as RecordedRegion
+from recoup.engine.rerun import Rerun
+from recoup.engine.values import Hold
+from tests.support.interrupts import Interrupter
+from tests.support.programs import (
+    ALL_NAMES,
+    Instruction,
+    Program,
+    as_step,
+    repaired,
+    save_some,
+)
+from tests.support.twin import (
+    Observed,
+    Region,
+    Step,
+    Verdict,
+    differences,
+    last_line,
+    leftovers,
+    observe,
+    plain,
+)
+
+NUMBERS = 11
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A program, and where a second run of it is interrupted.
+
+    Attributes:
+        program: The program.
+        interrupt: A number from zero to one, which stands for a line of recoup that
+            runs in the program; None to interrupt nothing.
+    """
+
+    program: Program
+    interrupt: float | None = None
+
+    def __str__(self) -> str:
+        program = self.program
+        lines = [
+            f"    {position:2} {line}" for position, line in enumerate(program.lines)
+        ]
+        head = (
+            f"backwards={program.backwards} second_order={program.second_order} "
+            f"steps={program.steps} tiers={program.tiers} interrupt={self.interrupt}"
+        )
+        return "\n".join([head, *lines])
+
+
+def case_of(seed: int) -> Case:
+    """Make the case that a seed stands for."""
+    source = random.Random(seed)
+
+    def number() -> int:
+        return source.randint(0, NUMBERS)
+
+    def line() -> Instruction:
+        return Instruction(source.choice(ALL_NAMES), number(), number())
+
+    count = source.choice((source.randint(3, 15), source.randint(10, 40)))
+    program = Program(
+        lines=tuple(line() for _ in range(count)),
+        backwards=tuple(
+            tuple(number() for _ in range(source.randint(1, 3)))
+            for _ in range(source.choice((1, 1, 2, 3)))
+        ),
+        second_order=source.random() < 0.3,
+        steps=source.choice((1, 1, 1, 2)),
+        tiers=source.random() < 0.5,
+    )
+    interrupted = source.random() < 0.1
+    return Case(program, source.random() if interrupted else None)
+
+
+class Living:
+    """The regions, calls and holds that were made since then and are not gone."""
+
+    def __init__(self) -> None:
+        self._made: list[weakref.ref[Any]] = []
+
+    def add(self, made: Any) -> None:
+        """Watch another one."""
+        self._made.append(weakref.ref(made))
+
+    def count(self) -> Counter[str]:
+        """Return how many there are of each kind."""
+        found = (each() for each in self._made)
+        return Counter(type(each).__name__ for each in found if each is not None)
+
+
+@contextlib.contextmanager
+def watching() -> Iterator[Living]:
+    """Watch what recoup makes in the block."""
+    living = Living()
+    with contextlib.ExitStack() as stack:
+        for kind in (RecordedRegion, Rerun, Hold):
+            stack.enter_context(_watching(kind, living))
+        yield living
+
+
+@contextlib.contextmanager
+def _watching(kind: Any, living: Living) -> Iterator[None]:
+    make = kind.__init__
+
+    def watched(self: Any, *args: Any, **kwargs: Any) -> None:
+        living.add(self)
+        make(self, *args, **kwargs)
+
+    kind.__init__ = watched
+    try:
+        yield
+    finally:
+        kind.__init__ = make
+
+
+def examine(case: Case, region: Region = CheckpointScope) -> Verdict:
+    """Compare a program with its plain twin, and look at what is left of it."""
+    try:
+        return _examine(case, region)
+    finally:
+        clear()
+
+
+def _examine(case: Case, region: Region) -> Verdict:
+    try:
+        left_out, machine = repaired(case.program)
+    except AssertionError:
+        return Verdict("excluded", "plain run raises without its writes")
+    step = as_step(case.program, left_out)
+    expected = _try_observing(step, plain)
+    if isinstance(expected, Verdict):
+        return Verdict("excluded", f"plain run: {expected.detail}")
+    may_refuse = machine.written_after_use
+    del machine
+    with watching() as living:
+        actual = _try_observing(step, region)
+        if isinstance(actual, Verdict):
+            if actual.kind == "refused" and not may_refuse:
+                return Verdict("wrong", f"refused for no reason: {actual.detail}")
+            if actual.failed:
+                return actual
+            verdict = actual
+            # PyTorch keeps the gradients of a failed backward until the next one.
+            torch.ones((), requires_grad=True).backward()
+        else:
+            verdict = Verdict("equal")
+            if found := differences(expected, actual):
+                return Verdict("wrong", "; ".join(found))
+        del actual
+        if left := _left(living):
+            return Verdict("wrong", "left: " + "; ".join(left))
+    if case.interrupt is not None and verdict.kind == "equal":
+        return _interrupt(step, region, expected, case.interrupt)
+    return _following(step, expected, "a following plain step: ") or verdict
+
+
+def _interrupt(
+    step: Step, region: Region, expected: Observed, fraction: float
+) -> Verdict:
+    counter = Interrupter()
+    counter.run(lambda: observe(step, region, seed=0))
+    interrupter = Interrupter(int(fraction * counter.count))
+    interrupter.run(lambda: observe(step, region, seed=0))
+    where = f"after an interrupt at {interrupter.where}, "
+    save_some()
+    # Not what is alive: an operator that was interrupted may leave a cycle of nodes.
+    if left := _left(Living()):
+        return Verdict("wrong", where + "left: " + "; ".join(left))
+    if wrong := _following(step, expected, where + "a plain step: "):
+        return wrong
+    again = _try_observing(step, region)
+    if isinstance(again, Verdict):
+        return Verdict("wrong", f"{where}the step: {again.detail}")
+    if found := differences(expected, again):
+        return Verdict("wrong", f"{where}the step: {'; '.join(found)}")
+    return Verdict("equal")
+
+
+def _following(step: Step, expected: Observed, where: str) -> Verdict | None:
+    """Run the step without recoup; return what is wrong with it."""
+    following = _try_observing(step, plain)
+    if isinstance(following, Verdict):
+        return Verdict("wrong", where + following.detail)
+    found = differences(expected, following)
+    return Verdict("wrong", where + "; ".join(found)) if found else None
+
+
+def _try_observing(step: Step, region: Region) -> Observed | Verdict:
+    try:
+        return observe(step, region, seed=0)
+    except ChangedTensorError as error:
+        return Verdict("refused", last_line(error))
+    except Exception as error:  # noqa: BLE001
+        # Whatever it is: that is the finding.
+        return Verdict("crashed", last_line(error))
+
+
+def _left(living: Living) -> list[str]:
+    found = list(leftovers())
+    if regions := open_regions():
+        found.append(f"{len(regions)} open regions")
+    if is_recomputing():
+        found.append("a replay seems to run")
+    if living.count():
+        # Errors and saved tensors that are written to make cycles without recoup too.
+        gc.collect()
+        if count := living.count():
+            found.append(f"alive: {dict(count)}")
+    return found
+
+
+def clear() -> None:
+    """Take back what a failed program left, so that the next one begins anew."""
+    stack = _OPEN.stack
+    while stack:
+        abandon_from(stack[0][0], 0)
+    while _len_torch_dispatch_stack():
+        _pop_mode()
+    while (hooks := _hooks())._top_saved_tensors_default_hooks(True) is not None:
+        hooks._pop_saved_tensors_default_hooks()
+    torch.set_grad_enabled(True)
+
+
+def _hooks() -> Any:
+    internals: Any = torch._C
+    return internals._autograd
+
+
+def reduced(case: Case, fails: Callable[[Case], bool], *, most: int = 400) -> Case:
+    """Return a case that still fails, with as few lines as can be found."""
+    size = max(1, len(case.program.lines) // 2)
+    for attempt in _simpler(case):
+        case = attempt if fails(attempt) else case
+    while size and most > 0:
+        position = 0
+        while position < len(case.program.lines) and most > 0:
+            lines = case.program.lines
+            lines = lines[:position] + lines[position + size :]
+            attempt = replace(case, program=replace(case.program, lines=lines))
+            most -= 1
+            if fails(attempt):
+                case = attempt
+            else:
+                position += size
+        size //= 2
+    return case
+
+
+def _simpler(case: Case) -> Iterator[Case]:
+    """Return cases with one thing less; only the first that fails may be used."""
+    for change in (
+        {"second_order": False},
+        {"steps": 1},
+        {"tiers": False},
+        {"backwards": case.program.backwards[-1:]},
+    ):
+        yield replace(case, program=replace(case.program, **change))
+
+
+@dataclass
+class Tally:
+    """What came of many seeds."""
+
+    kinds: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+
+
+def run_seeds(
+    seeds: Iterable[int],
+    region: Region = CheckpointScope,
+    *,
+    report: Callable[[str], None] = lambda _: None,
+    most: int = 400,
+) -> Tally:
+    """Examine the programs of seeds; describe those that fail.
+
+    Args:
+        seeds: The seeds.
+        region: Makes the regions of the programs.
+        report: Called with each failure as it is found.
+        most: How many times a program that fails is run to reduce it.
+    """
+    tally = Tally()
+    for seed in seeds:
+        case = case_of(seed)
+        verdict = examine(case, region)
+        tally.kinds[verdict.kind] += 1
+        if verdict.failed:
+            smaller = reduced(
+                case, lambda other: examine(other, region).failed, most=most
+            )
+            detail = examine(smaller, region).detail
+            text = f"seed {seed}: {verdict.detail}\nreduced: {detail}\n{smaller}"
+            tally.failures.append(text)
+            report(text)
+    return tally
