@@ -83,6 +83,9 @@ class Peak(Alive):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         out = super().__torch_dispatch__(func, types, args, kwargs)
+        # Without the dead ones: every operator asks for the sum.
+        made = self._made.items()
+        self._made = {key: entry for key, entry in made if not entry[0].expired()}
         self.peak_bytes = max(self.peak_bytes, self.total_bytes)
         return out
 
