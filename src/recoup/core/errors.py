@@ -153,10 +153,11 @@ class MissingCheckpointError(RecoupError, KeyError):
         return Exception.__str__(self)
 
 
-class BudgetWarning(UserWarning):
+class BudgetWarning(RecoupError, UserWarning):
     """A step that is trained is not the one that was measured, or cannot fit.
 
-    Gradients are right all the same; the peak may exceed the budget.
+    Gradients are right all the same; the peak may exceed the budget. A filter that
+    raises warnings makes it an error, which `RecoupError` catches as all others.
 
     Attributes:
         needed_bytes: What the step needs, as predicted; 0: that cannot be predicted.
