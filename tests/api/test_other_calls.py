@@ -218,6 +218,15 @@ def test_growing_sequences_do_not_plan_every_step():
     assert adapted_of(report).planned_groups <= 8 + 2 * 8
 
 
+def test_a_larger_batch_uses_the_budget():
+    # What its plan leaves free is what a fingerprint of its largest value takes, and
+    # the error of the prediction.
+    model, report = fitted(0.6)
+    peaks = [peak_bytes_of(model, tokens(12, 48)) for _ in range(3)]
+    assert 0.85 * report.budget_bytes < peaks[-1]
+    assert max(peaks) <= report.budget_bytes
+
+
 def test_a_count_and_a_mask_do_not_make_another_size():
     model, report = fitted()
     x = tokens(6, 48)

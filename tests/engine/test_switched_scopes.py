@@ -90,6 +90,21 @@ class TestDisabled:
         assert count == 0
         assert all(map(torch.equal, gradients, replayed_by(Net(), x)[1]))
 
+    def test_a_region_of_a_plan_reaches_over_its_end(self):
+        # It begins in one disabled scope and ends in another: layers 1 and 2 as one.
+        span = Span(Place("layers.1", 0, True), Place("layers.2", 0, False))
+        x, kept = torch.randn(2, WIDTH), []
+        for net in (Net(), Net(disabled)):
+            applied = apply_plan(net, Plan((span,)))
+            with SavedByAutograd() as saved:
+                y = net(x)
+            kept.append(saved.bytes_without())
+            count, gradients = replayed_by(net, x)
+            kept += [count, *(gradient.tolist() for gradient in gradients)]
+            del y
+            applied.remove()
+        assert kept[: len(kept) // 2] == kept[len(kept) // 2 :]
+
     def test_it_is_not_seen_by_regions_observers_and_owners(self):
         x = torch.randn(2, WIDTH, requires_grad=True)
         manager = CheckpointManager()

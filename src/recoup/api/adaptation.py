@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from recoup.api.loop_memory import LoopMemory, advice_for, reasons_of
+from recoup.backend.fingerprints import fingerprint_bytes
 from recoup.backend.model_state import ModelState, StateReader, needs
 from recoup.backend.trees import named_tensors
 from recoup.core.callers import user_stacklevel
@@ -52,9 +53,6 @@ _MOST_CASES = 4096
 
 _MARGIN = 0.03
 """A step of another size is predicted up to this share."""
-
-VERIFICATION_BYTES = 32 << 20
-"""The most that a comparison of replayed values takes, or twice the largest value."""
 
 _SURPRISE = 0.02
 """A group is planned again if the storages of its first call differ in total from the
@@ -315,7 +313,7 @@ class Adapted:
         if self._verify == "off":
             return error_bytes
         largest = max((storage.bytes for storage in step.storages), default=0)
-        return error_bytes + min(2 * largest, VERIFICATION_BYTES)
+        return error_bytes + fingerprint_bytes(largest)
 
     def _step_of(self, size: Mapping[Axis, int], case: _Case) -> Graph:
         """Return the measured step at another size."""

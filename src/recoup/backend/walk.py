@@ -158,6 +158,15 @@ def is_of_library(name: str) -> bool:
     return name.partition(".")[0] in _LIBRARIES
 
 
+def _is_library_code(function: types.FunctionType) -> bool:
+    # An example in a docstring runs in a copy of the library's namespace: it is a
+    # user's all the same.
+    name = function.__globals__.get("__name__", "")
+    module = sys.modules.get(name)
+    is_copy = module is not None and vars(module) is not function.__globals__
+    return is_of_library(name) and not is_copy
+
+
 class _Walk:
     """One search: what it has seen, and how it goes on from an object.
 
@@ -204,7 +213,7 @@ class _Walk:
         yield from (function.__defaults__, function.__kwdefaults__)
         yield from attributes_of(function).values()  # as `__wrapped__`
         # A library's function may decorate a user's; what it uses itself is its own.
-        if not is_of_library(function.__globals__.get("__name__", "")):
+        if not _is_library_code(function):
             for _, content in _globals_of(function):
                 yield content
                 if isinstance(content, types.ModuleType):

@@ -153,7 +153,7 @@ class MissingCheckpointError(RecoupError, KeyError):
         return Exception.__str__(self)
 
 
-class BudgetWarning(RecoupError, UserWarning):
+class BudgetWarning(RecoupError, UserWarning):  # noqa: N818 (it is a warning)
     """A step that is trained is not the one that was measured, or cannot fit.
 
     Gradients are right all the same; the peak may exceed the budget. A filter that

@@ -196,6 +196,9 @@ def skip(owner: object) -> None:
 def end(owner: object) -> Region | None:
     """End what the owner began last on this thread; do nothing if it began nothing.
 
+    Where that is no region, as of a disabled scope, all that was begun inside it and
+    is still open stays open: regions of a plan may reach over its end.
+
     Returns:
         The region that was ended, if there was one.
 
@@ -204,7 +207,9 @@ def end(owner: object) -> Region | None:
     """
     stack = _OPEN.stack
     if not stack or stack[-1][0] is not owner:
-        if not is_open(owner):
+        entry = next((each for each in reversed(stack) if each[0] is owner), None)
+        if entry is None or entry[1] is None:
+            _forget(entry)
             return None
         early = _end_inside(owner)
         if early:
@@ -270,7 +275,7 @@ def _abandon(entry: Entry) -> None:
     _forget(entry)
 
 
-def _forget(entry: Entry) -> None:
+def _forget(entry: Entry | None) -> None:
     stack = _OPEN.stack
     if stack and stack[-1] is entry:
         stack.pop()

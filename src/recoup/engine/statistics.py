@@ -71,8 +71,8 @@ class Statistics:
 
     Examples:
         >>> print(Statistics("block", calls=2, replays=1, freed_bytes=2048))
-        region  calls  replays  operators  seconds  kept  freed    recomputed
-        block       2        1          0   0.0000   0 B  2.0 KiB         0 B
+        region  calls  replays  operators  seconds  kept  freed  recomputed
+        block       2        1          0   0.0000   0 B  2 KiB         0 B
     """
 
     name: str
