@@ -196,13 +196,16 @@ def trained(
     layers = [kind() for _ in range(4)]
     model = nn.Sequential(*map(wrap, layers))
     x = torch.randn(4, 32, 16)
+    peak, held_bytes = Peak(), 0
     for _ in range(2):  # the first call of an operator may allocate more
         model.zero_grad(set_to_none=True)
-        with Peak() as peak:
+        peak = Peak()
+        with peak:
             loss = model(x).square().mean()
             held_bytes = peak.total_bytes
             loss.backward()
-    return held_bytes, peak.peak_bytes, [p.grad for p in model.parameters()]
+    gradients: list[Any] = [p.grad for p in model.parameters()]
+    return held_bytes, peak.peak_bytes, gradients
 
 
 @pytest.mark.parametrize("kind", [Experts, SortedExperts])

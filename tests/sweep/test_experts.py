@@ -125,10 +125,12 @@ def trained(
 ) -> tuple[int, int, list[Tensor | None]]:
     """Return the bytes held after forward, the peak and the gradients of a step."""
     change(model)
+    peak, held_bytes = Peak(), 0
     for _ in range(2):  # the first step is verified, and some models change in it
         model.zero_grad(set_to_none=True)
         torch.manual_seed(2)
-        with Peak() as peak:
+        peak = Peak()
+        with peak:
             loss = model(**inputs()).loss
             held_bytes = peak.total_bytes
             loss.backward()
