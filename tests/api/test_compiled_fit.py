@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 import recoup
-from recoup.backend.intervals import interval_meter
+from recoup.backend.interval_meter import interval_meter
 from recoup.core.compiled_plan import BlockPartition, CompiledPlan
 from recoup.core.errors import (
     BudgetWarning,

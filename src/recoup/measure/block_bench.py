@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from recoup.backend.intervals import interval_meter
+from recoup.backend.interval_meter import interval_meter
 from recoup.backend.ledger import storages_in
 from recoup.backend.trees import leaves, map_leaves, tensors
 from recoup.core.block_options import BlockOption

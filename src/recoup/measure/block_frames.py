@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from recoup.backend.intervals import Interval, interval_meter
+from recoup.backend.interval_meter import Interval, interval_meter
 from recoup.backend.ledger import StorageLedger, storages_in
 from recoup.backend.trees import tensors
 from recoup.core.block_options import BlockFrame, BlockOption, BlockStep
