@@ -143,6 +143,9 @@ def examine(case: Case, region: Region = CheckpointScope) -> Verdict:
     """Compare a program with its plain twin, and look at what is left of it."""
     try:
         return _examine(case, region)
+    except Exception as error:  # noqa: BLE001
+        # A run that was to be interrupted raised something else.
+        return Verdict("crashed", last_line(error))
     finally:
         clear()
 
