@@ -213,7 +213,7 @@ class Learner:
         return min(found, key=lambda s: s.calls[0].elements, default=None)
 
     def _remember(self, step: RunningStep, situation: Situation) -> None:
-        """Take note that a step was of a kind, which is then the one used last."""
+        """Mark a kind of step as the one used last."""
         with self._planning:
             self._usual[step.place] = situation
             others = [each for each in self._situations if each[1] is not situation]

@@ -160,7 +160,7 @@ class RunningStep:
         return self._open - self._reached
 
     def begin(self, kind: CallKind, managed: "Managed") -> int:
-        """Take note of a call; return its number."""
+        """Register a call; return its number."""
         self.calls.append(kind)
         self.managed.append(managed)
         self._running = len(self.calls) - 1
@@ -181,7 +181,7 @@ class RunningStep:
                 node.register_hook(mark)
 
     def reached(self, number: int) -> None:
-        """Take note that backward arrives at a call."""
+        """Record that backward arrives at a call."""
         self._reached.add(number)
         if not self.has_backward:
             self.has_backward = True
@@ -190,7 +190,7 @@ class RunningStep:
             at_end_of_backward(watch.backward_ended)
 
     def dropped(self, number: int) -> None:
-        """Take note that the graph of a call is gone."""
+        """Record that the graph of a call was freed."""
         self._open.discard(number)
 
 
