@@ -16,10 +16,10 @@ from recoup.api.adaptation import Adapted
 from recoup.api.adapted_passes import AdaptedPasses
 from recoup.api.arguments import actions_of, one_model, optimizers_of
 from recoup.api.budgets import Budget, budget_bytes, check_budget, told_bytes
+from recoup.api.closed_loop import ClosedLoop, Settled
 from recoup.api.compiled_fit import CompiledFit, PlainStep, fit_compiled
 from recoup.api.findings import fit_findings
 from recoup.api.progress import Progress, progress_for
-from recoup.api.settling import Settled, Settling
 from recoup.backend.memory import is_out_of_memory
 from recoup.backend.model_state import evaluation_advice
 from recoup.backend.state import StepSnapshot
@@ -393,35 +393,35 @@ def fit(  # noqa: PLR0913 (a step can be described in several ways)
         untouched(described) as repeated,
     ):
         counted = replace(repeated, run=course.counting(repeated.run))
-        settling = Settling(counted, allowed, verify, course)
-        settling.reserve(optimizers)
-        settling.measure(blocks)
-        plain_bytes = settling.search.plain_bytes + settling.reserved_bytes
+        loop = ClosedLoop(counted, allowed, verify, course)
+        loop.reserve(optimizers)
+        loop.measure(blocks)
+        plain_bytes = loop.search.plain_bytes + loop.reserved_bytes
         asked_bytes = budget_bytes(budget, plain_bytes, described.device)
         compiled = None
         if compile:
-            compiled = _compiled(counted, settling, asked_bytes, compile, blocks)
+            compiled = _compiled(counted, loop, asked_bytes, compile, blocks)
         eager = None
         if not compile or compile == "auto":
-            eager = _eager(described.model, settling, asked_bytes, compiled)
+            eager = _eager(described.model, loop, asked_bytes, compiled)
     report = _faster(eager, compiled)
     report.total_seconds = time.perf_counter() - started
     return model, report
 
 
 def _eager(
-    model: nn.Module, settling: Settling, asked_bytes: int, other: CompiledFit | None
+    model: nn.Module, loop: ClosedLoop, asked_bytes: int, other: CompiledFit | None
 ) -> Fit | None:
     """Return the fit without a compiler, applied; None: it cannot, another one can."""
     try:
-        settled = settling.settle(asked_bytes)
+        settled = loop.settle(asked_bytes)
     except InfeasibleError:
         if other is None:
             raise
         return None
     try:
         settled.attempt.adapted.finish_measuring()
-        return _report(model, settling, asked_bytes, settled)
+        return _report(model, loop, asked_bytes, settled)
     except BaseException:
         settled.attempt.adapted.remove()
         raise
@@ -429,7 +429,7 @@ def _eager(
 
 def _compiled(
     step: TrainingStep,
-    settling: Settling,
+    loop: ClosedLoop,
     asked_bytes: int,
     compile: Compile,  # noqa: A002
     blocks: Sequence[str] | None,
@@ -441,13 +441,13 @@ def _compiled(
             asked_bytes,
             executor="exact" if compile == "exact" else "inductor",
             plain=PlainStep(
-                settling.search.plain_bytes + settling.reserved_bytes,
-                settling.search.plain_seconds,
-                settling.resident,
-                settling.reserved_bytes,
+                loop.search.plain_bytes + loop.reserved_bytes,
+                loop.search.plain_seconds,
+                loop.resident,
+                loop.reserved_bytes,
             ),
             blocks=blocks,
-            tell=settling.tell,
+            tell=loop.tell,
         )
     except (InfeasibleError, UnsupportedError):
         if compile != "auto":
@@ -483,30 +483,30 @@ def _check_compile(compile: object, allowed: Iterable[Action]) -> None:  # noqa:
 
 
 def _report(
-    model: nn.Module, settling: Settling, asked_bytes: int, settled: Settled
+    model: nn.Module, loop: ClosedLoop, asked_bytes: int, settled: Settled
 ) -> Fit:
-    search = settling.search
+    search = loop.search
     tried, solution = settled.attempt, settled.solution
     return Fit(
         model=model,
         plan=replace(
             tried.adapted.plan, budget_bytes=asked_bytes, seconds=solution.seconds
         ),
-        graph=settling.graph,
+        graph=loop.graph,
         budget_bytes=asked_bytes,
-        plain_peak_bytes=search.plain_bytes + settling.reserved_bytes,
+        plain_peak_bytes=search.plain_bytes + loop.reserved_bytes,
         plain_seconds=search.plain_seconds,
-        predicted_peak_bytes=solution.peak_bytes + settling.reserved_bytes,
+        predicted_peak_bytes=solution.peak_bytes + loop.reserved_bytes,
         predicted_seconds=solution.seconds,
         planned_seconds=tried.solution.seconds,
-        measured_peak_bytes=tried.cost.peak_bytes + settling.reserved_bytes,
+        measured_peak_bytes=tried.cost.peak_bytes + loop.reserved_bytes,
         measured_seconds=settled.pace.seconds,
-        reserved_bytes=settling.reserved_bytes,
+        reserved_bytes=loop.reserved_bytes,
         gap=solution.gap,
         planner=solution.planner,
-        planning_seconds=settling.planning_seconds,
+        planning_seconds=loop.planning_seconds,
         total_seconds=0.0,
-        rounds=settling.rounds,
+        rounds=loop.rounds,
         _adapted=tried.adapted,
-        search=settling.search,
+        search=loop.search,
     )
