@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from recoup import BudgetWarning, CheckpointManager, CheckpointScope, UsageError, keep
-from recoup.api.situations import ManagedStep
+from recoup.api.managed_steps import ManagedStep
 from recoup.backend.memory import StorageMeter
 from tests.api.test_manager import MEBIBYTE, X, limited, network, step
 from tests.support.counting import Operators

@@ -100,9 +100,9 @@ class TestRegistration:
 
     @pytest.mark.parametrize("scope", [None, "block"])
     def test_only_scopes_are_registered(self, scope):
-        with pytest.raises(TypeError, match="takes a CheckpointScope"):
+        with pytest.raises(TypeError, match="expected a CheckpointScope, got"):
             CheckpointManager().register_scope(scope)
-        with pytest.raises(TypeError, match="takes a CheckpointScope"):
+        with pytest.raises(TypeError, match="expected a CheckpointScope, got"):
             CheckpointManager().unregister_scope(scope)
 
     def test_a_registered_scope_is_accounted_for(self):

@@ -1,9 +1,10 @@
-"""The manager that chooses by itself what to checkpoint, within a budget."""
+"""The manager: accounts for scopes, and chooses what to checkpoint within a budget."""
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from inspect import signature
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,24 +16,24 @@ from torch.nn.modules.module import (
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from recoup.api.learner import Learner
-from recoup.api.managed import MANAGED, Managed
-from recoup.api.situations import ManagedStep
+from recoup.api.learner import Learner, Managed
+from recoup.api.managed_steps import Limits, ManagedStep
 from recoup.backend.graph import current_backward, records_gradients
 from recoup.backend.hooks import keywords_of_call
 from recoup.core.errors import UsageError
-from recoup.engine.manager import ScopeManager
-from recoup.engine.node import CheckpointNode
+from recoup.engine.node import CheckpointNode, held_bytes
 from recoup.engine.observers import Watched, subscribe, unsubscribe
 from recoup.engine.plans import plans_on
 from recoup.engine.region import Region
+from recoup.engine.scope import CheckpointScope
 from recoup.engine.selection import candidate_of, select
+from recoup.engine.statistics import Accounts, StatisticsTable
 
 _MEBIBYTE = 1 << 20
 
 
-class CheckpointManager(ScopeManager):
-    """Accounts for scopes, and chooses by itself what to checkpoint if asked to.
+class CheckpointManager:
+    """Account for scopes, and choose automatically what to checkpoint if asked to.
 
     Scopes are registered one by one, or all that run inside `with manager:`.
 
@@ -72,10 +73,17 @@ class CheckpointManager(ScopeManager):
 
     Examples:
         >>> import torch
+        >>> x = torch.ones(256, requires_grad=True)
+        >>> manager = CheckpointManager(max_memory_mb=4)
+        >>> with manager, CheckpointScope("block"):
+        ...     y = x.exp().sin()
+        >>> manager.total_memory_bytes(), manager.scope_memory_bytes("block")
+        (1024, 1024)
+
         >>> def layer():
         ...     return nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64))
         >>> model = nn.Sequential(*(layer() for _ in range(8)))
-        >>> manager = CheckpointManager(max_memory_mb=4, auto_checkpoint=True)
+        >>> manager.auto_checkpoint = True
         >>> with manager:
         ...     for _ in range(2):
         ...         model.zero_grad()
@@ -94,17 +102,19 @@ class CheckpointManager(ScopeManager):
         memory_threshold: float = 0.8,
         max_recompute_ratio: float | None = None,
     ) -> None:
-        super().__init__(
-            max_memory_mb=max_memory_mb,
-            auto_checkpoint=auto_checkpoint,
-            memory_threshold=memory_threshold,
-        )
+        self.max_memory_mb = max_memory_mb
+        self.auto_checkpoint = auto_checkpoint
+        self.memory_threshold = memory_threshold
         self.max_recompute_ratio = max_recompute_ratio
+        self._scopes: list[CheckpointScope] = []
+        self._regions: list[weakref.ref[Watched]] = []
+        self._prune_at = 16
+        self._accounts = Accounts()
+        self._lock = threading.Lock()
         self._managed: list[Managed] = []
-        self._learner = Learner(weakref.proxy(self))
+        self._learner = Learner(weakref.WeakMethod(self._limits))
         self._watching: list[RemovableHandle] = []
         self._contexts = 0
-        self._depth = _Depth()
         self._inside: weakref.WeakSet[Watched] = weakref.WeakSet()
         self._decided: weakref.WeakKeyDictionary[Watched, bool] = (
             weakref.WeakKeyDictionary()
@@ -114,14 +124,53 @@ class CheckpointManager(ScopeManager):
         self._optimizers: RemovableHandle | None = None
 
     @property
+    def max_memory_mb(self) -> int:
+        """The budget for what a step adds to memory, in MiB."""
+        return self._max_memory_mb
+
+    @max_memory_mb.setter
+    def max_memory_mb(self, mebibytes: int) -> None:
+        if not _is_number(mebibytes, int) or mebibytes < 1:
+            raise UsageError(
+                "expected max_memory_mb as a whole number of MiB, at least 1, got "
+                f"{mebibytes!r}."
+            )
+        self._max_memory_mb = mebibytes
+
+    @property
+    def auto_checkpoint(self) -> bool:
+        """Whether the manager chooses what to checkpoint."""
+        return self._auto_checkpoint
+
+    @auto_checkpoint.setter
+    def auto_checkpoint(self, choose: bool) -> None:
+        if type(choose) is not bool:
+            raise UsageError(
+                f"expected auto_checkpoint to be True or False, got {choose!r}."
+            )
+        self._auto_checkpoint = choose
+
+    @property
+    def memory_threshold(self) -> float:
+        """The share of the budget to plan for."""
+        return self._memory_threshold
+
+    @memory_threshold.setter
+    def memory_threshold(self, share: float) -> None:
+        if not _is_number(share) or not 0 < share <= 1:
+            raise UsageError(
+                f"expected a memory_threshold above 0 and up to 1, got {share!r}."
+            )
+        self._memory_threshold = float(share)
+
+    @property
     def max_recompute_ratio(self) -> float | None:
         """The most that a planned step may recompute, as a share of forward's time."""
         return self._max_recompute_ratio
 
     @max_recompute_ratio.setter
     def max_recompute_ratio(self, ratio: float | None) -> None:
-        is_number = isinstance(ratio, (int, float)) and not isinstance(ratio, bool)
-        if ratio is not None and not (is_number and ratio > 0):
+        if ratio is not None and not (_is_number(ratio) and ratio > 0):
             raise UsageError(
                 f"expected a max_recompute_ratio above 0 or None, got {ratio!r}; to "
                 "recompute nothing set auto_checkpoint=False."
@@ -133,10 +182,91 @@ class CheckpointManager(ScopeManager):
         """What a step may add to memory: the threshold's share of the budget."""
         return int(self.max_memory_mb * _MEBIBYTE * self.memory_threshold)
 
+    def _limits(self) -> Limits:
+        """Return the limits of plans as they are now."""
+        options = f"max_memory_mb={self.max_memory_mb}, memory_threshold="
+        options += str(self.memory_threshold)
+        ratio = self.max_recompute_ratio
+        return Limits(self.auto_checkpoint, self.budget_bytes, ratio, options)
+
+    @property
+    def scopes(self) -> tuple[CheckpointScope, ...]:
+        """The registered scopes."""
+        return tuple(self._scopes)
+
+    @property
+    def nodes(self) -> list[CheckpointNode]:
+        """The living regions of registered scopes and of the manager's own blocks."""
+        found = [reference() for reference in self._regions]
+        found += [node.region for scope in self._scopes for node in scope.nodes]
+        regions = {id(region): region for region in found if region is not None}
+        nodes = [CheckpointNode(region=region) for region in regions.values()]
+        for node, region in zip(nodes, regions.values(), strict=True):
+            node.is_checkpoint = self._decided.get(region, node.is_checkpoint)
+        return nodes
+
+    def register_scope(self, scope: CheckpointScope) -> None:
+        """Account for a scope from now on; a second time changes nothing."""
+        _require_scope(scope)
+        if scope not in self._scopes:
+            self._scopes.append(scope)
+            scope.add_account(self._accounts.named(scope.name))
+
+    def unregister_scope(self, scope: CheckpointScope) -> None:
+        """Stop accounting for a scope.
+
+        Raises:
+            UsageError: It is not registered.
+        """
+        _require_scope(scope)
+        if scope not in self._scopes:
+            raise UsageError(f"scope {scope.name!r} is not registered here.")
+        self._scopes.remove(scope)
+        scope.remove_account(self._accounts.named(scope.name))
+
+    @property
+    def statistics(self) -> StatisticsTable:
+        """The statistics of regions by name, including freed ones; printable.
+
+        It counts the regions of registered scopes, and all that ran inside
+        `with manager:`.
+        """
+        for node in self.nodes:
+            node.count_bytes()
+        return self._accounts.table()
+
+    def reset_statistics(self) -> None:
+        """Set all counts to zero."""
+        self._accounts.reset()
+        for scope in self._scopes:
+            scope.add_account(self._accounts.named(scope.name))
+
+    def clear_all_checkpoints(self) -> None:
+        """Free everything that the living regions hold, at once.
+
+        A backward through them raises `ClearedError` afterwards.
+        """
+        for node in self.nodes:
+            node.clear_saved_activations()
+        self._regions = []
+
+    def scope_memory_bytes(self, name: str) -> int:
+        """Return the bytes that living regions of this name hold."""
+        return held_bytes(node for node in self.nodes if node.name == name)
+
+    def total_memory_bytes(self) -> int:
+        """Return the bytes that all living regions hold, shared storages once."""
+        return held_bytes(self.nodes)
+
+    @property
+    def current_memory_mb(self) -> float:
+        """The result of `total_memory_bytes`, in MiB."""
+        return self.total_memory_bytes() / _MEBIBYTE
+
     @property
     def steps(self) -> tuple[ManagedStep, ...]:
-        """The kinds of steps that were observed, planned for the budget as it is."""
-        return self._learner.steps
+        """The observed kinds of steps, planned for the current budget."""
+        return self._learner.steps(self._limits())
 
     @property
     def planned_bytes(self) -> int:
@@ -145,7 +275,7 @@ class CheckpointManager(ScopeManager):
 
     @property
     def measured_bytes(self) -> int | None:
-        """The most that a step added which ran with its plan and was measured."""
+        """The most that a measured step with its plan added to memory."""
         found = [step.measured_bytes for step in self.steps]
         return max((n for n in found if n is not None), default=None)
 
@@ -165,23 +295,19 @@ class CheckpointManager(ScopeManager):
                 "apply chooses what to checkpoint in a model, and auto_checkpoint is "
                 "off. Turn it on, or place CheckpointScope by hand."
             )
-        known = MANAGED.get(model)
-        if known is None or known.owner is not self._learner:
+        if not any(each.model() is model for each in self._managed):
             self._manage(model)
         return model
 
     def remove(self) -> None:
-        """Take everything that was chosen off the models again."""
+        """Remove all plans from the models."""
         self._learner.forget()
         with self._lock:
-            for managed in self._managed:
-                managed.remove()
-            for handle in self._watching:
-                handle.remove()
-            if self._optimizers is not None:
-                self._optimizers.remove()
-            self._optimizers = None
-            self._managed, self._watching = [], []
+            hooks = [*self._managed, *self._watching]
+            hooks += [] if self._optimizers is None else [self._optimizers]
+            for hook in hooks:
+                hook.remove()
+            self._managed, self._watching, self._optimizers = [], [], None
             self._decisions = {}
             if self._decider is not None:
                 unsubscribe(self._decider)
@@ -232,24 +358,6 @@ class CheckpointManager(ScopeManager):
             self._decider = _Decider(self)
             subscribe(self._decider)
 
-    @property
-    def nodes(self) -> list[CheckpointNode]:
-        """The living regions of registered scopes and of the manager's own blocks."""
-        found = super().nodes
-        for node in found:
-            region = node.region
-            if region is not None and region in self._decided:
-                node.is_checkpoint = self._decided[region]
-        return found
-
-    def began(self, region: Watched) -> None:
-        """Account for a region that runs inside `with manager:`."""
-        if self._learner.is_in_call:
-            self._inside.add(region)
-        else:
-            self.decide(region)
-        super().began(region)
-
     def decide(self, region: Watched) -> None:
         """Let a region that begins recompute or keep, as was chosen for its name."""
         choices = self._decisions.get(region.name)
@@ -261,9 +369,27 @@ class CheckpointManager(ScopeManager):
         if region.options.recompute != is_chosen and region.options.store is None:
             region.options = replace(region.options, recompute=is_chosen)
 
+    def began(self, region: Watched) -> None:
+        """Account for a region that runs inside `with manager:`."""
+        if self._learner.is_in_call:
+            self._inside.add(region)
+        else:
+            self.decide(region)
+        with self._lock:
+            if len(self._regions) >= self._prune_at:
+                self._regions = [seen for seen in self._regions if seen() is not None]
+                self._prune_at = 2 * len(self._regions) + 16
+            self._regions.append(weakref.ref(region))
+        account = self._accounts.named(region.name)
+        if account not in region.accounts:
+            region.accounts = (*region.accounts, account)
+
+    def ended(self, region: Watched) -> None:
+        """Do nothing: the region is asked when its figures are wanted."""
+
     def __enter__(self) -> Self:
-        super().__enter__()
-        _ENTERED.managers.append(self)
+        subscribe(self)
+        _THREAD.managers.append(self)
         with self._lock:
             self._contexts += 1
             if self.auto_checkpoint and not self._watching:
@@ -285,17 +411,36 @@ class CheckpointManager(ScopeManager):
                 for handle in self._watching:
                     handle.remove()
                 self._watching = []
-        _ENTERED.leave(self)
-        if self not in _ENTERED.managers:
-            self._depth.calls = 0
+        managers = _THREAD.managers
+        if self in managers:  # not, if another thread entered it
+            del managers[-1 - managers[::-1].index(self)]
+        if self not in managers:
+            _THREAD.depths.pop(self, None)
             self._learner.end_step(only_over=error is None)
-        super().__exit__(kind, error, traceback)
+        unsubscribe(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of a copy: options, scopes and counts.
+
+        Regions belong to a step, and a model to the manager that it was applied to.
+        """
+        options = {
+            name: getattr(self, name) for name in signature(type(self)).parameters
+        }
+        return {"options": options, "scopes": self._scopes, "accounts": self._accounts}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state["options"])
+        self._accounts = state["accounts"]
+        for scope in state["scopes"]:
+            self.register_scope(scope)
 
     def _entered(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if self not in _ENTERED.managers:
+        if self not in _THREAD.managers:
             return
-        self._depth.calls += 1
-        is_mine = self._depth.calls == 1 and _ENTERED.innermost() is self
+        depth = _THREAD.depths[self] = _THREAD.depths.get(self, 0) + 1
+        choosing = [each for each in _THREAD.managers if each.auto_checkpoint]
+        is_mine = depth == 1 and choosing and choosing[-1] is self
         if not is_mine or not records_gradients() or current_backward() != -1:
             return
         if any(plans_on(part) for part in module.modules()):
@@ -306,8 +451,8 @@ class CheckpointManager(ScopeManager):
 
     def _left(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         del module, args, output
-        if self in _ENTERED.managers:
-            self._depth.calls = max(0, self._depth.calls - 1)
+        if self in _THREAD.managers:
+            _THREAD.depths[self] = max(0, _THREAD.depths.get(self, 0) - 1)
 
     def _manage(self, model: nn.Module) -> Managed:
         managed = Managed(model, self._learner)
@@ -316,14 +461,15 @@ class CheckpointManager(ScopeManager):
             dead = {each.key for each in self._managed} - {each.key for each in alive}
             self._managed = [*alive, managed]
             if self._optimizers is None:
-                hook = _ending(self._learner)
-                self._optimizers = register_optimizer_step_pre_hook(hook)
+                self._optimizers = register_optimizer_step_pre_hook(
+                    _calling(weakref.WeakMethod(self._learner.optimizer_runs))
+                )
         self._learner.forget_models({key for key in dead if isinstance(key, int)})
         return managed
 
 
 class _Decider:
-    """Tells a manager of regions of its registered scopes, without keeping it alive."""
+    """Pass regions of registered scopes to a manager, without keeping it alive."""
 
     def __init__(self, manager: CheckpointManager) -> None:
         self._manager = weakref.ref(manager)
@@ -335,45 +481,41 @@ class _Decider:
             manager.decide(region)
 
     def ended(self, region: Watched) -> None:
-        """Nothing more to decide."""
+        """Do nothing."""
 
 
-class _Depth(threading.local):
-    """How many modules that a thread has called have not returned."""
+class _Thread(threading.local):
+    """The contexts that a thread is in.
 
-    def __init__(self) -> None:
-        self.calls = 0
-
-
-class _Entered(threading.local):
-    """The managers whose contexts a thread is in, the innermost last."""
+    Attributes:
+        managers: The managers, the innermost last.
+        depths: How many calls of modules are open under each.
+    """
 
     def __init__(self) -> None:
         self.managers: list[CheckpointManager] = []
-
-    def leave(self, manager: CheckpointManager) -> None:
-        """Leave the innermost context of a manager."""
-        for number in reversed(range(len(self.managers))):
-            if self.managers[number] is manager:
-                del self.managers[number]
-                return
-
-    def innermost(self) -> CheckpointManager | None:
-        """Return the innermost manager that chooses."""
-        choosing = (each for each in reversed(self.managers) if each.auto_checkpoint)
-        return next(choosing, None)
+        self.depths: dict[CheckpointManager, int] = {}
 
 
-_ENTERED = _Entered()
+_THREAD = _Thread()
 
 
-def _ending(learner: Learner) -> Callable[..., None]:
-    """Return what ends a step when an optimizer runs."""
-    reference = weakref.ref(learner)
+def _calling(method: "weakref.WeakMethod[Any]") -> Any:
+    """Return a hook that calls a method of an object that may be gone."""
 
-    def end(*_: object) -> None:
-        found = reference()
+    def call(*_: object) -> None:
+        found = method()
         if found is not None:
-            found.optimizer_runs()
+            found()
 
-    return end
+    return call
+
+
+def _is_number(value: object, kind: type[int | float] = float) -> bool:
+    is_kind = isinstance(value, (int, kind))
+    return is_kind and not isinstance(value, bool)
+
+
+def _require_scope(scope: object) -> None:
+    if not isinstance(scope, CheckpointScope):
+        raise TypeError(f"expected a CheckpointScope, got {type(scope).__name__}.")
