@@ -4,6 +4,7 @@
 PYTHON ?= python3
 ARGS ?=
 PACKAGES := .venv/.packages
+INTEGRATIONS := .venv/.integrations
 TOOLS := .venv/.tools
 RUN := .venv/bin/python
 INSTALL := $(RUN) -m pip install --quiet -c .venv/constraints.txt
@@ -18,7 +19,7 @@ demo: $(PACKAGES) ## Train a small GPT plainly and with recoup, and compare them
 	@mkdir -p build
 	$(RUN) -m recoup.cli.demo --page build/demo.html $(ARGS)
 
-test: $(PACKAGES) ## Run the tests (on a GPU too, if there is one)
+test: $(INTEGRATIONS) ## Run the tests (on a GPU too, if there is one)
 	$(RUN) -m pytest $(ARGS)
 
 test-gpu: ## Run the tests that need a GPU with this machine's own Python and packages
@@ -35,7 +36,7 @@ check: $(TOOLS) ## Check format, lint, types, layers, spelling and documentation
 docs: $(TOOLS) ## Build the documentation site in build/site
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict $(ARGS)
 
-sweep: $(PACKAGES) ## Run the long tests: the operator database, every model at every budget
+sweep: $(INTEGRATIONS) ## Run the long tests: the operator database, every model at every budget
 	RECOUP_EXAMPLES=random $(RUN) -m pytest -m sweep tests/sweep $(ARGS)
 
 bench: $(PACKAGES) ## Measure recoup beside torch.utils.checkpoint
@@ -75,6 +76,14 @@ $(PACKAGES): pyproject.toml constraints.txt | .venv/.created
 	            "using this machine's own packages."; \
 	       echo "$(CURDIR)/src" > "$$site/recoup.pth"; }; \
 	fi
+	@touch $@
+
+# The frameworks that recoup has integrations for. Without a network their tests are
+# skipped; torch stays the one that is there.
+$(INTEGRATIONS): $(PACKAGES)
+	@PIP_RETRIES=1 $(INSTALL) -e '.[integrations]' > .venv/integrations.log 2>&1 \
+	|| echo "No integrations could be installed (.venv/integrations.log says why):" \
+	        "their tests are skipped."
 	@touch $@
 
 $(TOOLS): $(PACKAGES)

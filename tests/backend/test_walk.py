@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from recoup.backend.attributes import Attributes
 from recoup.backend.walk import hooks_of, reach, variables_of
 
 LAYERS = [nn.Tanh()]
@@ -256,6 +257,32 @@ def test_a_chain_longer_than_the_recursion_limit_is_followed():
     for _ in range(2 * sys.getrecursionlimit()):
         thing = [thing]
     assert reach(thing, kind=nn.Module) == [hidden]
+
+
+class LazyMapping(OrderedDict[str, Any]):
+    """A mapping that imports something when it is read, as those of transformers."""
+
+    def refuse(self, *args: object) -> Any:
+        raise AssertionError("a walk called a method of the user's")
+
+    __iter__ = __len__ = keys = values = items = refuse
+
+
+class LazyList(list[Any]):
+    __iter__ = __len__ = LazyMapping.refuse  # pyright: ignore[reportAssignmentType]
+
+
+def test_a_container_is_read_without_its_own_methods():
+    layer, other = nn.Tanh(), nn.ReLU()
+    mapping, several = LazyMapping(), LazyList([other])
+    OrderedDict.__setitem__(mapping, "layer", layer)
+    assert reach([mapping, several], kind=nn.Module) == [layer, other]
+    owner = types.SimpleNamespace(mapping=mapping, several=several)
+    before = Attributes(owner)
+    OrderedDict.__delitem__(mapping, "layer")
+    list.clear(several)
+    before.restore()
+    assert reach(owner, kind=nn.Module) == [layer, other]
 
 
 def test_code_of_libraries_is_not_followed():

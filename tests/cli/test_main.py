@@ -429,6 +429,15 @@ def test_budgets_are_taken_as_people_write_them(budget, steps, capsys):
         assert said["budget_bytes"] == int(0.9 * said["plain_peak_bytes"])
 
 
+def test_a_budget_may_come_from_the_environment(steps, capsys, monkeypatch):
+    monkeypatch.setenv("RECOUP_BUDGET", "1KiB")
+    asked = ["fit", f"{steps}:make", "--json", "--points", "2"]
+    assert run(asked) == INFEASIBLE
+    capsys.readouterr()
+    assert run([*asked, "--budget", "1GiB"]) == 0
+    assert json.loads(capsys.readouterr().out)["budget_bytes"] == 1 << 30
+
+
 WRONG = [
     (["fit", "steps.py:make", "--budget", "8 bananas"], USAGE, "bananas"),
     (["fit", "steps.py:make", "--budget", "0"], USAGE, "must be positive"),

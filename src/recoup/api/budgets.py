@@ -17,6 +17,26 @@ _SHARE_OF_DEVICE = 0.95
 
 _TWO_BLOCKS_BYTES = 2 << 20
 
+BUDGET_VARIABLE = "RECOUP_BUDGET"
+"""The environment variable that launchers set; arguments have precedence."""
+
+
+def budget_or_environment(budget: Budget) -> Budget:
+    """Return a budget, or the one in the environment where none is given.
+
+    Raises:
+        UsageError: It is no budget.
+
+    Examples:
+        >>> budget_or_environment("8GiB")
+        '8GiB'
+    """
+    found = budget
+    if found is None:
+        found = os.environ.get(BUDGET_VARIABLE) or None
+    check_budget(found)
+    return found
+
 
 def budget_bytes(budget: Budget, plain_peak_bytes: int, device: torch.device) -> int:
     """Return a budget in bytes.

@@ -376,7 +376,7 @@ def fit(  # noqa: PLR0913 (a step can be described in several ways)
     optimizers = optimizers_of(optimizer)
     check_verify(verify)
     allowed = actions_of(allow)
-    _check_compile(compile, allowed)
+    check_compile(compile, allowed)
     described = training_step(
         one_model(model, step),
         batch,
@@ -468,7 +468,12 @@ def _faster(eager: Fit | None, compiled: CompiledFit | None) -> Fit | CompiledFi
     return compiled
 
 
-def _check_compile(compile: object, allowed: Iterable[Action]) -> None:  # noqa: A002
+def check_compile(compile: object, allowed: Iterable[Action]) -> None:  # noqa: A002
+    """Raise unless these blocks can be compiled with these actions.
+
+    Raises:
+        UsageError: There is no such executor, or it cannot take these actions.
+    """
     if compile not in (False, "exact", "inductor", "auto"):
         raise UsageError(
             'expected compile=False, "exact", "inductor" or "auto", got '

@@ -9,9 +9,16 @@ from typing import Any
 
 from torch import nn
 
-from recoup.backend.walk import HOOKS, attributes_of, is_of_library, reach, slots_of
+from recoup.backend.walk import (
+    HOOKS,
+    attributes_of,
+    is_large,
+    is_of_library,
+    items_of,
+    reach,
+    slots_of,
+)
 
-_MOST_ITEMS = 10_000
 _MOST_ARRAY_BYTES = 1 << 24
 _PLAIN = (int, float, complex, str, bytes, type(None))
 
@@ -118,18 +125,18 @@ def _restorers_of(thing: Any) -> Iterator[Callable[[], None]]:
         array: Any = thing
         if array.nbytes <= _MOST_ARRAY_BYTES and array.flags.writeable:
             yield _array(array)
-    elif isinstance(thing, list | set | deque | dict) and len(thing) <= _MOST_ITEMS:
+    elif isinstance(thing, list | set | deque | dict) and not is_large(thing):
         yield _dictionary(thing, ()) if isinstance(thing, dict) else _items(thing)
 
 
 def _dictionary(now: dict[Any, Any], left_out: Iterable[str]) -> Callable[[], None]:
     skipped = frozenset(left_out)
-    before = [pair for pair in now.items() if pair[0] not in skipped]
+    before = [pair for pair in items_of(now) if pair[0] not in skipped]
     # By the base class: subclasses may refuse, or do more.
     base: Any = OrderedDict if isinstance(now, OrderedDict) else dict
 
     def restore() -> None:
-        pairs = list(now.items())
+        pairs = items_of(now)
         kept = [pair for pair in pairs if pair[0] in skipped]
         ours = [pair for pair in pairs if pair[0] not in skipped]
         if not _are_same([*chain(*before)], [*chain(*ours)]):
@@ -141,10 +148,10 @@ def _dictionary(now: dict[Any, Any], left_out: Iterable[str]) -> Callable[[], No
 
 
 def _items(now: Any) -> Callable[[], None]:
-    before = list(now)
+    before = items_of(now)
 
     def restore() -> None:
-        if _are_same(before, list(now)):
+        if _are_same(before, items_of(now)):
             return
         if isinstance(now, list):
             list.__setitem__(now, slice(None), before)

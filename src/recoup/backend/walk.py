@@ -3,8 +3,9 @@
 import functools
 import sys
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ _LEAVES = (
     torch.Size,
     Tensor,
 )
-_CONTAINERS = (list, tuple, set, frozenset, deque)
+_BASES = (list, tuple, set, frozenset, deque, OrderedDict, dict)
 _LIBRARIES = frozenset(
     {"torch", "numpy", "jax", "jaxlib", "recoup"} | sys.stdlib_module_names
 )
@@ -256,11 +257,33 @@ def _is_followed(thing: Any, kind: type | tuple[type, ...]) -> bool:
     return not isinstance(thing, _LEAVES) or isinstance(thing, kind)
 
 
+def items_of(container: Any) -> list[Any]:
+    """Return what a container holds, of a dictionary the pairs.
+
+    Its own methods are not called: they may compute or import something.
+
+    Examples:
+        >>> items_of((1, 2)), items_of({1: 2})
+        ([1, 2], [(1, 2)])
+    """
+    base = _base_of(container)
+    return list((base.items if issubclass(base, dict) else base.__iter__)(container))
+
+
+def is_large(container: Any) -> bool:
+    """Return whether a container has more items than are looked at."""
+    return _base_of(container).__len__(container) > _MOST_ITEMS
+
+
+def _base_of(container: Any) -> Any:
+    return next(kind for kind in _BASES if isinstance(container, kind))
+
+
 def _items_of(thing: Any) -> Iterator[Any]:
-    if isinstance(thing, _CONTAINERS):
-        if len(thing) <= _MOST_ITEMS:
-            yield from list(thing)
-    elif isinstance(thing, dict | types.MappingProxyType):
+    if isinstance(thing, _BASES):
+        held = () if is_large(thing) else items_of(thing)
+        yield from chain(*held) if isinstance(thing, dict) else held
+    elif isinstance(thing, types.MappingProxyType):
         if len(thing) <= _MOST_ITEMS:
             yield from list(thing)
             yield from list(thing.values())

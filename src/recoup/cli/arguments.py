@@ -25,6 +25,7 @@ BudgetText = Annotated[
         help="Peak bytes, everything counted: 8GiB, 600MB, or a share of the plain "
         "peak: 60% or 0.6. "
         "By default what the device has.",
+        envvar="RECOUP_BUDGET",
     ),
 ]
 Budgets = Annotated[

@@ -1,30 +1,41 @@
 """A plan for a budget that all processes of a run agree on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from recoup.api.budgets import infeasible_with, told_bytes
-from recoup.api.fit import Fit, fit
-from recoup.core.errors import InfeasibleError
+from recoup.api.budgets import Budget, budget_bytes, infeasible_with, told_bytes
+from recoup.api.compiled_fit import CompiledFit
+from recoup.api.fit import Compile, Fit, fit
+from recoup.core.errors import InfeasibleError, UsageError
 from recoup.core.plan import Plan
-from recoup.core.units import parse_bytes, print_bytes
+from recoup.core.segments import Action
+from recoup.core.units import parse_budget, print_bytes
 from recoup.measure.floor import run_step
 from recoup.measure.optimizers import missing_state_bytes
-from recoup.measure.training import TrainingStep, training_step, untouched
+from recoup.measure.training import (
+    TrainingStep,
+    device_of,
+    training_step,
+    untouched,
+)
 from recoup.train.processes import Processes, Report
 from recoup.train.units import UnitPlan, units_of
 
 
-def fit_together(
+def fit_together(  # noqa: PLR0913 (as `fit`)
     model: nn.Module,
     run: Callable[[], object],
-    budget: int | str,
+    budget: Budget,
     *,
-    optimizer: Optimizer,
+    optimizer: Optimizer | None,
     processes: Processes,
-) -> Fit | UnitPlan:
+    accumulate: bool = False,
+    allow: Iterable[Action] = (Action.KEEP,),
+    compile: Compile = False,  # noqa: A002 (torch's own word)
+) -> Fit | CompiledFit | UnitPlan:
     """Fit a model into a budget, the same in all processes.
 
     The budget is the smallest that any process has, the floor the largest, and the
@@ -34,31 +45,47 @@ def fit_together(
     Args:
         model: The model itself, without its wrapper.
         run: Runs forward and backward once, through the wrapper.
-        budget: The most bytes on the device at any moment of a step.
+        budget: The most bytes on the device at any moment of a step, as for `fit`;
+            several processes and sharded units take bytes alone, not a share.
         optimizer: Room is left for its state.
         processes: Those that train the model.
+        accumulate: As for `fit`.
+        allow: As for `fit`; sharded units keep or recompute.
+        compile: As for `fit`; one process alone.
 
     Raises:
         InfeasibleError: No plan fits in one of the processes.
         UnsupportedError: The model has sharded units inside sharded units.
+        UsageError: The budget is a share, or blocks are to be compiled, and there are
+            several processes.
     """
-    agreed_bytes = min(processes.gather(parse_bytes(budget)))
+    if processes.count > 1 and compile:
+        raise UsageError(
+            f"expected compile=False with several processes, got {compile!r}; compile "
+            "the model in one process, or leave compile= out."
+        )
+    step = training_step(model, step=run, accumulate=accumulate)
     units = units_of(model) if processes.is_sharded else []
+    agreed = _agreed(budget, model, processes, in_bytes=bool(units))
     if units:
-        return _fit_units(model, units, run, agreed_bytes, optimizer, processes)
+        assert isinstance(agreed, int), "in bytes"
+        return _fit_units(step, units, agreed, optimizer, processes)
     fitted, floor_bytes = None, 0
-    step = training_step(model, step=run)
 
     def run_in_step() -> None:
         processes.tell(Report(batches=1))
         run()
 
     try:
+        executor: Any = compile  # for a type checker it is one of the overloads
         _, fitted = fit(
             model,
-            budget=agreed_bytes,
+            budget=agreed,
             step=run_in_step,
             optimizer=optimizer,
+            accumulate=accumulate,
+            allow=allow,
+            compile=executor,
             progress=False,
         )
     except InfeasibleError as error:
@@ -67,24 +94,50 @@ def fit_together(
             raise
     finally:
         _follow(step, processes)
+    if processes.count == 1:
+        assert fitted is not None, "an error was raised"
+        return fitted
+    assert isinstance(agreed, int), "in bytes"
+    assert not isinstance(fitted, CompiledFit), "one process alone"
     floor_bytes = max(processes.gather(floor_bytes))
     if fitted is None or floor_bytes:
         if fitted is not None:
             fitted.remove()
         raise InfeasibleError(
-            f"a budget of {print_bytes(agreed_bytes)} cannot be met in every process: "
+            f"a budget of {print_bytes(agreed)} cannot be met in every process: "
             f"the smallest that can is {print_bytes(floor_bytes)}.",
-            budget_bytes=agreed_bytes,
+            budget_bytes=agreed,
             floor_bytes=floor_bytes,
         )
     plan = processes.gather(fitted.plan.to_json())[0]
-    if processes.count > 1:
-        if not processes.is_first:
-            fitted.adopt(Plan.from_json(plan))
-        # A plan is verified when it first runs, which takes memory: not in training.
-        with untouched(step) as repeated:
-            repeated.run()
+    if not processes.is_first:
+        fitted.adopt(Plan.from_json(plan))
+    # A plan is verified when it first runs, which takes memory: not in training.
+    with untouched(step) as repeated:
+        repeated.run()
     return fitted
+
+
+def _agreed(
+    budget: Budget, model: nn.Module, processes: Processes, *, in_bytes: bool
+) -> int | float:
+    """Return the budget of all processes: the smallest, in bytes if there are several.
+
+    Raises:
+        UsageError: It is a share where bytes are needed.
+    """
+    if budget is None:
+        found = budget_bytes(None, 0, device_of(model))
+    else:
+        found = parse_budget(budget)
+    if processes.count > 1:
+        found = min(processes.gather(found))
+    if isinstance(found, float) and (processes.count > 1 or in_bytes):
+        raise UsageError(
+            f"expected a budget in bytes, got a share, {budget!r}; processes and units "
+            "differ in the peak that it is a share of. Give bytes, such as '8GiB'."
+        )
+    return found
 
 
 def _follow(step: TrainingStep, processes: Processes) -> None:
@@ -102,16 +155,15 @@ def _follow(step: TrainingStep, processes: Processes) -> None:
 
 
 def _fit_units(
-    model: nn.Module,
+    step: TrainingStep,
     units: list[nn.Module],
-    run: Callable[[], object],
-    budget_bytes: int,
-    optimizer: Optimizer,
+    allowed_bytes: int,
+    optimizer: Optimizer | None,
     processes: Processes,
 ) -> UnitPlan:
-    step = training_step(model, step=run)
-    moments = [dict(state) for state in optimizer.state.values()]
-    reserved_bytes = max(processes.gather(missing_state_bytes(optimizer, step.device)))
+    moments = [dict(state) for state in optimizer.state.values()] if optimizer else []
+    missing_bytes = missing_state_bytes(optimizer, step.device) if optimizer else 0
+    reserved_bytes = max(processes.gather(missing_bytes))
 
     plan = UnitPlan(units)
 
@@ -124,9 +176,9 @@ def _fit_units(
         return max(processes.gather(cost.peak_bytes))
 
     try:
-        plan.settle(budget_bytes, measure, reserved_bytes)
+        plan.settle(allowed_bytes, measure, reserved_bytes)
     except InfeasibleError as error:
         margin_bytes = told_bytes(error.floor_bytes, step.device)
         margin_bytes -= error.floor_bytes
-        raise infeasible_with(error, margin_bytes, budget_bytes) from None
+        raise infeasible_with(error, margin_bytes, allowed_bytes) from None
     return plan

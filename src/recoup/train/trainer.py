@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from recoup.api.compiled_fit import CompiledFit
 from recoup.api.fit import Fit
 from recoup.core.errors import SnapshotError, UsageError
 from recoup.precision.scaler import GradientScaler
@@ -370,13 +371,15 @@ class Trainer:
         """Plan for the budget, once there is a batch to plan with."""
         if self.settings.budget is None or self._fitted is not None:
             return
-        self._fitted = fit_together(
+        fitted = fit_together(
             unwrapped(self.model),
             lambda: self._stepper.rehearse(batches),
             self.settings.budget,
             optimizer=self.optimizer,
             processes=self._stepper.processes,
         )
+        assert not isinstance(fitted, CompiledFit), "nothing was to be compiled"
+        self._fitted = fitted
         _log.info("%s", self._fitted)
 
     def _tighten(self) -> str | None:

@@ -1,0 +1,84 @@
+"""The guides of the integrations: their diffs are short, run, and change no bit."""
+
+# pyright: reportMissingImports=false
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.bits import tree_differences
+
+GUIDES = Path(__file__).parents[2] / "docs" / "guides"
+MOST_ADDED = 3
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+
+def versions_of(text: str) -> tuple[str, str]:
+    """The script of a guide's diff without its added lines, and with them."""
+    (diff,) = re.findall(r"```diff\n(.*?)```", text, flags=re.DOTALL)
+    lines = diff.splitlines()
+    assert all(line[:1] in (" ", "+", "-", "") for line in lines)
+    before = [line[1:] for line in lines if not line.startswith("+")]
+    after = [line[1:] for line in lines if not line.startswith("-")]
+    added = sum(line.startswith("+") for line in lines)
+    assert 0 < added <= MOST_ADDED, f"{added} added lines"
+    return "\n".join(before), "\n".join(after)
+
+
+def run_both(guide: str, make: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The variables of a guide's script after it ran, without and with recoup."""
+    found = []
+    for script in versions_of((GUIDES / guide).read_text(encoding="utf-8")):
+        torch.manual_seed(3)
+        variables = make()
+        exec(compile(script, guide, "exec"), variables)
+        found.append(variables)
+    return found[0], found[1]
+
+
+def assert_same_model(one: Any, other: Any) -> None:
+    pair = dict(one.state_dict()), dict(other.state_dict())
+    assert list(tree_differences(*pair, where="")) == []
+
+
+def test_the_guide_to_transformers(tmp_path):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    from transformers import TrainingArguments
+
+    from tests.support.trainings import Tokens, tiny_llama
+
+    def make() -> dict[str, Any]:
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path),
+            per_device_train_batch_size=4,
+            max_steps=3,
+            use_cpu=True,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        return {"model": tiny_llama(), "arguments": arguments, "dataset": Tokens()}
+
+    plain, ours = run_both("transformers.md", make)
+    assert_same_model(plain["trainer"].model, ours["trainer"].model)
+    (logged,) = [
+        row for row in ours["trainer"].state.log_history if "recoup_budget_bytes" in row
+    ]
+    assert logged["recoup_measured_peak_bytes"] <= logged["recoup_budget_bytes"]
+    assert logged["recoup_budget_bytes"] < logged["recoup_plain_peak_bytes"]
+
+
+@pytest.mark.parametrize("count", [0, MOST_ADDED + 1])
+def test_a_diff_that_is_too_long_is_found(count):
+    text = "```diff\n" + "+x = 1\n" * count + " y = 2\n```\n"
+    with pytest.raises(AssertionError, match="added lines"):
+        versions_of(text)

@@ -1,0 +1,282 @@
+"""The callback for transformers' Trainer: the same training, within the budget."""
+
+# pyright: reportMissingImports=false
+
+import json
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from recoup.api.compiled_fit import CompiledFit
+from recoup.api.fit import Fit
+from recoup.backend.memory import StorageMeter
+from recoup.core.errors import InfeasibleError, UsageError
+from tests.support.bits import tree_differences
+from tests.support.processes import together
+from tests.support.trainings import Tokens, tiny_llama
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("accelerate", reason="accelerate is not installed")
+
+from transformers import (
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from recoup.integrations.transformers import RecoupCallback
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("error::recoup.core.errors.BudgetWarning"),
+]
+
+STEPS = 20
+
+
+def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    return {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
+
+
+class MeteredTrainer(Trainer):
+    """Measures every training step."""
+
+    peaks: list[int]
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        with StorageMeter("cpu") as meter:
+            meter.track(self.model)
+            for group in (self.model.parameters(), self.optimizer.state.values()):
+                for each in group:
+                    found = [each.grad] if isinstance(each, nn.Parameter) else each
+                    for tensor in found.values() if isinstance(found, dict) else found:
+                        if isinstance(tensor, torch.Tensor):
+                            meter.track(tensor)
+            for tensor in inputs.values():
+                meter.track(tensor)
+            loss = super().training_step(model, inputs, *args, **kwargs)
+        self.peaks.append(meter.peak_bytes)
+        return loss
+
+
+class Stop(TrainerCallback):
+    """Ends a run in the middle, as somebody who interrupts it."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step >= self.step
+
+
+def train(
+    folder: Path,
+    callback: RecoupCallback | None = None,
+    *,
+    resume: bool = False,
+    stop: int | None = None,
+    kind: type[Any] = MeteredTrainer,
+    **settings: Any,
+) -> Any:
+    options: dict[str, Any] = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 4,
+        "max_steps": STEPS,
+        "use_cpu": True,
+        "report_to": [],
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "learning_rate": 1e-3,
+        "seed": 5,
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+        "log_level": "error",
+        **settings,
+    }
+    callbacks: list[Any] = [] if callback is None else [callback]
+    callbacks += [] if stop is None else [Stop(stop)]
+    trainer = kind(
+        model=tiny_llama(),
+        args=TrainingArguments(**options),
+        train_dataset=Tokens(),
+        eval_dataset=torch.utils.data.Subset(Tokens(), range(8)),
+        data_collator=collate,
+        callbacks=callbacks,
+    )
+    trainer.peaks = []
+    trainer.train(resume_from_checkpoint=resume or None)
+    return trainer
+
+
+def losses(trainer: Any) -> list[float]:
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+
+def assert_same_run(trainer: Any, plain: Any) -> None:
+    assert losses(trainer) == losses(plain)
+    found = {**trainer.model.state_dict()}
+    expected = {**plain.model.state_dict()}
+    assert list(tree_differences(expected, found, where="")) == []
+
+
+def assert_nothing_is_left(trainer: Any) -> None:
+    """The plan is off the model, and the Trainer calls its own step."""
+    assert "training_step" not in vars(trainer)
+    for module in trainer.model.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+
+
+EVERYTHING = {
+    "gradient_accumulation_steps": 2,
+    "bf16": True,
+    "label_smoothing_factor": 0.1,
+    "neftune_noise_alpha": 5.0,
+}
+SINGLE: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulation": {"gradient_accumulation_steps": 3},
+    "bfloat16": {"bf16": True},
+    "smoothing": {"label_smoothing_factor": 0.1},
+    "noise": {"neftune_noise_alpha": 5.0},
+    "checkpointing": {"gradient_checkpointing": True},
+}
+
+
+def check_run(folder: Path, settings: dict[str, Any]) -> None:
+    plain = train(folder, **settings)
+    callback = RecoupCallback(0.7)
+    trainer = train(folder, callback, **settings)
+    report = callback.report
+    assert report is not None
+    assert len(trainer.peaks) == len(plain.peaks), "rehearsals leave no trace"
+    assert max(trainer.peaks) <= report.budget_bytes
+    if "gradient_checkpointing" not in settings:
+        assert max(plain.peaks) > report.budget_bytes
+    assert_same_run(trainer, plain)
+    assert_nothing_is_left(trainer)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("settings", SINGLE.values(), ids=SINGLE)
+def test_each_setting_by_itself(tmp_path, settings):
+    check_run(tmp_path, settings)
+
+
+def test_a_run_that_saves_evaluates_and_resumes_is_bitwise_the_plain_one(tmp_path):
+    settings: dict[str, Any] = {
+        **EVERYTHING,
+        "save_strategy": "steps",
+        "save_steps": 12,
+        "eval_strategy": "steps",
+        "eval_steps": 7,
+        "save_total_limit": 1,
+    }
+    plain = train(tmp_path / "plain", **settings)
+    callback = RecoupCallback(0.7)
+    begun = train(tmp_path / "ours", callback, stop=12, **settings)
+    assert len(begun.peaks) == 24, "rehearsals leave no trace"
+    assert_nothing_is_left(begun)
+    saved = tmp_path / "ours" / "checkpoint-12" / "trainer_state.json"
+    state = json.loads(saved.read_text())["stateful_callbacks"]["RecoupCallback"]
+    assert state["args"] == {"budget": 0.7, "compile": None, "allow": ["keep"]}
+    report = callback.report
+    assert report is not None
+    numbers = state["attributes"]["_numbers"]
+    assert numbers["recoup_budget_bytes"] == report.budget_bytes
+    resumed = train(tmp_path / "ours", RecoupCallback(0.7), resume=True, **settings)
+    assert len(resumed.peaks) == 2 * (STEPS - 12)
+    assert max(begun.peaks + resumed.peaks) <= report.budget_bytes < max(plain.peaks)
+    assert_same_run(resumed, plain)
+    evaluated = [
+        [row["eval_loss"] for row in each.state.log_history if "eval_loss" in row]
+        for each in (plain, resumed)
+    ]
+    assert evaluated[0] == evaluated[1]
+    logged = [row for row in resumed.state.log_history if "recoup_budget_bytes" in row]
+    assert [row["step"] for row in logged] == [0, 12], "once for each start"
+
+
+def test_a_budget_that_cannot_be_met_makes_the_batch_smaller(tmp_path):
+    settings: dict[str, Any] = {"per_device_train_batch_size": 10, "max_steps": 2}
+    with pytest.raises(InfeasibleError) as caught:
+        train(tmp_path, RecoupCallback(1 << 20), **settings)
+    floor = caught.value.floor_bytes
+    callback = RecoupCallback(floor - 1)
+    trainer = train(tmp_path, callback, auto_find_batch_size=True, **settings)
+    assert trainer._train_batch_size == 9
+    assert max(trainer.peaks) < floor
+    assert_nothing_is_left(trainer)
+
+
+def test_a_compiled_run_is_planned_by_the_compiled_blocks(tmp_path):
+    settings: dict[str, Any] = {"torch_compile": True, "max_steps": 4}
+    plain = train(tmp_path, max_steps=4)
+    callback = RecoupCallback(0.7, compile="exact")
+    trainer = train(
+        tmp_path,
+        callback,
+        kind=Trainer,  # a compiler cannot trace a meter
+        torch_compile_backend="eager",
+        **settings,
+    )
+    report = callback.report
+    assert isinstance(report, CompiledFit)
+    assert report.measured_peak_bytes <= report.budget_bytes
+    assert_same_run(trainer, plain)
+    assert_nothing_is_left(trainer)
+
+
+def test_a_budget_may_come_from_the_environment(monkeypatch):
+    monkeypatch.setenv("RECOUP_BUDGET", "3MiB")
+    assert RecoupCallback().state()["args"]["budget"] == "3MiB"
+    assert RecoupCallback(0.5).state()["args"]["budget"] == 0.5
+    monkeypatch.setenv("RECOUP_BUDGET", "much")
+    with pytest.raises(UsageError, match="much"):
+        RecoupCallback()
+
+
+def test_the_callback_says_who_must_call_it():
+    callback = RecoupCallback(0.5)
+    with pytest.raises(UsageError, match="Trainer"):
+        callback.on_train_begin(None, None, None)
+
+
+def train_in_process(rank: int, folder: str, budget: str | None) -> Any:
+    """Train in one of several processes; return the parameters and the peaks."""
+    for name, value in (
+        ("RANK", rank),
+        ("LOCAL_RANK", rank),
+        ("WORLD_SIZE", 2),
+        ("MASTER_ADDR", "localhost"),
+        ("MASTER_PORT", 29500),
+    ):
+        os.environ[name] = str(value)
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    callback = None if budget is None else RecoupCallback(budget)
+    trainer = train(
+        Path(folder), callback, ddp_backend="gloo", gradient_accumulation_steps=2
+    )
+    plan = None if callback is None else callback.report
+    planned = isinstance(plan, Fit) and plan.plan.to_json()
+    state = {name: value.tolist() for name, value in trainer.model.state_dict().items()}
+    return state, max(trainer.peaks), planned
+
+
+def test_two_processes_agree_and_train_bitwise_as_without(tmp_path):
+    plain = together(train_in_process, tmp_path, str(tmp_path), None)
+    budget = int(0.8 * plain[0][1])
+    ours = together(train_in_process, tmp_path, str(tmp_path), str(budget))
+    for (state, peak, _), (expected, plain_peak, _) in zip(ours, plain, strict=True):
+        assert state == expected
+        assert peak <= budget < plain_peak
+    assert ours[0][2], "a plan"
+    assert ours[0][2] == ours[1][2], "the same one"
