@@ -14,7 +14,7 @@ from torch.utils.checkpoint import (
 )
 
 import recoup
-from recoup.backend.dispatch import OperatorMode
+from recoup.backend.operators.dispatch import OperatorMode
 from recoup.cli.gpt import Block, RunBlock, run_plain
 
 COSTLY = (

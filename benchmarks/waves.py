@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from benchmarks.harness import Row, Spread, in_turns
 from recoup import checkpointed_loop
-from recoup.backend.memory import device_meter
+from recoup.backend.memory.meters import device_meter
 from recoup.schedules import Chunked, Even, Revolve
 
 POINTS = 256

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from recoup import CheckpointProfiler, CheckpointScope, KeepCostly, KeepSmall, Policy
+from recoup import CheckpointProfiler, CheckpointScope, KeepCostly, KeepSmall
+from recoup.checkpointing import Policy
 
 BLOCKS, WIDTH, LENGTH = 6, 32, 64
 Way = Callable[[nn.ModuleList, Tensor], Tensor]

@@ -9,11 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recoup import (
-    CheckpointGroup,
-    checkpoint_segment,
-    checkpoint_segment_flex,
-)
+from recoup import CheckpointGroup
+from recoup.checkpointing import checkpoint_segment, checkpoint_segment_flex
 
 Run = Callable[[list[Tensor]], Tensor]
 

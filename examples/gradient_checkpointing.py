@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from recoup import CheckpointProfiler, CheckpointScope
-from recoup.backend.memory import StorageMeter
+from recoup.backend.memory.meters import StorageMeter
 
 LAYERS, WIDTH, BATCH, STEPS = 50, 128, 256, 3
 

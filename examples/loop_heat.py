@@ -7,7 +7,8 @@ found in its source and checkpointed. Run it with `python examples/loop_heat.py`
 import torch
 from torch import Tensor
 
-from recoup import grad, grad_with_checkpointing
+from recoup import grad_with_checkpointing
+from recoup.loops import grad
 
 POINTS, STEPS = 64, 400
 

@@ -6,8 +6,9 @@ Run it with `python examples/loop_rnn.py`.
 import torch
 from torch import Tensor
 
-from recoup import checkpointed_loop, get_memory_savings
-from recoup.backend.memory import StorageMeter
+from recoup import checkpointed_loop
+from recoup.backend.memory.meters import StorageMeter
+from recoup.loops import get_memory_savings
 from recoup.schedules import Chunked, Revolve, Schedule
 
 STEPS, WIDTH = 1000, 32

@@ -6,7 +6,8 @@ Run it with `python examples/offload.py`.
 import torch
 from torch import Tensor, nn
 
-from recoup import CheckpointScope, Disk, Host, Packed, Tier, tier_usage
+from recoup import CheckpointScope, Disk, Host, Packed
+from recoup.tiers import Tier, tier_usage
 
 BLOCKS, WIDTH = 4, 64
 

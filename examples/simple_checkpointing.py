@@ -8,7 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from recoup import CheckpointProfiler, CheckpointScope, adaptive_checkpoint, checkpoint
+from recoup import CheckpointProfiler, CheckpointScope, checkpoint
+from recoup.checkpointing import adaptive_checkpoint
 
 THRESHOLD_BYTES = 10 * 1024
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from recoup import RunResult, StepResult, Trainer, TrainerSettings
+from recoup import Trainer, TrainerSettings
+from recoup.results import RunResult, StepResult
 
 WIDTH, EPOCHS = 32, 3
 

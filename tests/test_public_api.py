@@ -10,7 +10,7 @@ import sys
 import pytest
 
 import recoup
-from recoup.core import errors
+from recoup import errors
 
 
 def own_docstring(value: object) -> str:
@@ -32,7 +32,7 @@ def test_a_public_name_exists_and_is_documented(name):
 
 
 def test_nothing_else_is_in_the_top_package():
-    assert recoup.RecoupError  # the first use of a name brings in all of them
+    assert recoup.errors.RecoupError  # the first use of a name brings in all of them
     others = {
         name
         for name, value in vars(recoup).items()
@@ -72,7 +72,7 @@ def test_a_subpackage_does_not_hide_the_public_name():
         "import pkgutil, types, recoup\n"
         "for found in pkgutil.walk_packages(recoup.__path__, 'recoup.'):\n"
         "    if found.name.count('.') == 1: __import__(found.name)\n"
-        "import recoup.measure.blocks\n"
+        "import recoup.measurement.steps.boundaries\n"
         "names = [n for n in recoup.__all__"
         " if isinstance(getattr(recoup, n), types.ModuleType)]\n"
         "print(names, recoup.measure.__name__)"

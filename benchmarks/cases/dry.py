@@ -20,7 +20,7 @@ from benchmarks.harness import (
 from benchmarks.zoo.case import Case, Scale, cast
 from benchmarks.zoo.cases import CASES
 from benchmarks.zoo.problem import Problem, free_device
-from recoup.core.figures import FIGURES
+from recoup.core.device_figures import FIGURES
 from recoup.core.graph import Graph
 from recoup.core.simulation import simulate
 

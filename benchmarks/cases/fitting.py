@@ -22,7 +22,7 @@ from benchmarks.harness import (
 from benchmarks.zoo.case import Case, Scale
 from benchmarks.zoo.cases import CASES
 from benchmarks.zoo.problem import STEPS_IN_A_ROW, Cost, Problem, free_device
-from recoup import InfeasibleError, RecoupError
+from recoup.errors import InfeasibleError, RecoupError
 
 SHARES = (0.9, 0.75, 0.6, 0.5, 0.4, 0.3)
 """Budgets, as shares of the measured peak of the plain step; the floor comes after."""

@@ -38,8 +38,8 @@ from benchmarks.zoo.case import Scale
 from benchmarks.zoo.cases import CASES
 from benchmarks.zoo.peers import PEERS, Compiled, Context, plain
 from benchmarks.zoo.problem import Problem, free_device
-from recoup import InfeasibleError
-from recoup.engine.plans import Applied
+from recoup.engine.applied.applied_plan import Applied
+from recoup.errors import InfeasibleError
 
 MODELS = ("gpt", "gpt wide", "vit", "resnet-152", "u-net")
 
@@ -89,7 +89,7 @@ class Contender:
 
     enter: Context
     peak_bytes: int
-    report: recoup.Fit | None = None
+    report: recoup.results.Fit | None = None
     beside: str | None = None
     published: str = ""
 

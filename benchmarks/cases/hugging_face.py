@@ -21,8 +21,8 @@ from torch import nn
 
 import recoup
 from benchmarks.harness import Row, device_at_hand, mark, parsed, publish, synchronize
-from recoup.api.compiled_fit import CompiledFit
-from recoup.engine.blocks import block_names, repeated_names
+from recoup.engine.applied.model_blocks import block_names, repeated_names
+from recoup.fitting.compiled_fit import CompiledFit
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

@@ -27,7 +27,7 @@ from benchmarks.harness import (
     write_results,
 )
 from recoup import checkpointed_loop
-from recoup.backend.memory import device_meter
+from recoup.backend.memory.meters import device_meter
 from recoup.schedules import Chunked, Even, Revolve
 
 Step = Callable[[Tensor], Tensor]

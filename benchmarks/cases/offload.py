@@ -27,9 +27,10 @@ from benchmarks.harness import (
     synchronize,
 )
 from benchmarks.models import LARGE, MEDIUM, WIDE, Problem
-from recoup import CheckpointScope, ExactTier, Host, Stored, tier_usage
+from recoup import CheckpointScope, Host
 from recoup.cli.gpt import Block, RunBlock, Shape, run_plain
 from recoup.engine.tiers.host import pool_of
+from recoup.tiers import ExactTier, Stored, tier_usage
 
 SHARES = (0.125, 0.25, 0.5, 0.75, 1.0)
 WINDOWS_BYTES = (128 << 20, 2 << 30)

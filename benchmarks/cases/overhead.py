@@ -27,7 +27,7 @@ from benchmarks.harness import (
     synchronize,
 )
 from benchmarks.models import LARGE, MEDIUM, TINY, Problem
-from recoup.backend.dispatch import OperatorMode
+from recoup.backend.operators.dispatch import OperatorMode
 from recoup.cli.gpt import Block, RunBlock, Shape, run_plain
 
 STEPS_IN_A_ROW = 4

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from benchmarks.graphs import transformer_graph
 from benchmarks.traces import BASELINES, CELLS, percent
-from recoup.core.errors import InfeasibleError
 from recoup.core.segments import Action
 from recoup.core.simulation import simulate
+from recoup.errors import InfeasibleError
 from recoup.planners.plan import plan
 from tests.support.dtr import has_traces, read_trace
 

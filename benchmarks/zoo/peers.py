@@ -7,8 +7,8 @@ from types import FunctionType, MethodType
 import torch
 from torch import nn
 
-from recoup.engine.blocks import block_names
-from recoup.measure.peers import PEERS, Context, plain
+from recoup.engine.applied.model_blocks import block_names
+from recoup.measurement.peers import PEERS, Context, plain
 
 __all__ = ["PEERS", "Compiled", "Context", "plain"]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from benchmarks.harness import Pace, pace_of, synchronize
 from benchmarks.zoo.case import Case, Pair, Scale
-from recoup.backend.memory import device_meter
+from recoup.backend.memory.meters import device_meter
 
 STEPS_IN_A_ROW = 4
 

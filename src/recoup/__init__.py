@@ -1,46 +1,67 @@
 """Make PyTorch training fit in the memory there is.
 
-The public names are listed in `recoup.public` and imported at their first use, so that
-reports, plans and the command line work without waiting for torch, or without it.
+The names are imported from `recoup.public` at their first use, so that reports, plans
+and the command line start without torch. Everything else is in the parts below.
 """
 
 import importlib
 import random
-import sys
-import types
 import typing
 
+from recoup.core import version as _version
+
 if typing.TYPE_CHECKING:
+    from recoup import checkpointing as checkpointing
+    from recoup import errors as errors
+    from recoup import loops as loops
+    from recoup import precision as precision
+    from recoup import results as results
+    from recoup import schedules as schedules
+    from recoup import tiers as tiers
+    from recoup import train as train
     from recoup.public import *  # noqa: F403 (all of them, by design)
     from recoup.public import __all__ as __all__
 
-
-class _Package(types.ModuleType):
-    """A package whose public names are not hidden by subpackages of the same name.
-
-    Importing `recoup.measure.floor` would otherwise put the package `recoup.measure` in
-    the place of the function.
-    """
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name == "measure" and isinstance(value, types.ModuleType):
-            return
-        super().__setattr__(name, value)
-
-    def __getattr__(self, name: str) -> typing.Any:
-        if name.startswith("__") and name != "__all__":
-            raise AttributeError(f"module 'recoup' has no attribute {name!r}")
-        drawn = random.getstate()
-        public = importlib.import_module("recoup.public")
-        random.setstate(drawn)  # some packages draw from it when they are imported
-        if name not in ("__all__", *public.__all__):
-            raise AttributeError(f"module 'recoup' has no attribute {name!r}")
-        for each in ("__all__", *public.__all__):
-            super().__setattr__(each, getattr(public, each))
-        return vars(self)[name]
-
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *self.__getattr__("__all__")})
+__version__ = _version.VERSION
+_PARTS = (
+    "checkpointing",
+    "errors",
+    "integrations",
+    "loops",
+    "precision",
+    "results",
+    "schedules",
+    "tiers",
+    "train",
+)
 
 
-sys.modules[__name__].__class__ = _Package
+def __getattr__(name: str) -> typing.Any:
+    if name in _PARTS:
+        return _imported(name)
+    if name.startswith("__") and name != "__all__":
+        raise AttributeError(f"module 'recoup' has no attribute {name!r}")
+    public = _imported("public")
+    if name not in ("__all__", *public.__all__):
+        raise AttributeError(f"module 'recoup' has no attribute {name!r}{_hint(name)}")
+    for each in ("__all__", *public.__all__):
+        globals()[each] = getattr(public, each)
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PARTS, *__getattr__("__all__")})
+
+
+def _imported(part: str) -> typing.Any:
+    drawn = random.getstate()
+    found = importlib.import_module(f"recoup.{part}")
+    random.setstate(drawn)  # some packages draw from it when they are imported
+    return found
+
+
+def _hint(name: str) -> str:
+    for part in _PARTS:
+        if name in getattr(_imported(part), "__all__", ()):
+            return f"; import it from recoup.{part}"
+    return ""

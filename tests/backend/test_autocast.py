@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from recoup.backend.autocast import AutocastState, autocast_as, autocast_states
+from recoup.backend.autograd.autocast import AutocastState, autocast_as, autocast_states
 
 
 def product_dtype():

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from recoup.backend.buffers import buffers_of
+from recoup.backend.state.buffers import buffers_of
 
 
 class Odd(nn.Module):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from recoup.backend.compiled import (
+from recoup.backend.compiler.recognition import (
     call_slot,
     is_compiled,
     leave_uncompiled,

@@ -4,7 +4,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
-from recoup.backend.dispatch import OperatorMode, all_plain, run_complex
+from recoup.backend.operators.dispatch import OperatorMode, all_plain, run_complex
 
 
 class Seen(OperatorMode):

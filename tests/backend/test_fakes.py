@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from recoup.backend.fakes import FakeMeter, Shadows, without_memory
-from recoup.core.errors import UnsupportedError
+from recoup.backend.operators.fakes import FakeMeter, Shadows, without_memory
+from recoup.errors import UnsupportedError
 
 CPU = torch.device("cpu")
 

@@ -7,14 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recoup.backend.fingerprints import (
+from recoup.backend.memory.meters import StorageMeter
+from recoup.backend.operators.fingerprints import (
     _BLOCKS,
     _PLACES,
     _weights,
     fingerprint,
     fingerprint_bytes,
 )
-from recoup.backend.memory import StorageMeter
 
 DTYPES = [
     torch.float64,

@@ -2,7 +2,7 @@
 
 import torch
 
-from recoup.backend.foreach import copy_all, lerp_all
+from recoup.backend.operators.foreach import copy_all, lerp_all
 
 
 def test_many_tensors_are_copied_and_moved_as_one_by_one(device):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recoup.backend.graph import (
+from recoup.backend.autograd.saved_tensors import (
     ambient_hooks,
     at_end_of_backward,
     below_autograd,

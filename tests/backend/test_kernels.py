@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recoup.backend.kernels import _BOUND, kernel_of
+from recoup.backend.operators.kernels import _BOUND, kernel_of
 
 aten = torch.ops.aten
 x = torch.linspace(-1, 1, 6).reshape(2, 3)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing._internal.two_tensor import TwoTensor
 
-from recoup.backend.ledger import StorageLedger, storages_in
+from recoup.backend.memory.ledger import StorageLedger, storages_in
 
 ONES = [1.0, 1.0, 1.0]
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils.flop_counter import FlopCounterMode
 
-from recoup.backend.memory import AllocatorMeter, StorageMeter, device_meter
+from recoup.backend.memory.meters import AllocatorMeter, StorageMeter, device_meter
 
 # Bytes of the float32 vectors used throughout: 4 a number.
 VECTOR = 4 * 100

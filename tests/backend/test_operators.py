@@ -5,8 +5,9 @@ import torch
 from torch._higher_order_ops.cond import cond_op
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recoup.backend import operators, repeatable
-from recoup.backend.operators import (
+from recoup.backend.operators import properties as operators
+from recoup.backend.operators import repeatable
+from recoup.backend.operators.properties import (
     Facts,
     crosses_devices,
     draws,

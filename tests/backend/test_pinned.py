@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recoup.backend.pinned import Buffer, BufferPool, memory_of, rounded
+from recoup.backend.memory.pinned import Buffer, BufferPool, memory_of, rounded
 
 
 @given(st.integers(0, 1 << 40))

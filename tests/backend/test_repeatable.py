@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from recoup.backend import repeatable
-from recoup.backend.operators import facts_of, name_of
-from recoup.backend.repeatable import is_repeatable
+from recoup.backend.operators import repeatable
+from recoup.backend.operators.properties import facts_of, name_of
+from recoup.backend.operators.repeatable import is_repeatable
 
 aten = torch.ops.aten
 ROWS = torch.zeros(3, dtype=torch.long)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from recoup.backend.rng import (
+from recoup.backend.state.rng import (
     default_generator,
     default_states,
     devices_in_use,

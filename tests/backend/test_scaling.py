@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from recoup.backend.scaling import OpenScaler
+from recoup.backend.training.scaling import OpenScaler
 
 
 class Noting(OpenScaler):

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from recoup.backend.randomness import (
+from recoup.backend.state.global_generators import (
     RandomStates,
     random_states,
     restore_random_states,
 )
-from recoup.backend.state import StateSnapshot
+from recoup.backend.state.snapshots import StateSnapshot
 from tests.support.bits import tree_differences
 
 

@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from recoup.backend.attributes import Attributes, Numbers
-from recoup.backend.state import (
+from recoup.backend.state.attributes import Attributes, Numbers
+from recoup.backend.state.snapshots import (
     Buffers,
     Generators,
     Gradients,

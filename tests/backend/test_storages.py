@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from recoup.backend.storages import (
+from recoup.backend.memory.storages import (
     QUANTIZED,
     copy_storage,
     covers_storage,

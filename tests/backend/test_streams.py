@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from recoup.backend.graph import out_of_sight
-from recoup.backend.streams import REACHED, DeviceStreams, NoStreams, streams_of
+from recoup.backend.autograd.saved_tensors import out_of_sight
+from recoup.backend.memory.streams import REACHED, DeviceStreams, NoStreams, streams_of
 from tests.support.counting import Operators
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recoup.backend.timers import REPEATS, Latency, OperatorTimer
+from recoup.backend.operators.timers import REPEATS, Latency, OperatorTimer
 
 
 def test_what_is_joined_takes_the_least_time_of_all(device):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from recoup.backend.trees import leaves, map_leaves, tensors
+from recoup.backend.state.trees import leaves, map_leaves, tensors
 
 Pair = namedtuple("Pair", ["left", "right"])
 

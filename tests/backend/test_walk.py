@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from recoup.backend.attributes import Attributes
-from recoup.backend.walk import hooks_of, reach, variables_of
+from recoup.backend.state.attributes import Attributes
+from recoup.backend.state.walk import hooks_of, reach, variables_of
 
 LAYERS = [nn.Tanh()]
 OWN_MODULE: Any = None

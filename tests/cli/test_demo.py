@@ -11,8 +11,9 @@ import sys
 import pytest
 import torch
 
-from recoup.cli import demo, training
-from recoup.core.errors import UsageError
+from recoup.cli import demo
+from recoup.cli import demo_training as training
+from recoup.errors import UsageError
 
 
 def row(output, name):

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from recoup.api.contest import PLAIN
 from recoup.cli.commands import COMMANDS
 from recoup.cli.main import run
 from recoup.cli.statuses import FAILED, FILE, INFEASIBLE, INTERRUPTED, TARGET, USAGE
@@ -23,7 +22,8 @@ from recoup.core.compiled_plan import CompiledPlan
 from recoup.core.graph import Graph
 from recoup.core.plan import Place, Plan, Span
 from recoup.core.version import VERSION
-from recoup.measure.peers import PEERS
+from recoup.fitting.contest import PLAIN
+from recoup.measurement.peers import PEERS
 from recoup.report.composition import compose
 from recoup.report.files import from_json, to_json
 
@@ -547,8 +547,10 @@ def test_a_fault_of_ours_during_a_step_says_so(steps, capsys, monkeypatch, fault
         raise fault("inside")
 
     # As if it stood in the recorder, which the operators of a step call.
-    monkeypatch.setitem(record_call.__globals__, "__name__", "recoup.engine.recorder")
-    monkeypatch.setattr("recoup.engine.recorder.record_call", record_call)
+    monkeypatch.setitem(
+        record_call.__globals__, "__name__", "recoup.engine.recording.recorder"
+    )
+    monkeypatch.setattr("recoup.engine.recording.recorder.record_call", record_call)
     assert run(["fit", f"{steps}:make"]) == FAILED
     assert "may be the fault of recoup" in capsys.readouterr().err
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from rich.progress import Progress
 
-from recoup.cli import training
+from recoup.cli import demo_training as training
 from recoup.cli.corpus import encode, read_text
 from recoup.cli.gpt import Shape
 

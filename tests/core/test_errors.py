@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 
-from recoup.core import errors
+from recoup import errors
 
 ERRORS = [
     value

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recoup import Action, Plan, PlanError
+from recoup import Action, Plan
 from recoup.core.plan import Held, Place, Span
+from recoup.errors import PlanError
 
 # All that can be printed: what cannot is refused, see below.
 printable = st.characters(exclude_categories=("C", "Z"), include_characters=" ")

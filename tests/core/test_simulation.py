@@ -5,10 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.graphs import Kernel, step_graph
-from recoup.core.errors import UsageError
 from recoup.core.footprint import Footprint, footprint
 from recoup.core.segments import Action, Segment
 from recoup.core.simulation import add_up, simulate
+from recoup.errors import UsageError
 from tests.support.graphs import graphs, plans
 from tests.support.interpreter import Machine
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from recoup.core.errors import UsageError
 from recoup.core.units import parse_budget, parse_bytes, print_bytes, print_seconds
+from recoup.errors import UsageError
 
 BINARY = {"B": 0, "KiB": 1, "MiB": 2, "GiB": 3, "TiB": 4, "PiB": 5, "EiB": 6}
 DECIMAL = {"KB": 1, "MB": 2, "GB": 3, "TB": 4, "PB": 5, "EB": 6}

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from recoup import CheckpointScope, KeepCostly, RecoupError
-from recoup.engine.verification import Verify
+from recoup import CheckpointScope, KeepCostly
+from recoup.engine.verification.replay_check import Verify
+from recoup.errors import RecoupError
 from tests.support.models import PROBLEMS, training
 from tests.support.twin import Region, Step, compare
 

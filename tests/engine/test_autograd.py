@@ -11,13 +11,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint as checkpointed_by_torch
 
-from recoup import (
-    CheckpointGroup,
-    CheckpointScope,
-    checkpoint,
-    checkpoint_module,
-)
-from recoup.engine.active import open_regions
+from recoup import CheckpointGroup, CheckpointScope, checkpoint, checkpoint_module
+from recoup.engine.recording.active import open_regions
 from tests.support.twin import Region, compare, leftovers, plain
 
 always = functools.partial(CheckpointScope, verify="always")

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from recoup import ChangedTensorError, CheckpointScope, Host, KeepSmall, rerun
+from recoup import CheckpointScope, Host, KeepSmall, rerun
+from recoup.errors import ChangedTensorError
 from tests.support.twin import plain
 
 

@@ -7,21 +7,20 @@ import torch
 from torch import Tensor
 
 from recoup import (
-    ChangedTensorError,
     CheckpointGroup,
     CheckpointScope,
-    ClearedError,
-    MismatchError,
-    UsageError,
-    adaptive_checkpoint,
     checkpoint,
     checkpoint_module,
-    checkpoint_segment,
     keep,
     recompute,
+)
+from recoup.checkpointing import (
+    adaptive_checkpoint,
+    checkpoint_segment,
     unmark_checkpoint,
 )
-from recoup.engine.active import open_regions
+from recoup.engine.recording.active import open_regions
+from recoup.errors import ChangedTensorError, ClearedError, MismatchError, UsageError
 from tests.support.twin import leftovers
 
 

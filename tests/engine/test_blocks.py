@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from recoup.engine.blocks import block_names
+from recoup.engine.applied.model_blocks import block_names
 
 
 class Adapted(nn.Module):

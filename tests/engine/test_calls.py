@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from recoup import CheckpointScope, Plan, apply_plan, checkpoint_module
 from recoup.core.plan import Place, Span
-from recoup.engine.recall import Recall
+from recoup.engine.replay.recall import Recall
 from tests.engine.test_partial_replay import (
     SHARES,
     Graph,

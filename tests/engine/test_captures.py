@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from recoup import CaptureError
-from recoup.engine.captures import Captures
+from recoup.engine.replay.captured_variables import Captures
+from recoup.errors import CaptureError
 
 SCALE = 2.0
 

@@ -13,7 +13,7 @@ from torch._higher_order_ops.while_loop import while_loop
 from torch.nn.attention.flex_attention import flex_attention
 
 from recoup import CheckpointScope
-from recoup.engine.region import Region
+from recoup.engine.recording.region import Region
 from tests.support import twin
 from tests.support.twin import compare, plain
 

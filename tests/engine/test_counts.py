@@ -16,11 +16,11 @@ from recoup import (
     CheckpointScope,
     KeepCostly,
     checkpoint,
-    is_recomputing,
     keep,
     recompute,
 )
-from recoup.backend.memory import StorageMeter
+from recoup.backend.memory.meters import StorageMeter
+from recoup.checkpointing import is_recomputing
 from tests.support.counting import Alive, Operators, SavedByAutograd, flops_of
 from tests.support.models import Transformer
 from tests.support.twin import plain

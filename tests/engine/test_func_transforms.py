@@ -11,13 +11,12 @@ from torch.autograd import forward_ad
 from recoup import (
     CheckpointGroup,
     CheckpointScope,
-    RecoupError,
-    UnsupportedError,
     checkpoint,
     checkpoint_module,
     rerun,
 )
-from recoup.engine.active import open_regions
+from recoup.engine.recording.active import open_regions
+from recoup.errors import RecoupError, UnsupportedError
 from tests.support.twin import Region, Step, compare, leftovers
 
 always = functools.partial(CheckpointScope, verify="always")

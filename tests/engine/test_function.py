@@ -12,15 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from recoup import (
-    CheckpointProfiler,
-    CheckpointScope,
-    UnsupportedError,
-    UsageError,
-    checkpoint,
-    checkpoint_segment,
-    checkpoint_segment_flex,
-)
+from recoup import CheckpointProfiler, CheckpointScope, checkpoint
+from recoup.checkpointing import checkpoint_segment, checkpoint_segment_flex
+from recoup.errors import UnsupportedError, UsageError
 from tests.support.steps import Mlp, gradient, problems, step_differences
 from tests.support.twin import leftovers
 from tests.support.watching import CountingBackend, Memory, Replayed, saved_bytes

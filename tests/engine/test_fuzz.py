@@ -8,8 +8,8 @@ import pytest
 from torch.autograd.graph import saved_tensors_hooks
 
 from recoup import CheckpointScope
-from recoup.engine.active import Call, begin
-from recoup.engine.options import Options
+from recoup.engine.recording.active import Call, begin
+from recoup.engine.recording.region_options import Options
 from tests.support.fuzz import Case, case_of, examine, reduced, run_seeds
 from tests.support.programs import BLOCKS, CHANGES, Instruction, Program
 from tests.support.wrapping import COLLECTIVES, begin_fake_group, end_fake_group

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from recoup import CheckpointGroup, CheckpointScope, UnsupportedError, UsageError, keep
+from recoup import CheckpointGroup, CheckpointScope, keep
+from recoup.errors import UnsupportedError, UsageError
 from tests.support.steps import Block, gradient, problems, step_differences
 from tests.support.twin import leftovers
 from tests.support.watching import Memory, Replayed, saved_bytes

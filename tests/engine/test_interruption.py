@@ -24,8 +24,8 @@ from recoup import (
     rerun,
     uncheckpoint_module,
 )
-from recoup.backend.graph import ambient_hooks
-from recoup.engine.active import open_regions
+from recoup.backend.autograd.saved_tensors import ambient_hooks
+from recoup.engine.recording.active import open_regions
 
 
 class Fatal(nn.Module):

@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from recoup import ChangedTensorError, MismatchError, is_recomputing, rerun
-from recoup.backend.memory import StorageMeter
-from recoup.engine.region import STATE_BYTES
+from recoup import rerun
+from recoup.backend.memory.meters import StorageMeter
+from recoup.checkpointing import is_recomputing
+from recoup.engine.recording.region import STATE_BYTES
+from recoup.errors import ChangedTensorError, MismatchError
 
 SMALL = 100
 LARGE = STATE_BYTES // 32 + 1  # rows of eight numbers of four bytes

@@ -3,9 +3,9 @@
 import torch
 
 from recoup import CheckpointScope
-from recoup.backend.storages import geometry_of
-from recoup.engine.late import LateWrites
-from recoup.engine.values import Value
+from recoup.backend.memory.storages import geometry_of
+from recoup.engine.lifetime.late_writes import LateWrites
+from recoup.engine.lifetime.values import Value
 from tests.support.counting import Alive
 
 LENGTH = 1000

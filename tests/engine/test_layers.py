@@ -10,14 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from recoup import (
-    ActivationCheckpointer,
+from recoup import ActivationCheckpointer, CheckpointConfig, Disk, Host
+from recoup.errors import (
     ChangedTensorError,
-    CheckpointConfig,
     CheckpointIndexError,
     CheckpointLimitError,
-    Disk,
-    Host,
     MissingCheckpointError,
     UsageError,
 )

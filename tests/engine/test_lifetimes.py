@@ -14,16 +14,10 @@ import torch
 from hypothesis import assume, given, settings
 from torch import Tensor
 
-from recoup import (
-    ChangedTensorError,
-    CheckpointGroup,
-    CheckpointScope,
-    MismatchError,
-    checkpoint,
-    keep,
-)
-from recoup.backend.fingerprints import fingerprint
-from recoup.backend.memory import StorageMeter
+from recoup import CheckpointGroup, CheckpointScope, checkpoint, keep
+from recoup.backend.memory.meters import StorageMeter
+from recoup.backend.operators.fingerprints import fingerprint
+from recoup.errors import ChangedTensorError, MismatchError
 from tests.support.counting import Alive, Operators
 from tests.support.models import PROBLEMS
 from tests.support.programs import PHASES, Machine, Program, programs, repaired

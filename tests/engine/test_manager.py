@@ -13,13 +13,12 @@ import torch
 from recoup import (
     CheckpointGroup,
     CheckpointManager,
-    CheckpointNode,
     CheckpointScope,
-    ClearedError,
-    UsageError,
     checkpoint,
     checkpoint_module,
 )
+from recoup.checkpointing import CheckpointNode
+from recoup.errors import ClearedError, UsageError
 from tests.support.steps import Block, Mlp
 from tests.support.watching import Memory, saved_bytes
 

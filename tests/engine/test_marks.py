@@ -11,21 +11,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from recoup import (
-    CheckpointScope,
-    KeepCostly,
-    KeepSmall,
-    UsageError,
+from recoup import CheckpointScope, KeepCostly, KeepSmall, checkpoint, keep, recompute
+from recoup.checkpointing import (
     adaptive_checkpoint,
-    checkpoint,
     checkpoint_count,
     clear_checkpoint_marks,
     is_checkpoint,
-    keep,
     mark_checkpoint,
-    recompute,
     unmark_checkpoint,
 )
+from recoup.errors import UsageError
 from tests.support.twin import leftovers
 from tests.support.watching import Memory, Replayed
 

@@ -15,12 +15,12 @@ from recoup import (
     CheckpointManager,
     CheckpointProfiler,
     KeepCostly,
-    UsageError,
     checkpoint_module,
-    is_checkpointed,
     uncheckpoint_module,
 )
-from recoup.engine.active import open_regions
+from recoup.checkpointing import is_checkpointed
+from recoup.engine.recording.active import open_regions
+from recoup.errors import UsageError
 from tests.support.steps import Block, Mlp, problems, step_differences
 from tests.support.twin import leftovers
 from tests.support.watching import CountingBackend, Memory, Replayed, saved_bytes

@@ -9,13 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from recoup import (
-    ChangedTensorError,
-    CheckpointNode,
-    CheckpointScope,
-    ClearedError,
-    UsageError,
-)
+from recoup import CheckpointScope
+from recoup.checkpointing import CheckpointNode
+from recoup.errors import ChangedTensorError, ClearedError, UsageError
 from tests.support.watching import Memory
 
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from recoup import CheckpointScope, RecoupError
+from recoup import CheckpointScope
+from recoup.errors import RecoupError
 from tests.support.operators import (
     failures,
     operator_cases,

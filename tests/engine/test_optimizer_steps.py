@@ -8,14 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from recoup import (
-    ChangedTensorError,
-    CheckpointScope,
-    MismatchError,
-    checkpoint_module,
-    rerun,
-)
-from recoup.backend.optimizer_steps import STEPS
+from recoup import CheckpointScope, checkpoint_module, rerun
+from recoup.backend.training.optimizer_steps import STEPS
+from recoup.errors import ChangedTensorError, MismatchError
 
 OPTIMIZERS = [
     pytest.param(functools.partial(torch.optim.Adam, fused=True), id="adam"),

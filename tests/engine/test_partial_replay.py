@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
-from recoup import CheckpointScope, MismatchError, keep
-from recoup.engine.region import Region
-from recoup.engine.verified import LEDGER
+from recoup import CheckpointScope, keep
+from recoup.engine.recording.region import Region
+from recoup.engine.verification.verified import LEDGER
+from recoup.errors import MismatchError
 
 INPUT, RESULT = "input", "result"
 SAVES = {"sin": INPUT, "cos": INPUT, "exp": RESULT, "tanh": RESULT, "mul": INPUT}

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from recoup import CheckpointScope
-from recoup.backend.storages import geometry_of
-from recoup.engine.intervals import Intervals, hull_of, runs_of
-from recoup.engine.region import STATE_BYTES
+from recoup.backend.memory.storages import geometry_of
+from recoup.engine.recording.intervals import Intervals, hull_of, runs_of
+from recoup.engine.recording.region import STATE_BYTES
 from tests.support.counting import Alive
 from tests.support.twin import Region, compare
 

@@ -12,16 +12,16 @@ from recoup import (
     Action,
     CheckpointScope,
     Plan,
-    PlanError,
     apply_plan,
     checkpoint_module,
     uncheckpoint_module,
 )
 from recoup.core.plan import Held, Place, Span
-from recoup.engine.active import open_regions
-from recoup.engine.observers import subscribe, unsubscribe
-from recoup.engine.plans import Applied, digest_of
-from recoup.engine.runs import Cuts
+from recoup.engine.applied.applied_plan import Applied, digest_of
+from recoup.engine.applied.planned_runs import Cuts
+from recoup.engine.recording.active import open_regions
+from recoup.engine.recording.observers import subscribe, unsubscribe
+from recoup.errors import PlanError
 
 
 class Layer(nn.Module):

@@ -12,11 +12,11 @@ from recoup import (
     CheckpointProfiler,
     CheckpointScope,
     KeepCostly,
-    UsageError,
     checkpoint,
     checkpoint_module,
     rerun,
 )
+from recoup.errors import UsageError
 from tests.support.steps import Block, problems
 from tests.support.twin import leftovers
 from tests.support.watching import CPU_STATE_BYTES, Memory, saved_bytes

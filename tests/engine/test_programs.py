@@ -6,7 +6,8 @@ from hypothesis import event, given, settings
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from recoup import ChangedTensorError, CheckpointScope
+from recoup import CheckpointScope
+from recoup.errors import ChangedTensorError
 from tests.support.programs import (
     PHASES,
     WRITES,

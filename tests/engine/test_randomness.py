@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from recoup import CheckpointScope, MismatchError
+from recoup import CheckpointScope
+from recoup.errors import MismatchError
 from tests.support.twin import Region, compare
 
 always = functools.partial(CheckpointScope, verify="always")

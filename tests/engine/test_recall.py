@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from recoup import CheckpointScope
-from recoup.backend.storages import geometry_of
-from recoup.engine.recall import Recall
-from recoup.engine.values import Layout, Value
+from recoup.backend.memory.storages import geometry_of
+from recoup.engine.lifetime.values import Layout, Value
+from recoup.engine.replay.recall import Recall
 from tests.support.counting import Operators
 
 x = torch.arange(6.0)

@@ -16,10 +16,10 @@ from recoup import (
     CheckpointScope,
     checkpoint,
     checkpoint_module,
-    is_recomputing,
     rerun,
 )
-from recoup.engine.recomputing import recomputing
+from recoup.checkpointing import is_recomputing
+from recoup.engine.replay.recomputing import recomputing
 
 
 class Asking(TorchDispatchMode):

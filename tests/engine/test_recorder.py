@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from recoup import CheckpointScope
-from recoup.engine.region import Region
+from recoup.engine.recording.region import Region
 from tests.support.twin import Region as Regions
 from tests.support.twin import compare
 

@@ -15,20 +15,22 @@ import torch
 from torch import nn
 
 from recoup import (
-    CaptureError,
-    ChangedTensorError,
     CheckpointManager,
     CheckpointProfiler,
     CheckpointScope,
+    checkpoint,
+    checkpoint_module,
+    rerun,
+)
+from recoup.backend.memory.meters import StorageMeter
+from recoup.checkpointing import is_recomputing
+from recoup.errors import (
+    CaptureError,
+    ChangedTensorError,
     ClearedError,
     MismatchError,
     UnsupportedError,
-    checkpoint,
-    checkpoint_module,
-    is_recomputing,
-    rerun,
 )
-from recoup.backend.memory import StorageMeter
 from tests.support.steps import Mlp, gradient, problems, step_differences
 from tests.support.twin import leftovers
 from tests.support.variants import fixed_weights

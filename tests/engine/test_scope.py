@@ -18,17 +18,19 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from recoup import (
-    ChangedTensorError,
     CheckpointManager,
     CheckpointProfiler,
     CheckpointScope,
     KeepSmall,
+    keep,
+)
+from recoup.backend.memory.meters import StorageMeter
+from recoup.errors import (
+    ChangedTensorError,
     MismatchError,
     UnsupportedError,
     UsageError,
-    keep,
 )
-from recoup.backend.memory import StorageMeter
 from tests.support.steps import (
     Block,
     Mlp,

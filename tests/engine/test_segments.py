@@ -17,16 +17,15 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from recoup import (
     CheckpointProfiler,
     CheckpointScope,
-    UnsupportedError,
-    UsageError,
     apply_plan,
     checkpoint_module,
-    is_checkpointed,
     uncheckpoint_module,
 )
+from recoup.checkpointing import is_checkpointed
 from recoup.core.plan import Place, Plan, Span
-from recoup.engine.active import open_regions
-from recoup.engine.observers import subscribe, unsubscribe
+from recoup.engine.recording.active import open_regions
+from recoup.engine.recording.observers import subscribe, unsubscribe
+from recoup.errors import UnsupportedError, UsageError
 from tests.support.bits import tree_differences
 from tests.support.counting import Alive
 from tests.support.steps import Block, Residual

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recoup import CheckpointManager, CheckpointNode, CheckpointScope, keep
-from recoup.engine.selection import Candidate, candidate_of, select
+from recoup import CheckpointManager, CheckpointScope, keep
+from recoup.checkpointing import CheckpointNode
+from recoup.engine.scopes.selection import Candidate, candidate_of, select
 
 MEBIBYTE = 1 << 20
 

@@ -18,7 +18,7 @@ from recoup import (
     checkpoint,
     checkpoint_module,
 )
-from recoup.engine.rerun import rerun
+from recoup.engine.replay.rerun import rerun
 from tests.support.watching import CPU_STATE_BYTES, Replayed, saved_bytes
 
 WIDTH = 16
@@ -293,7 +293,7 @@ class TestCopies:
                 y = block(x)
         finally:
             sys.setprofile(None)
-        ours = sys.modules["recoup.engine.statistics"].__file__
+        ours = sys.modules["recoup.engine.scopes.statistics"].__file__
         assert names
         assert ours not in names
         del y

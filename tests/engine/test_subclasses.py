@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.testing._internal.two_tensor import TwoTensor
 
-from recoup import ChangedTensorError, CheckpointScope, KeepSmall, checkpoint_module
+from recoup import CheckpointScope, KeepSmall, checkpoint_module
+from recoup.errors import ChangedTensorError
 from tests.support.counting import Operators
 from tests.support.subclasses import LowRank, Silent
 from tests.support.twin import Region, compare

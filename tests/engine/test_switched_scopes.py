@@ -18,7 +18,7 @@ from recoup import (
     recompute,
 )
 from recoup.core.plan import Place, Plan, Span
-from recoup.engine.active import is_innermost, open_regions
+from recoup.engine.recording.active import is_innermost, open_regions
 from tests.support.counting import SavedByAutograd
 from tests.support.watching import Replayed
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from recoup import CheckpointScope
-from recoup.backend.kernels import KERNELS, kernel_of
+from recoup.backend.operators.kernels import KERNELS, kernel_of
 from tests.support.counting import Operators
 from tests.support.twin import Region, compare, plain
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
-from recoup import CheckpointScope, MismatchError
+from recoup import CheckpointScope
+from recoup.errors import MismatchError
 from tests.support.counting import Operators
 from tests.support.twin import Region, compare
 

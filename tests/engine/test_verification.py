@@ -11,15 +11,14 @@ from torch import Tensor
 
 from recoup import (
     CheckpointScope,
-    MismatchError,
-    UsageError,
     checkpoint,
     checkpoint_module,
     keep,
     uncheckpoint_module,
 )
-from recoup.backend.fingerprints import fingerprint
-from recoup.engine.verified import LEDGER
+from recoup.backend.operators.fingerprints import fingerprint
+from recoup.engine.verification.verified import LEDGER
+from recoup.errors import MismatchError, UsageError
 from tests.support.counting import Alive, Operators
 
 _calls = itertools.count()

@@ -7,15 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from recoup import (
-    CheckpointScope,
-    MismatchError,
-    checkpoint,
-    checkpoint_module,
-    is_recomputing,
-    rerun,
-)
-from recoup.engine.verified import LEDGER, Ledger
+from recoup import CheckpointScope, checkpoint, checkpoint_module, rerun
+from recoup.checkpointing import is_recomputing
+from recoup.engine.verification.verified import LEDGER, Ledger
+from recoup.errors import MismatchError
 from tests.support.counting import Operators
 
 _names = itertools.count()

@@ -10,15 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 
-from recoup import (
-    ChangedTensorError,
-    CheckpointGroup,
-    CheckpointScope,
-    KeepCostly,
-    KeepSmall,
-    keep,
-)
-from recoup.engine.region import STATE_BYTES
+from recoup import CheckpointGroup, CheckpointScope, KeepCostly, KeepSmall, keep
+from recoup.engine.recording.region import STATE_BYTES
+from recoup.errors import ChangedTensorError
 from tests.support.twin import Region, compare, plain
 from tests.support.writes import (
     BODIES,

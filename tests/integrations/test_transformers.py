@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from recoup.api.compiled_fit import CompiledFit
-from recoup.api.fit import Fit
-from recoup.backend.memory import StorageMeter
-from recoup.core.errors import InfeasibleError, UsageError
+from recoup.backend.memory.meters import StorageMeter
+from recoup.errors import InfeasibleError, UsageError
+from recoup.fitting.compiled_fit import CompiledFit
+from recoup.fitting.fit import Fit
 from tests.support.bits import tree_differences
 from tests.support.processes import together
 from tests.support.trainings import Tokens, tiny_llama
@@ -35,7 +35,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("error::recoup.core.errors.BudgetWarning"),
+    pytest.mark.filterwarnings("error::recoup.errors.BudgetWarning"),
 ]
 
 STEPS = 20

@@ -5,8 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recoup import CaptureError, checkpointed_loop
-from recoup.loops.captures import Captures
+from recoup import checkpointed_loop
+from recoup.errors import CaptureError
+from recoup.loops.torch.captures import Captures
 from recoup.schedules import Chunked
 from tests.support.instructions import Doubling
 

@@ -4,12 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from recoup import (
-    UnsupportedError,
-    UsageError,
-    grad,
-    grad_with_checkpointing,
-)
+from recoup import grad_with_checkpointing
+from recoup.errors import UnsupportedError, UsageError
+from recoup.loops import grad
 from recoup.loops import loop as loop_module
 from recoup.loops.rewriting import runtime
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from recoup import CaptureError, UsageError, checkpointed_loop
+from recoup import checkpointed_loop
+from recoup.errors import CaptureError, UsageError
 from recoup.schedules import Online, Revolve
 
 STEPS = 40

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from recoup import CaptureError, UnsupportedError, grad
+from recoup.errors import CaptureError, UnsupportedError
+from recoup.loops import grad
 
 PLAIN = {"min_loop_size": 2, "num_checkpoints": 4}
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from recoup import grad
+from recoup.loops import grad
 
 SHORT = {"min_loop_size": 2, "num_checkpoints": 4}
 X, W = (torch.tensor(value, dtype=torch.float64) for value in (0.7, 1.02))

@@ -6,7 +6,8 @@ import warnings
 import pytest
 import torch
 
-from recoup import UnsupportedError, grad
+from recoup.errors import UnsupportedError
+from recoup.loops import grad
 
 SHORT = {"min_loop_size": 2, "num_checkpoints": 4}
 X, W = (torch.tensor(value, dtype=torch.float64) for value in (0.7, 1.02))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from recoup import grad
+from recoup.loops import grad
 
 SHORT = {"min_loop_size": 2, "num_checkpoints": 4}
 NORM = nn.BatchNorm1d(4).double()

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from recoup import (
-    checkpointed_loop,
+from recoup import checkpointed_loop
+from recoup.loops import (
     compute_checkpoint_positions,
     estimate_checkpoint_savings,
     get_memory_savings,

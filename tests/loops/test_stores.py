@@ -5,9 +5,10 @@ import time
 import pytest
 import torch
 
-from recoup import Disk, Half, Host, UsageError, checkpointed_loop
-from recoup.backend.memory import StorageMeter
+from recoup import Disk, Half, Host, checkpointed_loop
+from recoup.backend.memory.meters import StorageMeter
 from recoup.engine.tiers.protocol import ExactTier, Stored
+from recoup.errors import UsageError
 from recoup.schedules import Chunked, Multistage, Revolve
 
 WIDTH = 20_000  # 160 kB: worth moving

@@ -12,11 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from recoup import (
-    checkpointed_loop,
-    compute_checkpoint_positions,
-    get_memory_savings,
-)
+from recoup import checkpointed_loop
+from recoup.loops import compute_checkpoint_positions, get_memory_savings
 
 
 def array(*values):

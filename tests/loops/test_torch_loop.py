@@ -13,17 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from recoup import (
+from recoup import CheckpointScope, checkpointed_loop
+from recoup.backend.memory.meters import StorageMeter
+from recoup.errors import (
     CaptureError,
     ChangedTensorError,
-    CheckpointScope,
     ClearedError,
     MismatchError,
     UnsupportedError,
     UsageError,
-    checkpointed_loop,
 )
-from recoup.backend.memory import StorageMeter
 from recoup.schedules import Chunked, Even, Online, Revolve
 from tests.support.loops import (
     Recurrence,

@@ -8,12 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from recoup import (
-    MismatchError,
-    UnsupportedError,
-    checkpoint_module,
-    checkpointed_loop,
-)
+from recoup import checkpoint_module, checkpointed_loop
+from recoup.errors import MismatchError, UnsupportedError
 from recoup.loops.steps import KindError
 from recoup.schedules import Even, Revolve
 from tests.support.loops import schedules_for

@@ -3,8 +3,8 @@
 import pytest
 
 from benchmarks.graphs import transformer_graph
-from recoup.core.errors import UsageError
 from recoup.core.simulation import simulate
+from recoup.errors import UsageError
 from recoup.planners.every_kth import every_kth
 from recoup.planners.greedy import greedy
 from recoup.planners.recompute_all import recompute_all

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recoup.core.errors import InfeasibleError
 from recoup.core.segments import Action, Segment
 from recoup.core.simulation import simulate
+from recoup.errors import InfeasibleError
 from recoup.planners.blocks import blocks_of
 from recoup.planners.exhaustive import exhaustive
 from recoup.planners.one_level import OneLevel

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.graphs import transformer_graph
-from recoup.core.errors import InfeasibleError
 from recoup.core.footprint import footprint, total_footprint
 from recoup.core.graph import Issuing
 from recoup.core.segments import REGION_OPERATORS, Action
 from recoup.core.simulation import simulate
+from recoup.errors import InfeasibleError
 from recoup.planners.every_kth import every_kth
 from recoup.planners.greedy import greedy
 from recoup.planners.narrow import narrowed

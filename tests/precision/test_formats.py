@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from recoup import UnsupportedError, UsageError
+from recoup.errors import UnsupportedError, UsageError
 from recoup.precision.formats import check_precision, resolve_precision
 
 

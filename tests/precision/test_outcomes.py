@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from recoup import UsageError
+from recoup.errors import UsageError
 from recoup.precision.outcomes import Outcomes
 
 

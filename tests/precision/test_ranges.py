@@ -6,7 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from recoup import CheckpointScope, RangeMonitor, UsageError
+from recoup import CheckpointScope
+from recoup.errors import UsageError
+from recoup.precision import RangeMonitor
 from tests.support.twin import leftovers
 
 

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from recoup import GradientScaler, UsageError
-from recoup.backend.dispatch import OperatorMode
+from recoup import GradientScaler
+from recoup.backend.operators.dispatch import OperatorMode
+from recoup.errors import UsageError
 
 
 class Problem:

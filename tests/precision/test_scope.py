@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from recoup import CheckpointScope, MixedPrecisionScope, UsageError, checkpoint, rerun
+from recoup import CheckpointScope, MixedPrecisionScope, checkpoint, rerun
+from recoup.errors import UsageError
 from tests.support.models import PROBLEMS
 from tests.support.steps import Block
 from tests.support.twin import compare

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from recoup.core.errors import UnsupportedError, UsageError
+from recoup.errors import UnsupportedError, UsageError
 from recoup.report.charts import frontier_chart, joined, timeline_chart
 from recoup.report.figures import FrontierFigure, MemoryFigure, memory_figure
 from recoup.report.painting import paint_frontier, paint_timeline

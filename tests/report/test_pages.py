@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from recoup.core.errors import UsageError
+from recoup.errors import UsageError
 from recoup.report.charts import frontier_chart, timeline_chart
 from recoup.report.composition import compose
 from recoup.report.files import from_json, to_json

@@ -10,7 +10,7 @@ from recoup.planners.every_kth import every_kth
 from recoup.planners.plan import frontier
 from recoup.planners.recompute_all import recompute_all
 from recoup.planners.square_root import square_root
-from recoup.report.blocks import block_rows
+from recoup.report.block_rows import block_rows
 from recoup.report.timeline import BANDS, COLUMNS, timeline
 from tests.support.findings import named_graph, small_graph
 

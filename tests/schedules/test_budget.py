@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recoup.core.errors import UsageError
+from recoup.errors import UsageError
 from recoup.schedules import Chunked, Revolve, fit_budget, least_evaluations
 
 sizes = st.integers(1, 60)
@@ -66,6 +66,6 @@ def test_all_of_a_large_budget_is_plain_backpropagation():
 def test_a_long_loop_tries_few_chunks_and_finds_nearly_the_best(monkeypatch):
     arguments = {"state_bytes": 1, "tape_bytes": 3}
     few = fit_budget(1500, 90, **arguments).counts().evaluations
-    monkeypatch.setattr("recoup.schedules.budget._FEW", 1500)
+    monkeypatch.setattr("recoup.schedules.slot_budget._FEW", 1500)
     assert few == fit_budget(1500, 90, **arguments).counts().evaluations
     assert fit_budget(10**6, 3000, **arguments).chunk > 1

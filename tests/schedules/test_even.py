@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recoup.core.errors import UsageError
+from recoup.errors import UsageError
 from recoup.schedules import Even, interpret, positions
 from recoup.schedules.even import compute_checkpoint_positions
 

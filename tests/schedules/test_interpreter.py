@@ -2,7 +2,7 @@
 
 import pytest
 
-from recoup.core.errors import ScheduleError
+from recoup.errors import ScheduleError
 from recoup.schedules import Revolve, interpret
 from recoup.schedules.actions import Advance, Free, Restore, Reverse, Snapshot
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recoup.core.errors import UsageError
+from recoup.errors import UsageError
 from recoup.schedules import Chunked, Multistage, Revolve, interpret
 from recoup.schedules.actions import Snapshot
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recoup.core.errors import UsageError
+from recoup.errors import UsageError
 from recoup.schedules import Chunked, Even, Revolve, StoreAll, interpret, positions
 
 SLOTS = (1, 2, 3, 5, 10, 31, 100)

@@ -5,9 +5,9 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from recoup.api.findings import graph_findings
-from recoup.api.measuring import measure
 from recoup.core.graph import Boundary, Graph, Operation, Save, Storage, Value
+from recoup.fitting.collected_findings import graph_findings
+from recoup.fitting.measuring import measure
 from recoup.planners.plan import frontier
 from recoup.report.findings import Findings
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import recoup
 from benchmarks.zoo.case import Case
 from benchmarks.zoo.problem import Problem
-from recoup import InfeasibleError
 from recoup.core.segments import Action
+from recoup.errors import InfeasibleError
 from recoup.planners.search import Search
 from tests.support.bits import tree_differences
 from tests.support.twin import generator_states, leftovers, seed_generators

@@ -19,11 +19,13 @@ import torch
 from torch._C import _len_torch_dispatch_stack
 from torch.utils._python_dispatch import _pop_mode
 
-from recoup import ChangedTensorError, CheckpointScope, is_recomputing
-from recoup.engine.active import _OPEN, abandon_from, open_regions
-from recoup.engine.region import Region as RecordedRegion
-from recoup.engine.rerun import Rerun
-from recoup.engine.values import Hold
+from recoup import CheckpointScope
+from recoup.checkpointing import is_recomputing
+from recoup.engine.lifetime.values import Hold
+from recoup.engine.recording.active import _OPEN, abandon_from, open_regions
+from recoup.engine.recording.region import Region as RecordedRegion
+from recoup.engine.replay.rerun import Rerun
+from recoup.errors import ChangedTensorError
 from tests.support.interrupts import Interrupter
 from tests.support.programs import (
     ALL_NAMES,

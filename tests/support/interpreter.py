@@ -1,6 +1,6 @@
 """Runs a plan step by step: allocates, holds, hands over, replays and frees.
 
-It does what the engine does, object by object: see `recoup.engine.region`. With
+It does what the engine does, object by object: see `recoup.engine.recording.region`. With
 `recoup.core.simulation` it shares nothing but the graph and the segments.
 """
 

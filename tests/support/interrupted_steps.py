@@ -10,11 +10,11 @@ from recoup import (
     apply_plan,
     checkpoint,
     checkpoint_module,
-    is_recomputing,
     uncheckpoint_module,
 )
+from recoup.checkpointing import is_recomputing
 from recoup.core.plan import Place, Plan, Span
-from recoup.engine.active import open_regions
+from recoup.engine.recording.active import open_regions
 from tests.support.twin import leftovers
 
 X = torch.linspace(-1, 1, 8).reshape(2, 4)

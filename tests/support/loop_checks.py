@@ -5,8 +5,8 @@ import warnings
 import torch
 
 import recoup
-from recoup import BudgetWarning
-from recoup.backend.memory import StorageMeter
+from recoup.backend.memory.meters import StorageMeter
+from recoup.errors import BudgetWarning
 from tests.support.training_loops import build, twin_of
 
 STEPS = 4

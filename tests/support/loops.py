@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recoup.backend.memory import StorageMeter
+from recoup.backend.memory.meters import StorageMeter
 from recoup.loops.loop import checkpointed_loop
 from recoup.schedules import Chunked, Even, Multistage, Revolve, StoreAll
 

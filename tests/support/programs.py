@@ -25,17 +25,16 @@ from recoup import (
     KeepCostly,
     KeepSmall,
     Packed,
-    Tier,
-    UsageError,
     checkpoint,
     checkpoint_module,
     keep,
-    mark_checkpoint,
     recompute,
     rerun,
     uncheckpoint_module,
-    unmark_checkpoint,
 )
+from recoup.checkpointing import mark_checkpoint, unmark_checkpoint
+from recoup.errors import UsageError
+from recoup.tiers import Tier
 from tests.support.instructions import COMPUTE, RANDOM, VIEWS, WRITES
 from tests.support.twin import Region, Step, idle, plain
 from tests.support.wrapping import COLLECTIVES, Wrapped, parts_of

@@ -16,17 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from recoup import (
-    Host,
-    PeerError,
-    Trainer,
-    TrainerSettings,
-    UnsupportedError,
-    UsageError,
-    checkpoint_module,
-)
-from recoup.measure.optimizers import missing_state_bytes, state_bytes
-from recoup.train.sharding import whole
+from recoup import Host, Trainer, TrainerSettings, checkpoint_module
+from recoup.errors import PeerError, UnsupportedError, UsageError
+from recoup.measurement.steps.optimizers import missing_state_bytes, state_bytes
+from recoup.train.saving.sharding import whole
 from tests.support.training import Ceiling, Classifier, samples
 
 Values = list[list[float]]

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 
 from recoup import Trainer, TrainerSettings
-from recoup.backend.ledger import storages_in
+from recoup.backend.memory.ledger import storages_in
 from tests.support.counting import Watching
 
 

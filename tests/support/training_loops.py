@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from recoup.backend.memory import StorageMeter
+from recoup.backend.memory.meters import StorageMeter
 
 WIDTH, ROWS = 16, 256
 

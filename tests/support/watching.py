@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recoup import is_recomputing
+from recoup.checkpointing import is_recomputing
 
 CPU_STATE_BYTES = 5056
 """The bytes of one state of the CPU generator (Mersenne Twister)."""

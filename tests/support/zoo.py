@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import recoup
-from recoup.backend.memory import StorageMeter
+from recoup.backend.memory.meters import StorageMeter
 from tests.support.architectures import ARCHITECTURES, BOTH, DECODER, ENCODER
 from tests.support.architectures import Architecture as Configured
 from tests.support.bits import tree_differences
@@ -97,7 +97,7 @@ def result_of(entry: Entry) -> Result:
     seed_generators(_SEED)
     try:
         _, report = recoup.fit(model, inputs, budget_bytes, loss=loss_of)
-    except recoup.InfeasibleError as error:
+    except recoup.errors.InfeasibleError as error:
         return Result(plain_bytes, budget_bytes, floor_bytes=error.floor_bytes)
     peak_bytes, found = _step(model, inputs)
     differences = tuple(tree_differences(expected, found, where=""))

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from recoup.api.measuring import measure
-from recoup.backend.trees import tensors
-from recoup.core.errors import UnsupportedError
+from recoup.backend.state.trees import tensors
+from recoup.errors import UnsupportedError
+from recoup.fitting.measuring import measure
 from tests.support.graphs import timeless
 from tests.support.modules import Sample, module_subjects
 

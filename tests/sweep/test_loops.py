@@ -2,7 +2,7 @@
 
 import pytest
 
-from recoup import InfeasibleError
+from recoup.errors import InfeasibleError
 from tests.support.loop_checks import check_loop
 from tests.support.training_loops import KINDS, MODELS
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from recoup import CheckpointScope, RecoupError
+from recoup import CheckpointScope
+from recoup.errors import RecoupError
 from tests.support.operators import (
     DEFECTS,
     Case,

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from recoup import ParameterAverage, UsageError
-from recoup.train.snapshot import read_snapshot
+from recoup.errors import UsageError
+from recoup.train import ParameterAverage
+from recoup.train.saving.snapshot import read_snapshot
 from tests.support.bits import tree_differences
 from tests.support.training import batches, make_trainer, remains
 

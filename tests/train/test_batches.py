@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from recoup import UsageError
-from recoup.train.batches import (
+from recoup.errors import UsageError
+from recoup.train.data.batches import (
     batch_size,
     compute_loss,
     sample_count,

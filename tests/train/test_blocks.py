@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from recoup import is_checkpointed
-from recoup.train.blocks import checkpoint_blocks, uncheckpoint_blocks
+from recoup.checkpointing import is_checkpointed
+from recoup.train.budgeting.block_regions import checkpoint_blocks, uncheckpoint_blocks
 from tests.support.models import Residual
 
 

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from recoup import InfeasibleError, Trainer, TrainerSettings
+from recoup import Trainer, TrainerSettings
+from recoup.errors import InfeasibleError
 from tests.support.training import samples
 from tests.support.twin import leftovers
 

@@ -7,13 +7,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from recoup import (
-    Trainer,
-    TrainerSettings,
-    UsageError,
-    compare_configurations,
-    is_checkpointed,
-)
+from recoup import Trainer, TrainerSettings
+from recoup.checkpointing import is_checkpointed
+from recoup.errors import UsageError
+from recoup.train import compare_configurations
 from tests.support.bits import tree_differences
 from tests.support.training import Classifier, samples
 from tests.support.twin import leftovers

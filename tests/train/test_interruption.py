@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from recoup.train.interruption import Interruption
+from recoup.train.signals import Interruption
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

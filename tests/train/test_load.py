@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from recoup import Trainer, TrainerSettings, checkpoint_module
-from recoup.engine import region
+from recoup.engine.recording import region
 from tests.support.counting import Alive, Operators
 from tests.support.training import batches, make_trainer
 

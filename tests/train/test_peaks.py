@@ -5,8 +5,8 @@ import weakref
 import pytest
 import torch
 
-from recoup.backend.memory import AllocatorMeter, StorageMeter
-from recoup.train.peaks import Peak, Peaks
+from recoup.backend.memory.meters import AllocatorMeter, StorageMeter
+from recoup.train.budgeting.peaks import Peak, Peaks
 
 MEBIBYTE = 1 << 20
 

@@ -7,8 +7,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from recoup import SnapshotError, UsageError
-from recoup.train.position import Position, make_loader
+from recoup.errors import SnapshotError, UsageError
+from recoup.train.data.position import Position, make_loader
 from tests.support.training import make_trainer, samples
 
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from recoup.train.snapshot import read_snapshot
+from recoup.train.saving.snapshot import read_snapshot
 from tests.support import together as cases
 from tests.support.processes import ENDED, together
 

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from recoup import Trainer, TrainerSettings, is_checkpointed
+from recoup import Trainer, TrainerSettings
+from recoup.checkpointing import is_checkpointed
 from tests.support.bits import tree_differences
 from tests.support.training import (
     Ceiling,

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from recoup import Trainer, UsageError
-from recoup.train.reduction import reduction_of
+from recoup import Trainer
+from recoup.errors import UsageError
+from recoup.train.data.reduction import reduction_of
 from tests.support.training import Classifier, samples
 
 INPUTS, TARGETS = samples(11)

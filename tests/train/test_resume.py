@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler, Sampler, TensorDataset
 
-from recoup import SnapshotError, Trainer
-from recoup.train.snapshot import read_snapshot, write_snapshot
+from recoup import Trainer
+from recoup.errors import SnapshotError
+from recoup.train.saving.snapshot import read_snapshot, write_snapshot
 from tests.support import killed
 from tests.support.bits import tree_differences
 from tests.support.processes import forker

@@ -5,15 +5,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from recoup import (
-    CheckpointProfiler,
-    Trainer,
-    TrainerSettings,
-    UsageError,
-    checkpoint_module,
-    is_checkpointed,
-)
-from recoup.train.snapshot import read_snapshot
+from recoup import CheckpointProfiler, Trainer, TrainerSettings, checkpoint_module
+from recoup.checkpointing import is_checkpointed
+from recoup.errors import UsageError
+from recoup.train.saving.snapshot import read_snapshot
 from tests.support.bits import tree_differences
 from tests.support.training import (
     Ceiling,

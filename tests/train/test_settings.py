@@ -5,7 +5,8 @@ import math
 
 import pytest
 
-from recoup import TrainerSettings, UsageError
+from recoup import TrainerSettings
+from recoup.errors import UsageError
 
 
 def test_the_seeds_settings_have_the_seeds_values():

@@ -17,8 +17,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recoup import SnapshotError
-from recoup.train.snapshot import read_snapshot, write_snapshot
+from recoup.errors import SnapshotError
+from recoup.train.saving.snapshot import read_snapshot, write_snapshot
 from tests.support.bits import tree_differences
 
 DTYPES = [

@@ -10,14 +10,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from recoup import (
-    GradientScaler,
-    SnapshotError,
-    Trainer,
-    TrainerSettings,
-    UsageError,
-    is_checkpointed,
-)
+from recoup import GradientScaler, Trainer, TrainerSettings
+from recoup.checkpointing import is_checkpointed
+from recoup.errors import SnapshotError, UsageError
 from tests.support.bits import tree_differences
 from tests.support.training import (
     Classifier,

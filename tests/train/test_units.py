@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from recoup import InfeasibleError, is_checkpointed
-from recoup.measure.floor import run_step
-from recoup.measure.training import training_step
-from recoup.train.units import UnitPlan, lowest_level, units_of
+from recoup.checkpointing import is_checkpointed
+from recoup.errors import InfeasibleError
+from recoup.measurement.steps.floor import run_step
+from recoup.measurement.steps.training_step import training_step
+from recoup.train.budgeting.sharded_units import UnitPlan, lowest_level, units_of
 
 
 @given(

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from recoup.cli.arguments import (
+from recoup.cli.command_arguments import (
     AsJson,
     Budgets,
     BudgetText,
@@ -26,7 +26,7 @@ from recoup.cli.arguments import (
     check_compile,
     check_device,
 )
-from recoup.cli.outputs import (
+from recoup.cli.output_files import (
     as_json,
     check_figure,
     check_writable,
@@ -342,7 +342,7 @@ def explain(
     del debug
 
     from recoup.core.plan import Plan
-    from recoup.report.plans import plan_numbers, plan_text
+    from recoup.report.plan_text import plan_numbers, plan_text
 
     plan = Plan.from_json(read_text(path))
     print(as_json(plan_numbers(plan)) if json else plan_text(plan))

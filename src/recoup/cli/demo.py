@@ -13,19 +13,19 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from recoup.api.fit import Fit
 from recoup.cli.corpus import read_text
-from recoup.cli.gpt import Shape
-from recoup.cli.outputs import as_json
-from recoup.cli.training import (
+from recoup.cli.demo_training import (
     Outcome,
     Settings,
     compare_repeatably,
     gradients_equal,
     losses_equal,
 )
-from recoup.core.errors import RecoupError
+from recoup.cli.gpt import Shape
+from recoup.cli.output_files import as_json
 from recoup.core.units import print_bytes, print_seconds
+from recoup.errors import RecoupError
+from recoup.fitting.fit import Fit
 
 INTERRUPTED = 130
 """The exit status of a program ended by Ctrl-C: 128 and the number of the signal."""

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-from recoup.api.environment import device_words, environment
-from recoup.backend.links import link_bytes_per_second
+from recoup.backend.memory.links import link_bytes_per_second
 from recoup.core.units import print_bytes
-from recoup.engine.function import checkpoint
+from recoup.engine.scopes.function import checkpoint
+from recoup.fitting.environment import device_words, environment
 from recoup.report.texts import table
 
 _OPTIONAL = ("numpy", "scipy", "jax", "autograd", "tensorboard", "transformers")

@@ -11,7 +11,7 @@ from importlib import import_module
 import typer
 
 from recoup.cli import commands
-from recoup.cli.outputs import as_json
+from recoup.cli.output_files import as_json
 from recoup.cli.statuses import (
     DONE,
     FAILED,
@@ -21,7 +21,7 @@ from recoup.cli.statuses import (
     USAGE,
     CommandError,
 )
-from recoup.core.errors import InfeasibleError, PlanError, RecoupError, UsageError
+from recoup.errors import InfeasibleError, PlanError, RecoupError, UsageError
 
 _EPILOGUE = "Exit status: " + "; ".join(
     f"{status} {meaning}" for status, meaning in MEANINGS.items()

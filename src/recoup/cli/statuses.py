@@ -1,6 +1,6 @@
 """Exit statuses of the command line, and the error that carries one."""
 
-from recoup.core.errors import RecoupError
+from recoup.errors import RecoupError
 
 DONE = 0
 FAILED = 1

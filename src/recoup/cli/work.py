@@ -8,26 +8,26 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from recoup.api.budgets import budget_bytes, infeasible_with, told_bytes
-from recoup.api.compiled_fit import CompiledFit
-from recoup.api.contest import Entry, contest
-from recoup.api.findings import graph_findings
-from recoup.api.fit import Fit, fit
-from recoup.api.measuring import measure
-from recoup.api.progress import bar
-from recoup.cli.faults import told_apart
+from recoup.cli.blame import told_apart
 from recoup.cli.targets import Target
 from recoup.core.callers import calls_user
-from recoup.core.errors import InfeasibleError, UsageError
 from recoup.core.graph import Graph
 from recoup.core.segments import Action, Segment
 from recoup.core.units import print_bytes
-from recoup.measure.optimizers import missing_state_bytes, state_bytes
-from recoup.measure.training import device_of, takes_target
+from recoup.errors import InfeasibleError, UsageError
+from recoup.fitting.budgets import budget_bytes, infeasible_with, told_bytes
+from recoup.fitting.collected_findings import graph_findings
+from recoup.fitting.compiled_fit import CompiledFit
+from recoup.fitting.contest import Entry, contest
+from recoup.fitting.fit import Fit, fit
+from recoup.fitting.measuring import measure
+from recoup.fitting.progress import bar
+from recoup.measurement.steps.optimizers import missing_state_bytes, state_bytes
+from recoup.measurement.steps.training_step import device_of, takes_target
 from recoup.planners.plan import frontier, plan_with
 from recoup.planners.search import Search
 from recoup.report.findings import Findings
-from recoup.train.comparison import Comparison, compare_configurations
+from recoup.train.budgeting.comparison import Comparison, compare_configurations
 
 
 def fit_target(

@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
-from recoup.core.errors import PlanError
+from recoup.errors import PlanError
 
 FORMAT = "recoup compiled plan"
 FORMAT_VERSION = 1

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from recoup.core.errors import UsageError
+from recoup.errors import UsageError
 
 BEFORE = -1
 """The producer of a value that existed before the step."""

@@ -3,10 +3,10 @@
 from collections import Counter
 from collections.abc import Mapping
 
-from recoup.core.errors import PlanError
 from recoup.core.graph import Graph
 from recoup.core.plan import Place, Plan, Span
 from recoup.core.segments import Action, Segment
+from recoup.errors import PlanError
 
 
 def locate(graph: Graph, plan: Plan) -> tuple[Segment, ...]:

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from recoup.core.errors import PlanError, UsageError
 from recoup.core.graph import BEFORE, Boundary, Graph
 from recoup.core.readings import MOST, is_amount, is_duration, is_printable
 from recoup.core.segments import Action, Segment
+from recoup.errors import PlanError, UsageError
 
 FORMAT = "recoup plan"
 FORMAT_VERSION = 1
@@ -104,7 +104,7 @@ class Plan:
         True
         >>> Plan.from_json("{}")
         Traceback (most recent call last):
-        recoup.core.errors.PlanError: this is no plan of recoup: format is missing. ...
+        recoup.errors.PlanError: this is no plan of recoup: format is missing. ...
     """
 
     spans: tuple[Span, ...] = ()

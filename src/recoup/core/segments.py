@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from recoup.core.errors import UsageError
+from recoup.errors import UsageError
 
 REGION_OPERATORS = 3
 """How many recorded operators take the host as long as to begin and end a region."""

@@ -5,7 +5,7 @@ import re
 from numbers import Integral, Real
 from typing import Any
 
-from recoup.core.errors import UsageError
+from recoup.errors import UsageError
 
 _BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _DECIMAL_UNITS = ("B", "KB", "MB", "GB", "TB", "PB", "EB")
@@ -75,7 +75,7 @@ def parse_budget(budget: str | float) -> int | float:
         (8000000000, 8000000000, 8000000000)
         >>> parse_budget("120%")
         Traceback (most recent call last):
-        recoup.core.errors.UsageError: expected a share above 0% and up to 100% for ...
+        recoup.errors.UsageError: expected a share above 0% and up to 100% for ...
     """
     given: Any = budget
     found: int | float

@@ -9,16 +9,16 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from recoup.api.arguments import actions_of
-from recoup.api.budgets import Budget, budget_or_environment
-from recoup.api.compiled_fit import CompiledFit
-from recoup.api.fit import Compile, Fit, check_compile
-from recoup.backend.compiled import uncompiled
-from recoup.core.errors import UnsupportedError
+from recoup.backend.compiler.recognition import uncompiled
 from recoup.core.segments import Action
-from recoup.train.budget import fit_together
+from recoup.errors import UnsupportedError
+from recoup.fitting.arguments import actions_of
+from recoup.fitting.budgets import Budget, budget_or_environment
+from recoup.fitting.compiled_fit import CompiledFit
+from recoup.fitting.fit import Compile, Fit, check_compile
+from recoup.train.budgeting.process_budget import fit_together
+from recoup.train.budgeting.sharded_units import UnitPlan
 from recoup.train.processes import Processes, unwrapped
-from recoup.train.units import UnitPlan
 
 _log = logging.getLogger(__name__)
 

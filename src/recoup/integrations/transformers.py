@@ -13,13 +13,13 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from recoup.api.budgets import Budget
-from recoup.api.compiled_fit import CompiledFit
-from recoup.api.fit import Compile, Fit
-from recoup.core.errors import InfeasibleError, UnsupportedError, UsageError
 from recoup.core.segments import Action
+from recoup.errors import InfeasibleError, UnsupportedError, UsageError
+from recoup.fitting.budgets import Budget
+from recoup.fitting.compiled_fit import CompiledFit
+from recoup.fitting.fit import Compile, Fit
 from recoup.integrations.first_step import FirstStep, eager
-from recoup.train.units import UnitPlan
+from recoup.train.budgeting.sharded_units import UnitPlan
 
 
 class RecoupCallback(TrainerCallback, ExportableState):

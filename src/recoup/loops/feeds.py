@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from copy import copy
 from typing import Any
 
-from recoup.core.errors import UsageError
-from recoup.loops.trees import Structure, flatten, unflatten
+from recoup.errors import UsageError
+from recoup.loops.state_trees import Structure, flatten, unflatten
 
 
 class Stacked:

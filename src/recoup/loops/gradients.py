@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recoup.core.errors import UnsupportedError, UsageError
-from recoup.loops.rewriting.loops import FoundLoop
+from recoup.errors import UnsupportedError, UsageError
+from recoup.loops.rewriting.found_loops import FoundLoop
 from recoup.loops.rewriting.runtime import LoopOptions, Runtime, warn_about
 from recoup.loops.rewriting.source import Rewritten, rewrite
-from recoup.loops.trees import flatten, unflatten
+from recoup.loops.state_trees import flatten, unflatten
 
 Checkpoint = bool | int | Mapping[str, Any]
 

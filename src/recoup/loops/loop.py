@@ -8,17 +8,17 @@ from typing import Any
 
 from torch import Tensor
 
-from recoup.backend.walk import reach
-from recoup.core.errors import UsageError
+from recoup.backend.state.walk import reach
 from recoup.core.units import parse_bytes
 from recoup.engine.tiers.protocol import Tier
+from recoup.errors import UsageError
 from recoup.loops.feeds import Feed, Listed, Stacked
-from recoup.loops.plans import Plan, checked_verification, known_length
+from recoup.loops.loop_plan import Plan, checked_verification, known_length
 from recoup.loops.slots import Checkpoints
+from recoup.loops.state_trees import flatten
 from recoup.loops.steps import Step
-from recoup.loops.torch_budget import fit_torch_budget
-from recoup.loops.torch_loop import run_torch
-from recoup.loops.trees import flatten
+from recoup.loops.torch.budget import fit_torch_budget
+from recoup.loops.torch.loop import run_torch
 from recoup.schedules.online import Online
 from recoup.schedules.schedule import Schedule
 
@@ -257,7 +257,7 @@ def _fit_torch(
 def _fit_numpy(
     step: Step, state: Any, steps: int, budget_bytes: int, captures: Any, vjp: Any
 ) -> Schedule:
-    from recoup.loops.numpy_budget import fit_numpy_budget  # NumPy is optional
+    from recoup.loops.numpy.budget import fit_numpy_budget  # NumPy is optional
 
     return fit_numpy_budget(step, state, steps, budget_bytes, captures, vjp)
 
@@ -265,7 +265,7 @@ def _fit_numpy(
 def _fit_jax(
     step: Step, state: Any, steps: int, budget_bytes: int, *_: Any
 ) -> Schedule:
-    from recoup.loops.jax_budget import fit_jax_budget  # JAX is optional
+    from recoup.loops.jax.budget import fit_jax_budget  # JAX is optional
 
     return fit_jax_budget(step, state, steps, budget_bytes)
 
@@ -284,7 +284,7 @@ def _run_torch(
 def _run_numpy(
     step: Step, state: Any, plan: Plan, captures: Sequence[Any], vjp: Any
 ) -> tuple[Any, Any, Checkpoints]:
-    from recoup.loops.numpy_loop import run_numpy  # NumPy is optional
+    from recoup.loops.numpy.loop import run_numpy  # NumPy is optional
 
     return run_numpy(step, state, plan, captures, vjp)
 
@@ -292,7 +292,7 @@ def _run_numpy(
 def _run_jax(
     step: Step, state: Any, plan: Plan, captures: Sequence[Any], vjp: Any
 ) -> tuple[Any, Any, Checkpoints]:
-    from recoup.loops.jax_loop import run_jax  # JAX is optional
+    from recoup.loops.jax.loop import run_jax  # JAX is optional
 
     return run_jax(step, state, plan, captures, vjp)
 

@@ -1,8 +1,8 @@
 """Savings: the seed's figures for a loop, and what is really held and run again."""
 
-from recoup.loops.plans import default_checkpoints
+from recoup.loops.loop_plan import default_checkpoints
 from recoup.schedules.even import Even, compute_checkpoint_positions
-from recoup.schedules.store_all import StoreAll
+from recoup.schedules.whole_tape import StoreAll
 
 
 def get_memory_savings(

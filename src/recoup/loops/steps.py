@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from recoup.core.errors import UsageError
+from recoup.errors import UsageError
 from recoup.loops.feeds import Feed
 
 Function = Callable[..., Any]

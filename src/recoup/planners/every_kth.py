@@ -1,8 +1,8 @@
 """Recompute every k-th block."""
 
-from recoup.core.errors import UsageError
 from recoup.core.graph import Graph
 from recoup.core.segments import Segment
+from recoup.errors import UsageError
 from recoup.planners.blocks import blocks_of
 
 

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from recoup.core.errors import InfeasibleError
 from recoup.core.graph import Boundary, Graph
 from recoup.core.segments import Segment
 from recoup.core.simulation import simulate
 from recoup.core.units import print_bytes
+from recoup.errors import InfeasibleError
 
 _SHOWN = 3
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from recoup.core.calls import within_calls
+from recoup.core.call_order import within_calls
 from recoup.core.graph import Graph
 from recoup.core.idle import without_idle_actions
 from recoup.core.segments import Action, Segment

@@ -5,11 +5,11 @@ from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
-from recoup.core.errors import InfeasibleError, UsageError
 from recoup.core.graph import Graph
 from recoup.core.segments import Action
 from recoup.core.simulation import simulate
 from recoup.core.units import parse_budget
+from recoup.errors import InfeasibleError, UsageError
 from recoup.planners.infeasible import infeasible
 from recoup.planners.search import Plan, Search
 from recoup.planners.solution import Solution

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import cached_property
 from time import perf_counter
 
-from recoup.core.calls import within_calls
+from recoup.core.call_order import within_calls
 from recoup.core.graph import Graph
 from recoup.core.idle import is_idle, without_idle_actions
 from recoup.core.segments import Action, Segment

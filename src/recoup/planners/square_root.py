@@ -2,7 +2,7 @@
 
 import math
 
-from recoup.core.calls import within_calls
+from recoup.core.call_order import within_calls
 from recoup.core.graph import Graph
 from recoup.core.segments import Segment
 from recoup.planners.blocks import blocks_of

@@ -5,7 +5,7 @@ import math
 import torch
 from torch.optim import Optimizer
 
-from recoup.core.errors import UsageError
+from recoup.errors import UsageError
 
 
 def default_device() -> str:

@@ -4,7 +4,7 @@ from typing import Literal, get_args
 
 import torch
 
-from recoup.core.errors import UnsupportedError, UsageError
+from recoup.errors import UnsupportedError, UsageError
 
 Precision = Literal["fp32", "bf16", "fp16", "auto"]
 """What mixed precision computes in; `auto` asks the hardware."""

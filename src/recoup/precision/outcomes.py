@@ -6,7 +6,7 @@ from weakref import ref
 from torch import Tensor
 from torch.optim import Optimizer
 
-from recoup.core.errors import UsageError
+from recoup.errors import UsageError
 
 
 @dataclass(slots=True)

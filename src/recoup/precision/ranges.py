@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils.module_tracker import ModuleTracker
 
-from recoup.backend.dispatch import OperatorMode
-from recoup.backend.trees import tensors
-from recoup.core.errors import UsageError
+from recoup.backend.operators.dispatch import OperatorMode
+from recoup.backend.state.trees import tensors
+from recoup.errors import UsageError
 from recoup.precision.formats import check_precision
 
 _FORMATS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}

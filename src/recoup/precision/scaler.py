@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from recoup.backend.scaling import OpenScaler
-from recoup.core.errors import UsageError
+from recoup.backend.training.scaling import OpenScaler
+from recoup.errors import UsageError
 from recoup.precision.conditions import (
     check_bounds,
     check_device,

@@ -11,7 +11,7 @@ from recoup.planners.greedy import greedy
 from recoup.planners.recompute_all import recompute_all
 from recoup.planners.solution import Solution
 from recoup.planners.square_root import square_root
-from recoup.report.blocks import block_rows
+from recoup.report.block_rows import block_rows
 from recoup.report.findings import Baseline, Findings, PlanView
 from recoup.report.timeline import timeline
 

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 
-from recoup.core.errors import UsageError
+from recoup.errors import UsageError
 from recoup.report.charts import frontier_chart, timeline_chart
 from recoup.report.findings import Findings, Timeline
 from recoup.report.painting import paint_frontier, paint_timeline, png_of
@@ -37,7 +37,7 @@ class Figure(ABC):
         Examples:
             >>> MemoryFigure(Timeline((), (), 0, 0, 0, 0, "", ())).save("memory.jpg")
             Traceback (most recent call last):
-            recoup.core.errors.UsageError: a figure is saved as .svg or .png: got ...
+            recoup.errors.UsageError: a figure is saved as .svg or .png: got ...
         """
         target = Path(path)
         target.write_bytes(self.encoded(check_kind(target)))

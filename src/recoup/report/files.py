@@ -4,8 +4,8 @@ import dataclasses
 import json
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
-from recoup.core.errors import UsageError
 from recoup.core.readings import MOST, is_amount, is_duration, is_printable
+from recoup.errors import UsageError
 from recoup.report.findings import CATEGORIES, Findings, Timeline
 
 FORMAT = "recoup findings"
@@ -29,7 +29,7 @@ def from_json(text: str) -> Findings:
     Examples:
         >>> from_json("[]")
         Traceback (most recent call last):
-        recoup.core.errors.UsageError: this is no file of findings: it is a list. ...
+        recoup.errors.UsageError: this is no file of findings: it is a list. ...
     """
     try:
         data = json.loads(text)

@@ -5,8 +5,8 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-from recoup.core.errors import UnsupportedError
 from recoup.core.units import print_bytes, print_seconds
+from recoup.errors import UnsupportedError
 from recoup.report.charts import joined, shades
 from recoup.report.drawing import colour, plain_colour, ticks
 from recoup.report.findings import Baseline, Findings, PlanView, Timeline

@@ -1,6 +1,5 @@
 """Loop schedules as streams of integer actions; no torch here."""
 
-from recoup.schedules.budget import fit_budget
 from recoup.schedules.counts import Counts
 from recoup.schedules.even import Even
 from recoup.schedules.interpreter import interpret
@@ -10,7 +9,8 @@ from recoup.schedules.optimum import least_evaluations
 from recoup.schedules.picture import draw
 from recoup.schedules.revolve import Chunked, Revolve
 from recoup.schedules.schedule import Schedule, positions
-from recoup.schedules.store_all import StoreAll
+from recoup.schedules.slot_budget import fit_budget
+from recoup.schedules.whole_tape import StoreAll
 
 __all__ = [
     "Chunked",

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from recoup.core.errors import UsageError
+from recoup.errors import UsageError
 from recoup.schedules.actions import (
     Action,
     Advance,

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import assert_never
 
-from recoup.core.errors import ScheduleError
+from recoup.errors import ScheduleError
 from recoup.schedules.actions import (
     Action,
     Advance,

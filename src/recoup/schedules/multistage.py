@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from recoup.core.errors import UsageError
+from recoup.errors import UsageError
 from recoup.schedules.actions import Action, Restore, Snapshot
 from recoup.schedules.counts import Counts
 from recoup.schedules.revolve import Chunked

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Protocol
 
-from recoup.core.errors import UsageError
+from recoup.errors import UsageError
 from recoup.schedules.actions import Action, Reverse, Snapshot
 from recoup.schedules.counts import Counts
 

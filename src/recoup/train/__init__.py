@@ -1,1 +1,16 @@
-"""The trainer: a loop that uses everything here and survives what stops others."""
+"""The trainer, and the parts of it that serve any training loop.
+
+Uses everything below; nothing below imports it.
+"""
+
+from recoup.train.budgeting.comparison import compare_configurations
+from recoup.train.saving.averaging import ParameterAverage
+from recoup.train.settings import TrainerSettings
+from recoup.train.trainer import Trainer
+
+__all__ = [
+    "ParameterAverage",
+    "Trainer",
+    "TrainerSettings",
+    "compare_configurations",
+]

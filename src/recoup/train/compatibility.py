@@ -9,8 +9,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from recoup.backend.joint_optimizer import joined
-from recoup.core.errors import UsageError
+from recoup.backend.training.joint_optimizer import joined
+from recoup.errors import UsageError
 from recoup.precision.scaler import GradientScaler
 
 _log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from recoup.core.errors import PeerError, UnsupportedError
+from recoup.errors import PeerError, UnsupportedError
 
 _ALONE: AbstractContextManager[None] = nullcontext()
 _LOST_PEER = ("Connection closed by peer", "Connection reset", "Broken pipe")

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from recoup.core.errors import UsageError
 from recoup.core.units import parse_bytes
+from recoup.errors import UsageError
 from recoup.precision.formats import Precision, check_precision
 
 
@@ -56,7 +56,7 @@ class TrainerSettings:
         >>> TrainerSettings(epochs=0)
         Traceback (most recent call last):
         ...
-        recoup.core.errors.UsageError: epochs is a whole number from 1: got 0.
+        recoup.errors.UsageError: epochs is a whole number from 1: got 0.
     """
 
     epochs: int = 1

@@ -9,29 +9,29 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from recoup.backend.memory import is_out_of_memory
-from recoup.backend.state import StateSnapshot
-from recoup.backend.trees import tensors
+from recoup.backend.memory.meters import is_out_of_memory
+from recoup.backend.state.snapshots import StateSnapshot
+from recoup.backend.state.trees import tensors
 from recoup.core.callers import calls_user
-from recoup.core.errors import PeerError, UnsupportedError, UsageError
+from recoup.errors import PeerError, UnsupportedError, UsageError
+from recoup.precision.mixed_precision import MixedPrecisionScope
 from recoup.precision.scaler import GradientScaler
-from recoup.precision.scope import MixedPrecisionScope
-from recoup.train.batches import (
+from recoup.train.budgeting.peaks import Peaks
+from recoup.train.budgeting.recovery import Recovery
+from recoup.train.data.batches import (
     LossFunction,
     compute_loss,
     has_samples,
     tensors_in,
     to_device,
 )
+from recoup.train.data.proof import Proof
+from recoup.train.data.reduction import WeightFunction, reduction_of
 from recoup.train.outcome import Outcome
-from recoup.train.peaks import Peaks
 from recoup.train.processes import Processes, Report
-from recoup.train.proof import Proof
-from recoup.train.recovery import Recovery
-from recoup.train.reduction import WeightFunction, reduction_of
-from recoup.train.results import StepResult
+from recoup.train.run_results import StepResult
+from recoup.train.saving.sharding import whole
 from recoup.train.settings import TrainerSettings
-from recoup.train.sharding import whole
 
 OUT_OF_MEMORY, FAILED = 1, 2
 

@@ -11,30 +11,30 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from recoup.api.compiled_fit import CompiledFit
-from recoup.api.fit import Fit
-from recoup.core.errors import SnapshotError, UsageError
+from recoup.errors import SnapshotError, UsageError
+from recoup.fitting.compiled_fit import CompiledFit
+from recoup.fitting.fit import Fit
 from recoup.precision.scaler import GradientScaler
-from recoup.train.averaging import ParameterAverage, lifted, refuse_applied
-from recoup.train.batches import LossFunction
-from recoup.train.budget import fit_together
+from recoup.train.budgeting.process_budget import fit_together
+from recoup.train.budgeting.recovery import weakly
+from recoup.train.budgeting.sharded_units import UnitPlan
+from recoup.train.budgeting.trainer_regions import BlockRegions
 from recoup.train.compatibility import check_parts, check_types, enter_training_mode
-from recoup.train.interruption import Interruption
+from recoup.train.data.batches import LossFunction
+from recoup.train.data.position import Position, make_loader, own_position
+from recoup.train.data.reduction import WeightFunction
+from recoup.train.fit_call import Run, groups, step_count
 from recoup.train.outcome import Outcome
-from recoup.train.position import Position, make_loader, own_position
 from recoup.train.processes import Report, unwrapped
-from recoup.train.progress import ProgressBar
-from recoup.train.recovery import weakly
-from recoup.train.reduction import WeightFunction
-from recoup.train.regions import BlockRegions
-from recoup.train.results import RunResult, StepResult
-from recoup.train.runs import Run, groups, step_count
+from recoup.train.progress_bar import ProgressBar
+from recoup.train.run_results import RunResult, StepResult
+from recoup.train.saving.averaging import ParameterAverage, lifted, refuse_applied
+from recoup.train.saving.run_state import apply_state, collect_state
+from recoup.train.saving.snapshot import check_folder, read_snapshot, write_snapshot
 from recoup.train.schedulers import as_schedulers, joined_schedulers
 from recoup.train.settings import TrainerSettings, check_count
-from recoup.train.snapshot import check_folder, read_snapshot, write_snapshot
-from recoup.train.state import apply_state, collect_state
+from recoup.train.signals import Interruption
 from recoup.train.stepper import Stepper
-from recoup.train.units import UnitPlan
 
 _log = logging.getLogger(__name__)
 _VERSION = 3

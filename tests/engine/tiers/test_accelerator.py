@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from recoup import CheckpointScope, Host, KeepCostly, Tier, tier_usage
+from recoup import CheckpointScope, Host, KeepCostly
 from recoup.engine.tiers.host import pool_of
+from recoup.tiers import Tier, tier_usage
 from tests.support.models import PROBLEMS, training
 from tests.support.twin import Region, Step, compare
 

@@ -9,18 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from recoup import (
-    CheckpointScope,
-    Device,
-    EightBit,
-    ExactTier,
-    Half,
-    Host,
-    LossyTier,
-    Packed,
-    UsageError,
-)
+from recoup import CheckpointScope, Device, EightBit, Half, Host, Packed
 from recoup.engine.tiers import eight_bit, half, packed
+from recoup.errors import UsageError
+from recoup.tiers import ExactTier, LossyTier
 from tests.support.bits import bits
 
 HOST = Host(smallest_bytes=0)

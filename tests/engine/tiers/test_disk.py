@@ -19,9 +19,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from recoup import CheckpointScope, Disk, TierError, UsageError, tier_usage
+from recoup import CheckpointScope, Disk
 from recoup.engine.tiers.directory import PREFIX, PrivateDirectory, remove_abandoned
 from recoup.engine.tiers.shelf import Shelf, shelf_in
+from recoup.errors import TierError, UsageError
+from recoup.tiers import tier_usage
 
 LENGTH, DOUBLE = 1000, 8
 SIZE_BYTES = LENGTH * DOUBLE
@@ -347,7 +349,8 @@ class TestProcesses:
 
 FORKED = """
 import faulthandler, os, sys, torch
-from recoup import CheckpointScope, Disk, TierError
+from recoup import CheckpointScope, Disk
+from recoup.errors import TierError
 
 def graph(length):
     x = torch.linspace(-1, 1, length, requires_grad=True)

@@ -7,17 +7,10 @@ import torch
 from hypothesis import event, given, settings
 from torch import Tensor, nn
 
-from recoup import (
-    ChangedTensorError,
-    CheckpointScope,
-    Device,
-    Disk,
-    Host,
-    KeepCostly,
-    Packed,
-    Tier,
-)
+from recoup import CheckpointScope, Device, Disk, Host, KeepCostly, Packed
 from recoup.engine.tiers.deposits import Deposit
+from recoup.errors import ChangedTensorError
+from recoup.tiers import Tier
 from tests.support.models import PROBLEMS, Problem, training
 from tests.support.programs import PHASES, Program, as_step, programs, repaired
 from tests.support.twin import Region, compare, judge

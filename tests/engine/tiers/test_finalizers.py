@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from recoup import CheckpointScope, Disk, Host, Packed, Tier, tier_usage
+from recoup import CheckpointScope, Disk, Host, Packed
 from recoup.engine.tiers.account import ACCOUNTS
 from recoup.engine.tiers.deposits import _REGISTER
 from recoup.engine.tiers.host import pool_of, traffic_of
 from recoup.engine.tiers.shelf import Shelf, shelf_in
+from recoup.tiers import Tier, tier_usage
 
 SECONDS = 20
 

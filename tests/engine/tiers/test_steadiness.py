@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from recoup import CheckpointScope, Disk, Half, Host, Packed, Tier, tier_usage
-from recoup.backend.memory import MemoryMeter, device_meter
+from recoup import CheckpointScope, Disk, Half, Host, Packed
+from recoup.backend.memory.meters import MemoryMeter, device_meter
 from recoup.engine.tiers.host import pool_of
 from recoup.engine.tiers.shelf import shelf_in
+from recoup.tiers import Tier, tier_usage
 
 WARM_UP = 5
 

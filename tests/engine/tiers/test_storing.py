@@ -12,14 +12,12 @@ from recoup import (
     Device,
     Host,
     KeepCostly,
-    Tier,
-    UnsupportedError,
-    UsageError,
     checkpoint_module,
     keep,
     recompute,
-    tier_usage,
 )
+from recoup.errors import UnsupportedError, UsageError
+from recoup.tiers import Tier, tier_usage
 from tests.support.counting import Alive
 from tests.support.watching import CountingBackend, Memory, Replayed
 

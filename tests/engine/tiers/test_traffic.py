@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from recoup import ChangedTensorError
-from recoup.backend.pinned import BufferPool
+from recoup.backend.memory.pinned import BufferPool
 from recoup.engine.tiers.traffic import Parcel, Traffic
+from recoup.errors import ChangedTensorError
 from tests.support.queues import SlowStreams, raw
 
 WINDOW_BYTES = 4096

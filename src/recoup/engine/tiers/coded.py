@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from recoup.core.errors import UsageError
 from recoup.engine.tiers.protocol import Stored, Tier
+from recoup.errors import UsageError
 
 
 class Coded(Stored):

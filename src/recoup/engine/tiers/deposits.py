@@ -6,8 +6,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from recoup.backend.graph import current_backward, out_of_sight
-from recoup.backend.storages import (
+from recoup.backend.autograd.saved_tensors import current_backward, out_of_sight
+from recoup.backend.memory.storages import (
     flat,
     free_weak_reference,
     storage_address,

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from recoup.backend.storages import version_of
-from recoup.core.errors import ChangedTensorError
+from recoup.backend.memory.storages import version_of
 from recoup.engine.tiers.protocol import ExactTier, Stored
+from recoup.errors import ChangedTensorError
 
 
 @dataclass(frozen=True, slots=True)

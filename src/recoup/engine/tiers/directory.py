@@ -8,7 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from recoup.core.errors import TierError
+from recoup.errors import TierError
 
 try:
     import fcntl

@@ -6,14 +6,14 @@ from pathlib import Path
 
 from torch import Tensor
 
-from recoup.backend.pinned import Buffer
-from recoup.backend.streams import streams_of
-from recoup.core.errors import TierError, UsageError
+from recoup.backend.memory.pinned import Buffer
+from recoup.backend.memory.streams import streams_of
 from recoup.core.units import print_bytes
 from recoup.engine.tiers.account import ACCOUNTS
 from recoup.engine.tiers.host import WINDOW_BYTES, OnHost
 from recoup.engine.tiers.protocol import ExactTier, Stored, check_sizes
 from recoup.engine.tiers.shelf import Shelf, Slot, shelf_in
+from recoup.errors import TierError, UsageError
 
 QUEUE_BYTES = 1 << 30
 SMALLEST_BYTES = 1 << 20

@@ -6,10 +6,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from recoup.core.errors import UsageError
 from recoup.engine.tiers.coded import Coded, check_place, in_blocks, trimmed
 from recoup.engine.tiers.device import Device
 from recoup.engine.tiers.protocol import SMALLEST_BYTES, LossyTier, Stored, Tier
+from recoup.errors import UsageError
 
 BLOCK = 1024
 """Elements that share an exponent: 2 bytes to 2048, a thousandth more."""

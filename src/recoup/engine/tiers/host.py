@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recoup.backend.pinned import BufferPool, memory_of
-from recoup.backend.streams import streams_of
+from recoup.backend.memory.pinned import BufferPool, memory_of
+from recoup.backend.memory.streams import streams_of
 from recoup.engine.tiers.account import ACCOUNTS
 from recoup.engine.tiers.protocol import SMALLEST_BYTES, ExactTier, Stored, check_sizes
 from recoup.engine.tiers.traffic import Parcel, Traffic

@@ -6,10 +6,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from recoup.core.errors import UsageError
 from recoup.engine.tiers.coded import Coded, check_place, in_blocks
 from recoup.engine.tiers.device import Device
 from recoup.engine.tiers.protocol import SMALLEST_BYTES, ExactTier, Stored, Tier
+from recoup.errors import UsageError
 
 _BITS = (1, 2, 4, 8, 16, 32, 64, 128)
 _NARROWER = {

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
-from recoup.core.errors import UsageError
+from recoup.errors import UsageError
 
 SMALLEST_BYTES = 1 << 16
 """Storages below 64 KiB stay where they are: starting a copy takes a device about as

@@ -15,12 +15,12 @@ from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
-from recoup.backend.pinned import Buffer, BufferPool, memory_of
-from recoup.core.errors import TierError
+from recoup.backend.memory.pinned import Buffer, BufferPool, memory_of
 from recoup.core.units import print_bytes
 from recoup.engine.tiers.account import ACCOUNTS
 from recoup.engine.tiers.directory import PrivateDirectory
 from recoup.engine.tiers.host import OnHost, pool_of
+from recoup.errors import TierError
 
 
 class Slot:

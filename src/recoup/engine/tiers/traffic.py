@@ -7,12 +7,12 @@ from functools import partial
 
 from torch import Tensor
 
-from recoup.backend.graph import current_backward, follow_backward
-from recoup.backend.pinned import Buffer, BufferPool
-from recoup.backend.storages import version_of
-from recoup.backend.streams import Mark, Streams
-from recoup.core.errors import ChangedTensorError
+from recoup.backend.autograd.saved_tensors import current_backward, follow_backward
+from recoup.backend.memory.pinned import Buffer, BufferPool
+from recoup.backend.memory.storages import version_of
+from recoup.backend.memory.streams import Mark, Streams
 from recoup.engine.tiers.device import changed
+from recoup.errors import ChangedTensorError
 
 
 class Parcel:

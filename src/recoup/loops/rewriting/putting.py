@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from recoup.loops.rewriting.nodes import is_mutable
+from recoup.loops.rewriting.state_nodes import is_mutable
 
 
 class Putting:

@@ -9,12 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-from recoup.backend.state import StateSnapshot
-from recoup.backend.walk import reach
-from recoup.core.errors import RecoupError, UnsupportedError
+from recoup.backend.state.snapshots import StateSnapshot
+from recoup.backend.state.walk import reach
+from recoup.errors import RecoupError, UnsupportedError
 from recoup.loops.feeds import Listed
 from recoup.loops.loop import checkpointed_loop
-from recoup.loops.rewriting.nodes import Undefined, sources_of
 from recoup.loops.rewriting.plain import (
     Body,
     Carry,
@@ -24,9 +23,10 @@ from recoup.loops.rewriting.plain import (
     run_plainly,
     run_while_plainly,
 )
+from recoup.loops.rewriting.state_nodes import Undefined, sources_of
 from recoup.loops.rewriting.writes import WriteError, Writes, watched
+from recoup.loops.state_trees import flatten
 from recoup.loops.steps import ConcreteError, KindError
-from recoup.loops.trees import flatten
 from recoup.schedules.online import Online
 from recoup.schedules.revolve import Revolve
 

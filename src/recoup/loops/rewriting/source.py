@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from recoup.core.errors import UnsupportedError
+from recoup.errors import UnsupportedError
 from recoup.loops.rewriting.bodies import append_target
-from recoup.loops.rewriting.loops import FoundLoop, find_loops
+from recoup.loops.rewriting.found_loops import FoundLoop, find_loops
 from recoup.loops.rewriting.names import written_names
 
 RUNTIME = "_recoup"

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recoup.backend.storages import has_storage, version_of
-from recoup.backend.walk import reach
-from recoup.core.errors import CaptureError, UnsupportedError
-from recoup.loops.rewriting.nodes import (
+from recoup.backend.memory.storages import has_storage, version_of
+from recoup.backend.state.walk import reach
+from recoup.errors import CaptureError, UnsupportedError
+from recoup.loops.rewriting.putting import Putting
+from recoup.loops.rewriting.state_nodes import (
     containers_in,
     copied,
     is_known,
@@ -25,9 +26,8 @@ from recoup.loops.rewriting.nodes import (
     memory_of,
     nodes_of,
 )
-from recoup.loops.rewriting.putting import Putting
+from recoup.loops.state_trees import flatten
 from recoup.loops.steps import KindError
-from recoup.loops.trees import flatten
 
 Carry = tuple[Any, ...]
 

@@ -1,1 +1,0 @@
-"""Whole workflows: measure a model, plan for a budget, apply and check the plan."""

@@ -1,0 +1,50 @@
+"""The default type of floating-point numbers, and operators that go by it."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from recoup.backend.state.trees import tensors
+
+default_dtype: Callable[[], torch.dtype] = torch.get_default_dtype
+"""Return the type that floating-point numbers get where nothing says another."""
+
+
+def run_in_default(
+    dtype: torch.dtype, run: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Run an operator as it was run while another default type was in force.
+
+    Only those that are given no floating-point tensor go by the default: those that
+    make tensors, and those that turn integers into fractions. The default is one for
+    all threads, so it is left alone for the others.
+
+    Examples:
+        >>> run_in_default(torch.float64, torch.ones, 1).dtype
+        torch.float64
+        >>> run_in_default(torch.float64, torch.sin, torch.ones(1)).dtype
+        torch.float32
+    """
+    if any(t.is_floating_point() or t.is_complex() for t in tensors((args, kwargs))):
+        return run(*args, **kwargs)
+    with in_default(dtype):
+        return run(*args, **kwargs)
+
+
+@contextmanager
+def in_default(dtype: torch.dtype) -> Iterator[None]:
+    """Run the block with a default type in force, on all threads.
+
+    Examples:
+        >>> with in_default(torch.float64):
+        ...     torch.ones(1).dtype
+        torch.float64
+    """
+    before = default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -1,0 +1,175 @@
+"""Stacks of hooks and modes that torch keeps for each thread: take one out of them.
+
+Torch takes off what is on top, whatever it is. Where an interrupt has left something
+there, somebody who was there before has taken that off instead of his own, which is
+still there; and somebody else may have come since.
+"""
+
+from typing import Any
+
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
+
+from recoup.backend.autograd.saved_tensors import (
+    Pack,
+    Unpack,
+    ambient_hooks,
+    pop_hooks,
+    push_hooks,
+)
+
+
+class Footing:
+    """What is on top of the stacks when something is about to be put there.
+
+    Attributes:
+        hooks: The saved-tensor hooks.
+        mode: The dispatch mode.
+    """
+
+    __slots__ = ("hooks", "mode")
+
+    def __init__(self) -> None:
+        self.hooks = ambient_hooks()
+        stack = _get_current_dispatch_mode_stack()
+        self.mode = stack[-1] if stack else None
+
+    def take_off_hooks(self, pack: Pack) -> None:
+        """Take off the hooks that were put here.
+
+        Args:
+            pack: The first of the two.
+        """
+        hooks = ambient_hooks()
+        if hooks is not None and hooks[0] == pack:
+            pop_hooks()
+            return
+        stack: list[tuple[Pack, Unpack]] = []
+        while hooks is not None:
+            stack.append(hooks)
+            pop_hooks()
+            hooks = ambient_hooks()
+        place = _place_of(pack, [hooks[0] for hooks in stack])
+        if place is None and self.hooks is not None:
+            place = _place_of(self.hooks[0], [hooks[0] for hooks in stack])
+        if place is not None:
+            del stack[place]
+        for hooks in reversed(stack):
+            push_hooks(*hooks)
+
+    @staticmethod
+    def drop(pack: Pack, mode: TorchDispatchMode | None) -> None:
+        """Take off these hooks and this mode wherever they are, if they are there."""
+        stack: list[tuple[Pack, Unpack]] = []
+        hooks = ambient_hooks()
+        while hooks is not None and hooks[0] != pack:
+            stack.append(hooks)
+            pop_hooks()
+            hooks = ambient_hooks()
+        if hooks is not None:
+            pop_hooks()
+        for others in reversed(stack):
+            push_hooks(*others)
+        if mode is not None and mode in _get_current_dispatch_mode_stack():
+            Footing.__new__(Footing).leave_mode(mode)
+
+    def leave_mode(self, mode: TorchDispatchMode) -> None:
+        """Leave the dispatch mode that was entered here."""
+        stack: list[Any] = _get_current_dispatch_mode_stack()
+        if stack and stack[-1] is mode:
+            mode.__exit__(None, None, None)
+            return
+        stack.reverse()
+        place = _place_of(mode, stack)
+        if place is not None:
+            _give_flags(mode, stack[place - 1])
+        elif self.mode is not None:
+            place = _place_of(self.mode, stack)
+        if place is not None:
+            above: list[Any] = [_pop_mode() for _ in range(place + 1)]
+            for entered in reversed(above[:-1]):
+                _push_mode(entered)
+
+
+def enter_at_bottom(mode: TorchDispatchMode) -> None:
+    """Enter a dispatch mode below all that are active on this thread.
+
+    There it can stay while user code enters and leaves modes of its own: torch pops
+    the top of the stack, which is never this one.
+    """
+    above: list[Any] = [_pop_mode() for _ in _get_current_dispatch_mode_stack()]
+    mode.__enter__()
+    for entered in reversed(above):
+        _push_mode(entered)
+    if above:
+        _swap_flags(mode, above[-1])
+
+
+def leave_anywhere(mode: TorchDispatchMode) -> None:
+    """Leave a dispatch mode wherever it is on the stack; do nothing if it is not."""
+    stack: list[Any] = _get_current_dispatch_mode_stack()
+    if not any(entered is mode for entered in stack):
+        return
+    above: list[Any] = []
+    while _get_current_dispatch_mode_stack()[-1] is not mode:
+        above.append(_pop_mode())
+    if above:
+        _swap_flags(mode, above[-1])
+    mode.__exit__(None, None, None)
+    for entered in reversed(above):
+        _push_mode(entered)
+
+
+def has_infrastructure_modes() -> bool:
+    """Return whether fake tensors or functionalization are active on this thread."""
+    return any(mode.is_infra_mode() for mode in _get_current_dispatch_mode_stack())
+
+
+def push_hooks_at_bottom(pack: Pack, unpack: Unpack) -> None:
+    """Put saved-tensor hooks below all that are active on this thread."""
+    stack = _pop_all_hooks()
+    push_hooks(pack, unpack)
+    for hooks in reversed(stack):
+        push_hooks(*hooks)
+
+
+def take_out_hooks(pack: Pack) -> None:
+    """Take saved-tensor hooks out of the stack, wherever they are."""
+    for hooks in reversed(_pop_all_hooks()):
+        if hooks[0] != pack:
+            push_hooks(*hooks)
+
+
+def _pop_all_hooks() -> list[tuple[Pack, Unpack]]:
+    stack: list[tuple[Pack, Unpack]] = []
+    hooks = ambient_hooks()
+    while hooks is not None:
+        stack.append(hooks)
+        pop_hooks()
+        hooks = ambient_hooks()
+    return stack
+
+
+def _swap_flags(one: TorchDispatchMode, other: TorchDispatchMode) -> None:
+    """Exchange what two modes restore when they are left, as they change places."""
+    for name, flags in vars(one).items():
+        others = vars(other).get(name)
+        if name.startswith("old_") and flags and others:
+            flags[-1], others[-1] = others[-1], flags[-1]
+
+
+def _place_of(wanted: Any, stack: list[Any]) -> int | None:
+    """Return where something is, from the top; by equality, as of bound methods."""
+    return next((n for n, found in enumerate(stack) if found == wanted), None)
+
+
+def _give_flags(left: TorchDispatchMode, above: TorchDispatchMode) -> None:
+    """Let the mode above one that is left put back what that one would have."""
+    for name, flags in vars(left).items():
+        others = vars(above).get(name)
+        if name.startswith("old_") and flags and others:
+            others[-1] = flags.pop()

@@ -1,0 +1,86 @@
+"""Wrapper subclasses: tensors without a storage that are made of other tensors.
+
+DTensor, jagged nested tensors, quantized tensors of other libraries. An operator on one
+is a few operators on its inner tensors, and the wrapper is rebuilt from those.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nested._internal import nested_tensor as _nested
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from recoup.backend.state.trees import tensors
+
+
+@functools.cache
+def are_taken_apart(kinds: tuple[type, ...]) -> bool:
+    """Return whether tensors of these types are plain or say what they are made of.
+
+    Examples:
+        >>> are_taken_apart((Tensor,)), are_taken_apart((type("Other", (Tensor,), {}),))
+        (True, False)
+    """
+    plain = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+    return all(kind in plain or hasattr(kind, "__tensor_flatten__") for kind in kinds)
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Return whether a tensor says of which tensors it is made."""
+    return type(tensor) is not Tensor and is_traceable_wrapper_subclass(tensor)
+
+
+def wrappers_in(tree: Any) -> list[Tensor]:
+    """Return the wrappers in a nested structure."""
+    return [each for each in tensors(tree) if is_wrapper(each)]
+
+
+def inner_tensors(tensor: Tensor) -> list[Tensor]:
+    """Return the plain tensors that a wrapper is made of, also of wrappers inside."""
+    if not is_wrapper(tensor):
+        return [tensor]
+    wrapper: Any = tensor
+    names, _ = wrapper.__tensor_flatten__()
+    parts = (getattr(tensor, name) for name in names)
+    return [
+        inner
+        for part in parts
+        if isinstance(part, Tensor)
+        for inner in inner_tensors(part)
+    ]
+
+
+class Shell:
+    """What a wrapper is beside its inner tensors.
+
+    Args:
+        tensor: The wrapper.
+
+    Attributes:
+        parts: By name, the inner tensors, and whatever else it is made of.
+    """
+
+    __slots__ = ("_kind", "_meta", "_size", "_stride", "parts")
+
+    def __init__(self, tensor: Tensor) -> None:
+        wrapper: Any = tensor
+        names, self._meta = wrapper.__tensor_flatten__()
+        self._kind: Any = type(tensor)
+        self._size = tensor.size()
+        self._stride = tensor.stride()
+        self.parts: dict[str, Any] = {name: getattr(tensor, name) for name in names}
+
+    def around(self, parts: dict[str, Any]) -> Tensor:
+        """Return the wrapper, rebuilt around other inner tensors."""
+        if self._kind is _nested.NestedTensor:
+            # The ragged size is known by the tensor that gives it, which is another.
+            source = parts.get("_lengths")
+            source = parts["_offsets"] if source is None else source
+            _nested._tensor_symint_registry[source] = self._size[
+                self._meta["ragged_idx"]
+            ]
+        unflatten: Callable[..., Tensor] = self._kind.__tensor_unflatten__
+        return unflatten(parts, self._meta, self._size, self._stride)

@@ -1,0 +1,34 @@
+"""The partitioner in the form that Inductor takes and its caches can store.
+
+A module of its own: importing Inductor takes a second, and only `compile="inductor"`
+needs it.
+"""
+
+import time
+from typing import Any
+
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+from recoup.backend.compiler.partitioning import Partitioner
+
+
+class InductorPartitioner(CustomPartitionerFn):
+    """Hands joint graphs to a `Partitioner`.
+
+    Args:
+        partitioner: Splits the graphs.
+    """
+
+    def __init__(self, partitioner: Partitioner) -> None:
+        self._partitioner = partitioner
+        # Graphs from the caches are not partitioned: a probe must not be found there.
+        self._nonce = time.time_ns() if partitioner.is_probe else 0
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+        """Return forward and backward."""
+        return self._partitioner(gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> str:
+        """Return the partitioner's identity, for the compiler's caches."""
+        return f"{self._partitioner.key()} {self._nonce}"

@@ -1,0 +1,191 @@
+"""Compile a function with a partition of our own between forward and backward.
+
+AOTAutograd asks a partitioner which values of forward to save for backward. Two
+executors take the answer: Inductor (fused kernels) and AOTAutograd alone (the captured
+graph with eager kernels). See `docs/design/compiled.md`.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from types import FunctionType
+from typing import Any, Literal
+from unittest import mock
+
+import torch
+from torch import fx
+
+from recoup.backend.compiler.joint_graphs import JointGraph, is_random, read_joint_graph
+from recoup.errors import UnsupportedError
+
+Executor = Literal["exact", "inductor"]
+"""Who runs a captured block: eager kernels, or Inductor's."""
+
+Saves = Mapping[str, tuple[str, ...]]
+"""For each joint graph, by its digest, the names of the values that it saves."""
+
+
+class Probed(Exception):  # noqa: N818 (it ends a compilation that served its purpose)
+    """Raised inside a compilation whose only purpose was to see the joint graph."""
+
+
+class Partitioner:
+    """Splits joint graphs into forward and backward by given sets of saved values.
+
+    Args:
+        saves: What each joint graph saves, besides its inputs. A graph that is not
+            named is split as torch splits it by default.
+        executor: Who runs the result.
+        probe: Collects joint graphs, and ends the compilation; None: compile.
+        notice: Called with each joint graph that is partitioned, and the bytes of what
+            it saves of those named; None if it was not named.
+    """
+
+    def __init__(
+        self,
+        saves: Saves,
+        executor: Executor,
+        *,
+        probe: list[JointGraph] | None = None,
+        notice: Callable[[JointGraph, int | None], None] | None = None,
+    ) -> None:
+        self._saves = {digest: tuple(names) for digest, names in saves.items()}
+        self._executor = executor
+        self._probe = probe
+        self._notice = notice
+
+    def __call__(self, module: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        """Return forward and backward."""
+        from torch._functorch import partitioners
+
+        default = partitioners.choose_saved_values_set
+        known = [False]
+
+        def chosen(graph: fx.Graph, node_info: Any, memory_budget: float = 1.0) -> Any:
+            fuses = self._executor == "inductor"
+            joint = read_joint_graph(graph, node_info, fuses=fuses)
+            if self._probe is not None:
+                self._probe.append(joint)
+                raise Probed
+            names = self._saves.get(joint.digest)
+            known[0] = names is not None
+            if self._notice is not None:
+                self._notice(
+                    joint, None if names is None else saved_bytes(joint, names)
+                )
+            if names is None:
+                return default(graph, node_info, memory_budget=memory_budget)
+            wanted = set(names)
+            nodes = [n for n in graph.nodes if n.name in wanted and n.op != "output"]
+            return list(dict.fromkeys([*node_info.inputs, *nodes]))
+
+        with mock.patch.object(partitioners, "choose_saved_values_set", chosen):
+            forward, backward = partitioners.min_cut_rematerialization_partition(
+                module, inputs, **kwargs
+            )
+        if known[0]:
+            _refuse_random_twice(forward, backward)
+        return forward, backward
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what the compiler's caches may store: data, and no callbacks."""
+        return {**vars(self), "_probe": None, "_notice": None}
+
+    def key(self) -> str:
+        """Return a text that is equal for partitioners that do the same."""
+        return repr(("recoup", 1, self._executor, sorted(self._saves.items())))
+
+    @property
+    def is_probe(self) -> bool:
+        """Whether it only looks at joint graphs."""
+        return self._probe is not None
+
+
+def _refuse_random_twice(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+    """Raise if backward would draw forward's random numbers once more."""
+    drawn = {
+        node.name
+        for node in forward.graph.nodes
+        if node.op == "call_function" and is_random(node)
+    }
+    again = [
+        node.name
+        for node in backward.graph.nodes
+        if node.op == "call_function" and node.name in drawn
+    ]
+    if again:
+        raise UnsupportedError(
+            f"the partition recomputes random operators ({', '.join(again)}), which "
+            "would draw other numbers. Make the plan again with recoup.fit."
+        )
+
+
+def backend_for(partitioner: Partitioner, executor: Executor) -> dict[str, Any]:
+    """Return the arguments of `compiled_by` that compile with a partition.
+
+    Blocks that share compiled code must share this as well: Dynamo compiles again for
+    another backend.
+    """
+    if executor == "inductor":
+        from recoup.backend.compiler.inductor import InductorPartitioner
+
+        # Values that are fused are rounded as eager kernels round them, so that what is
+        # recomputed has the bits of what is saved. No cost in time was measurable.
+        return {
+            "options": {
+                "custom_partitioner_fn": InductorPartitioner(partitioner),
+                "emulate_precision_casts": True,
+            }
+        }
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch._aot_autograd.utils import make_boxed_func
+
+    def as_it_is(module: fx.GraphModule, inputs: Any) -> Any:
+        del inputs
+        return make_boxed_func(module.forward)
+
+    return {"backend": aot_autograd(fw_compiler=as_it_is, partition_fn=partitioner)}
+
+
+def compiled_by(
+    function: Callable[..., Any], backend: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """Return a function compiled as one graph by a backend of `backend_for`.
+
+    Dynamo finds compiled code by code object. Give each partition a function of its own
+    (`with_own_code`), or it finds that of another partition.
+    """
+    return torch.compile(function, dynamic=False, fullgraph=True, **backend)
+
+
+def with_own_code(function: FunctionType, name: str) -> FunctionType:
+    """Return a function that does the same by a copy of its code."""
+    code = function.__code__
+    copy = FunctionType(
+        code.replace(co_name=f"{code.co_name}_{name}"),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def saved_bytes(joint: JointGraph, names: Iterable[str]) -> int:
+    """Return the bytes of some values of a joint graph."""
+    wanted = set(names)
+    return sum(
+        joint.graph.bytes_of(value)
+        for value, name in enumerate(joint.names)
+        if name in wanted
+    )
+
+
+def hits_recompile_limit(error: BaseException) -> bool:
+    """Return whether a function met more kinds of inputs than Dynamo compiles for."""
+    return type(error).__name__ in ("FailOnRecompileLimitHit", "RecompileLimitExceeded")
+
+
+def compiler_error(error: BaseException) -> BaseException:
+    """Return the cause of a failed compilation, below what the compiler adds."""
+    inner = getattr(error, "inner_exception", None)
+    return compiler_error(inner) if isinstance(inner, BaseException) else error

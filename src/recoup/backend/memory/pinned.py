@@ -1,0 +1,146 @@
+"""Buffers of host memory that copies can use directly, kept for the next step."""
+
+import ctypes
+import threading
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from recoup.backend.memory.streams import REACHED, Mark
+
+_STEPS = 8
+"""Buffer sizes between two powers of two: at most one part in eight is unused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Host memory, and when it is free to be written.
+
+    Attributes:
+        memory: The bytes.
+        ready: What last read or wrote them has run by then.
+    """
+
+    memory: Tensor
+    ready: Mark = REACHED
+
+
+class BufferPool:
+    """Host buffers by size, taken and given back.
+
+    Buffers that were given back are used again, also before the copy that last used
+    them has run: whoever takes one queues its own copy behind `ready`. Memory is only
+    asked for where no buffer of the size is free; before that, free buffers of other
+    sizes are let go of if the total would exceed twice what was in use at once so far.
+    So the total is bounded, however the shapes change from step to step.
+
+    Args:
+        pinned: Ask for page-locked memory, which a device can copy to by itself.
+
+    Examples:
+        >>> pool = BufferPool(pinned=False)
+        >>> first = pool.take(1000)
+        >>> pool.give(first)
+        >>> pool.take(1000).memory.data_ptr() == first.memory.data_ptr()
+        True
+        >>> pool.total_bytes
+        1024
+    """
+
+    def __init__(self, *, pinned: bool) -> None:
+        self._pinned = pinned
+        self._free: OrderedDict[int, deque[Buffer]] = OrderedDict()
+        # Finalizers give buffers back, and must not wait for a lock that their own
+        # thread may hold: they append here, and `take` sorts them in.
+        self._returned: deque[Buffer] = deque()
+        self._lock = threading.Lock()
+        self._in_use_bytes = 0
+        self._free_bytes = 0
+        self._busiest_bytes = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """The bytes of all buffers, in use or free."""
+        return self._in_use_bytes + self._free_bytes
+
+    @property
+    def in_use_bytes(self) -> int:
+        """The bytes of the buffers that were taken and not given back."""
+        with self._lock:
+            self._sort_in()
+            return self._in_use_bytes
+
+    def take(self, nbytes: int) -> Buffer:
+        """Return a buffer of at least so many bytes."""
+        size = rounded(nbytes)
+        with self._lock:
+            self._sort_in()
+            waiting = self._free.get(size)
+            self._in_use_bytes += size
+            if waiting:
+                self._free_bytes -= size
+                self._free.move_to_end(size)
+                # The one given back first is the likeliest to be ready.
+                return waiting.popleft()
+            self._busiest_bytes = max(self._busiest_bytes, self._in_use_bytes)
+            self._let_go()
+        memory = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
+        return Buffer(memory)
+
+    def give(self, buffer: Buffer) -> None:
+        """Take a buffer back; finalizers may call this at any point."""
+        self._returned.append(buffer)
+
+    def clear(self) -> None:
+        """Free the memory of all buffers that are not in use."""
+        with self._lock:
+            self._sort_in()
+            self._free.clear()
+            self._free_bytes = 0
+            self._busiest_bytes = self._in_use_bytes
+
+    def _sort_in(self) -> None:
+        while self._returned:
+            buffer = self._returned.popleft()
+            size = buffer.memory.nbytes
+            self._free.setdefault(size, deque()).append(buffer)
+            self._in_use_bytes -= size
+            self._free_bytes += size
+
+    def _let_go(self) -> None:
+        """Drop free buffers, of the sizes unused for longest first."""
+        while self._free and self.total_bytes > 2 * self._busiest_bytes:
+            size, waiting = next(iter(self._free.items()))
+            if waiting:
+                waiting.popleft()
+                self._free_bytes -= size
+            if not waiting:
+                del self._free[size]
+
+
+def rounded(nbytes: int) -> int:
+    """Return the size of the buffer for so many bytes.
+
+    Examples:
+        >>> rounded(1), rounded(1024), rounded(1025), rounded(3_000_000)
+        (512, 1024, 1536, 3145728)
+    """
+    step = max(512, (1 << (max(nbytes, 1) - 1).bit_length()) // 2 // _STEPS)
+    return -(-max(nbytes, 1) // step) * step
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """Return the memory of a tensor of bytes on the host, to read and to write.
+
+    It does not keep the tensor alive.
+
+    Examples:
+        >>> tensor = torch.zeros(3, dtype=torch.uint8)
+        >>> memory_of(tensor)[1] = 7
+        >>> tensor
+        tensor([0, 7, 0], dtype=torch.uint8)
+    """
+    array = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    return memoryview(array).cast("B")

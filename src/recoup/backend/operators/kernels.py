@@ -1,0 +1,132 @@
+"""Kernels: an operator with what is known of it, and the fastest way to call it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from recoup.backend.operators.properties import Facts, facts_of
+
+_GENERATED = {
+    getattr(torch._C, "_VariableFunctions"): (  # noqa: B009 (no stub names it)
+        "_log_softmax",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_softmax",
+        "add.Tensor",
+        "addmm",
+        "bmm",
+        "cat",
+        "clone",
+        "convolution",
+        "cudnn_batch_norm",
+        "detach",
+        "div.Tensor",
+        "embedding",
+        "mean.dim",
+        "mm",
+        "mul.Tensor",
+        "native_batch_norm",
+        "native_dropout",
+        "native_group_norm",
+        "native_layer_norm",
+        "pow.Tensor_Scalar",
+        "relu",
+        "relu_",
+        "rsqrt",
+        "sigmoid",
+        "sub.Tensor",
+        "sum.dim_IntList",
+        "t",
+        "tanh",
+        "transpose.int",
+        "unbind.int",
+        "unsqueeze",
+    ),
+    getattr(torch._C, "_nn"): (  # noqa: B009 (no stub names it)
+        "gelu",
+        "max_pool2d_with_indices",
+        "silu",
+    ),
+    torch._C.TensorBase: ("add_.Tensor", "expand", "mul_.Tensor", "permute", "view"),
+}
+
+_BOUND: dict[str, Callable[..., Any]] = {
+    f"aten::{name}": getattr(module, name.split(".")[0])
+    for module, names in _GENERATED.items()
+    for name in names
+    if hasattr(module, name.split(".")[0])
+}
+"""Common operators, with the functions that PyTorch generates for Python.
+
+Such a function takes half the time to read its arguments, but chooses among overloads
+by what it is given. These are used because nothing that the operator can be given leads
+to another one; a test shows it.
+"""
+
+
+class Kernel:
+    """An operator with its facts; those that every call asks for are at hand.
+
+    Attributes:
+        operator: The operator.
+        facts: What is known about it.
+        run: Calls exactly this operator, in the fastest way.
+        passes: It only makes views or changes metadata.
+        simple: It is a plain function of its arguments, or only takes memory.
+        blank: It only takes memory, and leaves there whatever was in it.
+        quiet: It would be, but for a dropout rate that may be zero.
+        in_place: It only changes what is in its first argument.
+        statistics: Positions of running statistics, if moving them is all that it does
+            beside its results and it can be run without them.
+        training_at: The position of the flag without which it moves none, or -1.
+        is_unproven: Whether it writes to its arguments has to be seen at its next call.
+        reshapes: It changes the metadata of its argument.
+        moves: It may copy to another device.
+    """
+
+    def __init__(self, operator: Any) -> None:
+        self.operator = operator
+        self.run = _fastest(operator)
+        self.learn(facts_of(operator))
+
+    def learn(self, facts: Facts) -> None:
+        """Go by these facts from now on."""
+        self.facts = facts
+        self.passes = facts.passes
+        self.blank = facts.blank
+        self.simple = facts.simple or facts.blank
+        self.in_place = facts.in_place
+        self.quiet = facts.simple_without_dropout
+        self.reshapes = facts.passes and bool(facts.writes)
+        self.moves = facts.name.startswith("aten._to_copy")
+        self.statistics = facts.statistics if facts.moves_statistics else ()
+        self.training_at = facts.training_at
+        self.is_unproven = facts.is_unproven
+
+
+KERNELS: dict[int, Kernel] = {}
+"""The kernels so far, by the operator's identity: hashing one is a call into Python. A
+kernel keeps its operator, so that its identity is not given to another."""
+
+
+def kernel_of(operator: Any) -> Kernel:
+    """Return the operator's kernel.
+
+    Examples:
+        >>> kernel_of(torch.ops.aten.view.default).passes
+        True
+        >>> kernel_of(torch.ops.aten.t.default).run is torch.t
+        True
+    """
+    kernel = KERNELS.get(id(operator))
+    if kernel is None:
+        kernel = KERNELS[id(operator)] = Kernel(operator)
+    return kernel
+
+
+def _fastest(operator: Any) -> Callable[..., Any]:
+    if not isinstance(operator, OpOverload):
+        return operator
+    return _BOUND.get(operator.name(), operator._op)

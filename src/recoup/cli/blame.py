@@ -1,0 +1,94 @@
+"""Faults: whether what a step raised is the doing of the user's code or of recoup."""
+
+import traceback
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from functools import partial
+from types import CodeType, FrameType
+from typing import Any
+
+from recoup.backend.memory.meters import is_out_of_memory
+from recoup.cli.statuses import TARGET, CommandError
+from recoup.cli.targets import Target, first_line
+from recoup.core.callers import is_calling_user
+from recoup.errors import RecoupError
+
+_RECORDERS = frozenset(
+    {"recoup.engine.recording.recorder", "recoup.backend.operators.dispatch"}
+)
+"""Where recoup runs the operators of a step itself."""
+
+_REFUSALS = (RuntimeError, IndexError)
+"""What operators raise that are given something wrong."""
+
+
+@contextmanager
+def told_apart(target: Target) -> Generator[None]:
+    """Turn what the user's own step raises inside the block into a sentence about it.
+
+    Errors of recoup's, and what recoup itself may have done wrong, pass unchanged. So
+    does memory that ran out: there is other advice for that.
+
+    Raises:
+        CommandError: The step of the target raised, or wanted to exit.
+    """
+    try:
+        yield
+    except RecoupError:
+        raise
+    except (Exception, SystemExit) as error:
+        if is_out_of_memory(error) or not is_of_step(error, target.step):
+            raise
+        notes = "".join(f" {note}" for note in getattr(error, "__notes__", ()))
+        raise CommandError(
+            f"the step of {target.name} raised {type(error).__name__}: "
+            f"{first_line(error)}.{notes} Run the step without recoup to see where, "
+            "or give --debug.",
+            status=TARGET,
+        ) from error
+
+
+def is_of_step(error: BaseException, step: Callable[[], object] | None = None) -> bool:
+    """Return whether an error comes from the user's step, by where it was raised.
+
+    It does if recoup had called the step and was not itself at work in the end. An
+    operator that refuses what it is given is the step's, also where recoup runs it.
+
+    Args:
+        error: What was raised.
+        step: The function that the user gave as a whole step, if any.
+
+    Examples:
+        >>> try:
+        ...     [].pop()
+        ... except IndexError as error:
+        ...     is_of_step(error)
+        False
+        >>> is_of_step(SystemExit())
+        True
+    """
+    if isinstance(error, SystemExit):
+        return True  # recoup raises none
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    code = _code_of(step)
+    if not any(is_calling_user(frame) or frame.f_code is code for frame in frames):
+        return False
+    last = frames[-1]
+    refused = isinstance(error, _REFUSALS) and _module_of(last) in _RECORDERS
+    return refused or is_calling_user(last) or not _is_ours(last)
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return _module_of(frame).partition(".")[0] == "recoup"
+
+
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def _code_of(function: Any) -> CodeType | None:
+    while isinstance(function, partial):
+        function = function.func
+    if not hasattr(function, "__code__"):
+        function = type(function).__call__
+    return getattr(function, "__code__", None)

@@ -1,0 +1,133 @@
+"""Arguments of the commands: what each is called, and what it may be."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from recoup.core.device_figures import figures_of
+from recoup.core.units import parse_budget
+from recoup.errors import UsageError
+
+TargetName = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODULE:FUNCTION",
+        help="A function of yours that returns (model, batch), and optionally loss "
+        "and optimizer; or path/to/file.py:function.",
+    ),
+]
+BudgetText = Annotated[
+    str | None,
+    typer.Option(
+        "--budget",
+        help="Peak bytes, everything counted: 8GiB, 600MB, or a share of the plain "
+        "peak: 60% or 0.6. "
+        "By default what the device has.",
+        envvar="RECOUP_BUDGET",
+    ),
+]
+Budgets = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--budget",
+        help="What recoup is given, as often as you like; by default the peaks of the "
+        "others.",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show a traceback on errors.")]
+Offload = Annotated[
+    bool, typer.Option("--offload", help="Values may also wait on the host.")
+]
+CompileText = Annotated[
+    str | None,
+    typer.Option(
+        "--compile",
+        metavar="HOW",
+        help="Compile the blocks: exact (eager kernels) or inductor.",
+    ),
+]
+Dry = Annotated[
+    bool,
+    typer.Option(
+        "--dry",
+        help="Compute nothing: for a model that does not fit here, or a device that is "
+        "not here.",
+    ),
+]
+DeviceName = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        help="With --dry: whose times are estimated: h200, h100, a100, rtx4090, or "
+        "this processor.",
+    ),
+]
+Points = Annotated[int, typer.Option(min=2, max=64, help="How many budgets to try.")]
+PagePath = Annotated[Path | None, typer.Option(help="Write the report page there.")]
+PlanPath = Annotated[Path | None, typer.Option(help="Write the plan there, as JSON.")]
+FindingsPath = Annotated[
+    Path | None, typer.Option(help="Write all findings there, as JSON.")
+]
+ChartPath = Annotated[
+    Path | None,
+    typer.Option(help="Write time against memory there, as .svg or .png."),
+]
+MemoryPath = Annotated[
+    Path | None,
+    typer.Option(help="Write the memory over the step there, as .svg or .png."),
+]
+
+
+def check_budget_text(text: str | None) -> None:
+    """Raise before any work if a text is no budget as `fit` takes it.
+
+    Raises:
+        UsageError: It is neither bytes nor a share.
+
+    Examples:
+        >>> for text in ("60%", "0.6", "8GiB", "7.91GiB", "8G"):
+        ...     check_budget_text(text)
+    """
+    if text is not None:
+        parse_budget(text)
+
+
+def check_compile(how: str | None, refused: Mapping[str, object]) -> None:
+    """Raise `UsageError` for an unknown executor, or one with options it cannot obey.
+
+    Args:
+        how: The text after `--compile`.
+        refused: Options that work without `--compile` only, with what was given.
+    """
+    if how is None:
+        return
+    if how not in ("exact", "inductor"):
+        raise UsageError(f"expected --compile exact or inductor, got {how!r}.")
+    for name, given in refused.items():
+        if given:
+            raise UsageError(
+                f"{name} does not work with --compile; leave one of them out."
+            )
+
+
+def check_device(device: str | None, *, dry: bool) -> None:
+    """Raise before any work if nothing is known of a device.
+
+    Raises:
+        UsageError: It is not in the table, or given without `--dry`.
+
+    Examples:
+        >>> check_device("h100", dry=True)
+    """
+    if device is None:
+        return
+    if not dry:
+        raise UsageError(
+            f"--device {device} is for estimates: give --dry as well, or leave it out "
+            "to measure where the model is."
+        )
+    if device != "cpu":
+        figures_of(device)

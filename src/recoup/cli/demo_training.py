@@ -1,0 +1,191 @@
+"""The training of the demonstration: from one seed, plainly and in half the memory."""
+
+import os
+import warnings
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from rich.progress import Progress
+from torch import Tensor
+
+from recoup.cli.corpus import encode, read_text
+from recoup.cli.gpt import GPT, Shape
+from recoup.fitting.fit import Fit, fit
+from recoup.measurement.steps.measured_step import Step, StepCost, measure_step
+
+# A module whose attributes are properties, which type checkers cannot see.
+_deterministic: Any = torch.utils.deterministic
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What is trained, on what, and for how long."""
+
+    shape: Shape
+    batch: int
+    steps: int
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one training run left behind, on the processor, and what a step costs."""
+
+    losses: tuple[float, ...]
+    gradients: tuple[Tensor, ...]
+    cost: StepCost
+    report: Fit | None = None
+
+
+FitModel = Callable[[GPT, torch.optim.Optimizer, Tensor], Fit | None]
+"""Makes a model fit, given its optimizer and the text it will be trained on."""
+
+
+def fit_to_budget(
+    settings: Settings,
+    budget_bytes: int,
+    model: GPT,
+    optimizer: torch.optim.Optimizer,
+    text: Tensor,
+) -> Fit | None:
+    """Make the model train within a budget, all of a step's memory counted."""
+    state = torch.random.get_rng_state()
+    batch = draw_batch(text, settings)
+    torch.random.set_rng_state(state)
+    if settings.device.type == "cpu":
+        # No allocator counts here, and the text is in memory all the time.
+        budget_bytes -= text.nbytes
+    return fit(model, batch, budget_bytes, optimizer=optimizer, progress=False)[1]
+
+
+def keep_plain(model: GPT, optimizer: torch.optim.Optimizer, text: Tensor) -> None:
+    """Leave the model as it is."""
+
+
+def compare_repeatably(
+    settings: Settings, progress: Progress
+) -> tuple[Outcome, Outcome, str]:
+    """Compare with kernels that repeat, as far as torch has them.
+
+    Returns:
+        The plain run, the fitted one, and what may differ by chance; empty: nothing.
+    """
+    try:
+        with repeatable():
+            return *compare(settings, progress), ""
+    except RuntimeError as error:
+        if "deterministic" not in str(error):
+            raise
+        note = str(error).split(". ")[0]
+    with repeatable(strictly=False):
+        return *compare(settings, progress), f"{note}."
+
+
+def compare(settings: Settings, progress: Progress) -> tuple[Outcome, Outcome]:
+    """Train twice from the same seed: plainly, and in half the memory of that."""
+    plain = train(settings, keep_plain, progress, label="plain")
+    fit_model = partial(fit_to_budget, settings, plain.cost.peak_bytes // 2)
+    return plain, train(settings, fit_model, progress, label="fitted")
+
+
+def train(
+    settings: Settings, fit_model: FitModel, progress: Progress, *, label: str
+) -> Outcome:
+    """Train from a fixed seed, then measure one more step."""
+    torch.manual_seed(0)  # pyright: ignore[reportUnknownMemberType]
+    text = encode(read_text()).to(settings.device)
+    model = GPT(settings.shape).to(settings.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    report = fit_model(model, optimizer, text)
+    task = progress.add_task(label, total=settings.steps)
+    losses: list[Tensor] = []
+    for _ in range(settings.steps):
+        optimizer.zero_grad()
+        loss = model(*draw_batch(text, settings))
+        loss.backward()
+        optimizer.step()  # pyright: ignore[reportUnknownMemberType]
+        losses.append(loss.detach())
+        progress.advance(task)
+    return Outcome(
+        losses=tuple(float(loss) for loss in losses),
+        gradients=_gradients(model),
+        cost=_cost(settings, model, optimizer, text),
+        report=report,
+    )
+
+
+def draw_batch(text: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
+    """Draw stretches of the text, and the same shifted by one as what to predict."""
+    context = settings.shape.context
+    starts = torch.randint(len(text) - context, (settings.batch, 1)).to(text.device)
+    tokens = text[starts + torch.arange(context + 1, device=text.device)]
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def losses_equal(plain: Outcome, fitted: Outcome) -> bool:
+    """Return whether every loss of one run is the other's to the last bit."""
+    return plain.losses == fitted.losses
+
+
+def gradients_equal(plain: Outcome, fitted: Outcome) -> bool:
+    """Return whether every gradient of the last step is the other's bit by bit."""
+    pairs = zip(plain.gradients, fitted.gradients, strict=True)
+    return all(torch.equal(_bits(one), _bits(other)) for one, other in pairs)
+
+
+@contextmanager
+def repeatable(*, strictly: bool = True) -> Generator[None, None, None]:
+    """Ask torch for kernels that give the same bits twice.
+
+    Strictly, a kernel that torch does not have in such a form is a `RuntimeError`;
+    otherwise the usual one runs. Attention repeats only if asked for strictly.
+    """
+    # Read by cuBLAS when it starts, and needed for matrix products that repeat.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    # Torch would also fill all new memory: time that has nothing to do with the bits.
+    fills: bool = _deterministic.fill_uninitialized_memory
+    _deterministic.fill_uninitialized_memory = False
+    torch.use_deterministic_algorithms(True, warn_only=not strictly)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*deterministic")
+            yield
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warns)
+        _deterministic.fill_uninitialized_memory = fills
+
+
+def _gradients(model: GPT) -> tuple[Tensor, ...]:
+    gradients = (parameter.grad for parameter in model.parameters())
+    return tuple(gradient.cpu() for gradient in gradients if gradient is not None)
+
+
+def _cost(
+    settings: Settings,
+    model: GPT,
+    optimizer: torch.optim.Optimizer,
+    text: Tensor,
+) -> StepCost:
+    tokens, targets = draw_batch(text, settings)
+    moments = [
+        value
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    ]
+    step = Step(
+        lambda: model(tokens, targets),
+        prepare=model.zero_grad,
+        resident=(model, text, tokens, *moments),
+    )
+    return measure_step(step, device=settings.device)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)

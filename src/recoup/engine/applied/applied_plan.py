@@ -1,0 +1,403 @@
+"""Plans carried out: forward hooks begin and end the regions that a plan names."""
+
+import functools
+import hashlib
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from recoup.backend.autograd.module_hooks import forward_pre_hooks
+from recoup.backend.autograd.saved_tensors import is_in_backward, records_gradients
+from recoup.backend.compiler.recognition import is_compiled, leave_uncompiled
+from recoup.backend.state.trees import tensors
+from recoup.core.plan import Place, Plan
+from recoup.engine.applied.pass_order import PassOrder
+from recoup.engine.applied.planned_runs import (
+    Cuts,
+    CuttingRun,
+    Episode,
+    Run,
+    Script,
+    SegmentedRun,
+    Segments,
+)
+from recoup.engine.verification.replay_check import Verify
+from recoup.errors import PlanError, UnsupportedError, UsageError
+
+
+class Watch(Protocol):
+    """Watches one call of a model."""
+
+    def begin(self) -> None:
+        """Begin, before the first region of the call."""
+        ...
+
+    def end(self, output: object, order: Sequence[Place] | None) -> None:
+        """End, after the last region.
+
+        Args:
+            output: What the call returned; None after an exception.
+            order: The places of the plan as they were reached; None: no plan ran.
+        """
+        ...
+
+    def cancel(self) -> None:
+        """End after an interrupt."""
+        ...
+
+
+Choice = tuple[Plan | Cuts | None, Watch | None]
+Choose = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Choice]
+"""Returns the plan or the cuts for a call of the model with these arguments (None: keep
+all), and what watches the call."""
+
+_AnyRun = Run | CuttingRun | SegmentedRun
+
+
+class _Runs(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[tuple[Applied, _AnyRun | None, Watch | None, nn.Module]] = []
+        self.episodes: WeakKeyDictionary[Applied, Episode] = WeakKeyDictionary()
+
+
+class Applied:
+    """A plan in force on a model, until `remove`.
+
+    The model stays the same object with the same parameters and the same `state_dict`.
+
+    Args:
+        model: The model.
+        plan: The plan, or a function that chooses one for the arguments of each call,
+            or cuts, or segments.
+        verify: As for `CheckpointScope`; segments have options of their own.
+        flag: An attribute of the model that says whether the plan is in force.
+        roots: The paths of the modules that are called from outside: by default the
+            model itself; None: whichever are.
+
+    Raises:
+        PlanError: The plan names a module that the model does not have.
+        UnsupportedError: The model is compiled.
+        UsageError: A plan is in force on it, or on a part of it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan | Choose | Cuts | Segments,
+        *,
+        verify: Verify = "first",
+        flag: str | None = None,
+        roots: Iterable[str] | None = ("",),
+    ) -> None:
+        if is_compiled(model):
+            raise UnsupportedError(
+                f"a plan cannot be applied to this {type(model).__name__}: it has "
+                "compiled parts, whose operators cannot be seen. Apply the plan to the "
+                "model before torch.compile, or use checkpoint_module on its blocks."
+            )
+        _refuse_two_plans(model)
+        if isinstance(plan, Plan) and plan.model not in ("", digest_of(model)):
+            raise PlanError(
+                f"this plan was made for another model than this "
+                f"{type(model).__name__}: its modules or the shapes of its parameters "
+                "differ, or their types. Make it anew with recoup.fit."
+            )
+        self._plan = plan
+        self._was_sharded = any(map(_is_sharded, model.modules()))
+        self._verify: Verify = verify
+        self._flag = flag
+        self._scripts: dict[int, tuple[Plan, Script]] = {}
+        self._modules: set[str] = set()
+        self._order: PassOrder | None = None
+        if isinstance(plan, Plan):
+            for part in plan.parts:
+                self._modules |= _modules_of(Script(part))
+            roots = plan.all_roots
+            self._order = PassOrder(plan) if plan.passes else None
+        elif isinstance(plan, Cuts | Segments):
+            self._modules = set(plan.modules) - {""}
+        self._handles: list[Any] = []
+        self._roots = None if roots is None else tuple(sorted(set(roots)))
+        self._named: list[tuple[nn.Module, str]] = []
+        self._whole: nn.Module | None = None
+        self.put_on(model)
+
+    def put_on(self, model: nn.Module) -> None:
+        """Put the plan in force on the model, again after `remove`."""
+        found = _submodules(model, self._modules)
+        names = self._roots
+        if names is None:
+            names = tuple(name for name, _ in model.named_modules())
+        roots = [(_submodule(model, name), name) for name in names]
+        refuse_scripted([*((name, root) for root, name in roots), *found.items()])
+        # A plan does not keep the model alive, unless parts of it are called.
+        self._named = [item for item in roots if item[1]]
+        self._whole = model if self._named else None
+        self._handles = [
+            root.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True)
+            for root, _ in roots
+        ]
+        self._follow(found)
+        self._handles += [
+            root.register_forward_hook(self._end, always_call=True) for root, _ in roots
+        ]
+
+    def _name_of(self, root: nn.Module) -> str:
+        return next((name for known, name in self._named if known is root), "")
+
+    def _follow(self, modules: Mapping[str, nn.Module]) -> None:
+        """Be told when modules are entered and left."""
+        for name, module in modules.items():
+            self._handles += [
+                module.register_forward_pre_hook(
+                    functools.partial(_reach, self, name, True)
+                ),
+                module.register_forward_hook(
+                    functools.partial(_reach, self, name, False)
+                ),
+            ]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs: torch cannot copy hooks of modules that died."""
+        living = [handle for handle in self._handles if handle.hooks_dict_ref()]
+        return {**vars(self), "_handles": living}
+
+    def remove(self) -> None:
+        """Take the plan off the model, which is then as it was before."""
+        self._close_interrupted()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._named = []
+        self._whole = None
+
+    def _run(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[_AnyRun | None, Watch | None]:
+        if not records_gradients():
+            return None, None
+        plan = self._plan
+        if isinstance(plan, Cuts):
+            return CuttingRun(plan), None
+        if isinstance(plan, Segments):
+            return SegmentedRun(plan), None
+        watch: Watch | None = None
+        if not isinstance(plan, Plan):
+            plan, watch = plan(model, args, kwargs)
+        elif self._order is not None:
+            name = self._name_of(model)
+            plan = plan.passes[self._order.pass_of(name, shapes_of((args, kwargs)))]
+        if isinstance(plan, Cuts):
+            self._follow_missing(model, set(plan.modules) - {""})
+            return CuttingRun(plan), watch
+        if plan is None or not plan.spans:
+            return None, watch
+        known = self._scripts.get(id(plan))
+        if known is None:
+            known = (plan, Script(plan))
+            self._follow_missing(model, _modules_of(known[1]))
+            self._scripts[id(plan)] = known
+        run = Run(known[1], self._verify, self._episode(plan.model_calls))
+        return run, watch
+
+    def _follow_missing(self, model: nn.Module, names: set[str]) -> None:
+        """Follow those modules that a plan names and that no plan before it did.
+
+        A hook on every module would cost as much as half of a ResNet's forward.
+        """
+        with _FOLLOWING:
+            missing = names - self._modules
+            whole = model if self._whole is None else self._whole
+            found = _submodules(whole, missing)
+            refuse_scripted(found.items())
+            self._follow(found)
+            self._modules |= missing
+
+    def _episode(self, model_calls: int) -> Episode | None:
+        """Return the calls that this one belongs to; None: it is alone."""
+        if model_calls == 1:
+            return None
+        episode = _RUNS.episodes.get(self)
+        if episode is None or not episode.takes(model_calls):
+            episode = _RUNS.episodes[self] = Episode(model_calls)
+            episode.takes(model_calls)
+        return episode
+
+    @leave_uncompiled
+    def _begin(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if self._is_inside(model):
+            self.reach(self._name_of(model), entering=True, is_root=True)
+        elif self._roots is None and self._name_of(model) and is_in_backward():
+            return  # a part that torch's own checkpointing recomputes
+        elif self._flag is None or model.__dict__.get(self._flag, False):
+            self.begin(model, args, kwargs)
+        else:
+            self._close_interrupted()
+            _RUNS.stack.append((self, None, None, model))
+
+    def begin(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Take note that the model is called with these arguments."""
+        if not self._was_sharded and _is_sharded(model):
+            raise UsageError(
+                f"expected a {type(model).__bases__[-1].__name__} as it was when its "
+                "plan was applied, got one that was sharded since: take the plan off "
+                "(`remove`), call fully_shard first, then recoup.fit."
+            )
+        self._close_interrupted()
+        run, watch = self._run(model, args, kwargs)
+        _RUNS.stack.append((self, run, watch, model))
+        if watch is not None:
+            watch.begin()
+        if run is not None:
+            run.reach(self._name_of(model), entering=True)
+
+    def _is_inside(self, model: nn.Module) -> bool:
+        """Return whether a root is called by another one, whose call is open."""
+        if self._roots == ("",) or not _RUNS.stack:
+            return False
+        applied, _, _, root = _RUNS.stack[-1]
+        return applied is self and root is not model
+
+    @leave_uncompiled
+    def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        del args
+        if self._is_inside(model):
+            self.reach(self._name_of(model), entering=False, is_root=True)
+            return
+        if not _RUNS.stack or _RUNS.stack[-1][0] is not self:
+            return
+        _, run, watch, _ = _RUNS.stack.pop()
+        if run is not None:
+            run.close()
+        if watch is not None:
+            watch.end(output, run.order if isinstance(run, Run) else None)
+
+    def _close_interrupted(self) -> None:
+        """Close what a call left open on this thread.
+
+        After an exception torch calls the hooks that end a call, but not after an
+        interrupt. (A model that calls itself is in no region from then on, and right.)
+        """
+        mine = [item[1:3] for item in _RUNS.stack if item[0] is self]
+        if mine:
+            _RUNS.stack[:] = [item for item in _RUNS.stack if item[0] is not self]
+        for run, watch in reversed(mine):
+            if run is not None:
+                run.close()
+            if watch is not None:
+                watch.cancel()
+
+    def reach(self, name: str, *, entering: bool, is_root: bool = False) -> None:
+        """Begin and end what begins and ends where a module is entered or left."""
+        if is_root and (self._roots is None or name in self._modules):
+            return  # it has hooks as a module inside another, if it matters
+        if _RUNS.stack:
+            applied, run, _, root = _RUNS.stack[-1]
+            if (
+                applied is self
+                and run is not None
+                and (is_root or not name or self._name_of(root) != name)
+            ):
+                run.reach(name, entering=entering)
+
+
+_RUNS = _Runs()
+
+_FOLLOWING = threading.Lock()
+"""Held while modules are given hooks in the middle of training. Not of an `Applied`:
+locks cannot be copied with a model."""
+
+
+def digest_of(model: nn.Module) -> str:
+    """Return a text that is equal for models of the same modules and parameters.
+
+    Examples:
+        >>> digest_of(nn.Linear(2, 2)) == digest_of(nn.Linear(2, 2))
+        True
+        >>> digest_of(nn.Linear(2, 2)) == digest_of(nn.Linear(2, 3))
+        False
+    """
+    digest = hashlib.sha256()
+    for name, module in model.named_modules():
+        digest.update(f"{name}:{type(module).__name__};".encode())
+    for name, parameter in model.named_parameters():
+        digest.update(f"{name}:{tuple(parameter.shape)}:{parameter.dtype};".encode())
+    return digest.hexdigest()[:16]
+
+
+@leave_uncompiled
+def _reach(applied: Applied, name: str, entering: bool, *_: Any) -> None:  # noqa: FBT001
+    applied.reach(name, entering=entering)
+
+
+def refuse_scripted(modules: Iterable[tuple[str, nn.Module]]) -> None:
+    """Raise `UnsupportedError` if one of the modules can have no hooks."""
+    for name, module in modules:
+        if isinstance(module, torch.jit.ScriptModule):
+            part = f"its part {name!r}" if name else "it"
+            raise UnsupportedError(
+                f"this model cannot be planned for: {part} is scripted by torch.jit, "
+                "and tells nobody when it is called. Use the model as it was before "
+                "torch.jit.script or torch.jit.trace."
+            )
+
+
+def plans_on(module: nn.Module) -> list[Applied]:
+    """Return what is in force on a module itself: a plan, or segments.
+
+    Looked for among the hooks, which copies of a module have too.
+    """
+    owners = [getattr(hook, "__self__", None) for hook in forward_pre_hooks(module)]
+    return [owner for owner in owners if isinstance(owner, Applied)]
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    """Return whether `fully_shard` has changed a module, by the class it gives it."""
+    return type(module).__module__.startswith("torch.distributed.fsdp")
+
+
+def _refuse_two_plans(model: nn.Module) -> None:
+    """Raise our error if a plan is in force: of two neither would be what runs."""
+    for name, module in model.named_modules():
+        if plans_on(module):
+            part = f"the part {name!r} of it" if name else "it"
+            raise UsageError(
+                f"this {type(model).__name__} cannot get a plan or segments: one is in "
+                f"force on {part} already. Take that off first, with `remove` of what "
+                "recoup.fit, recoup.apply_plan or the manager returned, or, if it is "
+                "segments or came with a copy, with "
+                f"recoup.uncheckpoint_module({'that part' if name else 'the model'})."
+            )
+
+
+def shapes_of(arguments: object) -> tuple[torch.Size, ...]:
+    """Return the shapes of the tensors in arguments."""
+    return tuple(tensor.shape for tensor in tensors(arguments))
+
+
+def _modules_of(script: Script) -> set[str]:
+    """Return the paths of the modules that a plan names, but for the model's own."""
+    return {place.module for place in script.places()} - {""}
+
+
+def _submodules(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
+    return {name: _submodule(model, name) for name in sorted(names)}
+
+
+def _submodule(model: nn.Module, name: str) -> nn.Module:
+    try:
+        return model.get_submodule(name)
+    except AttributeError as error:
+        raise PlanError(
+            f"the plan names the module {name!r}, which this {type(model).__name__} "
+            "does not have. Apply it to the model it was made for, or make it anew "
+            "with recoup.fit."
+        ) from error

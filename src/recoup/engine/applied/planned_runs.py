@@ -1,0 +1,282 @@
+"""Runs: one forward of a model that has a plan, from region to region."""
+
+import itertools
+import weakref
+from dataclasses import dataclass, field
+
+from recoup.backend.autograd.frames import calling_frame
+from recoup.backend.autograd.saved_tensors import Pack, Unpack, ambient_hooks
+from recoup.core.plan import Place, Plan, Span
+from recoup.engine.applied.span_policy import HeldBySpan, table_of
+from recoup.engine.recording.active import (
+    Yielding,
+    begin,
+    end,
+    end_or_leave,
+    is_innermost,
+    is_open,
+)
+from recoup.engine.recording.region import Region
+from recoup.engine.recording.region_options import Options
+from recoup.engine.scopes.policies import Policy
+from recoup.engine.verification.replay_check import Verify
+
+_SERIAL = itertools.count()
+
+
+class _Stretch:
+    """A span with what is worked out once: its policy's table, its key, its depth."""
+
+    def __init__(self, span: Span, parent: "_Stretch | None", serial: int) -> None:
+        self.span = span
+        self.parent = parent
+        self.table = table_of(span.held)
+        self.made = dict(span.made)
+        self.name = f"{span.start.label} .. {span.stop.label}"
+        self.key = ("plan", serial, self.name)
+
+
+class Script:
+    """A plan made ready: what begins and what ends at each place."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.starts: dict[Place, list[_Stretch]] = {}
+        self._serial = next(_SERIAL)
+        self._collect(plan.spans, None)
+        self.all_places = frozenset(self.places())
+
+    def places(self) -> set[Place]:
+        """Return every place that matters."""
+        stops = {s.span.stop for started in self.starts.values() for s in started}
+        return stops | set(self.starts)
+
+    def _collect(self, spans: tuple[Span, ...], parent: _Stretch | None) -> None:
+        for span in spans:
+            stretch = _Stretch(span, parent, self._serial)
+            self.starts.setdefault(span.start, []).append(stretch)
+            self._collect(span.inner, stretch)
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """Instead of a plan: one region after the other, cut wherever a module is reached.
+
+    Everything is recomputed but what the policy keeps. It serves to measure a model of
+    which nothing is known yet.
+
+    Attributes:
+        modules: The paths of the modules at whose beginning and end is cut.
+        policy: Which outputs to keep.
+    """
+
+    modules: tuple[str, ...]
+    policy: Policy | None = None
+
+
+class CuttingRun:
+    """One forward of a model that is cut everywhere."""
+
+    def __init__(self, cuts: Cuts) -> None:
+        self._options = Options(policy=cuts.policy, verify="off", at_once=True)
+        self._open: Yielding | None = None
+        self._hooks = ambient_hooks()
+        self._frame = calling_frame()
+
+    def reach(self, module: str, *, entering: bool) -> None:
+        """End one region and begin the next."""
+        del module, entering
+        if _are_foreign(self._hooks):
+            return
+        if self._open is not None and is_open(self._open):
+            if not is_innermost(self._open):
+                return
+            end(self._open)
+        self._open = Yielding(self._frame)
+        begin(self._open, "a measured block", self._options, "cut")
+
+    def close(self) -> None:
+        """End the last region."""
+        if self._open is not None:
+            end_or_leave(self._open)
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Instead of a plan: so many blocks as forward runs in a row are one region.
+
+    Attributes:
+        modules: The paths of the blocks.
+        size: How many make a region.
+        options: How the regions treat what autograd saves.
+        mark: What verification tells these regions from others by; a copy has another.
+    """
+
+    modules: tuple[str, ...]
+    size: int
+    options: Options
+    mark: object = field(default_factory=object, compare=False, repr=False)
+
+
+class SegmentedRun:
+    """One forward of a model whose blocks run in regions, several in each.
+
+    Blocks are counted as they are left, so that it does not matter in which order
+    forward runs them, nor whether it leaves some out. No region goes on beyond the
+    last of them, where each has run as often as the others.
+    """
+
+    def __init__(self, segments: Segments) -> None:
+        self._segments = segments
+        self._open: Yielding | None = None
+        self._begun = 0
+        self._inside = 0
+        self._left = 0
+        self._hooks = ambient_hooks()
+        self._frame = calling_frame()
+
+    def reach(self, module: str, *, entering: bool) -> None:
+        """Begin a region before a block that is in none, end it after its last."""
+        if not module or _are_foreign(self._hooks):
+            return  # the model itself is none of its blocks
+        if entering:
+            # Late, where something inside was still open when the last block ended.
+            self._end_full()
+            self._begin(module)
+            return
+        self._inside += 1
+        self._left += 1
+        self._end_full()
+
+    def close(self) -> None:
+        """End the last region."""
+        if self._open is not None:
+            end_or_leave(self._open)
+
+    def _begin(self, module: str) -> None:
+        if self._open is not None and is_open(self._open):
+            return
+        self._open = Yielding(self._frame)
+        self._inside = 0
+        key = (self._segments.mark, self._begun)
+        self._begun += 1
+        begin(self._open, f"segment at {module}", self._segments.options, key)
+
+    def _end_full(self) -> None:
+        """End the region that has all its blocks, unless another is open inside it."""
+        is_full = self._inside >= self._segments.size
+        is_last = self._inside and self._left % len(self._segments.modules) == 0
+        if (is_full or is_last) and is_innermost(self._open):
+            end(self._open)
+            self._inside = 0
+
+
+class Episode:
+    """The calls of a model until backward, on one thread.
+
+    A plan for several calls tells them apart by their order. The first call of the next
+    step is known by that nothing is left of those before.
+
+    Args:
+        model_calls: How many there are.
+
+    Attributes:
+        calls: How often each module was entered and left.
+        regions: What the calls so far began.
+    """
+
+    def __init__(self, model_calls: int = 1) -> None:
+        self.model_calls = model_calls
+        self.calls: dict[tuple[str, bool], int] = {}
+        self.regions: list[weakref.ref[Region]] = []
+        self._begun = 0
+
+    def takes(self, model_calls: int) -> bool:
+        """Count one more call; return False if it begins another episode."""
+        is_over = bool(self.regions) and all(ref() is None for ref in self.regions)
+        if (
+            is_over
+            or self._begun == self.model_calls
+            or model_calls != self.model_calls
+        ):
+            return False
+        self._begun += 1
+        return True
+
+
+class Run:
+    """One forward of a model that has a plan: what is open, what was called.
+
+    Attributes:
+        order: The places of the plan, in the order in which they were reached.
+    """
+
+    def __init__(
+        self, script: Script, verify: Verify, episode: "Episode | None" = None
+    ) -> None:
+        self._script = script
+        self._verify: Verify = verify
+        self._open: list[tuple[_Stretch, Yielding]] = []
+        self._episode = episode or Episode()
+        self._calls = self._episode.calls
+        self.order: list[Place] = []
+        self._hooks = ambient_hooks()
+        self._frame = calling_frame()
+
+    def reach(self, module: str, *, entering: bool) -> None:
+        """End and begin what ends and begins here.
+
+        Not where the model's own code has put hooks since, as torch's checkpointing
+        does: what is inside these is theirs.
+        """
+        call = self._calls.get((module, entering), 0)
+        self._calls[module, entering] = call + 1
+        if _are_foreign(self._hooks):
+            return
+        place = Place(module, call, entering)
+        if place in self._script.all_places:
+            self.order.append(place)
+        self._forget_ended()
+        if any(stretch.span.stop == place for stretch, _ in self._open):
+            self._end_down_to(place)
+        for stretch in self._script.starts.get(place, ()):
+            self._start(stretch)
+
+    def close(self) -> None:
+        """End everything."""
+        while self._open:
+            end_or_leave(self._open.pop()[1])
+
+    def _end_down_to(self, place: Place) -> None:
+        """End the outermost stretch that ends here, and all inside it.
+
+        One that the user has put a scope into, which is still open, goes on instead.
+        """
+        last = [stretch.span.stop == place for stretch, _ in self._open].index(True)
+        while len(self._open) > last and is_innermost(self._open[-1][1]):
+            end(self._open.pop()[1])
+
+    def _forget_ended(self) -> None:
+        """Let go of stretches that were ended with the scope they were begun in."""
+        self._open = [item for item in self._open if is_open(item[1])]
+
+    def _start(self, stretch: _Stretch) -> None:
+        around = self._open[-1][0] if self._open else None
+        if around is not stretch.parent:
+            return  # the one before it or around it did not end or begin as planned
+        policy = HeldBySpan(stretch.table, stretch.made) if stretch.table else None
+        owner = Yielding(self._frame)
+        options = Options(policy=policy, verify=self._verify, at_once=True)
+        region = begin(owner, stretch.name, options, stretch.key)
+        if region is not None and self._episode.model_calls > 1:
+            self._episode.regions.append(weakref.ref(region))
+        self._open.append((stretch, owner))
+
+
+def _are_foreign(before: tuple[Pack, Unpack] | None) -> bool:
+    """Return whether the hooks in force are neither a region's nor those of before."""
+    hooks = ambient_hooks()
+    if hooks is None or (before is not None and hooks[0] is before[0]):
+        return False
+    pack = hooks[0]
+    ours = isinstance(getattr(pack, "__self__", None), Region)
+    return not ours and not getattr(pack, "is_noting", False)

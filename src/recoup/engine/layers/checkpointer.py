@@ -1,0 +1,289 @@
+"""Layers: an activation kept every few layers, the rest recomputed from these."""
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from functools import partial
+from typing import Any, Self
+
+from recoup.backend.compiler.recognition import is_compiled
+from recoup.backend.state.trees import bytes_in
+from recoup.engine.layers.activation_table import Entry, Table, last_place
+from recoup.engine.layers.layer_plan import (
+    CheckpointConfig,
+    check_layer,
+    choose,
+    interval_of,
+    place_of,
+    too_many,
+)
+from recoup.engine.layers.moments import Moment, leaving_no_trace
+from recoup.engine.recording.region_options import Options
+from recoup.engine.replay.rerun import rerun
+from recoup.engine.scopes.function import call_in_region
+from recoup.errors import (
+    CheckpointIndexError,
+    MissingCheckpointError,
+    UsageError,
+)
+
+LayerFunction = Callable[[Any, int], Any]
+"""Computes a layer: takes the activation and the layer's index."""
+
+
+class ActivationCheckpointer:
+    """Keep the activations of some layers; recompute the others from these.
+
+    `checkpointed_forward` runs layers one after the other. It is differentiable:
+    between forward and backward only the input and the checkpoints are alive, and
+    backward recomputes each stretch between two checkpoints once. Gradients are
+    bitwise those of the plain run, unless `use_mixed_precision` rounds the
+    checkpoints.
+
+    The checkpoints can be looked at (`get`), and any activation be computed from them
+    again (`recompute_from_checkpoint`). Each forward begins with an empty table.
+    Graphs of earlier forwards keep what they need by themselves.
+
+    Costs: the table holds the checkpoints of the last forward until `clear`, each with
+    the states of the random generators, some thirty kilobytes.
+
+    Args:
+        config: Which layers, how many, and how.
+
+    Raises:
+        UsageError: The argument is no configuration.
+
+    Examples:
+        >>> import torch
+        >>> config = CheckpointConfig(checkpoint_every_n_layers=3, max_checkpoints=10)
+        >>> checkpointer = ActivationCheckpointer(config)
+        >>> output = checkpointer.checkpointed_forward(
+        ...     torch.tensor([1.0, 2.0, 3.0]),
+        ...     range(6),
+        ...     lambda activation, layer: activation * 1.1 + 0.01 * layer,
+        ... )
+        >>> checkpointer.num_checkpoints()
+        2
+        >>> checkpointer.memory_stored_bytes(), checkpointer.memory_saved_bytes()
+        (24, 48)
+    """
+
+    def __init__(self, config: CheckpointConfig | None = None) -> None:
+        if config is not None and not isinstance(config, CheckpointConfig):
+            raise UsageError(f"this takes a CheckpointConfig: got {config!r}.")
+        self._config = CheckpointConfig() if config is None else config
+        self._layer_count: int | None = None
+        self._chosen: dict[int, bool] = {}
+        self._table = Table()
+
+    @property
+    def config(self) -> CheckpointConfig:
+        """What it was made with."""
+        return self._config
+
+    def clone(self) -> Self:
+        """Return another with the same configuration and the same checkpoints."""
+        other = copy(self)
+        other._table = self._table.clone()  # noqa: SLF001 (one of its own kind)
+        return other
+
+    def save(self, layer: int, activation: Any) -> None:
+        """Keep the activation of a layer; one that is kept already is replaced.
+
+        Args:
+            layer: The layer's index.
+            activation: A tensor, or any nested structure with tensors in it. It is
+                held by reference, and a later change in place will be noticed.
+
+        Raises:
+            CheckpointLimitError: There are `max_checkpoints` already, and
+                `on_overflow` neither evicts nor skips.
+        """
+        layer = check_layer(layer)
+        table, config = self._table, self._config
+        is_known = table.find(layer) is not None
+        if not is_known and self.num_checkpoints() >= config.max_checkpoints:
+            if config.on_overflow == "skip":
+                table.skipped_bytes += bytes_in(activation)
+                return
+            if config.on_overflow != "evict_oldest" or not table.entries:
+                raise too_many(config, layer)
+            del table.entries[next(iter(table.entries))]
+        entry = Entry(layer, None, activation, place_of(config))
+        table.discard(layer)
+        table.keep(("layer", layer), entry)
+
+    def get(self, layer: int) -> Any:
+        """Return the activation that is kept for a layer, without a graph behind it.
+
+        Raises:
+            CheckpointIndexError: No layer of so high an index was ever seen.
+            MissingCheckpointError: The layer was not kept.
+            ChangedTensorError: The activation was changed in place since.
+        """
+        layer, limit = check_layer(layer), self._table.limit
+        if layer >= limit:
+            raise CheckpointIndexError(
+                layer, limit, context="ActivationCheckpointer.get"
+            )
+        entry = self._table.find(layer)
+        if entry is None:
+            raise MissingCheckpointError(f"No checkpoint stored for layer {layer}")
+        return entry.activation()
+
+    def clear(self) -> None:
+        """Let go of all checkpoints, and count from zero."""
+        self._table = Table()
+
+    def memory_saved_bytes(self) -> int:
+        """Return the bytes of the activations that the last forward did not keep."""
+        return self._table.saved_bytes
+
+    def memory_stored_bytes(self) -> int:
+        """Return the bytes that the checkpoints take where they are kept."""
+        return sum(entry.stored_bytes for entry in self._table.entries.values())
+
+    def skipped_bytes(self) -> int:
+        """Return the bytes of checkpoints left out because there were too many."""
+        return self._table.skipped_bytes
+
+    def num_checkpoints(self) -> int:
+        """Return how many checkpoints are kept; the input is not counted."""
+        return len(self._table.entries)
+
+    def is_checkpoint_layer(self, layer: int) -> bool:
+        """Return whether the activation of a layer is kept.
+
+        For a layer of the last forward that is what the forward kept, where
+        `max_checkpoints` and `on_overflow` count as well. For others it goes by the
+        interval: layers 0, n, 2n, ….
+
+        Raises:
+            UsageError: The interval is `"sqrt"`, and no forward has told yet how many
+                layers there are.
+        """
+        layer = check_layer(layer)
+        if layer in self._chosen:
+            return self._chosen[layer]
+        count = self._layer_count
+        if self._config.checkpoint_every_n_layers == "sqrt" and count is None:
+            raise UsageError(
+                "with checkpoint_every_n_layers='sqrt' the interval is known once a "
+                "forward has run."
+            )
+        interval = interval_of(self._config, count or 0)
+        return interval > 0 and layer % interval == 0
+
+    def checkpointed_forward(
+        self, activation: Any, layers: Sequence[int], function: LayerFunction
+    ) -> Any:
+        """Run the layers on an input and return the last activation.
+
+        Args:
+            activation: The input: a tensor, or any nested structure with tensors.
+            layers: Which layers, in order; a layer may come more than once.
+            function: Called as `function(activation, layer)` for each.
+
+        Raises:
+            CheckpointLimitError: There are too many checkpoint layers and
+                `on_overflow` is `"error"`. Nothing has run then.
+        """
+        layers = [check_layer(layer) for layer in layers]
+        kept, skipped = choose(self._config, layers)
+        self.clear()
+        self._layer_count = len(layers)
+        self._chosen = dict.fromkeys(layers, False)
+        self._chosen.update((layers[position], True) for position in kept)
+        table, sizes = Table(), []
+        table.input = Entry(-1, -1, activation, None, moment=Moment.now())
+        start = 0
+        for position in [*kept, len(layers) - 1]:
+            if start <= position:
+                stretch = layers[start : position + 1]
+                activation = self._run(function, sizes, activation, stretch)
+                start = position + 1
+            if position in kept:
+                entry = Entry(
+                    layers[position],
+                    position,
+                    activation,
+                    place_of(self._config),
+                    moment=Moment.now(),
+                )
+                table.keep(position, entry)
+        table.limit = max(layers, default=-1) + 1
+        table.skipped_bytes = sum(sizes[position] for position in skipped)
+        left_out = set(range(len(layers))).difference(kept, skipped)
+        table.saved_bytes = sum(sizes[position] for position in left_out)
+        self._table = table
+        return activation
+
+    def recompute_from_checkpoint(
+        self, target: int, layers: Sequence[int], function: LayerFunction
+    ) -> Any:
+        """Return the activation of a layer, computed from the nearest checkpoint.
+
+        The layers are called again and draw the random numbers that they drew in the
+        forward, under its autocast. Afterwards the random generators are as before, and
+        so are the buffers of the modules that the function refers to: by its variables,
+        its arguments in a `partial`, its object, and lists and dictionaries in these.
+        Buffers of modules that lie deeper move on.
+
+        What the layers compute with must be what it was. A layer whose result depends
+        on a buffer that its forward changes, as spectral normalisation's does, begins
+        with the buffer as it is now; batch normalisation in training does not depend on
+        its statistics. From an activation that was saved by hand, random numbers are
+        drawn as if now.
+
+        Args:
+            target: Which layer; if it comes more than once, the last time it does.
+            layers: The layers of the forward, in order.
+            function: The function of the forward.
+
+        Raises:
+            UsageError: The target is not among the layers.
+            MissingCheckpointError: Nothing is kept, not even the input.
+            ChangedTensorError: The checkpoint was changed in place since.
+        """
+        target = check_layer(target)
+        layers = [check_layer(layer) for layer in layers]
+        if target not in layers:
+            raise UsageError(
+                f"layer {target} is not among the layers given, {layers}: only what "
+                "the forward computes can be recomputed."
+            )
+        end = last_place(layers, target, len(layers))
+        start, nearest = self._table.nearest(layers, end)
+        if nearest is None:
+            raise MissingCheckpointError(
+                f"No checkpoint found before layer {target} for recomputation"
+            )
+        stretch = layers[start + 1 : end + 1]
+        with leaving_no_trace(function, nearest.moment):
+            return _run_stretch(function, [], nearest.activation(), stretch)
+
+    def _run(
+        self,
+        function: LayerFunction,
+        sizes: list[int],
+        activation: Any,
+        stretch: Sequence[int],
+    ) -> Any:
+        """Run the layers between two checkpoints, to be recomputed in backward."""
+        run = partial(_run_stretch, function, sizes)
+        if is_compiled(function):
+            return rerun(run, activation, stretch)
+        options = Options(store=place_of(self._config))
+        name = f"layers {stretch[0]} to {stretch[-1]}"
+        return call_in_region(name, options, run, activation, stretch)
+
+
+def _run_stretch(
+    function: LayerFunction,
+    sizes: list[int],
+    activation: Any,
+    stretch: Sequence[int],
+) -> Any:
+    for layer in stretch:
+        activation = function(activation, layer)
+        sizes.append(bytes_in(activation))
+    return activation

@@ -1,0 +1,70 @@
+"""Attached: holds of tensors from outside, until these are parted from their graphs."""
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from recoup.backend.autograd.saved_tensors import has_graph
+from recoup.backend.memory.storages import Geometry, alias, storage_address
+from recoup.engine.lifetime.values import MOVED, Hold
+
+
+class Attached:
+    """Makes the holds of tensors that a region uses and did not make.
+
+    A hold must not keep a graph alive, and a tensor that needs no gradient may be given
+    one later, by a write. It is parted from that when the region ends: between two
+    operators a `detach` costs ten times as much.
+    """
+
+    def __init__(self) -> None:
+        self._holds: list[tuple[Hold, int]] = []
+        self._found: dict[int, list[Hold]] = {}  # by the tensor's identity
+        self._searched = 0
+
+    def hold(
+        self, tensor: Tensor, address: int, geometry: Geometry | None = None
+    ) -> Hold:
+        """Return a hold of a tensor.
+
+        Args:
+            tensor: The tensor.
+            address: The address of its storage.
+            geometry: The geometry to give it back in, if that is not its own.
+        """
+        if tensor.requires_grad:
+            if has_graph(tensor):
+                return Hold(alias(tensor), geometry)
+            # It has no graph and cannot get one, but it can be given other memory.
+            hold = Hold(tensor, geometry)
+            hold.address = address
+            return hold
+        if type(tensor) is not Tensor:
+            hold = Hold(alias(tensor), geometry)
+            hold.is_frozen = isinstance(tensor, Parameter)
+            return hold
+        hold = Hold(tensor, geometry)
+        if hold.version != -1:  # an inference tensor never gets a graph
+            self._holds.append((hold, address))
+        return hold
+
+    def part_from(self, tensor: Tensor) -> None:
+        """Part the holds of a tensor that will lie in another way."""
+        for hold, _ in self._holds[self._searched :]:
+            self._found.setdefault(id(hold.tensor), []).append(hold)
+        self._searched = len(self._holds)
+        for hold in self._found.get(id(tensor), ()):
+            if hold.tensor is tensor:
+                hold.tensor = alias(tensor)
+
+    def part(self) -> None:
+        """Part all of them; one whose tensor got other memory cannot be used."""
+        for hold, address in self._holds:
+            tensor = hold.tensor
+            if tensor is None:
+                continue
+            if storage_address(tensor) != address:
+                hold.version = MOVED  # somebody assigned to its `.data`
+            hold.tensor = tensor.detach()
+        self._holds = []
+        self._found = {}
+        self._searched = 0

@@ -1,0 +1,568 @@
+"""Values, the operations that made them, and the holds that keep some of them."""
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
+from math import prod
+from types import MappingProxyType
+from typing import Any, Protocol, final
+
+from torch import Generator, Tensor
+
+from recoup.backend.autograd.default_dtype import default_dtype
+from recoup.backend.autograd.saved_tensors import (
+    Pack,
+    Unpack,
+    is_parameter,
+    without_parameters,
+)
+from recoup.backend.autograd.wrappers import is_wrapper
+from recoup.backend.memory.storages import (
+    NO_VERSION,
+    Geometry,
+    fitted,
+    flat,
+    geometry_of,
+    has_storage,
+    shaped,
+    storage_address,
+    version_counter,
+    version_of,
+)
+from recoup.backend.operators.kernels import Kernel
+from recoup.backend.operators.properties import Operator
+from recoup.backend.state.trees import tensors
+from recoup.engine.tiers.deposits import Claim, Deposit, deposit
+from recoup.engine.tiers.device import Device
+from recoup.engine.tiers.protocol import Tier
+from recoup.errors import ChangedTensorError
+
+OUTSIDE = -1
+"""The producer of a value that no recorded operation made."""
+
+MOVED = -2
+"""The version of a tensor that was given other memory after it was used."""
+
+
+@final
+class Value:
+    """One storage at one version, as a region saw it.
+
+    One is made for every operator that runs, hence the slots. Few objects shall live
+    until backward: Python's garbage collector goes through all that there are whenever
+    their number has grown by a quarter.
+
+    Attributes:
+        producer: The index of the operation that made it, or `OUTSIDE`.
+        place: Its place in what the operation returned; None: it is all of that.
+        geometry: How the tensor that first named it lies in its storage; None for a
+            value from outside, which is only referred to by views.
+        hold: What keeps it, or None when it is to be recomputed.
+        demand: How many tensors saved by autograd refer to it now.
+        born: A weak reference to the tensor that first named it. An argument that is
+            this very tensor needs no look at its geometry.
+        layouts: The other ways in which tensors were seen to lie in the storage, by
+            geometry.
+        is_spare: The hold is there because autograd was given one; no operation has
+            referred to the value so far.
+    """
+
+    __slots__ = (
+        "born",
+        "demand",
+        "geometry",
+        "hold",
+        "is_spare",
+        "layouts",
+        "place",
+        "producer",
+    )
+
+    def __init__(self, producer: int, geometry: Geometry | None) -> None:
+        self.producer = producer
+        self.geometry = geometry
+        self.place: int | None = None
+        self.hold: Hold | None = None
+        self.demand = 0
+        self.is_spare = False
+        self.born: weakref.ref[Tensor] | None = None
+        self.layouts: Mapping[Geometry, Layout] = _NO_LAYOUTS
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the tensor that first named it; 0 if it came from outside."""
+        if self.geometry is None:
+            return 0
+        return prod(self.geometry[0]) * self.geometry[3].itemsize
+
+    def layout(self, geometry: Geometry) -> "Layout":
+        """Return the way to lie in the storage that has this geometry, always one."""
+        layouts = self.layouts
+        layout = layouts.get(geometry)
+        if layout is None:
+            layout = Layout(geometry, self.geometry)
+            if type(layouts) is dict:
+                layouts[geometry] = layout
+            else:  # most values have none: they share an empty mapping
+                self.layouts = {geometry: layout}
+        return layout
+
+
+class Layout:
+    """A way to lie in a value's storage that is not the value's own.
+
+    Every tensor that lies so is given by one view, made once in a replay.
+
+    Args:
+        geometry: How such a tensor lies.
+        whole: How the value itself does, if that is known.
+    """
+
+    __slots__ = ("_strided", "geometry")
+
+    def __init__(self, geometry: Geometry, whole: Geometry | None) -> None:
+        self.geometry = geometry
+        shape, stride, offset, dtype, bits = geometry
+        same_kind = whole is not None and whole[3] is dtype and whole[4] == bits == 0
+        self._strided = (shape, stride, offset) if same_kind else None
+
+    def view(self, whole: Tensor) -> Tensor:
+        """Return a view of a tensor that lies as the value does."""
+        if self._strided is None:
+            return fitted(whole, self.geometry)
+        return whole.as_strided(*self._strided)
+
+
+_NO_LAYOUTS: Mapping[Geometry, Layout] = MappingProxyType({})
+
+View = tuple[Value, Layout]
+"""A reference to a value by a layout."""
+
+
+class Operation:
+    """One operator call on the tape, its tensors replaced by values.
+
+    Attributes:
+        kernel: What was called.
+        args: Positional arguments; each tensor is a `Value`, if it lies as the tensor
+            that first named it, or a `View`.
+        kwargs: Keyword arguments, likewise.
+        places: Positions of the arguments that hold references.
+        names: Names of the keyword arguments that do.
+        outputs: Its new values.
+        writes: Pairs of the value before and the value after a write.
+        random: The generator it draws from and the state before it did.
+        in_gradient_mode: It is to be run with the gradient mode on.
+        default_dtype: The default type of floating-point numbers when it was called.
+    """
+
+    __slots__ = (
+        "args",
+        "default_dtype",
+        "in_gradient_mode",
+        "kernel",
+        "kwargs",
+        "names",
+        "outputs",
+        "places",
+        "random",
+        "writes",
+    )
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        args: list[Any],
+        kwargs: dict[str, Any],
+        places: tuple[int, ...],
+    ) -> None:
+        self.kernel = kernel
+        self.args = args
+        self.kwargs = kwargs
+        self.places = places
+        self.names: Sequence[str] = ()
+        self.outputs: list[Value] = []
+        self.writes: Sequence[tuple[Value, Value]] = ()
+        self.random: tuple[Generator, Tensor] | None = None
+        self.in_gradient_mode = False
+        self.default_dtype = default_dtype()
+
+    def reads(self) -> list[Value]:
+        """Return the values it takes."""
+        found: list[Value] = []
+        args = self.args
+        for place in self.places:
+            reference = args[place]
+            # Written out for the common kinds: a call costs as much as all the rest.
+            if type(reference) is Value:
+                found.append(reference)
+            elif type(reference) is tuple:
+                found.append(reference[0])
+            else:
+                _collect(reference, found)
+        for name in self.names:
+            _collect(self.kwargs[name], found)
+        return found
+
+    def lies(self) -> "list[tuple[Value, Geometry]]":
+        """Return the values from outside that it takes, and how each lies there."""
+        found: list[tuple[Value, Geometry]] = []
+        references = [self.args[place] for place in self.places]
+        references += [self.kwargs[name] for name in self.names]
+        while references:
+            reference = references.pop()
+            if type(reference) is list:
+                references += reference
+            elif type(reference) is tuple:
+                found.append((reference[0], reference[1].geometry))
+            elif type(reference) is Value:
+                hold = reference.hold
+                geometry = None if hold is None else hold.geometry
+                if geometry is not None:
+                    found.append((reference, geometry))
+        return found
+
+    @property
+    def operator(self) -> Operator:
+        """The operator that was called."""
+        return self.kernel.operator
+
+
+def _collect(reference: Any, found: list[Value]) -> None:
+    kind = type(reference)
+    if kind is Value:
+        found.append(reference)
+    elif kind is tuple:
+        found.append(reference[0])
+    elif kind is list:
+        for element in reference:
+            _collect(element, found)
+
+
+def reads_of(operations: Iterable[Operation]) -> list[list[Value]]:
+    """Return what `reads` of each returns, without a call for each."""
+    all_reads: list[list[Value]] = []
+    for operation in operations:
+        found: list[Value] = []
+        args = operation.args
+        for place in operation.places:
+            reference = args[place]
+            if type(reference) is Value:
+                found.append(reference)
+            elif type(reference) is tuple:
+                found.append(reference[0])
+            else:
+                _collect(reference, found)
+        for name in operation.names:
+            _collect(operation.kwargs[name], found)
+        all_reads.append(found)
+    return all_reads
+
+
+class Earlier(Protocol):
+    """Contents of a storage that has been written to since."""
+
+    def fetch(self) -> Tensor:
+        """Return the contents in one dimension."""
+        ...
+
+    def holds(self) -> "list[Hold]":
+        """Return the holds of all that the contents are put together from."""
+        ...
+
+
+@final
+class Hold:
+    """Keeps one value: a tensor with its version, or what became of it elsewhere.
+
+    Args:
+        tensor: A tensor without a graph behind it that names the value.
+        geometry: The geometry to give it back in, if that is not its own.
+
+    Attributes:
+        version: The tensor's version when it was used, or None while it is not known.
+        address: The address of a leaf's storage, which somebody may replace by another.
+        is_frozen: It holds a parameter that requires no gradient.
+        owner: The wrapper that the tensor is a part of, weakly, with its version.
+        tier: Where the value is to be kept, if not on its device.
+        stored: The value in its tier, once it has been put there.
+        past: The value, if it is what a tensor was before the region wrote to it.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "address",
+        "geometry",
+        "guard",
+        "is_frozen",
+        "owner",
+        "packed",
+        "past",
+        "stored",
+        "tensor",
+        "tier",
+        "unpack",
+        "version",
+    )
+
+    def __init__(self, tensor: Tensor, geometry: Geometry | None = None) -> None:
+        self.tensor: Tensor | None = tensor
+        try:
+            self.version: int | None = version_counter(tensor)
+        except RuntimeError:  # as `version_of` does
+            self.version = NO_VERSION
+        self.geometry = geometry
+        self.packed: Any = None
+        self.unpack: Unpack | None = None
+        self.address: int | None = None
+        self.guard: Tensor | None = None
+        self.is_frozen = False
+        self.owner: tuple[weakref.ref[Tensor], int] | None = None
+        self.tier: Tier | None = None
+        self.stored: Deposit | None = None
+        self.past: Earlier | None = None
+
+    def become_past(self, past: Earlier) -> None:
+        """Give the tensor up: it is about to be written to."""
+        assert self.tensor is not None, "it was held by reference"
+        self.geometry = self.geometry or geometry_of(self.tensor)
+        self.past = past
+        self.tensor = None
+        self.address = None
+
+    def parts(self) -> "list[Hold]":
+        """Return the holds that keep the value: itself, or those of its pieces."""
+        return [self] if self.past is None else self.past.holds()
+
+    @property
+    def is_at_hand(self) -> bool:
+        """Whether it can be fetched by itself: no foreign hooks keep it."""
+        return not (self.tensor is None and self.stored is None and self.past is None)
+
+    @property
+    def resident(self) -> Tensor | None:
+        """The tensor that is held, here or by a region around that it was given to."""
+        hold: Hold | None = self
+        while hold is not None and hold.tensor is None:
+            value = getattr(hold.packed, "value", None)
+            hold = value.hold if isinstance(value, Value) else None
+        return None if hold is None else hold.tensor
+
+    @property
+    def is_parameter(self) -> bool:
+        """Whether it holds a parameter, or a view of one."""
+        tensor = self.resident
+        return self.is_frozen or (tensor is not None and is_parameter(tensor))
+
+    @property
+    def stored_bytes(self) -> int:
+        """The bytes it takes where it is kept."""
+        if self.stored is not None:
+            return self.stored.stored_bytes
+        return 0 if self.tensor is None else self.tensor.nbytes
+
+    def hand_over(self, pack: Pack, unpack: Unpack) -> None:
+        """Let the saved-tensor hooks around the region keep the value instead.
+
+        The hooks get the whole storage, because references to the value may name any
+        part of it.
+        """
+        tensor = self.tensor
+        # One that was changed already stays: fetching it will say so, if it comes to
+        # that.
+        if tensor is None or version_of(tensor) != self.version:
+            return
+        if is_wrapper(tensor):
+            self.packed = pack(tensor)
+        elif not has_storage(tensor):  # as inside a torch.func transform
+            return
+        else:
+            whole = flat(tensor)
+            self.geometry = self.geometry or geometry_of(tensor)
+            self.packed = pack(whole)
+        self.unpack = unpack
+        self.tensor = None
+        if any(_shares(tensor, kept) for kept in tensors(self.packed)):
+            self.guard = tensor  # the hooks kept the tensor itself: it may change
+
+    def assign(self, tier: Tier | None) -> None:
+        """Say where the value is to be kept; it is put there by `store`."""
+        self.tier = None if isinstance(tier, Device) else tier
+
+    def store(self) -> None:
+        """Put the value in its tier, if it has one and is large enough for it.
+
+        The whole storage is put, because references to the value may name any part.
+        """
+        tensor, tier = self.tensor, self.tier
+        self.tier = None
+        if tensor is None or tier is None or not can_move(tensor, tier):
+            return
+        # One that was changed already stays: fetching it will say so, if it comes to
+        # that.
+        if self.version is not None and version_of(tensor) != self.version:
+            return
+        self.geometry = self.geometry or geometry_of(tensor)
+        self.stored = deposit(tier, tensor)
+        self.tensor = None
+
+    def watch(self, owner: Tensor | None) -> None:
+        """Go by the version of a wrapper too, or of none.
+
+        One that is watched already stays: another may name the same tensors.
+        """
+        if owner is None:
+            self.owner = None
+        elif self.owner is None:
+            # Weak: what the hold keeps may move, while the wrapper would stay.
+            self.owner = weakref.ref(owner), version_of(owner)
+
+    def settle(self) -> None:
+        """Take the version anew, if it was not known."""
+        if self.version is None and self.tensor is not None:
+            self.version = version_of(self.tensor)
+
+    def twin(self) -> "Hold":
+        """Return a second hold of the same value, which hooks can keep by itself."""
+        assert self.is_at_hand, "not handed over yet"
+        return copy(self)
+
+    def drop(self) -> None:
+        """Let go of the value."""
+        self.tensor = None
+        self.guard = None
+        self.owner = None
+        self.packed = None
+        self.unpack = None
+        self.stored = None
+        self.past = None
+
+    def fetch(self, user: str, claim: Claim | None = None) -> Tensor:
+        """Return the value, or raise if it was changed; `user` is named then."""
+        tensor = self.tensor
+        if tensor is not None:
+            try:
+                version = version_counter(tensor)
+            except RuntimeError:  # as `version_of` does
+                version = NO_VERSION
+            if version != self.version:
+                self.check(tensor, user)
+            if self.owner is not None:
+                self.check_owner(user)
+            return tensor if self.geometry is None else shaped(tensor, self.geometry)
+        if self.stored is not None:
+            assert self.geometry is not None, "set together with stored"
+            return shaped(self.stored.fetch(claim), self.geometry)
+        if self.past is not None:
+            assert self.geometry is not None, "set together with past"
+            return shaped(self.past.fetch(), self.geometry)
+        assert self.unpack is not None, "a tensor, a tier or hooks hold the value"
+        self.check(self.guard, user)
+        return self.given_back(self.unpack(self.packed), user)
+
+    def given_back(self, tensor: Tensor, user: str) -> Tensor:
+        """Return the value in what the hooks that keep it have given back."""
+        self.check(self.guard, user)
+        self.check_owner(user)
+        return tensor if self.geometry is None else shaped(tensor, self.geometry)
+
+    def check(self, tensor: Tensor | None, user: str) -> None:
+        """Raise if the tensor was written to since the region used it."""
+        if tensor is None or self.version is None:
+            return
+        if version_of(tensor) != self.version:
+            happened = (
+                "was given other memory inside it, by an assignment to `.data`"
+                if self.version == MOVED
+                else f"was changed in place before backward (it is at version "
+                f"{version_of(tensor)}, the region used version {self.version})"
+            )
+            raise changed_tensor(tensor, user, happened)
+
+    def check_owner(self, user: str) -> None:
+        """Raise if the wrapper that the tensor is a part of was written to since."""
+        if self.owner is None:
+            return
+        wrapper, version = self.owner[0](), self.owner[1]
+        if wrapper is not None and version_of(wrapper) != version:
+            happened = "was changed in place before backward"
+            raise changed_tensor(wrapper, user, happened)
+
+    def check_memory(self, user: str) -> None:
+        """Raise if the tensor got other memory since: a replay would see that.
+
+        Plain autograd sees it too where it saved the very tensor, so backward's own
+        look at a value is not checked.
+        """
+        tensor = self.tensor
+        if tensor is None:
+            return
+        if storage_address(tensor) != self.address:
+            happened = "was given other memory, by an assignment to `.data`"
+            raise changed_tensor(tensor, user, happened)
+        if tensor.untyped_storage().nbytes() == 0 and tensor.numel() > 0:
+            happened = (
+                "has no memory now: it belongs to another sharded unit of FSDP than "
+                "the one that runs its backward. Put each region inside one unit"
+            )
+            raise changed_tensor(tensor, user, happened)
+
+
+def changed_tensor(tensor: Tensor, user: str, happened: str) -> ChangedTensorError:
+    """Return the error for a tensor that is not what a region used any more."""
+    return ChangedTensorError(
+        f"a tensor of shape {tuple(tensor.shape)} and type {tensor.dtype} that {user} "
+        f"used inside a checkpointed region {happened}. Change it after backward, or "
+        "give the region a clone of it."
+    )
+
+
+def written_in_backward(tensor: Tensor) -> ChangedTensorError:
+    """Return the error for a saved tensor that a backward function wrote to."""
+    return ChangedTensorError(
+        f"a saved tensor of shape {tuple(tensor.shape)} and type {tensor.dtype} was "
+        "changed in place by a backward function, and another one needs it. Clone what "
+        "`ctx.saved_tensors` gives before writing to it."
+    )
+
+
+def activation_bytes(holds: Iterable[Hold]) -> int:
+    """Return the bytes of what is held, without parameters, every storage once.
+
+    Parameters are in memory anyway.
+    """
+    found: list[Tensor] = []
+    for hold in holds:
+        # Written out for the common case: backward waits for this.
+        tensor = hold.resident if hold.tensor is None else hold.tensor
+        if tensor is not None and not hold.is_frozen:
+            found.append(tensor)
+    storages: dict[int, int] = {}
+    for tensor in without_parameters(found):
+        if has_storage(tensor):
+            storages[storage_address(tensor)] = tensor.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+def bytes_of(values: Iterable[Value]) -> int:
+    """Return the sum of `nbytes`, without a call for each: backward waits for it."""
+    total = 0
+    for value in values:
+        geometry = value.geometry
+        if geometry is not None:
+            total += prod(geometry[0]) * geometry[3].itemsize
+    return total
+
+
+def can_move(tensor: Tensor, tier: Tier) -> bool:
+    """Return whether a tensor is plain memory, and enough of it to be worth moving."""
+    if type(tensor) is not Tensor or not has_storage(tensor):
+        return False
+    nbytes = tensor.untyped_storage().nbytes()
+    return nbytes > 0 and tier.takes(nbytes)
+
+
+def _shares(tensor: Tensor, other: Tensor) -> bool:
+    if is_wrapper(tensor):
+        return type(other) is type(tensor)
+    return has_storage(other) and storage_address(tensor) == storage_address(other)

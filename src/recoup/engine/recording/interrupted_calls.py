@@ -1,0 +1,52 @@
+"""Calls that an interrupt ended: their regions are closed when the next call begins.
+
+After an exception torch runs a module's hooks that are always called, but not after a
+`KeyboardInterrupt`. What such a call began would stay open and record for good.
+"""
+
+import sys
+import threading
+
+from recoup.engine.recording.active import Call
+
+
+class _Calls(threading.local):
+    """The calls under way on this thread, and whose they are."""
+
+    def __init__(self) -> None:
+        self.stack: list[tuple[Call, object]] = []
+
+
+_CALLS = _Calls()
+
+
+def begin_call(caller: object) -> object:
+    """Take note of a call, from a module's hook; return who begins something in it.
+
+    Costs nothing but the note, unless it is inside another call: then a walk through
+    the frames that are running.
+    """
+    if _CALLS.stack:
+        end_interrupted_calls()
+    # Two up is torch's frame that runs the hooks and then forward.
+    owner = Call(sys._getframe(2))  # noqa: SLF001 (of Python)
+    _CALLS.stack.append((owner, caller))
+    return owner
+
+
+def end_call(caller: object) -> object:
+    """Take note that the last call has ended; return who began something in it."""
+    if not _CALLS.stack:
+        return caller
+    return _CALLS.stack.pop()[0]
+
+
+def is_calling(caller: object) -> bool:
+    """Return whether a call of this one is under way on this thread."""
+    return any(other is caller for _, other in _CALLS.stack)
+
+
+def end_interrupted_calls() -> None:
+    """End what was begun in calls that are no longer under way."""
+    while _CALLS.stack and not _CALLS.stack[-1][0].is_under_way():
+        _CALLS.stack.pop()[0].end_if_left()

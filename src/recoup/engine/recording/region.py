@@ -1,0 +1,597 @@
+"""Regions: a stretch of forward whose saved tensors are forgotten and replayed."""
+
+import threading
+from collections.abc import Callable, Container, Generator, Hashable, Mapping
+from functools import partial
+from time import perf_counter
+from typing import Any, NoReturn, TypeVar
+
+from torch import Tensor
+
+from recoup.backend.autograd.hook_stacks import Footing
+from recoup.backend.autograd.saved_tensors import (
+    current_backward,
+    follow_backward,
+    pop_hooks,
+    push_hooks,
+)
+from recoup.backend.autograd.wrappers import is_wrapper
+from recoup.backend.compiler.recognition import leave_uncompiled
+from recoup.backend.memory.storages import alias, has_storage
+from recoup.engine.lifetime.handover import (
+    apart,
+    copy_small,
+    hand_over,
+    is_handing_over,
+    is_watched_from_around,
+    part_holds,
+)
+from recoup.engine.lifetime.placement import placement_of
+from recoup.engine.lifetime.values import (
+    Hold,
+    Layout,
+    Value,
+    activation_bytes,
+    bytes_of,
+)
+from recoup.engine.lifetime.wrapped import Wrapped
+from recoup.engine.recording.observers import Listener, Tracer, tell
+from recoup.engine.recording.recorder import Recorder
+from recoup.engine.recording.region_options import Options
+from recoup.engine.recording.tape import Tape
+from recoup.engine.replay.program import Live, Program, derived_from_lossy, number
+from recoup.engine.replay.recall import Recall, Saved, Uses, wanted_of
+from recoup.engine.scopes.statistics import Account
+from recoup.engine.tiers.protocol import Tier
+from recoup.engine.verification.replay_check import check_for, take_note
+from recoup.errors import ClearedError
+
+STATE_BYTES = 1 << 20
+"""Tensors from outside that a region writes to and then needs as they were after the
+write are copied up to this size: they are counters and running statistics, which the
+next region will write again. Larger ones are held by reference and checked."""
+
+
+_LOOK_EVERY = 256
+"""After how many saved tensors a region looks whether what it is part of still runs."""
+
+Request = tuple["Region", Saved]
+"""What a replay needs of a region around its own."""
+
+Brought = TypeVar("Brought")
+
+
+class Region:
+    """One run of a scope, a function or a module under recoup's control.
+
+    Between `open` and `close` it records. From then on it lives as long as autograd
+    holds a tensor that was saved in it.
+
+    Args:
+        name: What error messages and statistics call it.
+        options: How saved tensors are treated.
+        key: What tells this region from others, for verification at first use.
+
+    Attributes:
+        replays: How many times it has been replayed.
+        replayed_operators: How many operators that ran in all.
+        listeners: Called with every tensor that autograd saves in it.
+        tracer: Gives the saved-tensor hooks that are used instead of its own.
+        around: The regions around it, if these are to keep what it keeps.
+        accounts: What it adds its counts to.
+        recall: What the last backward through it has recomputed.
+    """
+
+    # What is seldom asked for: it is set where it differs.
+    replays = 0
+    replayed_operators = 0
+    tracer: "Tracer[Region] | None" = None
+    around: "tuple[Region, ...]" = ()
+    accounts: tuple[Account, ...] = ()
+    _is_counted = False
+    _roots: list[Value] | None = None
+    _program: Program | None = None
+    _uses: Uses | None = None
+    _watched = -1
+    _stores = False
+    _packs = 0
+
+    def __init__(self, name: str, options: Options, key: Hashable) -> None:
+        check = check_for(options.verify, key)
+        self.name = name
+        self.options = options
+        self.listeners: tuple[Listener, ...] = ()
+        watch = check.watch if check else None
+        self.tape = Tape(placement_of(options.policy, options.store), watch)
+        self._key = key
+        self._check = check
+        self._kept: dict[int, Hold] = {}  # by identity
+        self._late: Mapping[Value, Hold] = {}
+        self.recall: Recall | None = None
+        self._cleared = False
+        self._lock = threading.RLock()
+
+    def open(self, close_if_left: Callable[[], bool] | None = None) -> None:
+        """Start recording on this thread.
+
+        What closes it if it was left by an interrupt, and says so, is asked now and
+        then, where nobody else may come to close it.
+        """
+        self._close_if_left = close_if_left
+        self._is_inside_hooks = is_watched_from_around()
+        self._footing = Footing()
+        self._recorder = Recorder(self.tape)
+        self._recorder.__enter__()
+        tracer = self.tracer
+        if tracer is None:
+            push_hooks(self.pack, self.unpack)
+        else:
+            push_hooks(*tracer.hooks(self))
+
+    def close(self, *, is_left: bool = False) -> None:
+        """Stop recording; drop what neither backward nor a replay needs.
+
+        One that was left by an interrupt has others around it than when it was opened.
+        """
+        if self.tracer is None:
+            self._footing.take_off_hooks(self.pack)
+        else:
+            pop_hooks()
+        self._footing.leave_mode(self._recorder)
+        del self._recorder, self._footing, self._close_if_left
+        self.around = ()
+        self._program = self._settle()
+        self._uses = None
+        if not is_left and is_watched_from_around():
+            part_holds(self._roots or (), self._kept)
+            hand_over(self.holds())
+            self._program = None  # what was handed over is wanted too
+        self.tape.finish()
+
+    def abandon(self) -> None:
+        """Take what was opened off this thread, after an interrupt; forget the rest.
+
+        May be called at any time and more than once.
+        """
+        self._cleared = True
+        self._packs = -1  # the next one looks
+        recorder = self.__dict__.get("_recorder")
+        if recorder is not None:
+            recorder.paused = True
+        Footing.drop(self.pack, recorder)
+        for name in ("_recorder", "_footing", "_close_if_left"):
+            self.__dict__.pop(name, None)
+
+    def _settle(self) -> Program:
+        """Keep what backward and a replay need, and let go of the rest."""
+        tape = self.tape
+        if self._check is not None:
+            self._check.look_again(tape.value_of)
+        tape.close()
+        late = tape.late
+        if late is not None:
+            self._late = late.holds
+            self._kept.update((id(hold), hold) for hold in late.holds.values())
+        wanted = [value for value in tape.saved if value.demand > 0]
+        program = Program(tape.operations, [v for v in wanted if v.hold is None])
+        operations = program.operations
+        roots = program.roots
+        if len(program.wanted) < len(wanted):
+            held = [value for value in wanted if value.hold is not None]
+            roots = list(dict.fromkeys(held + roots))
+        if tape.histories:
+            tape.settle_histories(program)
+        number(operations)
+        tape.operations = operations
+        if len(wanted) < len(tape.saved):
+            tape.saved = dict.fromkeys(wanted)
+        take_note(self._check, self._key, tape)
+        tape.placement.place_roots(roots)
+        written = tape.written
+        for value in roots:
+            if written and value in written:
+                copy_small(value, STATE_BYTES)
+            hold = value.hold
+            assert hold is not None, "roots are held"
+            value.born = None
+            if hold.version is None:
+                hold.settle()
+            if hold.tier is not None:
+                self._store(value)
+        self._roots = roots
+        if self._check is not None:
+            self._check.excuse(derived_from_lossy(operations, roots))
+        return program
+
+    @leave_uncompiled
+    def pack(self, tensor: Tensor) -> Saved | Hold | Wrapped:
+        """Take a tensor that autograd saves; return what stands for it."""
+        if (self.listeners or self.around) and not is_handing_over():
+            self._tell(tensor)
+        self._packs += 1
+        if self._packs % _LOOK_EVERY == 0 and self._was_left():
+            return Hold(alias(tensor))
+        tape = self.tape
+        try:
+            found = tape.save(tensor)
+        except NotImplementedError:
+            return self._pack_whole(tensor)
+        if type(found) is Hold:
+            found = apart(found, self._kept) if self._is_inside_hooks else found
+            self._kept[id(found)] = found
+            return found
+        if type(found) is Value:
+            value, layout = found, None
+        else:
+            value, layout = found
+        hold = value.hold
+        if hold is None:
+            if not self.options.recompute and value not in tape.forced:
+                hold = value.hold = Hold(alias(tensor), value.geometry)
+                tape.placement.place_saved(hold)
+            elif self._check is not None and value not in tape.unverified:
+                self._fingerprint(value, tensor, layout)
+        if value.demand == 0:
+            tape.saved[value] = None
+        value.demand += 1
+        if hold is not None and hold.stored is not None:
+            hold.stored.claims += 1
+        elif hold is not None and hold.tier is not None:
+            self._store(value)
+        return Saved(self, value, layout)
+
+    def _tell(self, tensor: Tensor) -> None:
+        """Show a saved tensor to listeners; let the regions around keep it, too."""
+        tell(self.listeners, tensor)
+        if (
+            not self.around
+            or not has_storage(tensor)
+            or self.tape.value_of(tensor) in self.tape.forced
+        ):
+            return
+        for region in self.around:
+            value = region.tape.value_of(tensor)
+            if value is not None and value not in region.tape.forced:
+                region.keep(value, tensor, None)
+
+    def _pack_whole(self, tensor: Tensor) -> Hold | Wrapped:
+        """Take a tensor without a storage: by its inner tensors, or as it is."""
+        if not is_wrapper(tensor) or not self.tape.names_own(tensor):
+            hold = Hold(tensor.detach())
+            self._kept[id(hold)] = hold
+            return hold
+        listeners, self.listeners = self.listeners, ()  # they have heard of the whole
+        try:
+            return Wrapped(tensor, self.pack)
+        finally:
+            self.listeners = listeners
+
+    def _was_left(self) -> bool:
+        if self._cleared:
+            self.abandon()
+            return True
+        close_if_left = self.__dict__.get("_close_if_left")
+        return close_if_left is not None and close_if_left()
+
+    def keep(self, value: Value, tensor: Tensor, store: Tier | None) -> None:
+        """Hold a value that the tensor names, and say where it is to be kept."""
+        hold = value.hold
+        if hold is None:
+            hold = value.hold = Hold(alias(tensor), value.geometry)
+            hold.assign(store or self.options.store)
+        elif store is not None:
+            hold.assign(store)
+        if value.demand > 0 and hold.tier is not None:
+            self._store(value)
+
+    @leave_uncompiled
+    def unpack(self, packed: Saved | Hold | Wrapped) -> Tensor:
+        """Return the tensor that `packed` stands for, recomputing it if need be."""
+        if self._cleared:
+            self._refuse()
+        if type(packed) is Hold:
+            return packed.fetch("a backward operator")
+        if type(packed) is Wrapped:
+            return packed.unpack(self.unpack)
+        assert type(packed) is Saved, "one of the three"
+        value, layout = packed.value, packed.layout
+        hold = value.hold
+        if self._late and value in self._late:
+            whole = self._late[value].fetch("a backward operator")
+        elif hold is None or not hold.is_at_hand:
+            return self._recomputed(packed)
+        elif hold.stored is None:
+            whole = hold.fetch("a backward operator")
+        else:
+            whole = self._brought(packed, hold)
+        return whole if layout is None else layout.view(whole)
+
+    def recompute(self) -> tuple[Tensor, ...]:
+        """Return the saved values that are not held, recomputed now."""
+        with self._lock:
+            if self._cleared:
+                self._refuse()
+            wanted = wanted_of(self.tape.saved)
+            self._count_replay()
+            program = Program(self.tape.operations, wanted)
+            live = run_nested(self._run(program, {}))
+            return tuple(live[value] for value in wanted)
+
+    def clear(self) -> None:
+        """Drop everything held; a later backward through the region is an error."""
+        with self._lock:
+            self._cleared = True
+            self.recall = None
+            for hold in self.holds():
+                hold.drop()
+            self._kept = {}
+            self._program = None
+            self.tape.operations = []
+
+    def holds(self) -> list[Hold]:
+        """Return everything that the region holds for backward and for replays."""
+        roots = self._roots
+        if roots is None:
+            wanted = [value for value in self.tape.saved if value.demand > 0]
+            roots = Program(self.tape.operations, wanted).roots
+        found: dict[int, Hold] = {}
+        for value in roots:
+            hold = value.hold
+            if hold is not None and hold.past is None:  # as `parts` does
+                found[id(hold)] = hold
+            elif hold is not None:
+                found.update((id(part), part) for part in hold.parts())
+        found.update(self._kept)
+        return list(found.values())
+
+    def random_bytes(self) -> int:
+        """Return the bytes of the generator states kept for random operators."""
+        kept = [operation.random for operation in self.tape.operations]
+        return sum([random[1].nbytes for random in kept if random is not None])
+
+    def count_bytes(self) -> None:
+        """Add to the accounts what it keeps and frees, once.
+
+        It is done when somebody asks, or in backward: recording takes no longer.
+        """
+        if self._is_counted:
+            return
+        self._is_counted = True
+        freed = bytes_of(
+            [v for v in self.tape.saved if v.demand > 0 and v.hold is None]
+        )
+        kept = activation_bytes(self.holds()) + self.random_bytes()
+        for account in self.accounts:
+            account.freed_bytes += freed
+            account.kept_bytes += kept
+
+    def _count_replay(self) -> None:
+        self.replays += 1
+        if self.accounts:
+            self.count_bytes()
+            for account in self.accounts:
+                account.replays += 1
+
+    def _count_run(
+        self, program: Program, known: Container[Value | Layout], seconds: float
+    ) -> None:
+        made = bytes_of(
+            [
+                value
+                for value in program.wanted
+                if value.demand > 0 and value.hold is None and value not in known
+            ]
+        )
+        for account in self.accounts:
+            account.replayed_operators += len(program.operations)
+            account.replay_seconds += seconds
+            account.recomputed_bytes += made
+
+    def end(self, task: int) -> None:
+        """Drop what a backward left behind."""
+        with self._lock:
+            if self.recall is not None and self.recall.task == task:
+                self.recall = None
+            if self._watched == task:
+                self._watched = -1
+                for hold in self.holds():
+                    if hold.stored is not None:
+                        hold.stored.end()
+
+    def _refuse(self) -> NoReturn:
+        raise ClearedError(
+            f"a tensor saved in region {self.name!r} is needed, but its checkpoints "
+            "were cleared. Run backward before clearing them, or run the forward again."
+        )
+
+    def _fingerprint(self, value: Value, tensor: Tensor, layout: Layout | None) -> None:
+        assert self._check is not None, "only called when there is a check"
+        geometry = value.geometry if layout is None else layout.geometry
+        assert geometry is not None, "an operation made the value"
+        with self._recorder.pausing():
+            self._check.remember(value, tensor, geometry)
+
+    def _brought(self, saved: Saved, hold: Hold) -> Tensor:
+        with self._lock:
+            self._watch_backward()
+            return hold.fetch("a backward operator", saved)
+
+    def _recomputed(self, saved: Saved) -> Tensor:
+        recall = self.recall
+        if recall is not None:
+            task = current_backward()
+            if recall.task == task or recall.serves(task):
+                tensor = recall.give(saved, task)
+                if tensor is not None:
+                    return tensor
+        return run_nested(self._recomputing(saved))
+
+    def unpacking(self, saved: Saved) -> Generator[Request, Tensor, Tensor]:
+        """Do what `unpack` does; yield what is needed of regions around this one."""
+        hold = saved.value.hold
+        is_needed = hold is None or not hold.is_at_hand
+        if self._cleared or saved.value in self._late or not is_needed:
+            return self.unpack(saved)
+        return (yield from self._recomputing(saved))
+
+    def _recomputing(self, saved: Saved) -> Generator[Request, Tensor, Tensor]:
+        value = saved.value
+        task = current_backward()
+        recall = self.recall
+        if recall is None or not recall.serves(task):
+            if task == -1 and not self.options.cache:
+                return (yield from self._alone(saved))
+            self._packs = -1  # the next one looks: few regions are open in a backward
+            recall = self._start(task)
+        if not recall.has_served(value):
+            yield from self._extend(recall, value)
+        tensor = recall.give(saved, task)
+        if tensor is None:
+            # Asked again after its last use, as by a function that reads its saved
+            # tensors twice.
+            return (yield from self._alone(saved))
+        return tensor
+
+    def _alone(self, saved: Saved) -> Generator[Request, Tensor, Tensor]:
+        """Return one saved tensor, recomputed for itself."""
+        self._count_replay()
+        program = Program(self.tape.operations, [saved.value])
+        live = yield from self._run(program, {})
+        whole = live[saved.value]
+        return whole if saved.layout is None else saved.layout.view(whole)
+
+    def _start(self, task: int) -> Recall:
+        """Begin to recompute for a backward, unless another thread of it just did."""
+        with self._lock:
+            recall, lasting = self.recall, self.options.cache
+            if recall is not None and recall.serves(task):
+                return recall
+            self._count_replay()
+            recall = Recall(-1 if lasting else task, lasting=lasting)
+            self.recall = recall
+            if not lasting:
+                follow_backward(self)
+            return recall
+
+    def _extend(self, recall: Recall, value: Value) -> Generator[Request, Tensor, None]:
+        """Recompute a value for a backward with all that this needs, and no more."""
+        with self._lock:
+            if recall.has_served(value):
+                return  # another thread of the backward asked for it
+            given: Live = {}
+            program = self._all_of(recall, value)
+            if program is None:
+                program, given = recall.plan(
+                    self.tape.operations, value, self._uses_of()
+                )
+            live = yield from self._run(program, given)
+            recall.take(program.wanted, live)
+
+    def _all_of(self, recall: Recall, value: Value) -> Program | None:
+        """Return the program that recomputes everything, if that is to be run."""
+        program = self._program
+        at_once = self.options.at_once
+        needs_all = (
+            program is not None
+            and program.has_one_end
+            and value.hold is None
+            and value.producer == len(program.operations) - 1
+        )
+        if not (at_once or needs_all) or not recall.is_untouched:
+            return None
+        wanted = wanted_of(self.tape.saved)
+        # Fewer are wanted than at first if autograd has let go of some by now.
+        if program is not None and len(wanted) == len(program.wanted):
+            return program
+        return Program(self.tape.operations, wanted) if at_once else None
+
+    def _uses_of(self) -> Uses:
+        if "_recorder" in self.__dict__:
+            return Uses(self.tape.operations)  # there are more to come
+        if self._uses is None:
+            self._uses = Uses(self.tape.operations)
+        return self._uses
+
+    def _watch_backward(self) -> None:
+        """Be told of the end of this backward, to let go of what was brought back."""
+        task = current_backward()
+        if task not in (-1, self._watched):
+            self._watched = task
+            follow_backward(self)
+
+    def _store(self, value: Value) -> None:
+        """Put a held value in its tier."""
+        hold = value.hold
+        assert hold is not None, "only called for held values"
+        hold.store()
+        if hold.stored is not None:
+            hold.stored.claims += value.demand
+            self._stores = True
+
+    def _run(self, program: Program, given: Live) -> Generator[Request, Tensor, Live]:
+        if self._stores:
+            self._watch_backward()
+        self.replayed_operators += len(program.operations)
+        recorder = self.__dict__.get("_recorder")
+        if recorder is None:
+            return (yield from self._replayed(program, given))
+        # A backward inside the region: what it runs again is on the tape already.
+        with recorder.pausing():
+            live = yield from self._replayed(program, given)
+        for value in program.wanted:
+            self.tape.name_again(live[value], value)
+        return live
+
+    def _replayed(
+        self, program: Program, given: Live
+    ) -> Generator[Request, Tensor, Live]:
+        known = set(given)
+        for value in program.roots:
+            hold = value.hold
+            if hold is not None and value not in known and type(hold.packed) is Saved:
+                around = getattr(hold.unpack, "__self__", None)
+                if type(around) is Region:
+                    tensor = yield around, hold.packed
+                    given[value] = hold.given_back(tensor, "a replay")
+        check = self._check
+        start = perf_counter()
+        observe = None if check is None else partial(check.observe, self.name)
+        live = program.run(observe, given)
+        if self.accounts:
+            self._count_run(program, known, perf_counter() - start)
+        if check is None:
+            return live
+        made = [v for v in program.wanted if v not in known and v.demand > 0]
+        check.compare(self.name, self.tape, {value: live[value] for value in made})
+        return live
+
+
+def run_nested(bringing: Generator[Request, Tensor, Brought]) -> Brought:
+    """Return what a generator brings back from any depth of regions.
+
+    A replay starts from what regions around its own recompute. These are run from here
+    one by one, so that Python's stack does not limit the depth of nesting.
+    """
+    stack: list[Generator[Request, Tensor, Any]] = [bringing]
+    given: Any = None
+    error: BaseException | None = None
+    try:
+        while stack:
+            try:
+                if error is None:
+                    region, saved = stack[-1].send(given)
+                else:
+                    region, saved = stack[-1].throw(error)
+                given = error = None
+                stack.append(region.unpacking(saved))
+            except StopIteration as result:
+                stack.pop()
+                given, error = result.value, None
+            except BaseException as raised:  # noqa: BLE001 (shown to whoever asked)
+                stack.pop()
+                given, error = None, raised
+        if error is not None:
+            raise error
+        return given
+    finally:
+        error = None  # it refers to this frame

@@ -1,0 +1,511 @@
+"""The tape: which operators a region ran, on which values, and what must be held."""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from recoup.backend.autograd.saved_tensors import is_activation
+from recoup.backend.autograd.wrappers import inner_tensors, is_wrapper
+from recoup.backend.memory.storages import (
+    QUANTIZED,
+    Geometry,
+    free_weak_reference,
+    has_storage,
+    is_dense,
+    lazy_bits,
+    storage_address,
+    take_weak_reference,
+    version_of,
+)
+from recoup.backend.operators.properties import gives_permutation
+from recoup.backend.training.optimizer_steps import STEPS
+from recoup.engine.lifetime.attached import Attached
+from recoup.engine.lifetime.handover import is_handing_over
+from recoup.engine.lifetime.late_writes import LateWrites
+from recoup.engine.lifetime.past_contents import History, Indices
+from recoup.engine.lifetime.placement import Placement
+from recoup.engine.lifetime.values import OUTSIDE, Hold, Operation, Value, View
+from recoup.engine.recording.intervals import Intervals, runs_of
+from recoup.engine.replay.program import Program
+
+_SPECIAL = QUANTIZED | {torch.complex32, torch.complex64, torch.complex128}
+
+Watch = Callable[[Value, Tensor], None]
+
+
+class Tape:
+    """What one region did so far, and which of its values are held.
+
+    See docs/design/engine.md for the rules. The tape owns its values; nothing on it
+    refers back to the tape.
+
+    Args:
+        placement: Which outputs to keep although they could be recomputed, and where
+            what is kept lives.
+        watch: Called with every value that an operation makes, and its tensor.
+
+    Attributes:
+        operations: What ran, in order.
+        saved: The values that autograd saved, each once, in order.
+        forced: The values that the user asked to be recomputed.
+        tainted: The values that are partly uninitialised memory, as far as is known,
+            with the parts that operations have written.
+        histories: Earlier contents of storages that are written to, by address.
+        unrecorded: The operators that ran without being recorded: what they returned is
+            kept if it is needed.
+        written: The outcomes of writes to tensors from outside.
+        late: The writes to saved values that gave no new version, if there are any.
+        attached: The holds of tensors from outside.
+        unverified: Values with parts that no kernel writes, which are not compared.
+        lazy_bits_seen: A complex tensor was met, so there may be lazy conjugations.
+    """
+
+    def __init__(self, placement: Placement, watch: Watch | None = None) -> None:
+        self._current: dict[int, Value | None] = {}  # first: `__del__` looks at it
+        self.operations: list[Operation] = []
+        self.saved: dict[Value, None] = {}
+        self.forced: set[Value] = set()
+        self.tainted: dict[Value, Intervals | None] = {}
+        self.histories: dict[int, History] = {}
+        self.unrecorded: list[str] = []
+        self.written: set[Value] = set()
+        self.unverified: set[Value] = set()
+        self.late: LateWrites | None = None
+        self.attached = Attached()
+        self.placement = placement
+        self._watch = watch
+        self.lazy_bits_seen = False
+        STEPS.begin(self)
+
+    def close(self) -> None:
+        """Let go of the storages' identities: no more recording."""
+        self.settle_writes()
+        self.attached.part()
+        # Unpinned with the tape: that takes its time, and backward has more of it. In
+        # one assignment: an interrupt must not leave an address to be freed twice.
+        self._current = dict.fromkeys(self._current)
+
+    def finish(self) -> None:
+        """Let go of what only recording needs."""
+        self.written = self.unverified = self.forced = set()
+        self.tainted = {}
+        self.histories = {}
+
+    def __del__(self) -> None:
+        STEPS.end(self)
+        for address in self.__dict__.get("_current", ()):
+            free_weak_reference(address)
+
+    def value_of(self, tensor: Tensor) -> Value | None:
+        """Return the value that the tensor names now, if the tape knows it."""
+        return self._current.get(storage_address(tensor))
+
+    def save(self, tensor: Tensor) -> Value | View | Hold:
+        """Return what stands for a tensor that autograd saves, or a region inside.
+
+        Args:
+            tensor: A tensor with a storage.
+
+        Returns:
+            A reference to the value it names, or a hold of the tensor itself if the
+            tape cannot tell how it was made. Such a tensor is kept as plain autograd
+            keeps it: by reference, checked by its version.
+
+        Raises:
+            NotImplementedError: The tensor has no storage.
+        """
+        address = storage_address(tensor)
+        value = self._current.get(address)
+        tainted = bool(self.tainted) and self.is_blank(value, tensor)
+        if value is not None and value.producer != OUTSIDE and not tainted:
+            return self._viewed(value, tensor)
+        kind = type(tensor)
+        if tensor.is_nested or (
+            kind is not Tensor and kind is not Parameter and is_wrapper(tensor)
+        ):
+            raise NotImplementedError("its storage is not all of it, or is empty")
+        if is_handing_over():
+            return self.view(tensor)
+        if value is not None and tainted:
+            self._give_up(value)
+        elif self.placement.moves_inputs and is_activation(tensor):
+            found = self.view(tensor)
+            self.placement.place_input(found[0], tensor.untyped_storage().nbytes())
+            return found
+        held = None if value is None else value.hold
+        if (
+            held is not None
+            and held.tensor is tensor
+            and tensor.requires_grad
+            and held.geometry is None
+            and held.version == version_of(tensor)
+        ):
+            return held  # a parameter, or a view of one, as an operation used it
+        hold = self.attached.hold(tensor, address)
+        if value is None:
+            value = self._admit(tensor)
+        if held is None:
+            # One that was given up lies as it was made wherever it was used before.
+            lies = value.geometry
+            value.hold = (
+                hold if lies is None else self.attached.hold(tensor, address, lies)
+            )
+            value.born = weakref.ref(tensor)
+            value.is_spare = lies is None
+        return hold
+
+    def reference(self, tensor: Tensor, *, read: bool = True) -> Value | View:
+        """Return a reference to what the tensor names; hold it if it is from outside.
+
+        Args:
+            tensor: A tensor with a storage.
+            read: Somebody looks at its contents; False if they are overwritten.
+
+        Raises:
+            NotImplementedError: The tensor has no storage.
+        """
+        address = storage_address(tensor)
+        value = self._current.get(address)
+        if value is None:
+            value = self._admit(tensor)
+        elif self.tainted and read and self.is_blank(value, tensor):
+            self._give_up(value)
+        elif value.producer != OUTSIDE:
+            return self._viewed(value, tensor)
+        elif value.hold is not None:
+            value.is_spare = False
+            return self._viewed(value, tensor)
+        if value.hold is None and value.producer == OUTSIDE:
+            value.hold = self.attached.hold(tensor, address, value.geometry)
+            value.born = weakref.ref(tensor)
+        return self._viewed(value, tensor)
+
+    def view(self, tensor: Tensor) -> View:
+        """Return a reference with a layout; hold the value if it is from outside."""
+        found = self.reference(tensor)
+        value = found[0] if type(found) is tuple else found
+        assert isinstance(value, Value), "a view begins with its value"
+        return value, value.layout(self.geometry(tensor))
+
+    def append(
+        self,
+        operation: Operation,
+        out: Any,
+        *,
+        tainted: bool = False,
+        ragged: Sequence[int] = (),
+    ) -> None:
+        """Put an operation on the tape with the new values among its results.
+
+        Args:
+            operation: What ran.
+            out: Its results.
+            tainted: They are uninitialised memory.
+            ragged: Places of results with parts that the kernel does not write.
+        """
+        index = len(self.operations)
+        if type(out) is Tensor:
+            self._born(operation, index, None, out)
+        elif isinstance(out, (tuple, list)):
+            for place, element in enumerate(out):
+                # Asked of a plain one first: `isinstance` is dear, torch overloads it.
+                if type(element) is Tensor or isinstance(element, Tensor):
+                    self._born(operation, index, place, element)
+        elif isinstance(out, Tensor):
+            self._born(operation, index, None, out)
+        if operation.outputs or operation.writes:
+            self.operations.append(operation)
+            if ragged:
+                self.unverified.update(
+                    value for value in operation.outputs if value.place in ragged
+                )
+            if tainted:
+                self.tainted.update(dict.fromkeys(operation.outputs))
+            elif self._watch is not None:
+                self._watch_outputs(operation, out)
+
+    def meet_wrapper(self, wrapper: Tensor, *, is_written: bool) -> None:
+        """Watch the version of a wrapper whose inner tensors are from outside.
+
+        Torch counts no writes to these. Inside the region they are seen, so a wrapper
+        that is written to here is not watched any more, until it is used again.
+        """
+        for inner in inner_tensors(wrapper):
+            if not has_storage(inner):
+                continue
+            value = self.value_of(inner)
+            if value is not None and value.producer != OUTSIDE:
+                continue
+            found = self.reference(inner)
+            value = found[0] if type(found) is tuple else found
+            assert isinstance(value, Value), "a view begins with its value"
+            if value.hold is not None:
+                value.hold.watch(None if is_written else wrapper)
+
+    def names_own(self, wrapper: Tensor) -> bool:
+        """Return whether the region made any of the tensors inside a wrapper."""
+        named = (self.value_of(t) for t in inner_tensors(wrapper) if has_storage(t))
+        return any(v is not None and v.producer != OUTSIDE for v in named)
+
+    def settle_writes(self) -> None:
+        """Take note that all writes so far are done: another operator is to write.
+
+        Once for all that it writes to: a write to come has no new version yet.
+        """
+        if self.late is not None:
+            self.late.settle()
+
+    def is_blank(self, value: Value | None, tensor: Tensor) -> bool:
+        """Return whether a tensor lies in memory that no known operation has filled."""
+        if value is None or value not in self.tainted:
+            return False
+        filled = self.tainted[value]
+        if filled is None:
+            return True
+        runs = runs_of(tensor)
+        return runs is None or not all(filled.covers(*run) for run in runs)
+
+    def is_permutation(self, tensor: Tensor) -> bool:
+        """Return whether an operation made the tensor to name each place once."""
+        value = self.value_of(tensor)
+        if value is None or value.producer == OUTSIDE:
+            return False
+        operation = self.operations[value.producer]
+        return (
+            value in operation.outputs
+            and gives_permutation(operation.kernel.facts, value.place)
+            and self.geometry(tensor) == value.geometry
+        )
+
+    def protect(
+        self, tensor: Tensor, value: Value | None, indices: Indices | None = None
+    ) -> None:
+        """Prepare for a write: what the tape refers to must survive it.
+
+        Args:
+            tensor: What is written to.
+            value: What it names, if that is known.
+            indices: Which of its elements, if not all.
+        """
+        if value is None:
+            return
+        if value.demand > 0:
+            if self.late is None:
+                self.late = LateWrites()
+            self.late.before(value, tensor)
+        hold = value.hold
+        if hold is not None:
+            if hold.stored is not None:
+                value.born = None
+                hold.stored.settle()
+            elif value.producer != OUTSIDE:
+                value.hold = None
+            else:
+                self._supersede(value, hold, tensor)
+        if self.histories:
+            history = self.histories.get(storage_address(tensor))
+            if history is not None:
+                history.before_write(tensor, indices)
+
+    def _supersede(self, value: Value, hold: Hold, tensor: Tensor) -> None:
+        """Let the past keep a value from outside that is about to be written to."""
+        value.born = None
+        if value.is_spare:
+            # Autograd looks at what it was given as plain autograd would.
+            value.hold = None
+            value.is_spare = False
+        elif hold.tensor is not None:
+            address = storage_address(tensor)
+            history = self.histories.get(address)
+            if history is None:
+                history = self.histories[address] = History(tensor)
+            # Its own hold: autograd goes by the tensor that it was given.
+            value.hold = hold.twin()
+            value.hold.become_past(history.add(value))
+
+    def settle_histories(self, needed: Program) -> None:
+        """Hold the earlier contents that a program needs, and no others."""
+        reads: dict[Value, set[Geometry]] = {}
+        for value in (*needed.roots, *self.saved):
+            hold = value.hold
+            if hold is not None and hold.past is not None and value not in reads:
+                assert hold.geometry is not None, "set together with past"
+                reads[value] = set(value.layouts) if value.demand else set()
+        for operation in needed.operations:
+            for value, geometry in operation.lies():
+                if value in reads:
+                    reads[value].add(geometry)
+        for history in self.histories.values():
+            history.settle(reads)
+
+    def overwrite(
+        self,
+        tensor: Tensor,
+        operation: Operation,
+        before: Value,
+        *,
+        tainted: bool = False,
+        filled: bool = False,
+        resized: bool = True,
+    ) -> None:
+        """Give the tensor's storage a new value, after a write by the next operation.
+
+        Args:
+            tensor: What was written to.
+            operation: What wrote.
+            before: The value before.
+            tainted: It is uninitialised memory.
+            filled: All of the tensor was written without being read.
+            resized: The tensor may have another geometry now, if it was given whole.
+        """
+        born = before.born
+        geometry = before.geometry
+        if resized and born is not None and born() is tensor:
+            geometry = self.geometry(tensor)
+        value = Value(len(self.operations), geometry)
+        value.born = born
+        self.name_again(tensor, value)
+        operation.writes = (*operation.writes, (before, value))
+        if tainted:
+            self.tainted[value] = None
+        elif before in self.tainted:
+            self._fill(before, value, tensor if filled else None)
+        if self._watch is not None and value not in self.tainted:
+            self._watch(value, tensor)
+        if self.placement.policy is not None:
+            self.placement.place_output(operation.operator, value, tensor)
+            if value.hold is not None:
+                value.hold.version = None  # the write will count when it is done
+
+    def forget(self, tensor: Tensor) -> None:
+        """Take note of a write that is not recorded: the storage is opaque now."""
+        value = self._current.get(storage_address(tensor))
+        if value is None or value.hold is not None or value.geometry is not None:
+            value = Value(OUTSIDE, None)
+            self.name_again(tensor, value)
+        # Else nothing refers to what was there before: a value from outside is held if
+        # anything does.
+        self.written.add(value)
+
+    def reshape(self, tensor: Tensor) -> None:
+        """Take note that the tensor itself got another geometry, as by `t_`.
+
+        That may give it a new version, though nothing in it changes; which one is only
+        known later.
+        """
+        value = self.value_of(tensor)
+        if value is not None:
+            value.born = None
+            if value.hold is not None and value.hold.tensor is not None:
+                # Its own hold: one that autograd was given goes by the old version.
+                value.hold = value.hold.twin()
+                value.hold.version = None
+
+    def _viewed(self, value: Value, tensor: Tensor) -> Value | View:
+        """Return a reference to a value by a tensor that names it."""
+        whole = value.geometry
+        born = value.born
+        # The very tensor; but assigning to `.data` moves one without any operator.
+        if (
+            born is not None
+            and born() is tensor
+            and (
+                whole is None
+                or (
+                    tensor.stride() == whole[1]
+                    and tensor.storage_offset() == whole[2]
+                    and tensor.shape == whole[0]
+                )
+            )
+        ):
+            return value
+        geometry = self.geometry(tensor)
+        return value if geometry == whole else (value, value.layout(geometry))
+
+    def _watch_outputs(self, operation: Operation, out: Any) -> None:
+        assert self._watch is not None, "only called when somebody watches"
+        for value in operation.outputs:
+            if value not in self.unverified:
+                place = value.place
+                self._watch(value, out if place is None else out[place])
+
+    def _admit(self, tensor: Tensor) -> Value:
+        if tensor.dtype in _SPECIAL:
+            self.geometry(tensor)
+        elif not self.lazy_bits_seen and tensor.is_neg():
+            self.lazy_bits_seen = True
+        if tensor.is_nested:
+            raise NotImplementedError("a nested tensor is no view of its storage")
+        value = Value(OUTSIDE, None)
+        self._current[take_weak_reference(tensor)] = value
+        return value
+
+    def _fill(self, before: Value, after: Value, filled: Tensor | None) -> None:
+        """Say which parts of a value that was uninitialised are not any more."""
+        known = self.tainted.pop(before)
+        if filled is not None:
+            nbytes = filled.untyped_storage().nbytes()
+            if filled.nbytes == nbytes and is_dense(filled):
+                return
+            known = known or Intervals()
+            for run in runs_of(filled) or ():
+                known.add(*run)
+            if known.covers(0, nbytes):
+                return
+        self.tainted[after] = known
+
+    def _give_up(self, value: Value) -> None:
+        """Uninitialised memory that somebody reads was filled behind our back."""
+        self.tainted.pop(value, None)
+        value.producer = OUTSIDE
+        value.born = None
+
+    def name_again(self, tensor: Tensor, value: Value) -> None:
+        """Let a tensor name a value that others may name too."""
+        address = storage_address(tensor)
+        if address not in self._current:
+            take_weak_reference(tensor)  # the same address, pinned
+        self._current[address] = value
+
+    def _born(
+        self, operation: Operation, index: int, place: int | None, tensor: Tensor
+    ) -> None:
+        try:
+            geometry = self.geometry(tensor)
+            address = take_weak_reference(tensor)
+        except NotImplementedError:
+            return
+        current = self._current
+        if address in current:
+            free_weak_reference(address)
+            return
+        value = current[address] = Value(index, geometry)
+        value.born = weakref.ref(tensor)
+        value.place = place
+        operation.outputs.append(value)
+        if self.placement.policy is not None:
+            self.placement.place_output(operation.operator, value, tensor)
+
+    def geometry(self, tensor: Tensor) -> Geometry:
+        """Return how the tensor lies in its storage.
+
+        Raises:
+            NotImplementedError: It is quantized.
+        """
+        dtype = tensor.dtype
+        # Lazy bits come from complex tensors only; asking costs as much as the rest.
+        if dtype in _SPECIAL:
+            if dtype in QUANTIZED:
+                raise NotImplementedError("a quantizer is not part of the storage")
+            self.lazy_bits_seen = True
+        try:
+            stride = tensor.stride()
+        except RuntimeError as error:  # a compressed sparse layout
+            raise NotImplementedError("the layout has no strides") from error
+        bits = lazy_bits(tensor) if self.lazy_bits_seen else 0
+        # A plain tuple of numbers is nothing to the garbage collector.
+        return tuple(tensor.shape), stride, tensor.storage_offset(), dtype, bits  # pyright: ignore[reportReturnType]

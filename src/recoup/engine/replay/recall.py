@@ -1,0 +1,435 @@
+"""Recall: the values that a backward has recomputed in a region.
+
+A backward through one of several outputs needs a part of what autograd saved. Autograd
+does not say which part, so a recall grows: each value that is asked for is recomputed
+with its ancestors, and with nothing else. What these give on the way stays while
+autograd, or a value that may still be asked for, needs it. So no operation runs twice.
+"""
+
+from collections.abc import Container, Iterable, Iterator, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from recoup.backend.memory.storages import NO_VERSION, version_counter, version_of
+from recoup.engine.lifetime.values import (
+    Layout,
+    Operation,
+    Value,
+    reads_of,
+    written_in_backward,
+)
+from recoup.engine.replay.program import Live, Program, free
+
+
+class Recalling(Protocol):
+    """A region.
+
+    Attributes:
+        recall: What the last backward through it has recomputed.
+    """
+
+    recall: "Recall | None"
+
+
+class Saved:
+    """Stands for one tensor that autograd saved in a region and that can be remade.
+
+    It dies when autograd frees the saved tensor: then there is one demand less for its
+    value.
+
+    Attributes:
+        task: The last backward in which it was asked for.
+    """
+
+    __slots__ = ("__weakref__", "layout", "region", "task", "value")
+
+    def __init__(self, region: Recalling, value: Value, layout: Layout | None) -> None:
+        self.value = value
+        self.layout = layout
+        self.task = -1
+        self.region = region  # last: without it there is nothing to release
+
+    def __del__(self) -> None:
+        region = getattr(self, "region", None)
+        if region is None:
+            return
+        value = self.value
+        value.demand -= 1
+        hold = value.hold
+        if hold is not None and hold.stored is not None:
+            hold.stored.release(self)
+        recall = region.recall
+        if recall is not None and self.task != recall.task:
+            recall.release(value)
+
+
+Given = tuple[Tensor, Tensor | None, tuple[int, int]]
+"""A recomputed value, the view of it that was given, if it was one, and the versions
+that they had then: a view that a replay made has a counter of its own."""
+
+
+class Uses:
+    """Knows which operations of a region read a value.
+
+    It forgets operations that can lead to nothing any more, because autograd has let go
+    of all that was computed from them. So many backwards take no longer than one.
+    Backwards on several threads may share it: it only forgets.
+
+    Args:
+        operations: What the region ran; there is no more to come.
+
+    Attributes:
+        reads: What each operation reads.
+    """
+
+    def __init__(self, operations: Sequence[Operation]) -> None:
+        self._operations = operations
+        self._places: dict[Value, dict[int, None]] = {}
+        self.reads = reads_of(operations)
+        for place, reads in enumerate(self.reads):
+            for value in reads:
+                self._places.setdefault(value, {})[place] = None
+
+    def awaited(
+        self, value: Value, recall: "Recall", run: Container[int]
+    ) -> Iterator[Value]:
+        """Yield values that autograd may ask for later and that need this one.
+
+        Args:
+            value: Where to start.
+            recall: What was recomputed so far.
+            run: The places of the operations that are about to be run.
+        """
+        trail: list[tuple[Value, int]] = []
+        seen: set[int] = set()
+        stack = [value]
+        try:
+            while stack:
+                start = stack.pop()
+                # A copy: a collection of garbage may come to forget some as well.
+                for place in tuple(self._places.get(start, ())):
+                    if place in seen or place in run or recall.has_run(place):
+                        continue
+                    seen.add(place)
+                    trail.append((start, place))
+                    for made in _made_by(self._operations[place]):
+                        if made.hold is None and made not in recall.live:
+                            if recall.is_outstanding(made):
+                                yield made
+                            stack.append(made)
+        finally:
+            # The last found first: what depends on others is forgotten before them.
+            for start, place in reversed(trail):
+                if self._leads_nowhere(place):
+                    self._places[start].pop(place, None)
+
+    def _leads_nowhere(self, place: int) -> bool:
+        return all(
+            made.hold is not None or (made.demand == 0 and not self._places.get(made))
+            for made in _made_by(self._operations[place])
+        )
+
+
+class Recall:
+    """The recomputed values of a region, each until its last use.
+
+    Counts are taken without a lock: two threads of one backward may lose one, and then
+    a value is freed at the end of the backward instead, or recomputed once more.
+
+    Args:
+        task: The backward that it serves.
+        lasting: Keep what autograd saved for other backwards, too.
+
+    Attributes:
+        live: The values, and views of them.
+    """
+
+    def __init__(self, task: int, *, lasting: bool) -> None:
+        self.live: Live = {}
+        self.task = task
+        self._lasting = lasting
+        self._pending: dict[Value, int] = {}
+        # What backward functions were given of values that are needed again.
+        self._given: dict[Value, Given] = {}
+        self._served: set[Value] = set()
+        self._run: set[int] = set()
+        self._uses: Uses | None = None
+        # Kept for values that may be asked for later, and some of those values.
+        self._shared: set[Value] = set()
+        self._later: set[Value] = set()
+        self._spare_bytes = 0
+
+    def serves(self, task: int) -> bool:
+        """Return whether the backward of this number may use it."""
+        return self._lasting or self.task == task
+
+    def has_served(self, value: Value) -> bool:
+        """Return whether the value was recomputed, even if it was freed since."""
+        return value in self._served
+
+    def has_run(self, place: int) -> bool:
+        """Return whether the operation at a place was run."""
+        return place in self._run
+
+    def is_outstanding(self, value: Value) -> bool:
+        """Return whether autograd may ask for a value that was not recomputed yet."""
+        return value not in self._served and is_wanted(value)
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether nothing was recomputed so far."""
+        return not self._served and not self._run
+
+    def give(self, saved: Saved, task: int) -> Tensor | None:
+        """Return a recomputed tensor, or None if it is not there.
+
+        The first time in a backward that is one of the uses that free the value.
+        Written out for the common case: autograd asks for every saved tensor here.
+
+        Args:
+            saved: What stands for it.
+            task: The backward that asks.
+
+        Raises:
+            ChangedTensorError: A backward function wrote to the tensor that it got, and
+                this is another one that needs the value.
+        """
+        value, layout = saved.value, saved.layout
+        whole = self.live.get(value)
+        if whole is None:
+            return None
+        viewed = None
+        if layout is not None:
+            viewed = self.live.get(layout)
+            if viewed is None:
+                viewed = layout.view(whole)
+        if value in self._given:
+            self._check(value)
+        left = self._pending.get(value, 0)
+        if self._lasting or self._uses is not None or left > 1:
+            # Only the last view is looked at, so that many take no more than linear
+            # time.
+            self._given[value] = whole, viewed, _versions(whole, viewed)
+        if saved.task != task:
+            saved.task = task
+            if left > 1:
+                self._pending[value] = left - 1
+            elif left == 0 or self._uses is not None or value in self._shared:
+                self.use(value)
+            else:  # as `use` does
+                self._pending.pop(value, None)
+                self._given.pop(value, None)
+                self.live.pop(value, None)
+                if value.layouts:
+                    free(value, self.live)
+        return whole if viewed is None else viewed
+
+    def _check(self, value: Value) -> None:
+        """Raise if a backward function wrote to what it was given of a value."""
+        whole, viewed, versions = self._given[value]
+        now = _versions(whole, viewed)
+        if now != versions:
+            if viewed is None or now[0] != versions[0]:
+                raise written_in_backward(whole)
+            raise written_in_backward(viewed)
+
+    def use(self, value: Value) -> None:
+        """Count one use by autograd; free the value after the last one."""
+        if self._count_down(value) and self._uses is not None:
+            for found in self._uses.awaited(value, self, ()):
+                self._share(value, found)
+                return
+            self._drop(value)
+
+    def release(self, value: Value) -> None:
+        """Count one use less to come. Finalizers call it, so it searches nothing."""
+        self._count_down(value)
+
+    def _count_down(self, value: Value) -> bool:
+        """Count one use less; return whether a value has none left and is not freed."""
+        pending = self._pending
+        left = pending.get(value, 0) - 1
+        if left > 0:
+            pending[value] = left
+        elif left == 0:
+            pending.pop(value, None)
+            if value not in self._shared:
+                if self._uses is not None:
+                    return True
+                self._drop(value)
+        return False
+
+    def _drop(self, value: Value) -> None:
+        self._given.pop(value, None)
+        free(value, self.live)
+
+    def _has(self, value: Value) -> bool:
+        """Return whether a value is there to compute others from."""
+        if value in self._given:
+            if value in self._pending:
+                self._check(value)
+            else:
+                whole, viewed, versions = self._given[value]
+                if _versions(whole, viewed) != versions:
+                    self._drop(value)  # the last function that needed it wrote to it
+        return value in self.live
+
+    def plan(
+        self,
+        operations: Sequence[Operation],
+        value: Value,
+        uses: Uses,
+    ) -> tuple[Program, Live]:
+        """Return what recomputes a value, and the tensors to start from.
+
+        Args:
+            operations: What the region ran.
+            value: The value that is asked for.
+            uses: Who reads the values.
+        """
+        run: dict[int, list[Value]] = {}
+        touched = self._ancestors(operations, [value], run, uses)
+        if len(self._run) + len(run) < len(operations):
+            self._uses = uses
+            touched.update(self._settle(operations, touched, run, uses))
+        if len(self._run) + len(run) >= len(operations):
+            self._uses = None
+            touched.update(dict.fromkeys(self._shared))
+            self._shared.clear()
+        self._run.update(run)
+        kept = self._awaited(touched)
+        kept |= self._shared
+        wanted = [each for each in touched if each in kept]
+        given: Live = {}
+        for each in touched:
+            tensor = self.live.get(each)
+            if tensor is not None:
+                given[each] = tensor
+                if each not in kept:
+                    self._drop(each)  # the program uses it for the last time
+        return Program(operations, wanted, dict(sorted(run.items())), given), given
+
+    def take(self, wanted: Iterable[Value], live: Live) -> None:
+        """Take values that were recomputed, with their tensors."""
+        pending, served = self._pending, self._served
+        for value in wanted:
+            if value not in served and value.demand > 0:
+                served.add(value)
+                if not self._lasting:
+                    pending[value] = value.demand
+                if value in self._later:
+                    self._later.discard(value)
+                    self._spare_bytes -= value.nbytes
+        self.live.update(live)
+
+    def _awaited(self, values: Iterable[Value]) -> set[Value]:
+        """Return the values that autograd may ask for and that are not at hand."""
+        found: set[Value] = set()
+        for value in values:
+            if value in self._served:
+                if self._lasting or value in self._pending:
+                    found.add(value)
+            # `is_wanted`, written out for the common case.
+            elif value.demand > 0 and (value.hold is None or is_wanted(value)):
+                found.add(value)
+        return found
+
+    def _ancestors(
+        self,
+        operations: Sequence[Operation],
+        values: Iterable[Value],
+        run: dict[int, list[Value]],
+        uses: Uses,
+    ) -> dict[Value, None]:
+        """Add the operations that values need by place; return what these touch."""
+        touched = dict.fromkeys(values)
+        stack = list(touched)
+        while stack:
+            value = stack.pop()
+            if value.hold is not None or value.producer in run:
+                continue
+            if value in self.live and self._has(value):
+                continue
+            reads = run[value.producer] = uses.reads[value.producer]
+            touched.update(dict.fromkeys(reads))
+            operation = operations[value.producer]
+            touched.update(dict.fromkeys(operation.outputs))
+            for _, after in operation.writes:
+                touched[after] = None
+            stack.extend(reads)
+        return touched
+
+    def _settle(
+        self,
+        operations: Sequence[Operation],
+        touched: Iterable[Value],
+        run: dict[int, list[Value]],
+        uses: Uses,
+    ) -> dict[Value, None]:
+        """Settle what is kept for values that are recomputed later.
+
+        To keep it must not cost more than these values would. Else they are recomputed
+        now, and what that touches is returned.
+        """
+        more: dict[Value, None] = {}
+        new = list(touched)
+        while new:
+            awaited = self._awaited(new)
+            for value in new:
+                is_remade = value.hold is None or value.hold.tensor is None
+                if is_remade and value not in awaited:
+                    found = next(iter(uses.awaited(value, self, run)), None)
+                    self._share(value, found)
+            if self._spare_bytes >= 0:
+                break
+            for value in tuple(self._shared):
+                for found in uses.awaited(value, self, run):
+                    self._share(value, found)
+            if self._spare_bytes >= 0:
+                break
+            new = list(self._ancestors(operations, self._later, run, uses))
+            more.update(dict.fromkeys(new))
+            new = [*new, *self._shared]
+        return more
+
+    def _share(self, value: Value, later: Value | None) -> None:
+        """Keep a value for one that may be asked for later, or for none."""
+        if later is None and value in self._shared:
+            self._shared.discard(value)
+            self._spare_bytes += value.nbytes
+        elif later is not None:
+            if value not in self._shared:
+                self._shared.add(value)
+                self._spare_bytes -= value.nbytes
+            if later not in self._later:
+                self._later.add(later)
+                self._spare_bytes += later.nbytes
+
+
+def _versions(whole: Tensor, viewed: Tensor | None) -> tuple[int, int]:
+    try:
+        version = version_counter(whole)
+        return version, version if viewed is None else version_counter(viewed)
+    except RuntimeError:  # recomputed in inference mode
+        return version_of(whole), NO_VERSION if viewed is None else version_of(viewed)
+
+
+def _made_by(operation: Operation) -> list[Value]:
+    if not operation.writes:
+        return operation.outputs
+    return [*operation.outputs, *(after for _, after in operation.writes)]
+
+
+def is_wanted(value: Value) -> bool:
+    """Return whether autograd may ask for a value that is not at hand."""
+    return value.demand > 0 and (value.hold is None or not value.hold.is_at_hand)
+
+
+def wanted_of(saved: Iterable[Value]) -> list[Value]:
+    """Return those of the saved values that a replay is to give."""
+    return [
+        value
+        for value in saved
+        if value.demand > 0 and (value.hold is None or is_wanted(value))
+    ]

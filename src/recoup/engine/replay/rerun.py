@@ -1,0 +1,417 @@
+"""Rerun: recompute a function by calling it again, where it cannot be recorded."""
+
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recoup.backend.autograd.autocast import autocast_as, autocast_states
+from recoup.backend.autograd.default_dtype import default_dtype, in_default
+from recoup.backend.autograd.saved_tensors import (
+    Pack,
+    Unpack,
+    current_backward,
+    follow_backward,
+    is_parameter,
+    pop_hooks,
+    push_hooks,
+)
+from recoup.backend.autograd.transforms import outside_transforms
+from recoup.backend.compiler.recognition import leave_uncompiled, original_of
+from recoup.backend.memory.storages import alias, has_contents, has_storage, version_of
+from recoup.backend.operators.fingerprints import fingerprint
+from recoup.backend.state.rng import default_states, random_state
+from recoup.backend.state.trees import leaves, map_leaves, tensors
+from recoup.backend.state.walk import reach
+from recoup.backend.training.optimizer_steps import STEPS
+from recoup.engine.lifetime.handover import hand_over, is_handing_over
+from recoup.engine.lifetime.values import (
+    Hold,
+    activation_bytes,
+    changed_tensor,
+    written_in_backward,
+)
+from recoup.engine.recording.active import (
+    abandon_above,
+    depth,
+    is_recordable,
+    refuse_transform,
+)
+from recoup.engine.recording.observers import Listener, observers
+from recoup.engine.replay.captured_variables import Captures
+from recoup.engine.replay.kept_buffers import KeptBuffers
+from recoup.engine.replay.recomputing import recomputing
+from recoup.engine.scopes.statistics import Account
+from recoup.engine.verification.replay_check import RECOMPUTED
+from recoup.engine.verification.verdicts import Verdict, hand_in
+from recoup.engine.verification.verified import LEDGER
+from recoup.errors import ClearedError, MismatchError
+
+
+def rerun(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call the function; recompute what it saves by calling it again in backward.
+
+    This is function-level recomputation as in torch.utils.checkpoint. recoup uses it
+    for compiled functions, which cannot be recorded. Prefer `checkpoint`, which
+    records: there, no user code runs twice.
+
+    The second call sees the random state, the autocast state, the default dtype, the
+    arguments and the module buffers of the first; buffers are put back afterwards. It
+    is stopped once it has saved what backward needs. Each saved tensor must have the
+    shape and type of the first call's, and, the first time a function is used, the
+    same bits.
+
+    Costs: the function once more per backward; copies of its modules' small buffers,
+    and of large ones that are written to or are new. Looking for the modules takes
+    about a millisecond where there are hundreds.
+
+    Args:
+        function: What to call. It must do the same when called again.
+        *args: Its positional arguments, any nested structure of tensors.
+        **kwargs: Its keyword arguments.
+
+    Returns:
+        What the function returns.
+
+    Raises:
+        UnsupportedError: It is called under a torch.func transform that refuses hooks.
+            What backward raises is in the guide.
+
+    Examples:
+        >>> x = torch.ones(3, requires_grad=True)
+        >>> rerun(lambda t: t.sin().exp(), x).sum().backward()
+        >>> torch.equal(x.grad, x.sin().exp().detach() * x.cos().detach())
+        True
+    """
+    if not is_recordable(_name_of(function)):
+        return function(*args, **kwargs)
+    call = Rerun(function, args, kwargs)
+    for observer in observers():
+        observer.began(call)
+    for account in call.accounts:
+        account.calls += 1
+    with _hooks(call.pack, call.unpack):
+        try:
+            result = function(*args, **kwargs)
+        except RuntimeError as error:
+            refuse_transform(call.name, error)
+            raise
+    call.settle()
+    hand_over(call.holds())
+    for observer in observers():
+        observer.ended(call)
+    return result
+
+
+class Slot:
+    """Stands for one tensor that the function saved in its first call."""
+
+    __slots__ = ("device", "dtype", "place", "shape")
+
+    def __init__(self, place: int, tensor: Tensor) -> None:
+        self.place = place
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
+        self.device = tensor.device
+
+
+class Rerun:
+    """One call of a function that will be called again in backward."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        given = tensors((args, kwargs))
+        devices = [t.device for t in given if t.device.type != "cpu"]
+        original = original_of(function)
+        self.name = _name_of(function)
+        self.replays = 0
+        self.listeners: tuple[Listener, ...] = ()
+        self.accounts: tuple[Account, ...] = ()
+        self._is_counted = False
+        self._saved_bytes = 0
+        self._function: Callable[..., Any] | None = function
+        self._captures = Captures(original)
+        self._key = _key_of(original)
+        modules = reach(original, function, args, kwargs, kind=nn.Module)
+        self._buffers = KeptBuffers(modules, self._key)
+        self._modules = modules
+        self._versions: list[tuple[Tensor, int]] = []
+        self._random = default_states(devices)
+        self._default_dtype = default_dtype()
+        self._autocast = autocast_states({device.type for device in devices})
+        self._arguments = map_leaves(_held, (args, kwargs))
+        self._verifies = LEDGER.needs(self._key)
+        self._since = LEDGER.moment
+        self._prints: list[Tensor | None] = []
+        self._count = 0
+        self._task = -1
+        self._found: dict[int, tuple[Tensor, int]] = {}
+        self._lock = threading.RLock()
+        STEPS.begin(self)
+
+    def __del__(self) -> None:
+        STEPS.end(self)
+
+    def settle(self) -> None:
+        """Remember the versions of parameters: the first call has ended."""
+        self._versions = [
+            (parameter, version_of(parameter))
+            for module in self._modules
+            for parameter in module.parameters(recurse=False)
+        ]
+        self._modules = []
+
+    @leave_uncompiled
+    def pack(self, tensor: Tensor) -> Slot:
+        """Forget a tensor that the first call saves."""
+        if not is_handing_over():
+            for listener in self.listeners:
+                listener(tensor)
+        place = self._count
+        self._count += 1
+        if self.accounts and not is_parameter(tensor):
+            self._saved_bytes += tensor.nbytes if has_storage(tensor) else 0
+        self._prints.append(self._fingerprint(tensor))
+        return Slot(place, tensor)
+
+    @leave_uncompiled
+    def unpack(self, slot: Slot) -> Tensor:
+        """Return the tensor, calling the function again if this backward has not."""
+        with self._lock:
+            task = current_backward()
+            if task == -1 or task != self._task or slot.place not in self._found:
+                collected = self._call_again()
+                self._compare(collected.prints)
+                self._found = collected.found
+                self._task = task
+                if task != -1:
+                    follow_backward(self)
+            tensor, version = self._found.pop(slot.place)
+            if version_of(tensor) != version:
+                raise written_in_backward(tensor)
+            self._require_alike(slot, tensor)
+            return tensor
+
+    def holds(self) -> list[Hold]:
+        """Return the arguments that are held for the second call."""
+        arguments = leaves(self._arguments)
+        return [leaf.hold for leaf in arguments if isinstance(leaf, _Argument)]
+
+    def random_bytes(self) -> int:
+        """Return the bytes of the generator states kept."""
+        return sum(state.nbytes for _, state in self._random)
+
+    def count_bytes(self) -> None:
+        """Add to the accounts what it keeps and frees, once."""
+        if not self._is_counted:
+            self._is_counted = True
+            kept = activation_bytes(self.holds()) + self.random_bytes()
+            for account in self.accounts:
+                account.kept_bytes += kept
+                account.freed_bytes += self._saved_bytes
+
+    def recompute(self) -> tuple[Tensor, ...]:
+        """Call the function again now and return what it saves."""
+        return tuple(tensor for tensor, _ in self._call_again().found.values())
+
+    def clear(self) -> None:
+        """Drop the arguments; a later backward through the call is an error."""
+        self._function = None
+        self._arguments = ()
+        self._versions = []
+        self._found = {}
+
+    def end(self, task: int) -> None:
+        """Drop recomputed tensors that a backward did not ask for."""
+        with self._lock:
+            if task == self._task:
+                self._found = {}
+                self._task = -1
+
+    def _call_again(self) -> "_Collector":
+        if self._function is None:
+            raise ClearedError(
+                f"backward needs a tensor saved in {self.name!r}, but its checkpoints "
+                "were cleared. Run backward before clearing them."
+            )
+        self._captures.check(self.name)
+        for parameter, version in self._versions:
+            if version_of(parameter) != version:
+                happened = (
+                    "was changed in place before backward (it is at version "
+                    f"{version_of(parameter)}, forward used version {version})"
+                )
+                raise changed_tensor(parameter, repr(self.name), happened)
+        self.count_bytes()
+        start = perf_counter()
+        collected = _Collector(self._count, self._fingerprint, self._buffers)
+        # Not as a part of a batch of gradients, which random operators refuse.
+        with outside_transforms():
+            args, kwargs = map_leaves(_fetched, self._arguments)
+        hooks = _hooks(collected.pack, collected.unpack)
+        with outside_transforms(), self._as_before(), hooks, suppress(_Complete):
+            self._function(*args, **kwargs)
+        self.replays += 1
+        found = [
+            tensor for tensor, _ in collected.found.values() if has_storage(tensor)
+        ]
+        for account in self.accounts:
+            account.replays += 1
+            account.replay_seconds += perf_counter() - start
+            account.recomputed_bytes += sum(tensor.nbytes for tensor in found)
+        if len(collected.found) < self._count:
+            raise MismatchError(
+                f"{self.name!r} saved {self._count} tensors in forward, but only "
+                f"{len(collected.found)} when it was called again in backward. A "
+                "function that is run again must do the same both times."
+            )
+        return collected
+
+    @contextmanager
+    def _as_before(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(recomputing())
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(autocast_as(self._autocast))
+            if self._default_dtype is not default_dtype():
+                stack.enter_context(in_default(self._default_dtype))
+            for generator, state in self._random:
+                stack.enter_context(random_state(generator, state))
+            stack.enter_context(self._buffers.as_before(self.name))
+            yield
+
+    def _fingerprint(self, tensor: Tensor) -> Tensor | None:
+        # Taken while the call runs, both times: a buffer may move on after that.
+        # Bytes are workspaces with padding (oneDNN's), never activations.
+        if (
+            self._verifies
+            and has_storage(tensor)
+            and has_contents(tensor)
+            and tensor.dtype != torch.uint8
+        ):
+            return fingerprint(tensor)
+        return None
+
+    def _require_alike(self, slot: Slot, tensor: Tensor) -> None:
+        before = (slot.shape, slot.dtype, slot.device)
+        if before != (tensor.shape, tensor.dtype, tensor.device):
+            raise MismatchError(
+                f"{self.name!r} saved a tensor of shape {tuple(slot.shape)} and type "
+                f"{slot.dtype} in forward, but {tuple(tensor.shape)} and "
+                f"{tensor.dtype} when it was called again in backward. It must do the "
+                "same both times."
+            )
+
+    def _compare(self, again: list[Tensor | None]) -> None:
+        """Compare all that was saved, whether this backward asks for it or not."""
+        pairs = zip(self._prints, again, strict=True)
+        verdict = Verdict(self.name, self._key, operators=0, since=self._since)
+        complaint = RECOMPUTED.format("the function")
+        compared = False
+        for place, (before, now) in enumerate(pairs):
+            if before is not None and now is not None:
+                verdict.add(place, complaint, before != now)
+                compared = True
+        if compared:
+            hand_in(verdict)
+
+
+@contextmanager
+def _hooks(pack: Pack, unpack: Unpack) -> Iterator[None]:
+    """Use these saved-tensor hooks in the block."""
+    opened = depth()
+    push_hooks(pack, unpack)
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception):
+            # torch closes no region of a module after an exception that is no error.
+            # Its hooks would be taken off here instead of ours.
+            abandon_above(opened)
+        raise
+    finally:
+        pop_hooks()
+
+
+class _Complete(Exception):  # noqa: N818 (a signal, not an error)
+    """Stops the second call once it has saved everything."""
+
+
+class _Collector:
+    """Collects what the second call saves."""
+
+    def __init__(
+        self,
+        count: int,
+        look: Callable[[Tensor], Tensor | None],
+        buffers: KeptBuffers,
+    ) -> None:
+        self._count = count
+        self._look = look
+        self._buffers = buffers
+        self.found: dict[int, tuple[Tensor, int]] = {}
+        self.prints: list[Tensor | None] = []
+
+    @leave_uncompiled
+    def pack(self, tensor: Tensor) -> Tensor:
+        # Detached: an operator's own output would hold itself through its graph.
+        kept = tensor.detach()
+        if self._buffers.are_behind(kept):
+            kept = kept.clone()  # it is put back before backward uses this
+        self.found[len(self.found)] = kept, version_of(kept)
+        self.prints.append(self._look(kept))
+        if len(self.found) == self._count:
+            raise _Complete
+        return kept
+
+    @leave_uncompiled
+    def unpack(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+
+def _held(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return _Argument(Hold(alias(leaf)), leaf.requires_grad)
+
+
+class _Argument:
+    """A tensor argument of the first call, held for the second."""
+
+    def __init__(self, hold: Hold, requires_grad: bool) -> None:  # noqa: FBT001
+        self.hold = hold
+        self.requires_grad = requires_grad
+
+
+def _fetched(leaf: Any) -> Any:
+    if not isinstance(leaf, _Argument):
+        return leaf
+    tensor = leaf.hold.fetch("a function that is run again").detach()
+    return tensor.requires_grad_(leaf.requires_grad)
+
+
+def _key_of(original: Any) -> Hashable:
+    """Return what verification knows a function by: its code, and its module."""
+    code = getattr(original, "__code__", type(original))
+    own = getattr(original, "__self__", None)
+    module = original if isinstance(original, nn.Module) else own
+    if not isinstance(module, nn.Module):
+        return "rerun", code
+    key = "rerun", code, weakref.ref(module)
+    hash(key)  # a weak reference has one after the end only if it had one before
+    LEDGER.forget_with(module, key)
+    return key
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    original = original_of(function)
+    return getattr(original, "__qualname__", type(original).__name__)

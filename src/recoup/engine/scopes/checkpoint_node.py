@@ -1,0 +1,202 @@
+"""Nodes: one region, or one hand-made checkpoint, to look at."""
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from recoup.backend.memory.storages import (
+    alias,
+    geometry_of,
+    has_storage,
+    storage_address,
+)
+from recoup.engine.lifetime.values import Hold
+from recoup.engine.recording.observers import Watched
+from recoup.engine.scopes.statistics import Account
+from recoup.errors import UsageError
+
+RecomputeFunction = Callable[[], Tensor | Sequence[Tensor]]
+
+
+class CheckpointNode(Account):
+    """One checkpoint: what is held for it, and how the rest is computed again.
+
+    recoup makes a node for every region (`scope.nodes`); it does not keep the region
+    alive. A node made by hand holds what it is given.
+
+    Args:
+        output: The tensor it stands for, if any; not kept alive.
+        operation: What made the output.
+        children: The nodes it depends on.
+        region: The region it shows; given by recoup.
+
+    Examples:
+        >>> import torch
+        >>> x = torch.ones(3)
+        >>> node = CheckpointNode(operation="double")
+        >>> node.save_activations(x)
+        >>> node.add_recompute_function(lambda: x * 2)
+        >>> node.recompute()
+        (tensor([2., 2., 2.]),)
+        >>> node.clear_saved_activations()
+        >>> node.saved_activations
+        []
+    """
+
+    def __init__(
+        self,
+        output: Tensor | None = None,
+        operation: str = "",
+        *children: "CheckpointNode",
+        region: Watched | None = None,
+    ) -> None:
+        self.operation = region.name if region is not None else operation
+        self.children = children
+        self.is_checkpoint = region is not None
+        self._output = None if output is None else weakref.ref(output)
+        self._region = None if region is None else weakref.ref(region)
+        # Tuples, because scopes make nodes by the layer: an empty one costs nothing.
+        self._holds: tuple[Hold, ...] = ()
+        self._functions: tuple[RecomputeFunction, ...] = ()
+        self._results: tuple[weakref.ref[Tensor], ...] = ()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is left of it in a copy: what it holds belongs to a step."""
+        of_a_step = {"_output": None, "_region": None, "_holds": (), "_results": ()}
+        return {**self.__dict__, **of_a_step, "_functions": ()}
+
+    @property
+    def name(self) -> str:
+        """The region's name, or the operation's."""
+        return self.operation
+
+    @property
+    def output(self) -> Tensor | None:
+        """The tensor it stands for, while that is alive."""
+        return None if self._output is None else self._output()
+
+    @property
+    def region(self) -> Watched | None:
+        """The region it shows, while its graph is alive."""
+        return None if self._region is None else self._region()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it still stands for something."""
+        return self._region is None or self._region() is not None
+
+    @property
+    def replay_count(self) -> int:
+        """How many times the region has been replayed, also after it is gone."""
+        region = self.region
+        return self.replays if region is None else region.replays
+
+    @property
+    def saved_activations(self) -> list[Tensor]:
+        """The tensors held, each once.
+
+        Raises:
+            ChangedTensorError: One was changed in place since it was saved.
+        """
+        found: dict[object, Tensor] = {}
+        for hold in self.holds():
+            if hold.resident is not None:
+                tensor = hold.fetch("a checkpoint node")
+                found.setdefault(_identity(tensor), tensor)
+        return list(found.values())
+
+    def count_bytes(self) -> None:
+        """Let the region add what it keeps and frees to its accounts."""
+        region = self.region
+        if region is not None:
+            region.count_bytes()
+
+    def holds(self) -> list[Hold]:
+        """Return what is held, by the node itself and by its region."""
+        region = self.region
+        return [*self._holds, *(() if region is None else region.holds())]
+
+    @property
+    def recompute_functions(self) -> list[RecomputeFunction]:
+        """The functions that `recompute` calls, in order."""
+        region = self.region
+        replay = [] if region is None else [region.recompute]
+        return [*replay, *self._functions]
+
+    def save_activations(self, *activations: Tensor) -> None:
+        """Hold tensors, by reference; a later change in place will be noticed."""
+        for activation in activations:
+            if not isinstance(activation, Tensor):
+                raise UsageError(
+                    f"only tensors can be saved: got {type(activation).__name__}."
+                )
+            self._holds = (*self._holds, Hold(alias(activation)))
+        self.is_checkpoint = self.is_checkpoint or bool(activations)
+
+    def add_recompute_function(self, function: RecomputeFunction) -> None:
+        """Add a function that `recompute` calls after those added before."""
+        if not callable(function):
+            raise UsageError(
+                f"a recompute function must be callable: got {function!r}."
+            )
+        self._functions = (*self._functions, function)
+        self._results = ()
+
+    def recompute(self) -> tuple[Tensor, ...]:
+        """Call the recompute functions in order and return all their tensors.
+
+        While the tensors of the last call are alive, they are returned again.
+
+        Raises:
+            UsageError: There is no recompute function.
+        """
+        functions = self.recompute_functions
+        if not functions:
+            raise UsageError(
+                f"node {self.name!r} has nothing to recompute with: add a function "
+                "with add_recompute_function first."
+            )
+        cached = [result() for result in self._results]
+        if cached and all(tensor is not None for tensor in cached):
+            return tuple(tensor for tensor in cached if tensor is not None)
+        results = tuple(_flatten(function() for function in functions))
+        self._results = tuple(weakref.ref(tensor) for tensor in results)
+        return results
+
+    def clear_saved_activations(self) -> None:
+        """Let go of everything held, at once.
+
+        A backward through the region it shows raises `ClearedError` afterwards.
+        """
+        self._holds = ()
+        self._results = ()
+        region = self.region
+        if region is not None:
+            region.clear()
+
+
+def held_bytes(nodes: Iterable[CheckpointNode]) -> int:
+    """Return the bytes that nodes hold, every storage once."""
+    storages: dict[int, int] = {}
+    for node in nodes:
+        for hold in node.holds():
+            tensor = hold.resident
+            if tensor is not None and has_storage(tensor):
+                storages[storage_address(tensor)] = tensor.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+def _flatten(results: Iterable[Any]) -> Iterable[Tensor]:
+    for result in results:
+        if isinstance(result, Tensor):
+            yield result
+        else:
+            yield from result
+
+
+def _identity(tensor: Tensor) -> object:
+    if not has_storage(tensor):
+        return id(tensor)
+    return storage_address(tensor), geometry_of(tensor)

@@ -1,0 +1,309 @@
+"""Modules: a region around every forward of a module, and taking it off again."""
+
+import functools
+import sys
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from weakref import WeakSet, finalize, ref
+
+from torch import nn
+
+from recoup.backend.compiler.recognition import call_slot, is_compiled, leave_uncompiled
+from recoup.engine.applied.applied_plan import Applied, plans_on
+from recoup.engine.applied.model_blocks import segment_names
+from recoup.engine.applied.planned_runs import Segments
+from recoup.engine.recording.active import begin, end, skip, transform_advice
+from recoup.engine.recording.interrupted_calls import (
+    begin_call,
+    end_call,
+    end_interrupted_calls,
+    is_calling,
+)
+from recoup.engine.recording.region_options import Options
+from recoup.engine.replay.rerun import rerun
+from recoup.engine.scopes.policies import Policy, recomputes_beside
+from recoup.engine.tiers.protocol import Tier
+from recoup.engine.verification.replay_check import LEDGER, Verify, check_verify
+from recoup.errors import UnsupportedError, UsageError
+
+_ATTACHED = "_recoup_attached"
+_FLAG = "use_gradient_checkpointing"
+_ABSENT = "absent"
+_UNVERIFIED = ("module", None)
+_KNOWN: WeakSet[nn.Module] = WeakSet()
+
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def checkpoint_module(  # noqa: PLR0913 (options by keyword)
+    module: Model,
+    *,
+    name: str | None = None,
+    policy: Policy | None = None,
+    verify: Verify = "first",
+    cache: bool = False,
+    store: Tier | None = None,
+    segment_size: int | None = None,
+) -> Model:
+    """Run every forward of a module in a region, or in one for every few blocks.
+
+    The module stays the same object with the same parameters, and its `state_dict` has
+    the same keys. Set `module.use_gradient_checkpointing = False` to do without in
+    the passes that follow. A module with compiled parts is called again in backward
+    instead of being recorded.
+
+    Args:
+        module: The module.
+        name: What statistics and error messages call it; by default its class.
+        policy: Which outputs to keep although they could be recomputed.
+        verify: As for `CheckpointScope`.
+        cache: As for `CheckpointScope`.
+        store: As for `CheckpointScope`.
+        segment_size: Run this many of the module's blocks at a time in a region, as
+            they follow each other in its forward, instead of all in one; the last
+            region has what is left. Blocks are its repeated parts: layers, not an
+            embedding, a stem or a head. Those that have a region of their own keep
+            it and do not count. Larger segments hold fewer inputs and have more alive
+            at once in backward; each block is recomputed once at any size. A segment
+            is called after its first block.
+
+    Returns:
+        The module.
+
+    Raises:
+        UsageError: It is no module, or has been given a region already; or it is to
+            be cut in segments and has no blocks to cut between.
+        UnsupportedError: It is compiled, and given a store or a segment size.
+
+    Examples:
+        >>> import torch
+        >>> layer = checkpoint_module(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+        >>> layer(torch.ones(2, 4)).sum().backward()
+        >>> sorted(layer.state_dict())
+        ['0.bias', '0.weight']
+        >>> _ = uncheckpoint_module(layer)
+        >>> model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(12)))
+        >>> model = checkpoint_module(model, segment_size=4)  # three regions
+        >>> model(torch.ones(2, 4)).sum().backward()
+        >>> _ = uncheckpoint_module(model)
+    """
+    _require_module(module)
+    if _ATTACHED in module.__dict__:
+        raise UsageError(
+            f"this {type(module).__name__} is checkpointed already: take that off with "
+            "uncheckpoint_module first."
+        )
+    check_verify(verify)
+    options = Options(
+        recompute=recomputes_beside(store, policy),
+        policy=policy,
+        verify=verify,
+        cache=cache,
+        store=store,
+    )
+    name = name or type(module).__name__
+    attached: Attached | Replaced | Segmented
+    if segment_size is not None:
+        attached = _segment(module, segment_size, options)
+    elif is_compiled(module):
+        if store is not None:
+            raise UnsupportedError(
+                f"this {type(module).__name__} is compiled: it is called again in "
+                f"backward and keeps nothing that {store!r} could hold. Leave out "
+                "store, or checkpoint the module before compiling it."
+            )
+        attached = _replace(module)
+    else:
+        attached = Attached(name, options)
+        _forget_at_its_end(module)
+        attached.handles = (
+            module.register_forward_pre_hook(attached.before, with_kwargs=True),
+            module.register_forward_hook(attached.after, always_call=True),
+        )
+    attributes = module.__dict__
+    attributes[_ATTACHED] = (attached, attributes.get(_FLAG, _ABSENT))
+    attributes[_FLAG] = True
+    return module
+
+
+def uncheckpoint_module(module: Model) -> Model:
+    """Take the regions off a module again; do nothing if it has none.
+
+    If `checkpoint_module` gave it none, a plan is taken off that `fit` or `apply_plan`
+    put on it. What they returned does that as well, but a copy of a model has the plan
+    and nothing to remove it by.
+
+    Returns:
+        The module, as it was before `checkpoint_module`, `fit` or `apply_plan`.
+
+    Examples:
+        >>> import copy, torch
+        >>> layer = checkpoint_module(nn.Linear(4, 4))
+        >>> is_checkpointed(uncheckpoint_module(copy.deepcopy(layer)))
+        False
+    """
+    _require_module(module)
+    attached, flag_before = module.__dict__.pop(_ATTACHED, (None, _ABSENT))
+    if attached is not None:
+        attached.take_off(module)
+        del module.__dict__[_FLAG]
+        if flag_before != _ABSENT:
+            module.__dict__[_FLAG] = flag_before
+        return module
+    for applied in plans_on(module):
+        applied.remove()
+    return module
+
+
+def is_checkpointed(module: nn.Module) -> bool:
+    """Return whether the module's next forward will run in a region."""
+    _require_module(module)
+    return _ATTACHED in module.__dict__ and bool(module.__dict__.get(_FLAG))
+
+
+def free_blocks(module: nn.Module) -> tuple[str, ...]:
+    """Return the paths of the blocks that a segment may have: those without a region.
+
+    Examples:
+        >>> layers = [nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(3)]
+        >>> _ = checkpoint_module(layers[1])
+        >>> free_blocks(nn.Sequential(*layers))
+        ('0', '2')
+    """
+    return tuple(
+        name
+        for name in segment_names(module)
+        if not is_checkpointed(module.get_submodule(name))
+    )
+
+
+def _require_module(module: object) -> None:
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"this takes a module: got {type(module).__name__}.")
+
+
+def _key(module: nn.Module) -> Hashable:
+    """Return what verification knows a module by: itself, whatever its name."""
+    return "module", ref(module)
+
+
+def _forget_at_its_end(module: nn.Module) -> None:
+    if module not in _KNOWN:
+        _KNOWN.add(module)
+        key = _key(module)
+        hash(key)  # a weak reference has one after the end only if it had one before
+        finalize(module, LEDGER.forget, key).atexit = False
+
+
+@dataclass
+class Attached:
+    """Opens a region before a module's forward and closes it afterwards."""
+
+    name: str
+    options: Options
+    handles: tuple[Any, ...] = ()
+    leaves: bool = False
+
+    @leave_uncompiled
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Open a region, if the module's flag says so."""
+        del args, kwargs
+        owner = begin_call(self)
+        if module.__dict__.get(_FLAG, False):
+            key = _key(module) if self.options.verify == "first" else _UNVERIFIED
+            begin(owner, self.name, self.options, key)
+        else:
+            skip(owner)
+
+    @leave_uncompiled
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Close the region, after an exception too."""
+        del module, args, output
+        if is_calling(self) or not self.leaves:
+            end(end_call(self))
+        if self.leaves and not is_calling(self):
+            self.handles[1].remove()
+        # torch silences what a hook raises after an exception: we can only add to it.
+        error = sys.exc_info()[1]
+        advice = transform_advice(self.name, error)
+        if error is not None and advice is not None:
+            error.add_note(advice)
+
+    def take_off(self, module: nn.Module) -> None:
+        """Remove the hooks; the one that ends a call that is under way stays for it."""
+        del module
+        end_interrupted_calls()
+        self.leaves = is_calling(self)
+        for handle in self.handles[: 1 if self.leaves else 2]:
+            handle.remove()
+
+
+@dataclass
+class Segmented:
+    """Runs the blocks of a module in regions, several in each."""
+
+    applied: Applied
+
+    def take_off(self, module: nn.Module) -> None:
+        """Remove the hooks."""
+        del module
+        self.applied.remove()
+
+
+def _segment(module: nn.Module, size: object, options: Options) -> Segmented:
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise UsageError(f"segment_size is a whole number from 1: got {size!r}.")
+    kind = type(module).__name__
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        raise UsageError(
+            f"segment_size={size} cuts the forward of a module, and this {kind} has "
+            "none. Give the module that runs its members."
+        )
+    if is_compiled(module):
+        raise UnsupportedError(
+            f"segment_size={size} cannot be had of this {kind}: it has compiled parts, "
+            "which are called again one by one. Cut it before compiling it, or leave "
+            "out segment_size and checkpoint its blocks."
+        )
+    blocks = free_blocks(module)
+    if len(blocks) < 2:
+        raise UsageError(
+            f"segment_size={size} runs blocks that follow each other in one region: "
+            f"found {len(blocks)} of them in this {kind}. Give the part that has "
+            "several, or put a CheckpointScope around what belongs together."
+        )
+    return Segmented(Applied(module, Segments(blocks, size, options), flag=_FLAG))
+
+
+@dataclass
+class Replaced:
+    """Calls a compiled module's forward through `rerun`."""
+
+    place: str
+    original: Callable[..., Any]
+    was_set: bool
+
+    def take_off(self, module: nn.Module) -> None:
+        """Put the original back."""
+        if self.was_set:
+            module.__dict__[self.place] = self.original
+        else:
+            del module.__dict__[self.place]
+
+
+def _replace(module: nn.Module) -> Replaced:
+    place = call_slot(module)
+    original = getattr(module, place)
+    replaced = Replaced(place, original, place in module.__dict__)
+    module.__dict__[place] = functools.partial(_call_again, module, original)
+    return replaced
+
+
+def _call_again(
+    module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    if module.__dict__.get(_FLAG, False):
+        return rerun(original, *args, **kwargs)
+    return original(*args, **kwargs)

@@ -1,0 +1,275 @@
+"""Scopes: `with CheckpointScope("layer1"):` around ordinary PyTorch code."""
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from recoup.backend.compiler.recognition import leave_uncompiled
+from recoup.engine.recording.active import (
+    abandon_from,
+    abandon_inside,
+    begin,
+    depth,
+    end,
+    refuse_transform,
+    skip,
+)
+from recoup.engine.recording.region_options import Options, keeping_nothing
+from recoup.engine.scopes.checkpoint_node import CheckpointNode, held_bytes
+from recoup.engine.scopes.policies import Policy, recomputes_beside
+from recoup.engine.scopes.statistics import Account, NamedAccount, Statistics
+from recoup.engine.tiers.protocol import Tier
+from recoup.engine.verification.replay_check import Verify, check_verify
+from recoup.errors import UsageError
+
+
+class _Leaving:
+    """What `with` calls at its end: it refers to it until then, and nobody else does.
+
+    So its own end is that of the block, even if an interrupt comes at the very moment
+    at which the scope would be closed.
+    """
+
+    __slots__ = ("_place", "_scope")
+
+    def __init__(self, scope: "CheckpointScope") -> None:
+        self._place = depth()
+        self._scope = scope
+
+    @leave_uncompiled
+    def __call__(self, *error: Any) -> None:
+        try:
+            self._scope._leave(*error)  # noqa: SLF001 (of this module)
+        except BaseException:
+            abandon_from(self._scope, self._place)
+            raise
+
+    def __del__(self) -> None:
+        scope = getattr(self, "_scope", None)
+        if scope is not None:
+            abandon_from(scope, self._place)
+
+
+class _Exit:
+    """Gives every `with` a `_Leaving` of its own, and the class a plain method."""
+
+    def __init__(self, method: Callable[..., None]) -> None:
+        self._method = method
+
+    @leave_uncompiled
+    def __get__(self, scope: "CheckpointScope | None", kind: type) -> Any:
+        return self._method if scope is None else _Leaving(scope)
+
+
+class CheckpointScope:
+    """Forget what autograd saves inside the block; replay it in backward.
+
+    The block is ordinary code: nothing has to be put into a function. Between forward
+    and backward autograd holds only what came into the block from outside. In backward
+    the operators that the saved tensors need are run again, once, and freed at their
+    last use. No Python code of the block runs twice. Gradients are bitwise those of
+    the same code without the scope.
+
+    A compiled function runs uncompiled inside a scope, and torch may never compile it
+    again after that: call it through `checkpoint` instead.
+
+    A scope may be entered again, nested to any depth, and used with the same name any
+    number of times. With gradients disabled it does nothing.
+
+    Costs: in backward at most the operators of the block once more; in forward some
+    microseconds of host time per operator; no synchronisation.
+
+    Args:
+        name: What statistics and error messages call it.
+        enabled: False makes the scope do nothing.
+        use_recomputation: False keeps what autograd saves, still named and accounted.
+        policy: Which outputs to keep although they could be recomputed.
+        verify: Compare replayed values with forward's: at the `"first"` use of this
+            scope, `"always"`, `"full"` (copies of everything, names the first operator
+            that differs), or `"off"`.
+        cache: Keep recomputed values across several backwards, until the graph is
+            freed; by default each backward recomputes.
+        store: Where what is kept lives, as `Host()` or `Disk()`. With a policy that
+            is what the policy keeps; without one it is all that autograd saves in the
+            block, and nothing is recomputed. Parameters and small tensors stay.
+
+    Raises:
+        UsageError: The name is empty or no text, `verify` is none of its words, or
+            `store` is no tier.
+
+    Examples:
+        >>> import torch
+        >>> x = torch.linspace(-1, 1, 8, requires_grad=True)
+        >>> with CheckpointScope("block"):
+        ...     y = (x.exp() * x.sin()).tanh()
+        >>> y.sum().backward()
+        >>> plain = x.detach().clone().requires_grad_()
+        >>> (plain.exp() * plain.sin()).tanh().sum().backward()
+        >>> torch.equal(x.grad, plain.grad)
+        True
+    """
+
+    @leave_uncompiled
+    def __init__(  # noqa: PLR0913 (options by keyword)
+        self,
+        name: str,
+        enabled: bool = True,  # noqa: FBT001, FBT002 (the seed's signature)
+        *,
+        use_recomputation: bool = True,
+        policy: Policy | None = None,
+        verify: Verify = "first",
+        cache: bool = False,
+        store: Tier | None = None,
+    ) -> None:
+        if not isinstance(name, str) or not name.strip():
+            raise UsageError(
+                f"a scope needs a name: got {name!r}. Give it a text that tells it "
+                'from others, as in CheckpointScope("layer1").'
+            )
+        check_verify(verify)
+        caller = _caller()
+        self._name = name
+        self._key: Hashable = (name, *caller)
+        self._recomputes = recomputes_beside(store, policy)
+        recompute = use_recomputation and self._recomputes
+        if policy is None and store is None:
+            self._known_options = keeping_nothing(
+                recompute=recompute, cache=cache, verify=verify
+            )
+        else:
+            self._known_options = Options(recompute, policy, cache, verify, store)
+        self._nodes: list[CheckpointNode] = []
+        self._prune_at = 16
+        self._account = NamedAccount(name)
+        self._accounts: tuple[Account, ...] = (self._account,)
+        self._kept_operators: Counter[str] | None = None
+        self.is_enabled = enabled
+        self.use_recomputation = use_recomputation
+
+    @property
+    def name(self) -> str:
+        """What statistics and error messages call the scope."""
+        return self._name
+
+    @property
+    def nodes(self) -> list[CheckpointNode]:
+        """The regions of this scope whose graph is still alive, oldest first."""
+        self._nodes = [node for node in self._nodes if node.is_alive]
+        return list(self._nodes)
+
+    @property
+    def kept_operators(self) -> dict[str, int]:
+        """How often operators ran in the scope whose results are never recomputed.
+
+        What they return is held if backward or a replay needs it.
+        """
+        return dict(self._kept_operators or {})
+
+    @property
+    def memory_bytes(self) -> int:
+        """The bytes that the scope's living regions hold; shared storages once."""
+        return held_bytes(self.nodes)
+
+    @property
+    def statistics(self) -> Statistics:
+        """What all regions of the scope did, also those that are gone.
+
+        Print it for a table. Bytes are counted when a region is first replayed, or now.
+        """
+        for node in self.nodes:
+            node.count_bytes()
+        return self._account.snapshot()
+
+    def add_account(self, account: Account) -> None:
+        """Let the regions of the scope add to another account from now on."""
+        if account not in self._accounts:
+            self._accounts = (*self._accounts, account)
+
+    def remove_account(self, account: Account) -> None:
+        """Let the regions of the scope add no more to an account."""
+        self._accounts = tuple(each for each in self._accounts if each is not account)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy has: the options and the counts, but no regions."""
+        return {**self.__dict__, "_nodes": [], "_accounts": (self._account,)}
+
+    @leave_uncompiled
+    def __enter__(self) -> Self:
+        place = depth()
+        try:
+            if not self.is_enabled:
+                skip(self)
+                return self
+            options = self._options()
+            region = begin(self, self._name, options, self._key, self._accounts)
+            if region is not None:
+                if len(self._nodes) >= self._prune_at:
+                    self._prune_at = 2 * len(self.nodes) + 16
+                node = CheckpointNode(region=region)
+                self._nodes.append(node)
+                region.accounts = (*region.accounts, node)
+            return self
+        except BaseException:  # `with` does not exit what was not entered
+            abandon_from(self, place)
+            raise
+
+    @leave_uncompiled
+    def _leave(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        traceback: TracebackType | None = None,
+    ) -> None:
+        del kind, traceback
+        if error is not None and not isinstance(error, Exception):
+            # An interrupt may have come just before one inside was closed.
+            abandon_inside(self)
+        self.close()
+        refuse_transform(self._name, error)
+
+    if TYPE_CHECKING:
+
+        def __exit__(
+            self,
+            kind: type[BaseException] | None,
+            error: BaseException | None,
+            traceback: TracebackType | None,
+        ) -> None: ...
+    else:
+        __exit__ = _Exit(_leave)
+
+    def close(self) -> None:
+        """End the recording that was begun last; do nothing if none is open.
+
+        What backward will need is untouched.
+
+        Raises:
+            UsageError: A region that was opened inside it is still open.
+        """
+        region = end(self)
+        if region is not None and region.tape.unrecorded:
+            if self._kept_operators is None:
+                self._kept_operators = Counter()
+            self._kept_operators.update(region.tape.unrecorded)
+
+    def _options(self) -> Options:
+        recompute = self.use_recomputation and self._recomputes
+        if self._known_options.recompute != recompute:
+            self._known_options = replace(self._known_options, recompute=recompute)
+        return self._known_options
+
+
+def _caller() -> tuple[str, int, int]:
+    """Return where the scope was made, which tells it from others of its name.
+
+    A place in the code of a function: finding its line would go through that code. Only
+    that function's frame is asked for: each costs as much as a saved tensor.
+    """
+    try:
+        frame = sys._getframe(2)  # noqa: SLF001 (documented; all others cost frames)
+    except ValueError:  # made by a thread itself
+        return "", 0, 0
+    return frame.f_code.co_filename, frame.f_code.co_firstlineno, frame.f_lasti

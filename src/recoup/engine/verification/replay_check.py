@@ -1,0 +1,196 @@
+"""Verification: a replayed value must have the bits that forward saw."""
+
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Literal, get_args
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from recoup.backend.autograd.saved_tensors import current_backward
+from recoup.backend.memory.storages import Geometry, flat, has_contents, shaped
+from recoup.backend.operators.fingerprints import fingerprint
+from recoup.engine.lifetime.values import Value
+from recoup.engine.recording.tape import Tape
+from recoup.engine.verification.verdicts import REASONS, Verdict, hand_in
+from recoup.engine.verification.verified import LEDGER
+from recoup.errors import MismatchError, UsageError
+
+Verify = Literal["first", "always", "full", "off"]
+"""When replayed values are compared with forward's: the first time a region is used,
+every time, every time against copies of all values (for debugging), or never."""
+
+_WORDS = get_args(Verify)
+
+RECOMPUTED = "recomputing {} did not give what forward computed"
+_WRITTEN = "what {} returned was changed inside the region after autograd saved it"
+
+
+class Check:
+    """Compares the saved values of one region with what forward saw.
+
+    Holds three integers for each saved value and synchronises nothing before the end
+    of backward. Tensors without contents (on the meta device, or stand-ins) are passed
+    over, and nothing is noted of a region that is replayed on them.
+
+    Args:
+        key: What the ledger knows the region by, or None to leave no note.
+    """
+
+    def __init__(self, key: Hashable | None = None) -> None:
+        self.key = key
+        self._since = LEDGER.moment
+        self._seen: dict[Value, tuple[Geometry, Tensor]] = {}
+        self._changed: list[tuple[Value, Tensor]] = []
+        self._compared: set[Value] = set()
+        self._verdict: ref[Verdict] | None = None
+
+    def excuse(self, values: Iterable[Value]) -> None:
+        """Do not compare these: they are computed from what a lossy tier returns."""
+        for value in values:
+            self._seen.pop(value, None)
+
+    def remember(self, value: Value, tensor: Tensor, geometry: Geometry) -> None:
+        """Take the fingerprint of a value that autograd saves, once."""
+        if value not in self._seen and has_contents(tensor):
+            self._seen[value] = (geometry, fingerprint(tensor))
+
+    def watch(self, value: Value, tensor: Tensor) -> None:
+        """Look at a value of forward as it is made; this check does not need to."""
+
+    def look_again(self, value_of: Callable[[Tensor], Value | None]) -> None:
+        """Compare what is still there at the end of forward with what was saved.
+
+        A kernel that PyTorch knows nothing of may have written to it since. Backward
+        is meant to see that, and a replay would not.
+
+        Args:
+            value_of: Returns the value that a tensor names now.
+        """
+        for value, (geometry, before) in self._seen.items():
+            tensor = None if value.born is None else value.born()
+            if tensor is not None and value_of(tensor) is value:
+                now = fingerprint(shaped(tensor.detach(), geometry))
+                self._changed.append((value, now != before))
+
+    def compare(
+        self,
+        region: str,
+        tape: Tape,
+        replayed: Mapping[Value, Tensor],
+    ) -> None:
+        """Compare replayed values with forward's, at the end of the running backward.
+
+        A backward may replay a region part by part, and some parts not at all. The
+        region has passed once all that autograd may ask for was compared.
+
+        Raises:
+            MismatchError: Outside of a backward, at once.
+        """
+        if not all(map(has_contents, replayed.values())):
+            return
+        operations = tape.operations
+        task = current_backward()
+        verdict = None if self._verdict is None else self._verdict()
+        is_new = verdict is None or verdict.task != task
+        if verdict is None or is_new:
+            operators = signature(tape)
+            verdict = Verdict(region, self.key, operators=operators, since=self._since)
+            verdict.task = task
+            self._verdict = ref(verdict)
+        for value, differs in self._changed:
+            if value in replayed and value.hold is None:
+                operator = operations[value.producer].operator
+                verdict.add(value.producer, _WRITTEN.format(operator), differs)
+        for value, tensor in replayed.items():
+            if value in self._seen and value.hold is None:
+                geometry, before = self._seen[value]
+                now = fingerprint(shaped(tensor, geometry))
+                operator = operations[value.producer].operator
+                verdict.add(value.producer, RECOMPUTED.format(operator), now != before)
+        self._compared.update(replayed)
+        verdict.is_whole = not any(
+            value.demand > 0 and value.hold is None and value not in self._compared
+            for value in self._seen
+        )
+        if is_new:
+            hand_in(verdict)
+
+    def observe(self, region: str, value: Value, tensor: Tensor, operator: str) -> None:
+        """Look at a value as a replay makes it; this check does not need to."""
+
+
+class FullCheck(Check):
+    """Compares every value of a region with a copy of what forward made. Debugging."""
+
+    def __init__(self, key: Hashable | None = None) -> None:
+        super().__init__(key)
+        self._originals: dict[Value, Tensor] = {}
+
+    def remember(self, value: Value, tensor: Tensor, geometry: Geometry) -> None:
+        """Do nothing: `watch` has seen the value already."""
+
+    def excuse(self, values: Iterable[Value]) -> None:
+        """Do not compare these."""
+        for value in values:
+            self._originals.pop(value, None)
+
+    def watch(self, value: Value, tensor: Tensor) -> None:
+        """Keep a copy of the value."""
+        if has_contents(tensor):
+            self._originals[value] = flat(tensor.detach()).clone()
+
+    def observe(self, region: str, value: Value, tensor: Tensor, operator: str) -> None:
+        """Compare a replayed value with forward's at once.
+
+        Raises:
+            MismatchError: It differs; the operator is the first that does.
+        """
+        original = self._originals.get(value)
+        if original is None or not has_contents(tensor):
+            return
+        now = flat(tensor)
+        if torch.equal(fingerprint(now), fingerprint(original)):
+            return
+        unequal = int((now != original).sum())
+        raise MismatchError(
+            f"region {region!r}: {operator} is the first operator that gave another "
+            f"result when it was run again: {unequal} of {now.numel()} elements of a "
+            f"{now.dtype} tensor differ. {REASONS}"
+        )
+
+
+def check_verify(verify: Verify) -> None:
+    """Raise unless `verify` is one of its words."""
+    if verify not in _WORDS:
+        raise UsageError(
+            f"verify must be one of {', '.join(map(repr, _WORDS))}: got {verify!r}."
+        )
+
+
+def check_for(verify: Verify, key: Hashable) -> Check | None:
+    """Return the check that a region needs now, or None."""
+    if verify == "full":
+        return FullCheck()
+    if verify == "always":
+        return Check()
+    if verify == "first" and LEDGER.needs(key):
+        return Check(key)
+    return None
+
+
+def take_note(check: Check | None, key: Hashable, tape: Tape) -> None:
+    """Take note that a region ran, with the operations that it would replay."""
+    if check is None:
+        LEDGER.ran(key, signature(tape))
+    elif check.key is not None and not tape.operations:
+        LEDGER.done(key, signature(tape))  # there is nothing to compare
+
+
+def signature(tape: Tape) -> int:
+    """Return a number that stands for the operators of a region.
+
+    Those that are not replayed count too: what they wrote may be what is.
+    """
+    replayed = [id(operation.kernel) for operation in tape.operations]
+    return hash((tuple(replayed), tuple(tape.unrecorded)))

@@ -1,0 +1,351 @@
+"""The closed loop of `fit`: measure, plan, run a real step, correct; see `decision`."""
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+from torch.optim import Optimizer
+
+from recoup.core.graph import Graph
+from recoup.core.plan import plan_for_step
+from recoup.core.segments import Action
+from recoup.core.units import print_bytes
+from recoup.engine.applied.applied_plan import digest_of
+from recoup.engine.verification.replay_check import Verify
+from recoup.errors import InfeasibleError
+from recoup.fitting.budgets import free_bytes, infeasible_with, told_bytes
+from recoup.fitting.decision import (
+    Accept,
+    Infeasible,
+    Outcome,
+    TimeLeft,
+    decide,
+    is_much_faster,
+    more_laps,
+    plan_for_slower_host,
+    settled_pace,
+)
+from recoup.fitting.following.adaptation import Adapted
+from recoup.fitting.following.adapted_passes import AdaptedPasses
+from recoup.fitting.progress import Progress
+from recoup.measurement.steps.floor import Cost, measure_floor, run_step
+from recoup.measurement.steps.optimizers import missing_state_bytes, state_tensors
+from recoup.measurement.steps.training_step import TrainingStep
+from recoup.measurement.timing.correction import compared, corrected
+from recoup.measurement.timing.pace import Pace, pace_of
+from recoup.planners.plan import (
+    floor_with,
+    infeasible_with_search,
+    plan_beside,
+    plan_with,
+    with_times_of,
+)
+from recoup.planners.search import Search
+from recoup.planners.solution import Solution
+
+_TURNS = 2
+"""How often the plan and the plain step are timed in turns on a CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measurements:
+    """The measurements that the loop makes, each a function of the step.
+
+    Attributes:
+        graph: Measure it at floor memory.
+        cost: Run it once, and return its peak and time.
+        pace: Run it several times in a row, and return the time of each.
+        clock: Return the time in seconds.
+    """
+
+    graph: Callable[..., Graph] = measure_floor
+    cost: Callable[..., Cost] = run_step
+    pace: Callable[..., Pace] = pace_of
+    clock: Callable[[], float] = perf_counter
+
+
+_REAL = Measurements()
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A plan that a real step ran with.
+
+    Attributes:
+        target_bytes: The peak that was planned for; None: the smallest plan.
+        solution: The plan, and its predicted cost.
+        adapted: The applied plan.
+        cost: The measured cost of a step.
+    """
+
+    target_bytes: int | None
+    solution: Solution
+    adapted: Adapted | AdaptedPasses
+    cost: Cost
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """The accepted plan, which is active, and its pace.
+
+    Attributes:
+        attempt: The plan.
+        pace: The time of steps with it.
+        solution: The plan, with its cost by times that are corrected by its pace.
+    """
+
+    attempt: Attempt
+    pace: Pace
+    solution: Solution
+
+
+class ClosedLoop:
+    """Measure a step, and find the fastest plan that holds a budget on a real step.
+
+    Args:
+        step: The step.
+        allow: What may be done with a value besides recomputing it.
+        verify: When recomputed values are compared with forward's.
+        tell: Progress callback.
+        measurements: How the step is measured.
+
+    Attributes:
+        graph: The measured step.
+        search: The known plans of it.
+        resident: What else is in memory, as the optimizers' state.
+        reserved_bytes: Kept free for an optimizer's state that does not exist yet.
+        planning_seconds: The time of all planning so far.
+        rounds: The number of plans that a real step ran with so far.
+    """
+
+    graph: Graph
+    search: Search
+
+    def __init__(
+        self,
+        step: TrainingStep,
+        allow: frozenset[Action],
+        verify: Verify,
+        tell: Progress,
+        measurements: Measurements = _REAL,
+    ) -> None:
+        self._step = step
+        self._measure = measurements
+        self._allow = allow
+        self._verify: Verify = verify
+        self.tell = tell
+        self.resident: list[object] = []
+        self._active: Adapted | AdaptedPasses | None = None
+        self._started = measurements.clock()
+        self.reserved_bytes = 0
+        self.planning_seconds = 0.0
+        self.rounds = 0
+
+    def reserve(self, optimizers: Sequence[Optimizer]) -> None:
+        """Leave room for the state of optimizers, and count the state they have."""
+        for optimizer in optimizers:
+            self.resident += state_tensors(optimizer)
+            self.reserved_bytes += missing_state_bytes(optimizer, self._step.device)
+
+    def measure(self, blocks: Sequence[str] | None) -> None:
+        """Measure the step at floor memory."""
+        self.tell("measuring a step at the least memory")
+        self.graph = self._measure.graph(
+            self._step, names=blocks, resident=self.resident
+        )
+        self.search = Search(self.graph, self._allow)
+
+    def settle(self, asked_bytes: int) -> Settled:
+        """Plan and try until a plan holds the budget on a real step; leave it active.
+
+        Raises:
+            InfeasibleError: Not even the smallest plan does.
+        """
+        budget_bytes = asked_bytes - self.reserved_bytes
+        try:
+            attempt = self._accepted(budget_bytes, asked_bytes)
+            self._activate(attempt)
+            settled = self._timed(attempt)
+            if self.graph.issuing is not None and plan_for_slower_host(
+                settled.pace, attempt.solution.seconds, self._left
+            ):
+                settled = self._hastened(settled, budget_bytes)
+        except BaseException:
+            self._deactivate()
+            raise
+        return settled
+
+    @property
+    def _left(self) -> TimeLeft:
+        elapsed_seconds = self._measure.clock() - self._started
+        return TimeLeft(elapsed_seconds, self.search.plain_seconds)
+
+    def _accepted(self, budget_bytes: int, asked_bytes: int) -> Attempt:
+        """Return the accepted attempt; its plan need not be active now."""
+        # An allocator counts a little more or less than predicted.
+        margin_bytes = told_bytes(budget_bytes, self._step.device) - budget_bytes
+        history: list[Outcome] = []
+        attempts: list[Attempt | None] = []
+        while True:
+            last = attempts[-1] if attempts else None
+            decision = decide(
+                history,
+                budget_bytes,
+                margin_bytes=margin_bytes,
+                has_time=last is not None
+                and self._left.allows_attempt(last.cost.seconds),
+            )
+            if isinstance(decision, Accept):
+                accepted = attempts[decision.number]
+                assert accepted is not None, "only a plan that ran is accepted"
+                return accepted
+            if isinstance(decision, Infeasible):
+                raise self._infeasible(decision.needed_bytes, budget_bytes, asked_bytes)
+            target = decision.target_bytes
+            solution = self._plan(target)
+            attempt = None
+            known = None if last is None or target is None else last.solution.plans
+            if solution is not None and solution.plans != known:
+                attempt = self._try(solution, target, budget_bytes)
+            attempts.append(attempt)
+            history.append(
+                Outcome(
+                    budget_bytes,
+                    target,
+                    None if solution is None else solution.peak_bytes,
+                    None if attempt is None else attempt.cost.peak_bytes,
+                )
+            )
+
+    def _plan(self, target: int | None) -> Solution | None:
+        """Return the fastest plan for a target; None: there is none."""
+        started = perf_counter()
+        try:
+            if target is None:
+                return floor_with(self.search)
+            self.tell(f"planning for {print_bytes(target)}")
+            until = started + self._left.patience_seconds
+            return plan_with(self.search, target, until=until)
+        except InfeasibleError:
+            return None
+        finally:
+            self.planning_seconds += perf_counter() - started
+
+    def _infeasible(
+        self, needed_bytes: int, budget_bytes: int, asked_bytes: int
+    ) -> InfeasibleError:
+        """Return the error that names the floor: predicted, or measured if larger."""
+        error = infeasible_with_search(self.search, budget_bytes)
+        told = told_bytes(needed_bytes + self.reserved_bytes, self._step.device)
+        return infeasible_with(error, told - self.search.floor_bytes, asked_bytes)
+
+    def _try(
+        self, solution: Solution, target: int | None, budget_bytes: int
+    ) -> Attempt:
+        """Apply a plan and run a real step: once to verify it, once to measure."""
+        self.tell("checking the plan on a real step")
+        self._deactivate()
+        self.rounds += 1
+        made = plan_for_step(
+            self.graph,
+            solution.plans,
+            model=digest_of(self._step.model),
+            budget_bytes=budget_bytes,
+            peak_bytes=solution.peak_bytes,
+            seconds=solution.seconds,
+        )
+        is_plain = not made.passes and made.roots == ("",) * made.model_calls
+        kind = Adapted if is_plain else AdaptedPasses
+        self._active = kind(
+            self._step.model,
+            self.graph,
+            made,
+            self._allow,
+            verify=self._verify,
+            reserved_bytes=self.reserved_bytes,
+        )
+        self._step.begin()
+        self._step.run()
+        cost = self._measure.cost(self._step, resident=self.resident)
+        return Attempt(target, solution, self._active, cost)
+
+    def _timed(self, attempt: Attempt) -> Settled:
+        """Measure the pace of the active plan, and correct all times by it."""
+        self.tell("timing the plan")
+        solution = attempt.solution
+        if self.graph.issuing is None:
+            pace, graph = self._compared(attempt)
+        else:
+            pace = self._pace(solution.seconds, attempt.cost.seconds)
+            graph = corrected(self.graph, solution.plans, pace)
+        if graph is not self.graph:
+            self.graph = graph
+            self.search = self.search.with_times_of(graph)
+            solution = with_times_of(solution, graph)
+        return Settled(attempt, pace, solution)
+
+    def _pace(self, predicted_seconds: float, alone_seconds: float) -> Pace:
+        """Return the pace of the active plan beside an accelerator."""
+        first, again = self._measure.pace(self._step, repeats=1), None
+        laps = more_laps(first, predicted_seconds, self._left)
+        if laps:
+            gc.collect()  # a full collection within a lap would count as one
+            again = self._measure.pace(
+                self._step, repeats=laps, expected_seconds=predicted_seconds
+            )
+        return settled_pace(first, again, alone_seconds)
+
+    def _compared(self, attempt: Attempt) -> tuple[Pace, Graph]:
+        """Time the plan and the plain step in turns, where the plain step fits.
+
+        Returns:
+            The pace of the plan; and the graph with times to match.
+        """
+        plans = attempt.solution.plans
+        planned = [self._measure.pace(self._step, repeats=1).seconds]
+        plain: list[float] = []
+        if not any(plans):
+            plain = planned
+        elif self.search.plain_bytes <= free_bytes(self._step.device):
+            for turn in range(_TURNS):
+                if turn:
+                    planned.append(self._measure.pace(self._step, repeats=1).seconds)
+                self._deactivate()
+                plain.append(self._measure.pace(self._step, repeats=1).seconds)
+                self._activate(attempt)
+        seconds = min(planned)
+        graph = self.graph
+        if plain:
+            graph = compared(graph, plans, seconds, min(plain))
+        return Pace(seconds, seconds), graph
+
+    def _hastened(self, slow: Settled, budget_bytes: int) -> Settled:
+        """Plan again with the measured CPU time; return the faster of both plans."""
+        self.tell("planning once more, for a slower host")
+        known, before = self.search, slow.attempt
+        target = before.target_bytes
+        target = budget_bytes if target is None else target
+        other = plan_beside(known, target, before.solution)
+        self.planning_seconds += other.seconds_planning
+        if not is_much_faster(other.seconds, slow.pace):
+            return slow
+        tried = self._try(other, target, budget_bytes)
+        if tried.cost.peak_bytes <= budget_bytes:
+            found = self._timed(tried)
+            if found.pace.seconds < slow.pace.seconds:
+                return found
+        self._activate(before)
+        self.search, self.graph = known, known.graph
+        return slow
+
+    def _activate(self, attempt: Attempt) -> None:
+        if attempt.adapted is not self._active:
+            self._deactivate()
+            self._active = attempt.adapted
+            attempt.adapted.put_on(self._step.model)
+
+    def _deactivate(self) -> None:
+        if self._active is not None:
+            self._active.remove()
+            self._active = None

@@ -1,0 +1,443 @@
+"""fit with compile=: blocks captured by the compiler, partitioned for the budget.
+
+Capture each kind of block, find sets of saved values on the Pareto front of bytes and
+time, measure a step in which every block saves the least, choose a set for each block
+by dynamic programming, compile and measure what was chosen, check it on a real step.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+
+from recoup.backend.compiler.partitioning import Executor, saved_bytes
+from recoup.core.block_options import BlockOption, BlockStep, SavedSet
+from recoup.core.compiled_plan import BlockPartition, CompiledPlan
+from recoup.core.units import print_bytes, print_seconds
+from recoup.engine.applied.applied_plan import digest_of
+from recoup.engine.applied.compiled_blocks import (
+    CompiledBlocks,
+    CompiledForward,
+    block_at,
+    probe,
+)
+from recoup.engine.applied.model_blocks import block_names, repeated_names
+from recoup.engine.applied.planned_runs import Cuts
+from recoup.errors import InfeasibleError, UnsupportedError
+from recoup.fitting.progress import Progress
+from recoup.measurement.steps.training_step import TrainingStep
+from recoup.measurement.timing.block_bench import (
+    BlockBench,
+    BlockKinds,
+    Forward,
+    sample_calls,
+)
+from recoup.measurement.timing.block_frames import (
+    block_step,
+    gradients_of,
+    largest_difference,
+    run_marked,
+)
+from recoup.measurement.timing.joint_costs import KernelTimes, costed
+from recoup.measurement.timing.pace import pace_of
+from recoup.measurement.tracing.observation import cut
+from recoup.planners.block_choice import choose_options
+from recoup.planners.joint_front import saved_sets
+
+_ROUNDS = 4
+"""How often a choice that misses the budget is corrected by the measured peak."""
+
+_BENCH_ROUNDS = 5
+
+
+@dataclass
+class CompiledFit:
+    """What `fit` with `compile=` did to a model, and what it costs.
+
+    Attributes:
+        model: The model, with compiled blocks.
+        plan: What each block saves.
+        eager: Blocks that are not compiled, and why. Those in the plan recompute
+            everything in a region; the others run as they were written.
+        budget_bytes: The budget.
+        plain_peak_bytes: The predicted peak of the eager step without recoup.
+        plain_seconds: The predicted time of that step.
+        predicted_peak_bytes: The predicted peak with the plan.
+        predicted_seconds: The predicted time of a step with the plan.
+        measured_peak_bytes: The measured peak of a real step with the plan.
+        measured_seconds: The measured time of a real step with the plan.
+        floor_bytes: The smallest budget that these blocks can meet, predicted.
+        reserved_bytes: Kept free for optimizer state that does not exist yet.
+        difference: The largest relative difference of a gradient to the eager step; 0
+            is bitwise equality.
+        noise: The same between two eager steps: kernels that are not deterministic.
+        draws_otherwise: The compiled blocks draw other random numbers than the eager
+            ones, as any model compiled by Inductor does; then `difference` says little.
+        total_seconds: How long all of `fit` took.
+        rounds: How many choices were tried on a real step.
+    """
+
+    model: nn.Module
+    plan: CompiledPlan
+    eager: Mapping[str, str]
+    budget_bytes: int
+    plain_peak_bytes: int
+    plain_seconds: float
+    predicted_peak_bytes: int
+    predicted_seconds: float
+    measured_peak_bytes: int
+    measured_seconds: float
+    floor_bytes: int
+    reserved_bytes: int
+    difference: float
+    noise: float
+    draws_otherwise: bool
+    total_seconds: float
+    rounds: int
+    _applied: CompiledBlocks | None = field(default=None, repr=False)
+
+    def apply(self) -> nn.Module:
+        """Put the plan on the model, again after `remove`; return the model."""
+        if self._applied is None:
+            self._applied = CompiledBlocks(self.model, self.plan)
+        return self.model
+
+    def remove(self) -> nn.Module:
+        """Give the blocks their own forwards again; return the model."""
+        if self._applied is not None:
+            self._applied.remove()
+            self._applied = None
+        return self.model
+
+    def __str__(self) -> str:
+        share = self.measured_seconds / self.plain_seconds - 1
+        compiled = sum(1 for block in self.plan.blocks if block.digest)
+        return (
+            f"budget {print_bytes(self.budget_bytes)}: measured peak "
+            f"{print_bytes(self.measured_peak_bytes)} (predicted "
+            f"{print_bytes(self.predicted_peak_bytes)}, plain "
+            f"{print_bytes(self.plain_peak_bytes)}); step "
+            f"{print_seconds(self.measured_seconds)}, {share:+.1%} against the plain "
+            f"step; {compiled} blocks compiled ({self.plan.executor}), "
+            f"{len(self.eager)} not; gradients {self._gradients()}"
+        )
+
+    def _gradients(self) -> str:
+        if not self.difference:
+            return "bitwise those of the eager step"
+        if self.draws_otherwise:
+            return "those of the compiled model, which draws other random numbers"
+        text = f"within {self.difference:.1e} of the eager step"
+        if self.noise:
+            text += f" (two eager steps differ by {self.noise:.1e})"
+        return text
+
+
+@dataclass
+class _Kind:
+    """Blocks that are alike, and the options for them.
+
+    Attributes:
+        number: Its number.
+        block: One of them.
+        bench: Measures options on it.
+        executor: Who runs captured graphs.
+        partitions: For each option what it saves; None: run the block as written.
+        options: What is known of each option; the last one holds least.
+    """
+
+    number: int
+    block: nn.Module
+    bench: BlockBench
+    executor: Executor
+    partitions: list[BlockPartition | None]
+    options: list[BlockOption] = field(default_factory=list[BlockOption])
+
+    def measured(self, option: int) -> BlockOption:
+        """Compile and measure an option."""
+        partition = self.partitions[option]
+        forward: Forward = self.block.forward
+        if partition is not None:
+            forward = CompiledForward(self.block, partition, self.executor)
+        self.bench.unpark()
+        try:
+            measured = self.bench.measure(forward)
+            (seconds,) = self.bench.seconds([forward], rounds=_BENCH_ROUNDS)
+        finally:
+            self.bench.park()
+        return replace(measured, seconds=seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class PlainStep:
+    """The eager step without recoup, and what is in memory besides it.
+
+    Attributes:
+        peak_bytes: Its predicted peak.
+        seconds: Its predicted time.
+        resident: What else is in memory, as an optimizer's state.
+        reserved_bytes: Kept free for optimizer state that does not exist yet.
+    """
+
+    peak_bytes: int
+    seconds: float
+    resident: Sequence[object] = ()
+    reserved_bytes: int = 0
+
+
+class _Search:
+    """One fit: what is known of the step, and the plan that is active."""
+
+    def __init__(
+        self,
+        step: TrainingStep,
+        executor: Executor,
+        tell: Progress,
+        resident: Sequence[object],
+    ) -> None:
+        self._step = step
+        self._executor: Executor = executor
+        self._tell = tell
+        self._resident = resident
+        self.applied: CompiledBlocks | None = None
+        self.kinds: list[_Kind] = []
+        self.kind_of: dict[str, int] = {}
+        self.eager: dict[str, str] = {}
+        self.draws = False
+        self.order: tuple[str, ...] = ()
+        self.peaks: list[int] = []
+
+    def capture(self, found: BlockKinds, blocks: Mapping[str, nn.Module]) -> None:
+        """Find the options of each kind of block."""
+        self.eager = dict(found.refused)
+        self.kind_of = dict(found.kinds)
+        times = KernelTimes(self._step.device)
+        for number, (name, call) in enumerate(found.samples):
+            self._tell(f"capturing {name}")
+            block = blocks[name]
+            try:
+                joint = probe(block, self._executor, call.args, call.kwargs)
+            except UnsupportedError as error:
+                alike = (n for n, kind in found.kinds.items() if kind == number)
+                self.eager.update(dict.fromkeys(alike, str(error)))
+                region = BlockPartition("", number, "", (), 0, 0)
+                partitions: list[BlockPartition | None] = [None, region]
+                bench = BlockBench(block, call, self._step.device)
+                kind = _Kind(number, block, bench, self._executor, partitions)
+                kind.options = [kind.measured(0), kind.measured(1)]
+            else:
+                self.draws = self.draws or joint.draws
+                sets = saved_sets(costed(joint, times))
+                partitions = [
+                    BlockPartition(
+                        "",
+                        number,
+                        joint.digest,
+                        s.names,
+                        saved_bytes(joint, s.names),
+                        0,
+                    )
+                    for s in sets
+                ]
+                bench = BlockBench(block, call, self._step.device)
+                kind = _Kind(number, block, bench, self._executor, partitions)
+                self._tell(f"compiling {type(block).__name__}")
+                kind.options = _predicted(sets, kind.measured(len(sets) - 1))
+            self.kinds.append(kind)
+        if not any(p and p.digest for kind in self.kinds for p in kind.partitions):
+            first = [f"{name}: {why}" for name, why in list(self.eager.items())[:2]]
+            raise UnsupportedError(
+                f"no block of this {type(self._step.model).__name__} can be compiled "
+                f"({'; '.join(first)}). Use compile=False."
+            )
+
+    def reference(self) -> BlockStep:
+        """Measure a step in which every block holds as little as it can."""
+        self._apply(dict.fromkeys(self.kind_of, -1))
+        self._tell("measuring the compiled step at the least memory")
+        for _ in range(2):
+            self._step.begin()
+            self._step.run()
+        marks = run_marked(self._step, self._blocks(), resident=self._resident)
+        self.order = marks.names
+        references = [kind.options[-1] for kind in self.kinds]
+        seconds = pace_of(self._step).seconds
+        return block_step(marks, self.kind_of, references, seconds)
+
+    def settle(self, step: BlockStep, budget_left: int) -> tuple[int, ...] | None:
+        """Choose, compile what was chosen, check it on a real step, correct."""
+        target = budget_left
+        for _ in range(_ROUNDS):
+            choice = self._choose(step, target)
+            if choice is None:
+                return None
+            self._apply(dict(zip(self.order, choice, strict=True)))
+            self._tell("checking the choice on a real step")
+            self._step.begin()
+            self._step.run()
+            marks = run_marked(self._step, self._blocks(), resident=self._resident)
+            self.peaks.append(marks.peak_bytes)
+            if marks.peak_bytes <= budget_left:
+                return choice
+            target -= marks.peak_bytes - budget_left
+        return None
+
+    def plan_of(self, choice: Mapping[str, int]) -> CompiledPlan:
+        """Return the plan with an option for each block."""
+        blocks: list[BlockPartition] = []
+        for name, option in choice.items():
+            kind = self.kinds[self.kind_of[name]]
+            partition = kind.partitions[option]
+            if partition is not None:
+                held_bytes = kind.options[option].held_bytes
+                blocks.append(replace(partition, module=name, held_bytes=held_bytes))
+        return CompiledPlan(
+            self._executor, tuple(blocks), model=digest_of(self._step.model)
+        )
+
+    def floor_bytes(self, step: BlockStep) -> int:
+        """Return the predicted peak when every block holds as little as it can."""
+        options = [kind.options for kind in self.kinds]
+        least = [min(options[f.kind], key=f.added_bytes) for f in step.frames]
+        return step.peak_bytes(least)
+
+    def take_off(self) -> None:
+        """Give the blocks their own forwards again."""
+        if self.applied is not None:
+            self.applied.remove()
+            self.applied = None
+
+    def _choose(self, step: BlockStep, target: int) -> tuple[int, ...] | None:
+        """Choose until every chosen option is measured, not only predicted."""
+        while True:
+            choice = choose_options(step, [kind.options for kind in self.kinds], target)
+            if choice is None:
+                return None
+            missing = {
+                (frame.kind, option)
+                for frame, option in zip(step.frames, choice, strict=True)
+                if not self.kinds[frame.kind].options[option].is_measured
+            }
+            if not missing:
+                return choice
+            for number, option in sorted(missing):
+                kind = self.kinds[number]
+                self._tell(f"compiling {type(kind.block).__name__}")
+                kind.options[option] = kind.measured(option)
+
+    def _apply(self, choice: Mapping[str, int]) -> None:
+        self.take_off()
+        self.applied = CompiledBlocks(self._step.model, self.plan_of(choice))
+
+    def _blocks(self) -> dict[str, nn.Module]:
+        return {n: self._step.model.get_submodule(n) for n in self.kind_of}
+
+
+def fit_compiled(
+    step: TrainingStep,
+    asked: int,
+    *,
+    executor: Executor,
+    plain: PlainStep,
+    blocks: Sequence[str] | None = None,
+    tell: Progress,
+) -> CompiledFit:
+    """Find partitions of a step's blocks that fit the budget; see `fit`.
+
+    The result is not applied yet: what runs inside `untouched` leaves no trace. Call
+    its `apply` afterwards; what was compiled is not compiled again.
+
+    Args:
+        step: The step, inside `untouched`.
+        asked: The budget in bytes.
+        executor: Who runs the captured blocks.
+        plain: The step without recoup.
+        blocks: The paths of the modules to compile; by default they are found.
+        tell: Progress callback.
+
+    Raises:
+        InfeasibleError: No choice of partitions fits.
+        UnsupportedError: No block of the model can be captured.
+    """
+    started = time.perf_counter()
+    model = step.model
+    names = blocks or repeated_names(model, block_names(model))
+    found = {name: block_at(model, name) for name in names}
+    search = _Search(step, executor, tell, plain.resident)
+    reserved = plain.reserved_bytes
+    try:
+        tell("running the eager step at the least memory")
+        with cut(step, Cuts(tuple(found))):
+            expected = gradients_of(step)
+            noise = largest_difference(gradients_of(step), expected)
+            calls = sample_calls(step, found)
+        search.capture(calls, found)
+        del calls  # its tensors would count in the peaks that follow
+        reference = search.reference()
+        choice = search.settle(reference, asked - reserved)
+        if choice is None:
+            raise _infeasible(asked, search.floor_bytes(reference) + reserved)
+        options = [
+            search.kinds[frame.kind].options[option]
+            for frame, option in zip(reference.frames, choice, strict=True)
+        ]
+        seconds = pace_of(step).seconds
+        difference = largest_difference(gradients_of(step), expected)
+    finally:
+        search.take_off()
+    peak_bytes = reference.peak_bytes(options) + reserved
+    predicted_seconds = reference.total_seconds(options)
+    return CompiledFit(
+        model=model,
+        plan=replace(
+            search.plan_of(dict(zip(search.order, choice, strict=True))),
+            budget_bytes=asked,
+            peak_bytes=peak_bytes,
+            seconds=predicted_seconds,
+        ),
+        eager=search.eager,
+        budget_bytes=asked,
+        plain_peak_bytes=plain.peak_bytes,
+        plain_seconds=plain.seconds,
+        predicted_peak_bytes=peak_bytes,
+        predicted_seconds=predicted_seconds,
+        measured_peak_bytes=search.peaks[-1] + reserved,
+        measured_seconds=seconds,
+        floor_bytes=search.floor_bytes(reference) + reserved,
+        reserved_bytes=reserved,
+        difference=difference,
+        noise=noise,
+        draws_otherwise=search.draws and executor == "inductor",
+        total_seconds=time.perf_counter() - started,
+        rounds=len(search.peaks),
+    )
+
+
+def _infeasible(asked: int, floor: int) -> InfeasibleError:
+    reason = f"the smallest partitions of all blocks need {print_bytes(floor)}."
+    return InfeasibleError(
+        f"a budget of {print_bytes(asked)} cannot be met with compiled blocks: "
+        f"{reason} Give it {floor} bytes, a smaller batch, or compile=False, which can "
+        "recompute several blocks together.",
+        budget_bytes=asked,
+        floor_bytes=floor,
+        reason=reason,
+    )
+
+
+def _predicted(sets: Sequence[SavedSet], smallest: BlockOption) -> list[BlockOption]:
+    """Return options for all saved sets, predicted from the smallest, measured one."""
+    last = sets[-1]
+    return [
+        *(
+            replace(
+                smallest,
+                held_bytes=smallest.held_bytes + found.held_bytes - last.held_bytes,
+                seconds=smallest.seconds + found.seconds - last.seconds,
+                is_measured=False,
+            )
+            for found in sets[:-1]
+        ),
+        smallest,
+    ]

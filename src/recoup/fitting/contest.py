@@ -1,0 +1,229 @@
+"""A contest: recoup and PyTorch's own ways on one step, measured side by side."""
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recoup.backend.memory.meters import is_out_of_memory
+from recoup.core.plan import Plan
+from recoup.core.segments import Action
+from recoup.core.units import print_bytes
+from recoup.engine.applied.applying import apply_plan
+from recoup.errors import InfeasibleError
+from recoup.fitting.budgets import Budget
+from recoup.fitting.fit import Fit, fit
+from recoup.measurement.peers import PEERS, Context, plain
+from recoup.measurement.steps.floor import run_step
+from recoup.measurement.steps.training_step import (
+    TrainingStep,
+    training_step,
+    untouched,
+)
+from recoup.measurement.timing.pace import pace_of
+from recoup.report.findings import Entry
+
+PLAIN = "plain"
+
+_ROUNDS = 2
+"""How often everybody is timed again, in turn."""
+
+Told = Callable[[str, int, int], None]
+"""Is told who is measured now, how many have been, and how many there are."""
+
+Gradients = list[Tensor | None]
+
+
+def contest(  # noqa: PLR0913 (a step can be described in several ways)
+    model: nn.Module,
+    batch: Any = None,
+    *,
+    budgets: Sequence[Budget] = (),
+    loss: Callable[..., Tensor] | None = None,
+    step: Callable[[], object] | None = None,
+    offload: bool = False,
+    tell: Told | None = None,
+) -> tuple[Entry, ...]:
+    """Measure a step as it is, with PyTorch's ways, and with recoup.
+
+    Each runs in turn on the same model from the same state; afterwards the model is as
+    it was. Running out of memory, or any other failure, is an entry too.
+
+    Costs about ten steps for each of PyTorch's ways, twenty for each budget, and the
+    gradients of two contenders in host memory.
+
+    Args:
+        model: The model.
+        batch: What it is called with, as for `fit`.
+        budgets: What recoup is given; by default the peaks of PyTorch's ways.
+        loss: Computes the loss, as for `fit`.
+        step: Runs forward and backward by itself, as for `fit`.
+        offload: Values may also wait on the host.
+        tell: Is told of the progress.
+
+    Returns:
+        The plain step first, then PyTorch's ways, then recoup for each budget.
+
+    Examples:
+        >>> def layer():
+        ...     return nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64))
+        >>> model = nn.Sequential(*(layer() for _ in range(8)))
+        >>> entries = contest(model, torch.ones(512, 64), loss=torch.sum, budgets=[0.7])
+        >>> [entry.name[:10] for entry in entries]
+        ['plain', 'torch chec', 'torch chec', 'torch SAC,', 'recoup in ']
+        >>> {entry.difference for entry in entries}
+        {0.0}
+    """
+    described = training_step(model, batch, loss=loss, step=step)
+    arena = _Arena(described, tell, len(PEERS) + 1 + (len(budgets) or len(PEERS)))
+    arena.enter(PLAIN, plain)
+    for name, context in PEERS.items():
+        arena.enter(name, context)
+    allow = (Action.KEEP, Action.OFFLOAD) if offload else (Action.KEEP,)
+
+    for budget in budgets or _peaks(arena.entries[1:]):
+
+        def fitted(budget: Budget = budget) -> Fit:
+            _, report = fit(
+                model, batch, budget, loss=loss, step=step, allow=allow, progress=False
+            )
+            return report
+
+        arena.enter(f"recoup in {_words(budget)}", _Fitted(fitted))
+    arena.time_again()
+    return tuple(arena.entries)
+
+
+class _Fitted:
+    """recoup in a budget: fitted when first entered, the same plan from then on."""
+
+    def __init__(self, fitted: Callable[[], Fit]) -> None:
+        self._fitted = fitted
+        self._plan: Plan | None = None
+
+    @contextmanager
+    def __call__(self, model: nn.Module) -> Generator[None]:
+        if self._plan is None:
+            in_force = self._fitted()
+            self._plan = in_force.plan
+        else:
+            in_force = apply_plan(model, self._plan)
+        try:
+            yield
+        finally:
+            in_force.remove()
+
+
+class _Arena:
+    """Where contenders are measured, one after the other."""
+
+    def __init__(self, step: TrainingStep, tell: Told | None, total: int) -> None:
+        self.entries: list[Entry] = []
+        self._step = step
+        self._tell = tell
+        self._total = total
+        self._reference: Gradients | None = None
+        self._contexts: list[Context] = []
+
+    def enter(self, name: str, context: Context) -> None:
+        """Measure a contender; what it fails with is its entry."""
+        if self._tell is not None:
+            self._tell(name, len(self.entries), self._total)
+        try:
+            with untouched(self._step) as step, context(step.model):
+                entry = self._measured(name, step)
+        except InfeasibleError as error:
+            least = print_bytes(error.floor_bytes)
+            entry = Entry(name, failure=f"cannot be met, the least is {least}")
+        except Exception as error:  # noqa: BLE001 (a contender may fail in any way)
+            entry = Entry(name, failure=_failure(error))
+        self.entries.append(entry)
+        self._contexts.append(context)
+        self._empty_cache()
+
+    def time_again(self) -> None:
+        """Time all who ran once more, in turn, so that all meet the same weather."""
+        for _ in range(_ROUNDS):
+            for number, context in enumerate(self._contexts):
+                entry = self.entries[number]
+                if entry.seconds is None:
+                    continue
+                with untouched(self._step) as step, context(step.model):
+                    step.begin()
+                    step.run()
+                    seconds = min(entry.seconds, pace_of(step).seconds)
+                self.entries[number] = replace(entry, seconds=seconds)
+                self._empty_cache()
+
+    def _empty_cache(self) -> None:
+        if self._step.device.type != "cpu":
+            torch.accelerator.empty_cache()
+
+    def _measured(self, name: str, step: TrainingStep) -> Entry:
+        step.begin()
+        step.run()
+        gradients = [
+            None if p.grad is None else p.grad.to("cpu", copy=True)
+            for p in step.model.parameters()
+        ]
+        cost = run_step(step)
+        seconds = pace_of(step).seconds
+        if self._reference is None:
+            self._reference = gradients
+        difference = largest_difference(self._reference, gradients)
+        return Entry(name, cost.peak_bytes, seconds, difference)
+
+
+def largest_difference(expected: Gradients, found: Gradients) -> float:
+    """Return the largest difference between gradients; 0.0 if all bits are the same.
+
+    A gradient that only one of them has, or another shape, is infinitely far away.
+
+    Examples:
+        >>> one = torch.tensor([1.0, 2.0])
+        >>> largest_difference([one, None], [one.clone(), None])
+        0.0
+        >>> largest_difference([one], [one + 0.5]), largest_difference([one], [None])
+        (0.5, inf)
+    """
+    worst = 0.0
+    for one, other in zip(expected, found, strict=True):
+        if one is None or other is None or one.shape != other.shape:
+            if one is not other:
+                return float("inf")
+        elif not _same_bits(one, other):
+            away = float((one.double() - other.double()).abs().max())
+            # Zeros of both signs, and no numbers at all, differ in their bits.
+            worst = max(worst, away or torch.finfo(torch.float64).tiny)
+            if away != away:
+                return float("inf")
+    return worst
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    first, second = (t.contiguous().flatten().view(torch.uint8) for t in (one, other))
+    return torch.equal(first, second)
+
+
+def _peaks(entries: Sequence[Entry]) -> list[int]:
+    """Return the peaks that there are, each once, from the largest to the smallest."""
+    found = {entry.peak_bytes for entry in entries if entry.peak_bytes is not None}
+    return sorted(found, reverse=True)
+
+
+def _words(budget: Budget) -> str:
+    if isinstance(budget, float):
+        return f"{budget:.0%}"
+    if isinstance(budget, int):
+        return print_bytes(budget)
+    return budget or "what the device has"
+
+
+def _failure(error: Exception) -> str:
+    if is_out_of_memory(error):
+        return "out of memory"
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first}"

@@ -1,0 +1,235 @@
+"""Decisions of a closed loop: from measurements to the next plan, as pure functions.
+
+`recoup.fit` and the manager do the same: plan for a target, run a step, compare the
+measured peak with the budget, and plan for another target or accept. They differ in
+who runs the step. Everything they decide is decided here, from plain data.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from recoup.measurement.timing.pace import Pace
+
+_ROUNDS = 4
+"""How many plans that exceed the budget are tried before the smallest one."""
+
+_ROOM = 0.02
+"""A plan that leaves more than this share of the budget unused is improved once."""
+
+_PATIENCE_SECONDS, _PATIENCE_STEPS = 3.0, 6.0
+"""Thorough planning begins no later than this after the start: seconds, and steps."""
+
+_LIMIT_SECONDS, _LIMIT_STEPS = 4.0, 12.0
+"""Optional work begins no later than this after the start, so that all of a fit takes
+at most 5 s and 15 plain steps, though a step may take longer than those before it."""
+
+_ANOTHER_SECONDS, _ANOTHER_STEPS = 0.7, 2.0
+_TIMING_STEPS = 6.0
+"""The cost of planning and trying once more, and of timing that: seconds, and steps as
+long as those of the plan so far."""
+
+_SLOWER = 1.05
+"""A plan whose host time exceeds the prediction by this factor is planned again."""
+
+_SURPRISE = 0.05
+_LAPS, _HOST_LAPS = 3, 7
+_LOOK_SECONDS = 1.0
+"""A pace that differs from the prediction by more than this share is measured again, by
+this many laps. The pace of a CPU-bound step varies: it is measured again by up to so
+many laps that take about this many seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The result of one attempt.
+
+    Attributes:
+        budget_bytes: The budget of the attempt.
+        target_bytes: The peak that was planned for; None: the smallest plan.
+        predicted_bytes: The predicted peak; None: there is no plan for the target.
+        measured_bytes: The peak of a real step; None: no step ran, because there is no
+            plan for the target or it is the plan of the attempt before.
+    """
+
+    budget_bytes: int
+    target_bytes: int | None
+    predicted_bytes: int | None = None
+    measured_bytes: int | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether a step ran within the budget."""
+        return (
+            self.measured_bytes is not None and self.measured_bytes <= self.budget_bytes
+        )
+
+    @property
+    def error_bytes(self) -> int:
+        """How much more the step took than predicted; negative: less."""
+        if self.measured_bytes is None or self.predicted_bytes is None:
+            return 0
+        return self.measured_bytes - self.predicted_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Try:
+    """Plan for a target and run a step; None: with the smallest plan."""
+
+    target_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Accept:
+    """Use the plan of this attempt, counted from 0 in the history."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Infeasible:
+    """No plan fits; the smallest needs this many bytes."""
+
+    needed_bytes: int
+
+
+Decision = Try | Accept | Infeasible
+
+
+def decide(
+    history: Sequence[Outcome],
+    budget_bytes: int,
+    *,
+    margin_bytes: int = 0,
+    has_time: bool = False,
+) -> Decision:
+    """Return what to do after the attempts so far.
+
+    A plan that exceeds the budget is followed by one for as much less as any step has
+    exceeded its prediction. A plan that needs less than predicted and leaves room is
+    followed, once and if there is time, by one that uses the room.
+
+    Args:
+        history: All attempts, in order. Errors are learned from all of them; attempts
+            for other budgets count for nothing else.
+        budget_bytes: The most bytes that a step may take.
+        margin_bytes: Planned to stay free, where there is a plan for that.
+        has_time: There is time for an attempt that is not needed.
+
+    Examples:
+        >>> decide([], 100, margin_bytes=1)
+        Try(target_bytes=99)
+        >>> missed = Outcome(
+        ...     100, target_bytes=99, predicted_bytes=98, measured_bytes=105
+        ... )
+        >>> decide([missed], 100, margin_bytes=1)
+        Try(target_bytes=92)
+        >>> fitted = Outcome(
+        ...     100, target_bytes=92, predicted_bytes=92, measured_bytes=99
+        ... )
+        >>> decide([missed, fitted], 100, margin_bytes=1)
+        Accept(number=1)
+    """
+    mine = [n for n, each in enumerate(history) if each.budget_bytes == budget_bytes]
+    error_bytes = max((each.error_bytes for each in history), default=0)
+    if any(history[n].predicted_bytes is None for n in mine):
+        margin_bytes = 0
+    target_bytes = budget_bytes - margin_bytes - max(0, error_bytes)
+    if not mine:
+        return Try(target_bytes)
+    last = history[mine[-1]]
+    fitting = [n for n in mine if history[n].fits]
+    if last.target_bytes is None and not last.fits:
+        known = (last.measured_bytes, last.predicted_bytes)
+        return Infeasible(max(n for n in known if n is not None))
+    if fitting:
+        room_bytes = budget_bytes - (last.measured_bytes or 0)
+        may_improve = has_time and last.target_bytes is not None
+        is_first = len(fitting) == 1 and last.fits and last.error_bytes < 0
+        if is_first and may_improve and room_bytes >= _ROOM * budget_bytes:
+            return Try(budget_bytes - last.error_bytes)
+        return Accept(fitting[-1])
+    if last.measured_bytes is None and len(mine) > 1:
+        return Try(None)
+    is_known = last.measured_bytes is None and last.target_bytes == target_bytes
+    runs = sum(history[n].measured_bytes is not None for n in mine)
+    return Try(None if is_known or runs >= _ROUNDS else target_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class TimeLeft:
+    """The time that a fit has left for what is optional.
+
+    Attributes:
+        elapsed_seconds: The time since it began.
+        plain_seconds: The time of a plain step.
+    """
+
+    elapsed_seconds: float
+    plain_seconds: float
+
+    @property
+    def patience_seconds(self) -> float:
+        """The time left in which thorough planning may begin."""
+        allowed = _PATIENCE_SECONDS + _PATIENCE_STEPS * self.plain_seconds
+        return allowed - self.elapsed_seconds
+
+    def allows(self, seconds: float) -> bool:
+        """Return whether optional work of this length ends within the limit.
+
+        Examples:
+            >>> TimeLeft(10.0, 1.0).allows(5.0), TimeLeft(10.0, 1.0).allows(7.0)
+            (True, False)
+        """
+        limit = _LIMIT_SECONDS + _LIMIT_STEPS * self.plain_seconds
+        return self.elapsed_seconds + seconds < limit
+
+    def allows_attempt(self, step_seconds: float, *, timed: bool = False) -> bool:
+        """Return whether there is time to plan and try once more, and to time that."""
+        steps = _ANOTHER_STEPS + (_TIMING_STEPS if timed else 0.0)
+        return self.allows(_ANOTHER_SECONDS + steps * step_seconds)
+
+
+def more_laps(pace: Pace, predicted_seconds: float, left: TimeLeft) -> int:
+    """Return by how many laps to measure a pace again; 0: it is believed.
+
+    Examples:
+        >>> more_laps(Pace(1.0, 0.1), 1.0, TimeLeft(0.0, 1.0))
+        0
+        >>> more_laps(Pace(2.0, 0.1), 1.0, TimeLeft(0.0, 1.0))
+        3
+    """
+    is_surprising = (
+        abs(pace.seconds - predicted_seconds) > _SURPRISE * predicted_seconds
+    )
+    if not (pace.is_bound_by_host or is_surprising):
+        return 0
+    laps = round(_LOOK_SECONDS / pace.seconds) if pace.is_bound_by_host else _LAPS
+    wanted = (min(max(laps, _LAPS), _HOST_LAPS), _LAPS)
+    return next((n for n in wanted if left.allows((n + 1) * pace.seconds)), 0)
+
+
+def settled_pace(first: Pace, again: Pace | None, alone_seconds: float) -> Pace:
+    """Return the pace that a plan is reported with.
+
+    Args:
+        first: Its first measurement.
+        again: The second one, if there was one.
+        alone_seconds: The time of a step alone, which steps in a row do not exceed.
+            Many laps of a CPU that varies say more than one step.
+    """
+    if again is not None and again.is_bound_by_host:
+        return again
+    pace = again or first
+    seconds = min(pace.seconds, alone_seconds)
+    return Pace(seconds, min(pace.host_seconds, seconds))
+
+
+def plan_for_slower_host(pace: Pace, predicted_seconds: float, left: TimeLeft) -> bool:
+    """Return whether to plan again because the CPU is slower than predicted."""
+    is_late = pace.is_bound_by_host and pace.host_seconds > _SLOWER * predicted_seconds
+    return is_late and left.allows_attempt(pace.seconds, timed=True)
+
+
+def is_much_faster(predicted_seconds: float, pace: Pace) -> bool:
+    """Return whether a plan is predicted to be faster than one that has run."""
+    return predicted_seconds * _SLOWER <= pace.seconds

@@ -1,0 +1,517 @@
+"""fit: name a budget in bytes, get the fastest plan that fits, applied and checked."""
+
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from recoup.backend.memory.meters import is_out_of_memory
+from recoup.backend.state.model_state import evaluation_advice
+from recoup.backend.state.snapshots import StepSnapshot
+from recoup.core.callers import user_stacklevel
+from recoup.core.graph import Graph
+from recoup.core.plan import Plan
+from recoup.core.segments import Action
+from recoup.core.units import print_bytes, print_seconds
+from recoup.engine.verification.replay_check import Verify, check_verify
+from recoup.errors import (
+    BudgetWarning,
+    InfeasibleError,
+    UnsupportedError,
+    UsageError,
+)
+from recoup.fitting.arguments import actions_of, one_model, optimizers_of
+from recoup.fitting.budgets import Budget, budget_bytes, check_budget, told_bytes
+from recoup.fitting.closed_loop import ClosedLoop, Settled
+from recoup.fitting.collected_findings import fit_findings
+from recoup.fitting.compiled_fit import CompiledFit, PlainStep, fit_compiled
+from recoup.fitting.following.adaptation import Adapted
+from recoup.fitting.following.adapted_passes import AdaptedPasses
+from recoup.fitting.progress import Progress, progress_for
+from recoup.measurement.steps.training_step import (
+    TrainingStep,
+    device_of,
+    training_step,
+    untouched,
+)
+from recoup.planners.plan import EXACT
+from recoup.planners.search import Search
+from recoup.report.findings import Findings
+from recoup.report.pages import fragment, page
+
+Compile = Literal[False, "exact", "inductor", "auto"]
+"""Who runs the blocks; see `fit`."""
+
+Model = TypeVar("Model", bound=nn.Module | Sequence[nn.Module])
+
+_CHANGED = (
+    "recoup did not run the step again: it had already added to gradients that were "
+    "there before it, or zeroed them in place. Drop them (zero_grad(set_to_none=True)) "
+    "and begin with the first batch of the sum."
+)
+_SMALLEST = (
+    "recoup did not run the step again: it knows no plan that takes a tenth less than "
+    "the one in force. Give a smaller batch, or move more off the device."
+)
+_RAN_TWICE = (
+    "recoup had planned for a tenth less memory and run the step again: this is how "
+    "the second run ended. Running it once more plans for yet a tenth less."
+)
+
+_RUNS = 10
+"""How often the step runs if the first plan holds: the progress is told by it."""
+
+
+@dataclass
+class Fit:
+    """What `fit` did to a model, and what it costs.
+
+    Attributes:
+        model: The model, with the plan applied; of several, a list that contains them.
+        plan: The plan.
+        graph: The step as it was measured.
+        budget_bytes: The budget, in bytes.
+        plain_peak_bytes: The peak of the plain run, as predicted.
+        plain_seconds: The time of the plain step; on a CPU as measured in turns with
+            the plan, if that fits into its memory, else as predicted.
+        predicted_peak_bytes: The peak of the plan, as predicted.
+        predicted_seconds: The time of a step with the plan, as predicted, with all
+            times corrected by the steps that `fit` ran.
+        planned_seconds: The same before a step had run with the plan.
+        measured_peak_bytes: The peak of a real step with the plan.
+        measured_seconds: The time of a real step with the plan.
+        reserved_bytes: Kept free for an optimizer's state that does not exist yet.
+        gap: By which part of its time the step could at best be shorter.
+        planner: The algorithm that found the plan.
+        planning_seconds: How long planning took.
+        total_seconds: How long all of `fit` took.
+        rounds: How many plans were tried on a real step.
+        retries: How often a step ran out of memory and was run again.
+        tightenings: How often it was planned anew for less memory. Since then peak and
+            time are those that are predicted: what was measured is the plan before.
+        search: The plans of the step that were found on the way.
+    """
+
+    model: nn.Module
+    plan: Plan
+    graph: Graph = field(repr=False)
+    budget_bytes: int
+    plain_peak_bytes: int
+    plain_seconds: float
+    predicted_peak_bytes: int
+    predicted_seconds: float
+    planned_seconds: float
+    measured_peak_bytes: int
+    measured_seconds: float
+    reserved_bytes: int
+    gap: float
+    planner: str
+    planning_seconds: float
+    total_seconds: float
+    rounds: int
+    retries: int = 0
+    tightenings: int = 0
+    _adapted: Adapted | AdaptedPasses | None = field(default=None, repr=False)
+    search: Search | None = field(default=None, repr=False, compare=False)
+
+    @cached_property
+    def floor_bytes(self) -> int:
+        """The smallest budget that can be met, as predicted; found when first asked.
+
+        On an accelerator with a margin for what its allocator rounds; see `told_bytes`.
+        """
+        search = self.search or Search(self.graph, EXACT)
+        needed_bytes = search.floor_bytes + self.reserved_bytes
+        return told_bytes(needed_bytes, device_of(self.model))
+
+    def remove(self) -> nn.Module:
+        """Take the plan off the model, which is then as it was before `fit`."""
+        if self._adapted is not None:
+            self._adapted.remove()
+            self._adapted = None
+        return self.model
+
+    def tighten(self) -> bool:
+        """Plan anew for a tenth less memory; say whether that was possible.
+
+        Less than the budget, and less than what the last step was planned to take.
+        """
+        if self._adapted is None or not self._adapted.tighten():
+            return False
+        plan = self.plan = self._adapted.plan
+        self.budget_bytes = plan.budget_bytes + self.reserved_bytes
+        self.predicted_peak_bytes = plan.peak_bytes + self.reserved_bytes
+        self.predicted_seconds = self.planned_seconds = plan.seconds
+        self.tightenings += 1
+        return True
+
+    def adopt(self, plan: Plan) -> None:
+        """Put another plan for the same step in force, such as another process's.
+
+        Raises:
+            UsageError: The plan has been removed from the model.
+        """
+        if self._adapted is None:
+            raise UsageError("the plan was removed from the model: call fit again.")
+        self._adapted.adopt(plan)
+        self.plan = plan
+
+    def run(self, step: Callable[[], Any]) -> Any:
+        """Run a step; if it runs out of memory, plan tighter and run it once more.
+
+        Before that, gradients, buffers and random generators are put back as the step
+        found them, those of the model and of what else the step refers to, so that it
+        gives what it would have given. If it had already added to gradients that were
+        there before, as the second of several batches that are summed, it is not run
+        again. Costs one copy of the buffers.
+
+        Args:
+            step: Runs forward and backward, and whatever else may be done twice.
+
+        Raises:
+            Exception: What the step raised: not of memory, or with nothing left to do.
+        """
+        device = device_of(self.model)
+        before = StepSnapshot(step, self.model, devices=[device])
+        try:
+            return step()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            if not before.restore():
+                error.add_note(_CHANGED)
+                raise
+            if not self.tighten():
+                error.add_note(_SMALLEST)
+                raise
+        self.retries += 1
+        if device.type != "cpu":
+            torch.accelerator.empty_cache()
+        try:
+            return step()
+        except Exception as error:
+            if is_out_of_memory(error):
+                error.add_note(_RAN_TWICE)
+            raise
+
+    def findings(self, *, title: str = "", points: int = 7) -> Findings:
+        """Return all that was found, for `recoup.report`; see `fit_findings`."""
+        return fit_findings(self, title=title, points=points)
+
+    def write_page(self, path: str | Path, *, title: str = "") -> Path:
+        """Write one self-contained HTML page: memory, plans, blocks, baselines."""
+        target = Path(path)
+        target.write_text(page(self.findings(title=title)), encoding="utf-8")
+        return target
+
+    def _repr_html_(self) -> str:
+        return fragment(self.findings(points=0))
+
+    def __str__(self) -> str:
+        slower = self.predicted_seconds / self.plain_seconds - 1
+        predicted = print_bytes(self.predicted_peak_bytes)
+        plain = print_bytes(self.plain_peak_bytes)
+        budget = f"budget {print_bytes(self.budget_bytes)}"
+        if self.tightenings:
+            return (
+                f"{budget}, after it was planned {self.tightenings} times for less: "
+                f"predicted peak {predicted} (plain {plain}); step {slower:+.1%} by "
+                f"prediction; {self._actions()}"
+            )
+        return (
+            f"{budget}: measured peak {print_bytes(self.measured_peak_bytes)} "
+            f"(predicted {predicted}, plain {plain}); step "
+            f"{print_seconds(self.measured_seconds)}, {slower:+.1%} by prediction; "
+            f"{self._actions()}, at most {self.gap:.1%} from the best possible"
+        )
+
+    def _actions(self) -> str:
+        if not self.plan.regions:
+            return "nothing is recomputed"
+        held = self.plan.count()
+        actions = ", ".join(f"{count} {action}" for action, count in held.items())
+        return f"{self.plan.regions} regions ({actions or 'all recomputed'})"
+
+
+class _Options(TypedDict, total=False):
+    """The arguments of `fit` that have the same type whoever runs the blocks."""
+
+    loss: Callable[..., Tensor] | None
+    step: Callable[[], object] | None
+    optimizer: Optimizer | Sequence[Optimizer] | None
+    accumulate: bool
+    allow: Iterable[Action]
+    blocks: Sequence[str] | None
+    device: torch.device | str | None
+    progress: Progress | bool | None
+    verify: Verify
+
+
+@overload
+def fit(
+    model: Model,
+    batch: Any = None,
+    budget: Budget = None,
+    *,
+    compile: Literal[False] = False,
+    **options: Unpack[_Options],
+) -> tuple[Model, Fit]: ...
+
+
+@overload
+def fit(
+    model: Model,
+    batch: Any = None,
+    budget: Budget = None,
+    *,
+    compile: Literal["exact", "inductor"],
+    **options: Unpack[_Options],
+) -> tuple[Model, CompiledFit]: ...
+
+
+@overload
+def fit(
+    model: Model,
+    batch: Any = None,
+    budget: Budget = None,
+    *,
+    compile: Literal["auto"],
+    **options: Unpack[_Options],
+) -> tuple[Model, Fit | CompiledFit]: ...
+
+
+def fit(  # noqa: PLR0913 (a step can be described in several ways)
+    model: Model,
+    batch: Any = None,
+    budget: Budget = None,
+    *,
+    loss: Callable[..., Tensor] | None = None,
+    step: Callable[[], object] | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    accumulate: bool = False,
+    allow: Iterable[Action] = (Action.KEEP,),
+    blocks: Sequence[str] | None = None,
+    device: torch.device | str | None = None,
+    progress: Progress | bool | None = None,
+    verify: Verify = "first",
+    compile: Compile = False,  # noqa: A002 (torch's own word)
+) -> tuple[Model, Fit | CompiledFit]:
+    """Make a model train within a budget of memory, as fast as it can be done.
+
+    One step is measured at the least memory it can run in, the fastest plan that fits
+    is worked out, applied to the model, and checked on a real step; where the
+    measurement differs from the prediction, the plan is corrected. Parameters, buffers,
+    gradients and random generators are afterwards as they were before. Train with any
+    loop; gradients are bitwise those of the plain model.
+
+    Costs ten steps on a CPU, seven on an accelerator, and the planning; two more steps
+    for each correction, and up to eight where an accelerator waits for its host.
+
+    Args:
+        model: The model; it stays the same object with the same parameters. Or several,
+            as a list, or as a module that contains what the step calls and is not
+            called itself: they share one budget, and `step` describes what they do.
+        batch: What it is called with: a tensor, a tuple of positional arguments, or a
+            mapping of keyword arguments. With a loss that takes the output and a
+            target: a pair of what the model is called with and the target.
+        budget: The most bytes on the device at any moment of forward and backward,
+            everything counted: a number, a text as "8GiB", a share of the plain peak
+            (a float up to 1, or as in "60%"), or None for what the device has.
+        loss: Computes the loss from the output (and the target). Without it the output
+            must be the loss, or have it as `loss`.
+        step: Runs forward and backward by itself, instead of `batch` and `loss`. It may
+            have several backward passes, as for gradient accumulation or a GAN.
+        optimizer: Room is left for its state, if that does not exist yet; or several
+            optimizers. What its
+            `step` makes and drops while it runs is not counted: with `foreach=True`,
+            torch's default on accelerators, up to about two copies of the parameters,
+            in place of the activations, which are gone by then; with `fused=True`
+            nothing, with `foreach=False` a few copies of the largest parameter.
+        accumulate: Gradients of earlier steps are there when a step begins, as when the
+            step is one micro-batch of several whose gradients add up, or gradients are
+            zeroed in place. They count from the beginning.
+        allow: What may be done with a value besides recomputing it.
+        blocks: The paths of the modules between which the model is cut; by default
+            they are found.
+        device: Where to count memory; by default where the parameters are.
+        progress: A function that is told what is being done, and about how long it will
+            still take; True shows it, None shows it in a terminal.
+        verify: When replayed values are compared with forward's; see `CheckpointScope`.
+        compile: Who runs the blocks. False: torch, eagerly, and recoup recomputes
+            operators; gradients are bitwise those of the plain model. "exact": blocks
+            are captured by torch.compile, partitioned by recoup's plan and run with
+            eager kernels; gradients are bitwise those of the plain model wherever its
+            kernels are deterministic. "inductor": the same partitions, compiled;
+            gradients are those of the compiled model, and the report says how far that
+            is from the plain one. "auto": measure eager and Inductor, take the faster.
+            See the guide "Compiled models".
+
+    Returns:
+        The model, and what was done to it. `Fit.remove` takes it off again.
+
+    Raises:
+        InfeasibleError: No plan fits; it names the smallest budget that can be met.
+        UsageError: The arguments describe no step, or no budget.
+
+    Examples:
+        >>> def layer():
+        ...     return nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64))
+        >>> model = nn.Sequential(*(layer() for _ in range(8)))
+        >>> model, report = fit(model, torch.ones(512, 64), 0.6, loss=Tensor.sum)
+        >>> report.measured_peak_bytes <= report.budget_bytes
+        True
+        >>> report.measured_peak_bytes < report.plain_peak_bytes
+        True
+        >>> _ = report.remove()
+    """
+    started = time.perf_counter()
+    check_budget(budget)
+    optimizers = optimizers_of(optimizer)
+    check_verify(verify)
+    allowed = actions_of(allow)
+    check_compile(compile, allowed)
+    described = training_step(
+        one_model(model, step),
+        batch,
+        loss=loss,
+        step=step,
+        device=device,
+        accumulate=accumulate,
+    )
+    advice = evaluation_advice(described.model)
+    if advice is not None:
+        warnings.warn(BudgetWarning(advice), stacklevel=user_stacklevel())
+    with (
+        progress_for(progress, runs=_RUNS) as course,
+        untouched(described) as repeated,
+    ):
+        counted = replace(repeated, run=course.counting(repeated.run))
+        loop = ClosedLoop(counted, allowed, verify, course)
+        loop.reserve(optimizers)
+        loop.measure(blocks)
+        plain_bytes = loop.search.plain_bytes + loop.reserved_bytes
+        asked_bytes = budget_bytes(budget, plain_bytes, described.device)
+        compiled = None
+        if compile:
+            compiled = _compiled(counted, loop, asked_bytes, compile, blocks)
+        eager = None
+        if not compile or compile == "auto":
+            eager = _eager(described.model, loop, asked_bytes, compiled)
+    report = _faster(eager, compiled)
+    report.total_seconds = time.perf_counter() - started
+    return model, report
+
+
+def _eager(
+    model: nn.Module, loop: ClosedLoop, asked_bytes: int, other: CompiledFit | None
+) -> Fit | None:
+    """Return the fit without a compiler, applied; None: it cannot, another one can."""
+    try:
+        settled = loop.settle(asked_bytes)
+    except InfeasibleError:
+        if other is None:
+            raise
+        return None
+    try:
+        settled.attempt.adapted.finish_measuring()
+        return _report(model, loop, asked_bytes, settled)
+    except BaseException:
+        settled.attempt.adapted.remove()
+        raise
+
+
+def _compiled(
+    step: TrainingStep,
+    loop: ClosedLoop,
+    asked_bytes: int,
+    compile: Compile,  # noqa: A002
+    blocks: Sequence[str] | None,
+) -> CompiledFit | None:
+    """Return the fit with compiled blocks, not applied; None: auto, and it cannot."""
+    try:
+        return fit_compiled(
+            step,
+            asked_bytes,
+            executor="exact" if compile == "exact" else "inductor",
+            plain=PlainStep(
+                loop.search.plain_bytes + loop.reserved_bytes,
+                loop.search.plain_seconds,
+                loop.resident,
+                loop.reserved_bytes,
+            ),
+            blocks=blocks,
+            tell=loop.tell,
+        )
+    except (InfeasibleError, UnsupportedError):
+        if compile != "auto":
+            raise
+        return None
+
+
+def _faster(eager: Fit | None, compiled: CompiledFit | None) -> Fit | CompiledFit:
+    """Return the faster of two fits, and leave that one applied."""
+    if compiled is None:
+        assert eager is not None, "one of the two is there, or an error was raised"
+        return eager
+    if eager is not None:
+        if eager.measured_seconds <= compiled.measured_seconds:
+            return eager
+        eager.remove()
+    compiled.apply()
+    return compiled
+
+
+def check_compile(compile: object, allowed: Iterable[Action]) -> None:  # noqa: A002
+    """Raise unless these blocks can be compiled with these actions.
+
+    Raises:
+        UsageError: There is no such executor, or it cannot take these actions.
+    """
+    if compile not in (False, "exact", "inductor", "auto"):
+        raise UsageError(
+            'expected compile=False, "exact", "inductor" or "auto", got '
+            f"{compile!r}; see the guide on compiled models."
+        )
+    others = sorted(action.value for action in set(allowed) - {Action.KEEP})
+    if compile in ("exact", "inductor") and others:
+        raise UsageError(
+            f"expected allow=(Action.KEEP,) with compile={compile!r}, got {others}; "
+            "compiled blocks keep or recompute. Use compile=False to move values."
+        )
+
+
+def _report(
+    model: nn.Module, loop: ClosedLoop, asked_bytes: int, settled: Settled
+) -> Fit:
+    search = loop.search
+    tried, solution = settled.attempt, settled.solution
+    return Fit(
+        model=model,
+        plan=replace(
+            tried.adapted.plan, budget_bytes=asked_bytes, seconds=solution.seconds
+        ),
+        graph=loop.graph,
+        budget_bytes=asked_bytes,
+        plain_peak_bytes=search.plain_bytes + loop.reserved_bytes,
+        plain_seconds=search.plain_seconds,
+        predicted_peak_bytes=solution.peak_bytes + loop.reserved_bytes,
+        predicted_seconds=solution.seconds,
+        planned_seconds=tried.solution.seconds,
+        measured_peak_bytes=tried.cost.peak_bytes + loop.reserved_bytes,
+        measured_seconds=settled.pace.seconds,
+        reserved_bytes=loop.reserved_bytes,
+        gap=solution.gap,
+        planner=solution.planner,
+        planning_seconds=loop.planning_seconds,
+        total_seconds=0.0,
+        rounds=loop.rounds,
+        _adapted=tried.adapted,
+        search=loop.search,
+    )

@@ -1,0 +1,543 @@
+"""Learn from a training loop as it runs: observe a step, plan it, check the plan."""
+
+import itertools
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recoup.backend.autograd.frames import calling_frame
+from recoup.backend.autograd.saved_tensors import at_end_of_backward, current_backward
+from recoup.backend.state.trees import tensors
+from recoup.core.callers import user_stacklevel
+from recoup.core.plan import Plan
+from recoup.core.units import print_bytes
+from recoup.engine.applied.applied_plan import Applied, Choice
+from recoup.engine.applied.model_blocks import block_names
+from recoup.engine.applied.planned_runs import Cuts
+from recoup.engine.recording.active import Call
+from recoup.errors import BudgetWarning
+from recoup.fitting.decision import Outcome
+from recoup.fitting.managing.managed_steps import (
+    CallKind,
+    KnownStep,
+    Limits,
+    ManagedStep,
+)
+from recoup.measurement.steps.training_step import device_of
+from recoup.measurement.tracing.live import LiveStep
+from recoup.measurement.tracing.observation import cuts_of
+
+_FEW = 8
+"""Up to so many single layers are recomputed as one: each alone would hold all it
+saves."""
+
+_NAMED = 4
+"""A warning names so many models."""
+
+_KINDS = 32
+"""So many kinds of steps are remembered: the last ones."""
+
+_TRIES = 3
+"""How often a step is observed in which no region could begin or end."""
+
+_KEYS = itertools.count()
+
+
+class Managed:
+    """A model that a manager chooses for. It is not kept alive.
+
+    Copies of the model keep what was chosen last, and have no manager.
+    """
+
+    def __init__(self, model: nn.Module, owner: "Learner") -> None:
+        # A loss that a loop makes anew in each step is always the same one.
+        has_state = any(True for _ in (*model.parameters(), *model.buffers()))
+        self.key = next(_KEYS) if has_state else (type(model), repr(model))
+        self.name = type(model).__name__
+        self.device = device_of(model)
+        blocks = block_names(model)
+        has_parts = any(any(model.get_submodule(b).children()) for b in blocks)
+        self.cuts: tuple[str, ...] = ()
+        if has_parts or len(blocks) > _FEW:
+            self.cuts = cuts_of(model, blocks)
+        self.last: Plan | Cuts | None = None
+        self.owner: Callable[[], Learner | None] = weakref.ref(owner)
+        self.model: Callable[[], nn.Module | None] = weakref.ref(model)
+        self.applied = Applied(model, self.choose)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs: neither models nor managers, which have locks."""
+        return {**vars(self), "owner": _nobody, "model": _nobody}
+
+    def kind_of(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> CallKind:
+        """Return what the memory of a call depends on."""
+        given = tensors((args, kwargs))
+        kind = self.device.type
+        is_cast = torch.is_autocast_enabled(kind)
+        mode = (
+            hash(tuple(module.training for module in model.modules())),
+            hash(tuple(p.requires_grad for p in model.parameters())),
+            tuple(tensor.requires_grad for tensor in given),
+            torch.get_autocast_dtype(kind) if is_cast else None,
+        )
+        return CallKind(self.key, mode, tuple(tuple(t.shape) for t in given))
+
+    def choose(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Choice:
+        """Return the plan of a call that begins now, and its watch."""
+        owner = self.owner()
+        if owner is None:
+            return self.last, None
+        return owner.begin_call(self, model, args, kwargs)
+
+    def remove(self) -> None:
+        """Remove the plan from the model."""
+        self.applied.remove()
+
+    def begin(self) -> None:
+        """Do nothing: the call was chosen for just now."""
+
+    def end(self, output: object, order: object) -> None:
+        """Let the manager wait for the backward of the call."""
+        del order
+        owner = self.owner()
+        if owner is not None:
+            owner.end_call(output)
+
+    def cancel(self) -> None:
+        """End a call that was interrupted."""
+        self.end(None, None)
+
+
+@dataclass(eq=False)
+class RunningStep:
+    """A step that runs: the calls so far, and how far their backward is.
+
+    Attributes:
+        key: Its kind is looked up by this, besides shapes.
+        place: The key, and the kind of the step before it.
+        known: The kind; None: it is being observed, or cannot be.
+        left_bytes: What the steps before it have left in memory.
+        watch: The instruments, if it is observed or measured.
+        limits: The limits when it began.
+        expected: The prediction of its plan when it began.
+        planned_bytes: The same, with all that is known of its errors.
+        is_other: It makes other calls than its kind.
+        calls: The calls so far, and the models.
+        has_backward: Backward has reached one of the calls.
+    """
+
+    key: object
+    place: object
+    known: KnownStep | None
+    left_bytes: int
+    limits: Limits
+    watch: LiveStep | None = None
+    expected: Outcome | None = None
+    planned_bytes: int = 0
+    is_other: bool = False
+    calls: list[tuple[CallKind, Managed]] = field(
+        default_factory=list[tuple[CallKind, Managed]]
+    )
+    has_backward: bool = False
+    _open: set[int] = field(default_factory=set[int])
+    _reached: set[int] = field(default_factory=set[int])
+    _running: int | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its backward has run, or can run no more."""
+        return self.has_backward or (self._running is None and not self._open)
+
+    @property
+    def open_calls(self) -> set[int]:
+        """The calls whose backward is still to come."""
+        return self._open - self._reached
+
+    @property
+    def kinds(self) -> tuple[CallKind, ...]:
+        """The kinds of the calls so far."""
+        return tuple(kind for kind, _ in self.calls)
+
+    def begin(self, kind: CallKind, managed: Managed) -> int:
+        """Register a call; return its number."""
+        self.calls.append((kind, managed))
+        self._running = len(self.calls) - 1
+        return self._running
+
+    def wait_for(self, output: object) -> None:
+        """Wait for the backward of the call that has returned this."""
+        number, self._running = self._running, None
+        if self.watch is not None:
+            self.watch.returned()
+        nodes = [t.grad_fn for t in tensors(output) if t.grad_fn is not None]
+        if nodes and number is not None:
+            self._open.add(number)
+            mark = _Mark(self, number)
+            for node in nodes:
+                node.register_hook(mark)
+
+    def reached(self, number: int) -> None:
+        """Record that backward arrives at a call."""
+        self._reached.add(number)
+        self.has_backward = True
+        if self.watch is not None:
+            at_end_of_backward(self.watch.backward_ended)
+
+    def dropped(self, number: int) -> None:
+        """Record that the graph of a call was freed."""
+        self._open.discard(number)
+
+
+class _Mark:
+    """A hook on the graph of a call that says when backward arrives there."""
+
+    def __init__(self, step: RunningStep, number: int) -> None:
+        self._step, self._number = step, number
+        weakref.finalize(self, step.dropped, number).atexit = False
+
+    def __call__(self, *gradients: object) -> None:
+        del gradients
+        self._step.reached(self._number)
+
+
+class _OfThread(threading.local):
+    """The state of one thread.
+
+    Attributes:
+        step: The step that runs.
+        call: The call of a model that is under way.
+        previous: The kind of the step before it; None: no known one.
+        watch: The instruments of the step before it.
+        has_updated: An optimizer has run since the last step.
+        is_lost: The step before it made other calls than expected.
+        managed: The models that it has called, by key.
+    """
+
+    def __init__(self) -> None:
+        self.step: RunningStep | None = None
+        self.call: Call | None = None
+        self.previous: KnownStep | None = None
+        self.watch: LiveStep | None = None
+        self.has_updated = self.is_lost = False
+        self.managed: dict[object, Managed] = {}
+
+    def gradients(self) -> list[Tensor]:
+        """Return the gradients of the models now."""
+        models = [each.model() for each in tuple(self.managed.values())]
+        parameters = (p for model in models if model for p in model.parameters())
+        return [p.grad for p in parameters if p.grad is not None]
+
+
+class Learner:
+    """Knows the kinds of steps of a loop, and chooses a plan for each call.
+
+    A step goes from the first call of a model to the end of the backward that follows.
+    One of a kind that is not known is observed with every block recomputed; from the
+    next on there is a plan, and the first step that runs with it is measured.
+
+    Args:
+        limits: Returns the limits of plans as they are now, while there is a manager.
+    """
+
+    def __init__(self, limits: "weakref.WeakMethod[Callable[[], Limits]]") -> None:
+        self._limits = limits
+        self._known: list[tuple[object, KnownStep]] = []
+        # By place; None: a step began there as a known one did, and was another.
+        self._usual: dict[object, KnownStep | None] = {}
+        self._warned: dict[object, int] = {}
+        self._tries = 0
+        self._planning = threading.RLock()
+        self._mine = _OfThread()
+
+    @property
+    def is_in_call(self) -> bool:
+        """Whether a call of a model is under way on this thread."""
+        call = self._mine.call
+        return call is not None and call.is_under_way()
+
+    def steps(self, limits: Limits) -> tuple[ManagedStep, ...]:
+        """Return the observed kinds of steps, planned for limits."""
+        self.end_step(only_over=True)
+        with self._planning:
+            for _, known in self._known:
+                self._replan(known, limits)
+            return tuple(known.report(limits) for _, known in self._known)
+
+    def forget(self) -> None:
+        """End the step, and expect none of the known ones to follow."""
+        self.end_step()
+        self._usual = {}
+
+    def forget_models(self, keys: set[object]) -> None:
+        """Forget the steps of models that are gone."""
+        with self._planning:
+            self._known = [
+                (key, known)
+                for key, known in self._known
+                if not any(call.model in keys for call in known.calls)
+            ]
+            if keys:
+                self._usual = {}
+
+    def begin_call(
+        self,
+        managed: Managed,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Choice:
+        """Return the plan of a call that begins now, and its watch."""
+        mine = self._mine
+        if current_backward() != -1:
+            return managed.last, None  # user code runs forward again, as it did before
+        if self.is_in_call:
+            return None, None  # a part of the model whose call is under way
+        current_limits = self._limits()
+        limits = None if current_limits is None else current_limits()
+        if limits is None or not limits.is_on:
+            self.end_step()
+            return None, None
+        if mine.step is None or mine.step.is_over:
+            self.end_step()
+        mine.call = Call(calling_frame())
+        mine.managed[managed.key] = managed
+        kind = managed.kind_of(model, args, kwargs)
+        step = mine.step
+        if step is None:
+            step = mine.step = self._begin_step(managed, kind, limits)
+        number = step.begin(kind, managed)
+        if step.known is not None:
+            managed.last = self._planned(step, step.known, number, limits)
+            return managed.last, managed
+        tracer = None
+        if step.watch is not None:
+            step.watch.call(model, number, args, kwargs)
+            tracer = step.watch.tracer
+        managed.last = Cuts(managed.cuts)
+        return Cuts(managed.cuts, policy=tracer), managed
+
+    def end_call(self, output: object) -> None:
+        """Wait for the backward of the call that returns this."""
+        self._mine.call = None
+        if self._mine.step is not None:
+            self._mine.step.wait_for(output)
+
+    def optimizer_runs(self) -> None:
+        """End the step: an optimizer is about to use its gradients."""
+        self.end_step(only_over=True)
+        self._mine.has_updated = True
+
+    def _begin_step(
+        self, managed: Managed, kind: CallKind, limits: Limits
+    ) -> RunningStep:
+        """Begin a step: with the plan for its kind, or observed where that is new."""
+        mine = self._mine
+        carries = int(bool(mine.gradients())) * (1 + mine.has_updated)
+        key = (kind.model, kind.mode, carries)
+        place = (key, id(mine.previous))
+        left_bytes = 0 if mine.watch is None else mine.watch.left_bytes
+        with self._planning:
+            known = None if mine.is_lost else self._find(place, key, kind)
+            if self._usual.get(place, known) is None:
+                self._usual.pop(place, None)
+            if known is not None:
+                known.left_bytes = max(known.left_bytes, left_bytes)
+                self._replan(known, limits)
+        mine.watch, mine.has_updated, mine.is_lost = None, False, False
+        step = RunningStep(key, place, known, left_bytes, limits)
+        if known is not None:
+            step.expected, step.planned_bytes = known.expected, known.planned_bytes
+        if LiveStep.is_possible() and (known is None or known.needs_check):
+            traced = known is None
+            step.watch = LiveStep(managed.device, mine.gradients, traced=traced)
+        return step
+
+    def _find(self, place: object, key: object, kind: CallKind) -> KnownStep | None:
+        """Return the kind of step that most likely begins now.
+
+        That is the one that came here before, or else the tightest one known that
+        takes no less memory, the one used last of several.
+        """
+        if place in self._usual:
+            usual = self._usual[place]
+            if usual is None or usual.calls[0].covers(kind):
+                return usual
+        found = [
+            known
+            for other, known in reversed(self._known)
+            if other == key and known.calls[0].covers(kind)
+        ]
+        return min(found, key=lambda known: known.calls[0].elements, default=None)
+
+    def _planned(
+        self, step: RunningStep, known: KnownStep, number: int, limits: Limits
+    ) -> Plan | Cuts | None:
+        """Return the plan of a call in a step of a known kind."""
+        kind, managed = step.calls[number]
+        calls = known.calls
+        is_expected = number < len(calls) and calls[number].covers(kind)
+        if step.is_other or not is_expected:
+            if not step.is_other:
+                self._warn_of_other(known, limits)
+            step.is_other = True
+            return Cuts(managed.cuts)
+        self._replan(known, limits)
+        if number not in known.fixed_calls:
+            return known.plan_of(number)
+        # Nothing of it is recomputed if no step needs that, whatever stays open.
+        steps = [each for _, each in self._known]
+        most_bytes = max(each.plain_bytes for each in steps)
+        most_bytes += sum(each.fixed_bytes for each in steps)
+        return None if most_bytes <= limits.budget_bytes else Cuts(managed.cuts)
+
+    def _replan(self, known: KnownStep, limits: Limits) -> None:
+        with self._planning:
+            is_new = known.replan(limits)
+        planned_bytes = known.planned_bytes
+        if is_new and planned_bytes > limits.budget_bytes:
+            ratio = limits.max_ratio
+            cap = "" if ratio is None else f" with max_recompute_ratio={ratio}"
+            what = f"the smallest plan{cap} takes {print_bytes(planned_bytes)}, and is"
+            self._warn(known, limits, planned_bytes, f"{what} used")
+
+    def end_step(self, *, only_over: bool = False) -> None:
+        """Detach the instruments, and learn from the step."""
+        mine = self._mine
+        step = mine.step
+        if step is None or (only_over and not step.is_over):
+            return
+        mine.step = mine.call = None
+        watch, known = step.watch, step.known
+        if watch is not None:
+            watch.finish()
+            mine.watch = watch
+        if step.has_backward and watch is not None:
+            if known is None:
+                known = self._learn(step, watch)
+            elif not step.is_other:
+                self._check(step, known, watch)
+        if step.is_other:
+            known = self._known_kind(step)
+            if known is None:
+                self._usual[step.place] = None
+                mine.is_lost = True
+        if known is not None and step.has_backward:
+            with self._planning:
+                self._usual[step.place] = known
+                others = [each for each in self._known if each[1] is not known]
+                self._known = [*others, (step.key, known)][-_KINDS:]
+        mine.previous = known
+
+    def _known_kind(self, step: RunningStep) -> KnownStep | None:
+        """Return the kind of a step whose calls are all made."""
+        for key, known in self._known:
+            if key == step.key and known.is_made_of(step.kinds):
+                return known
+        return None
+
+    def _learn(self, step: RunningStep, watch: LiveStep) -> KnownStep | None:
+        """Return the kind of the observed step."""
+        known = self._known_kind(step)
+        if known is not None:
+            return known
+        paths = [
+            {f"{number}.{name}" if name else str(number): name for name in managed.cuts}
+            for number, (_, managed) in enumerate(step.calls)
+        ]
+        cuts = {path for each in paths for path in each}
+        torn = watch.torn(cuts)
+        if torn:  # those places are no good; the next step is observed without them
+            for each, (_, managed) in zip(paths, step.calls, strict=True):
+                bad = {name for path, name in each.items() if path in torn}
+                managed.cuts = tuple(name for name in managed.cuts if name not in bad)
+            return None
+        plannable = watch.planned_calls
+        if not plannable and self._tries < _TRIES:
+            self._tries += 1  # hooks of the user's own were active
+            return None
+        fixed = step.open_calls | (set(range(len(step.calls))) - plannable)
+        known = KnownStep(
+            step.kinds,
+            tuple(managed.name for _, managed in step.calls),
+            watch.graph(cuts, fixed),
+            watch.start_bytes,
+            frozenset(fixed),
+            watch.fixed_bytes,
+            step.left_bytes,
+        )
+        limits = step.limits
+        taken_bytes = watch.peak_bytes + step.left_bytes
+        if taken_bytes > limits.budget_bytes:
+            self._replan(known, limits)  # which warns if no plan fits
+            if known.planned_bytes <= limits.budget_bytes:
+                self._warn(
+                    known,
+                    limits,
+                    taken_bytes,
+                    f"it took {print_bytes(taken_bytes)} while it was observed with "
+                    "every block recomputed, and is planned for "
+                    f"{print_bytes(known.planned_bytes)} from now on",
+                )
+        return known
+
+    def _check(self, step: RunningStep, known: KnownStep, watch: LiveStep) -> None:
+        """Compare the peak of a planned step with its plan and its budget."""
+        assert step.expected is not None, "it began with a plan"
+        taken_bytes = watch.peak_bytes + known.left_bytes
+        known.checked(step.expected, taken_bytes)
+        if taken_bytes > max(step.limits.budget_bytes, step.planned_bytes):
+            self._warn(
+                known,
+                step.limits,
+                taken_bytes,
+                f"with its plan it took {print_bytes(taken_bytes)}, and is planned for "
+                "less from now on",
+            )
+
+    def _warn_of_other(self, known: KnownStep, limits: Limits) -> None:
+        if known.names not in self._warned:
+            self._warned[known.names] = 0
+            warning = BudgetWarning(
+                f"a step that begins as one of {_listed(known.names)} did goes on "
+                "with other models or larger batches; its memory is not known yet. "
+                "The next one is observed.",
+                budget_bytes=limits.budget_bytes,
+            )
+            warnings.warn(warning, stacklevel=user_stacklevel())
+
+    def _warn(
+        self, known: KnownStep, limits: Limits, needed_bytes: int, what: str
+    ) -> None:
+        """Warn that a step does not fit a budget: once, unless it needs more still."""
+        key = (known.names, limits.budget_bytes)
+        if needed_bytes <= self._warned.get(key, 0):
+            return
+        self._warned[key] = needed_bytes
+        warning = BudgetWarning(
+            f"a step of {_listed(known.names)} does not fit into "
+            f"{print_bytes(limits.budget_bytes)} ({limits.options}): {what}.",
+            needed_bytes=needed_bytes,
+            budget_bytes=limits.budget_bytes,
+        )
+        warnings.warn(warning, stacklevel=user_stacklevel())
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    """Return some of the names, and the number of the others."""
+    text = ", ".join(names[:_NAMED])
+    others = len(names) - _NAMED
+    return f"{text} and {others} more" if others > 0 else text
+
+
+def _nobody() -> None:
+    """Stand for a weak reference to what a copy does not have."""

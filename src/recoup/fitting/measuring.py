@@ -1,0 +1,132 @@
+"""measure: one training step as a graph; frontier: what it could cost."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recoup.core.device_figures import FIGURES, Figures, figures_of
+from recoup.core.graph import Graph
+from recoup.core.segments import Action
+from recoup.errors import UsageError
+from recoup.fitting.arguments import actions_of
+from recoup.measurement.steps.dry import measure_dry
+from recoup.measurement.steps.floor import measure_floor
+from recoup.measurement.steps.training_step import training_step, untouched
+from recoup.measurement.timing.roofline import here
+from recoup.planners.plan import check_points
+from recoup.planners.plan import frontier as frontier_of
+from recoup.planners.solution import Solution
+
+
+def measure(  # noqa: PLR0913 (a step can be described in several ways)
+    model: nn.Module,
+    batch: Any = None,
+    *,
+    loss: Callable[..., Tensor] | None = None,
+    step: Callable[[], object] | None = None,
+    blocks: Sequence[str] | None = None,
+    device: torch.device | str | None = None,
+    dry: bool = False,
+) -> Graph:
+    """Run a step at the least memory it can run in, and return its graph.
+
+    The arguments are those of `fit`. The model is afterwards as it was before.
+
+    Costs four steps. Dry, it computes nothing and takes no memory, so that it does for
+    a model that does not fit here, or for a device that is not here: some
+    milliseconds for each operator. The model and the batch may be on the meta device.
+    Bytes are those of the real step on the model's device (of a model on the meta
+    device: on the processor). Times are estimates, from what a device does at best.
+    Plan with such a graph, with `plan` and `frontier`; to apply a plan, `fit` the model
+    where it runs.
+
+    Args:
+        model: The model.
+        batch: What it is called with.
+        loss: Computes the loss from the output (and the target).
+        step: Runs forward and backward by itself, instead of `batch` and `loss`.
+        blocks: The paths of the modules between which the model is cut.
+        device: Where to count memory. Dry, the device to estimate times for: h200,
+            h100, a100, rtx4090, or by default this machine's processor.
+        dry: Do not compute the step.
+
+    Raises:
+        UsageError: The arguments describe no step, or there is no such device.
+        UnsupportedError: Dry, and what the step does depends on the numbers in its
+            tensors, or it has recurrent layers that keep what only their kernels know.
+
+    Examples:
+        >>> graph = measure(nn.Linear(4, 4), torch.ones(2, 4), loss=Tensor.sum)
+        >>> [operation.name for operation in graph.operations]
+        ['aten.addmm.default', 'aten.sum.default', 'aten.ones_like.default']
+        >>> with torch.device("meta"):
+        ...     model, batch = nn.Linear(40_000, 40_000), torch.empty(64, 40_000)
+        >>> graph = measure(model, batch, loss=Tensor.sum, dry=True, device="h100")
+        >>> graph.estimated_for, graph.saved_bytes
+        ('h100', 0)
+    """
+    if dry:
+        return measure_dry(
+            model, batch, figures=_figures(device), loss=loss, step=step, names=blocks
+        )
+    if isinstance(device, str) and device.lower() in FIGURES:
+        raise UsageError(
+            f"to measure for {device!r} without being there, give dry=True as well."
+        )
+    described = training_step(model, batch, loss=loss, step=step, device=device)
+    with untouched(described) as repeated:
+        return measure_floor(repeated, names=blocks)
+
+
+def frontier(  # noqa: PLR0913 (a step can be described in several ways)
+    measured: Graph | nn.Module,
+    batch: Any = None,
+    *,
+    loss: Callable[..., Tensor] | None = None,
+    step: Callable[[], object] | None = None,
+    points: int = 12,
+    allow: Iterable[Action] = (Action.KEEP,),
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[Solution, ...]:
+    """Return plans from the smallest peak to that of plain training.
+
+    More memory never takes more time: a plan that another one beats in both is left
+    out. Costs a plan for each point, and four steps if a model is given.
+
+    Args:
+        measured: One step, as measured; or a model, which is measured then.
+        batch: With a model: what it is called with, as for `measure`.
+        loss: With a model: computes the loss.
+        step: With a model: runs forward and backward, instead of `batch` and `loss`.
+        points: For how many budgets, evenly spread, plans are looked for.
+        allow: What may be done with a value besides recomputing it, as for `fit`.
+        progress: Is told how many budgets are done, and how many there are.
+
+    Raises:
+        UsageError: The arguments describe no step, or a graph is given with a batch.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 4))
+        >>> plans = frontier(model, torch.ones(32, 4), loss=Tensor.sum, points=3)
+        >>> peaks = [plan.simulation.peak_bytes for plan in plans]
+        >>> peaks == sorted(peaks)
+        True
+    """
+    allowed = actions_of(allow)
+    check_points(points)
+    if not isinstance(measured, Graph):
+        measured = measure(measured, batch, loss=loss, step=step)
+    elif batch is not None or loss is not None or step is not None:
+        raise UsageError(
+            "a graph is a measured step already: give either a graph alone, or a model "
+            "with a batch."
+        )
+    return frontier_of(measured, points=points, allow=allowed, progress=progress)
+
+
+def _figures(device: torch.device | str | None) -> Figures:
+    if device is None or str(device) == "cpu":
+        return here()
+    return figures_of(str(device))

@@ -1,0 +1,201 @@
+"""JAX loop: a schedule as a constant table, run inside one jitted program.
+
+The actions become a table of integers that a `lax.scan` runs through. The table is a
+constant, so under `vmap` no branch depends on a batched value, and the program does not
+grow with the number of steps. The step is traced, so it cannot depend on anything but
+its arguments and what it captures, and nothing has to be recognised in backward.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from recoup.engine.replay.captured_variables import Captures as Variables
+from recoup.errors import (
+    CaptureError,
+    MismatchError,
+    UnsupportedError,
+    UsageError,
+)
+from recoup.loops.feeds import Stacked
+from recoup.loops.jax.rows import Tree
+from recoup.loops.jax.run import Loop, run
+from recoup.loops.jax.table import REVERSE_START, table
+from recoup.loops.loop_plan import Plan
+from recoup.loops.slots import Checkpoints, Slots
+from recoup.loops.steps import ConcreteError, KindError, Step
+from recoup.schedules.revolve import Revolve
+from recoup.schedules.schedule import Schedule
+
+
+def run_jax(
+    step: Step, initial_state: Tree, plan: Plan, captures: Sequence[Any], vjp: Any
+) -> tuple[Tree, Tree, Checkpoints]:
+    """Run a loop on JAX arrays; works inside `jit`, `vmap` and `grad`.
+
+    Costs `counts().evaluations` steps, one more for each step that shares a tape with
+    others, and those of the last tape once more: a tape holds states, not residuals.
+
+    Args:
+        step: What to run.
+        initial_state: Where to begin.
+        plan: How to carry it out.
+        captures: Not needed: JAX finds captured arrays by itself.
+        vjp: Not needed: JAX differentiates by itself.
+
+    Returns:
+        The final state, the stacked outputs (None without), and the checkpoints.
+    """
+    if captures or vjp is not None:
+        raise UsageError(
+            "captures= and vjp= are not for JAX, which finds captured arrays and "
+            "derivatives by itself. Leave them out."
+        )
+    state = jax.tree.map(jnp.asarray, initial_state)
+    schedule = _schedule(step, state, plan)
+    if schedule.steps == 0:
+        return state, None, Checkpoints(Slots(), _same, _same)
+    feed = stacked_feed(step)
+    loop, constants = _closed(step, feed, state, schedule)
+    final, outputs, kept = run(loop, state, constants, feed)
+    slots = Slots()
+    for slot, position in loop.positions.items():
+        slots.put(slot, position, jax.tree.map(lambda rows, s=slot: rows[s], kept))
+
+    def pull_back(cotangent: Tree) -> Tree:
+        _, pull = jax.vjp(lambda begin: run(loop, begin, constants, feed)[0], state)
+        return pull(cotangent)[0]
+
+    checkpoints = Checkpoints(
+        slots, _sealed, pull_back, hidden=None if plan.shows_beginning else 0
+    )
+    return final, (outputs if step.with_outputs else None), checkpoints
+
+
+def _closed(
+    step: Step, feed: Tree, state: Tree, schedule: Schedule
+) -> tuple[Loop, list[Any]]:
+    """Return the constant part of the loop, and the arrays its step captures."""
+
+    def call(state: Tree, index: Any, given: Tree) -> tuple[Tree, Tree]:
+        return step.run(state, index, given)
+
+    bare = replace(step, feed=None)
+    step = step if feed is not None else bare
+    first = jax.tree.map(lambda rows: rows[0], feed)
+    index = jnp.zeros((), jnp.int32)
+    seen = Variables(step.function)
+    try:
+        _require_same_types(call, state, index, first, step.name)
+        closed, constants = jax.closure_convert(call, state, index, first)
+    except jax.errors.JAXTypeError as error:
+        raise ConcreteError(
+            f"{step.name!r} uses an array or its index as a Python number, in a branch "
+            "or to pick from a list. JAX traces a step once, for all of them. Use "
+            "jnp.where, lax.cond or jax.lax.switch, or pass what is picked as inputs=."
+        ) from error
+    try:
+        seen.check(step.name)
+    except CaptureError as error:
+        raise MismatchError(
+            f"{step.name!r} changes a variable that it captures. JAX traces a step "
+            "once and runs that for all, so the change would happen once. Make it a "
+            "part of the state, or ask for the index with with_index=True."
+        ) from error
+    rows, first_reverse, positions = table(schedule.actions())
+    counts = schedule.counts()
+    loop = Loop(
+        # `fori_loop` counts in 64 bits where JAX has them; the step was traced with 32.
+        call=lambda state, index, given, constants: closed(
+            state, lax.convert_element_type(index, jnp.int32), given, *constants
+        ),
+        steps=schedule.steps,
+        slots=max(counts.peak_slots, 1),
+        chunk=counts.peak_tape,
+        forward=rows[:first_reverse],
+        backward=rows[first_reverse:],
+        last=int(rows[first_reverse][REVERSE_START]),
+        positions=positions,
+    )
+    return loop, list(constants)
+
+
+def _schedule(step: Step, state: Tree, plan: Plan) -> Schedule:
+    """Return the schedule; a loop with a condition is run once to learn its length."""
+    if plan.schedule is not None:
+        return plan.schedule
+    assert plan.condition is not None, "no schedule, so a condition"
+    assert plan.online is not None, "a condition comes with an online schedule"
+    call = jax.jit(lambda state, index, given: step.run(state, index, given)[0])
+    index = 0
+    state = lax.stop_gradient(state)
+    try:
+        while index != plan.most_steps and bool(plan.condition(state)):
+            given = None if step.feed is None else step.feed.at(index)
+            state = call(state, index, given)
+            index += 1
+    except jax.errors.ConcretizationTypeError as error:
+        raise UnsupportedError(
+            "a JAX loop whose length depends on its values cannot be checkpointed "
+            "inside jit, because its table is made beforehand. Call it outside of jit, "
+            "or give seq_length."
+        ) from error
+    return Revolve(index, slots=plan.online.slots)
+
+
+def stacked_feed(step: Step) -> Tree:
+    """Return the inputs of all steps as arrays whose first axis is the step."""
+    if step.feed is None:
+        return None
+    if isinstance(step.feed, Stacked):
+        return jax.tree.map(jnp.asarray, step.feed.whole())
+    trees = [step.feed.at(index) for index in range(step.feed.length)]
+    return jax.tree.map(lambda *rows: jnp.stack(rows), *trees)
+
+
+def _require_same_types(
+    call: Any, state: Tree, index: Any, first: Tree, name: str
+) -> None:
+    after, _ = jax.eval_shape(call, state, index, first)
+    before = jax.eval_shape(lambda: state)
+    if jax.tree.structure(after) != jax.tree.structure(before):
+        raise KindError(
+            f"{name!r} returned a state that is built otherwise than the initial one. "
+            "Return the same structure, as in a scan."
+        )
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        if (old.shape, old.dtype) != (new.shape, new.dtype):
+            raise UsageError(
+                f"{name!r} turned an array of shape {old.shape} and type {old.dtype} "
+                f"into one of shape {new.shape} and type {new.dtype}. Begin with the "
+                "shape and type that it returns."
+            )
+
+
+def _same(held: Any) -> Any:
+    return held
+
+
+@jax.custom_vjp
+def _sealed(state: Tree) -> Tree:
+    """Return a checkpoint; no derivative passes through it."""
+    return state
+
+
+def _seal(state: Tree) -> tuple[Tree, None]:
+    return state, None
+
+
+def _break_seal(*_: Any) -> Tree:
+    raise UnsupportedError(
+        "a derivative is asked of a checkpoint of a loop, which is a value alone. Let "
+        "the step return it as an output with with_outputs=True, or say "
+        "jax.lax.stop_gradient(checkpoints[position])."
+    )
+
+
+_sealed.defvjp(_seal, _break_seal)

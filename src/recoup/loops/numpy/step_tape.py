@@ -1,0 +1,182 @@
+"""Autograd tape: some steps traced by HIPS autograd, and the pull back through them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from autograd.builtins import tuple as traced_tuple
+from autograd.core import VJPNode, add_outgrads
+from autograd.tracer import Box, isbox, new_box, trace_stack
+from autograd.util import toposort
+
+from recoup.backend.state.walk import reach
+from recoup.errors import CaptureError
+from recoup.loops.numpy.machine import NumpyMachine, is_continuous
+from recoup.loops.state_trees import Structure, flatten, unflatten
+
+
+@dataclass(slots=True)
+class Record:
+    """Steps that were run traced.
+
+    Attributes:
+        start: The first step.
+        stop: The step after the last.
+        leaves: The leaves of the state before, as they are.
+        before: The same, traced.
+        captured: The captured arrays, traced.
+        fed: The inputs of the steps, traced, and which leaf of the feed each is.
+        rows: For each step the leaves of its output.
+        after: The leaves of the state after.
+        structure: The structure of the state after.
+    """
+
+    start: int
+    stop: int
+    leaves: list[Any]
+    before: list[Any]
+    captured: list[Any]
+    fed: list[tuple[Any, tuple[int, int | None]]]
+    rows: list[list[Any]]
+    after: list[Any]
+    structure: Structure
+
+    def values(self) -> list[Any]:
+        """Return the leaves of the state after, without their traces."""
+        return [_value(leaf) for leaf in self.after]
+
+
+def record_steps(machine: NumpyMachine, state: Any, start: int, stop: int) -> Record:
+    """Run steps traced."""
+    leaves, structure = flatten(state)
+    with trace_stack.new_trace() as trace:
+        before = [_rooted(leaf, trace) for leaf in leaves]
+        captured = [_rooted(value, trace) for value in machine.values]
+        step = machine.seeing(captured)
+        fed: list[tuple[Any, tuple[int, int | None]]] = []
+        rows: list[list[Any]] = []
+        current = unflatten(structure, before)
+        for index in range(start, stop):
+            given = None
+            if step.feed is not None:
+                parts = [_rooted(part, trace) for part in step.feed.parts(index)]
+                fed += zip(parts, step.feed.places(index), strict=True)
+                given = step.feed.tree(index, parts)
+            current, output = step.run(current, index, given)
+            if step.with_outputs:
+                row, machine.output_structure = flatten(output)
+                rows.append(row)
+        after, structure = flatten(current)
+        _refuse_foreign(after, trace, f"the steps {start} to {stop - 1}")
+    return Record(start, stop, leaves, before, captured, fed, rows, after, structure)
+
+
+def pull_record(machine: NumpyMachine, record: Record) -> None:
+    """Pull the machine's cotangents back through steps that were run traced.
+
+    The sums of the captured arrays go in as gradients that have arrived already, so
+    they are added in the order of the plain loop.
+    """
+    asked = [pair for pair in _asked(machine, record) if isbox(pair[0])]
+    parts = [part for part, _ in record.fed]
+    inputs = [*record.before, *record.captured, *parts]
+    found: dict[int, Any] = {}
+    if asked:
+        end = traced_tuple([box for box, _ in asked])
+        found = _pull(end, tuple(cotangent for _, cotangent in asked), inputs)
+    machine.state_cotangents = [
+        _dense(found, box, leaf)
+        for box, leaf in zip(record.before, record.leaves, strict=True)
+    ]
+    machine.captured_cotangents = [found.get(id(box)) for box in record.captured]
+    for part, place in record.fed:
+        _add_input(machine, place, found.get(id(part)))
+
+
+def without_traces(machine: NumpyMachine) -> None:
+    """Raise if the step would still see a traced array once its captures are replaced.
+
+    Raises:
+        CaptureError: A gradient would be lost.
+    """
+    left = reach(machine.seeing(machine.values).function, kind=Box)
+    if left:
+        raise CaptureError(
+            f"{machine.step.name!r} sees a traced array of shape "
+            f"{np.shape(_value(left[0]))} that cannot be replaced by its value: its "
+            "gradient would be lost. Make it a variable of the function around the "
+            "step, or a part of the state."
+        )
+
+
+def _asked(machine: NumpyMachine, record: Record) -> list[tuple[Any, Any]]:
+    """Return what cotangents there are, and for which values."""
+    asked = list(zip(record.after, machine.state_cotangents, strict=True))
+    for row, outputs in enumerate(record.rows):
+        for place, leaf in enumerate(outputs):
+            if machine.output_cotangents:
+                whole = machine.output_cotangents[place]
+                asked.append((leaf, whole[record.start + row]))
+    asked += zip(record.captured, machine.captured_cotangents, strict=True)
+    return [(value, cotangent) for value, cotangent in asked if cotangent is not None]
+
+
+def _pull(end: Any, cotangents: tuple[Any, ...], inputs: list[Any]) -> dict[int, Any]:
+    """Return the gradients of the inputs, by the id of their box."""
+    roots = {box._node: id(box) for box in inputs if isbox(box)}  # noqa: SLF001
+    found: dict[int, Any] = {}
+    arrived: dict[Any, Any] = {end._node: (cotangents, False)}  # noqa: SLF001
+    for node in toposort(end._node):  # noqa: SLF001
+        gradient, _ = arrived.pop(node)
+        if node in roots:
+            found[roots[node]] = gradient
+            continue
+        for parent, part in zip(node.parents, node.vjp(gradient), strict=True):
+            arrived[parent] = add_outgrads(arrived.get(parent), part)
+    return found
+
+
+def _add_input(
+    machine: NumpyMachine, place: tuple[int, int | None], gradient: Any
+) -> None:
+    leaf, row = place
+    feed = machine.step.feed
+    if gradient is None or feed is None:
+        return
+    if row is None:
+        machine.feed_cotangents[leaf] = gradient
+        return
+    if machine.feed_cotangents[leaf] is None:
+        machine.feed_cotangents[leaf] = np.zeros_like(feed.leaves[leaf])
+    machine.feed_cotangents[leaf][row] = gradient
+
+
+def _rooted(value: Any, trace: int) -> Any:
+    if not is_continuous(value):
+        return value
+    return new_box(value, trace, VJPNode.new_root())
+
+
+def _is_traced(value: Any, trace: int) -> bool:
+    return isbox(value) and value._trace == trace  # noqa: SLF001
+
+
+def _refuse_foreign(values: list[Any], trace: int, name: str) -> None:
+    for value in values:
+        if isbox(value) and not _is_traced(value, trace):
+            raise CaptureError(
+                f"{name} of a checkpointed loop use a traced array that the function "
+                "around them does not name: its gradient would be lost. Make it a "
+                "variable of that function, or a part of the state."
+            )
+
+
+def _value(box: Any) -> Any:
+    return box._value if isbox(box) else box  # noqa: SLF001
+
+
+def _dense(found: dict[int, Any], box: Any, leaf: Any) -> Any:
+    gradient = found.get(id(box))
+    if gradient is not None:
+        return gradient
+    return np.zeros_like(leaf) if is_continuous(leaf) else None

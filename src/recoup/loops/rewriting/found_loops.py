@@ -1,0 +1,110 @@
+"""Loops found in a function's source: what each carries, and what cannot be done."""
+
+import ast
+from dataclasses import dataclass
+
+from recoup.loops.rewriting.bodies import (
+    LoopNode,
+    appended_lists,
+    belongs,
+    loop_state,
+    own_statements,
+    sure_names,
+)
+from recoup.loops.rewriting.names import in_place_names, written_names
+from recoup.loops.rewriting.obstacles import fault_of
+
+
+@dataclass(frozen=True, slots=True)
+class FoundLoop:
+    """One loop of a function.
+
+    Attributes:
+        line: Its line in the file.
+        carried: The variables that pass from one iteration to the next, or out.
+        appended: The lists that it appends to, one element each iteration.
+        breaks: It holds a `break`.
+        returns: It holds a `return`.
+        changed: Those of the carried that it may write to in place.
+        kept: Those of the carried that the function may write to in place at all.
+        changes_items: It may write to what it goes over.
+        doubtful: Those of the carried that may have no value before or after it.
+        fault: Why it cannot be rewritten, or None.
+    """
+
+    line: int
+    carried: tuple[str, ...]
+    appended: tuple[str, ...]
+    breaks: bool
+    returns: bool
+    changed: tuple[str, ...]
+    kept: tuple[str, ...]
+    changes_items: bool
+    doubtful: tuple[str, ...]
+    fault: str | None
+
+
+def find_loops(function: ast.FunctionDef, first_line: int) -> dict[int, FoundLoop]:
+    """Return every loop of the function that is not in an inner function, by `id`.
+
+    Args:
+        function: The parsed function.
+        first_line: The line of the file where its source begins.
+
+    Examples:
+        >>> lines = ["def f(x):", " for i in range(9):", "  y = x * i", "  x = y"]
+        >>> source = chr(10).join([*lines, " return x"])
+        >>> (loop,) = find_loops(ast.parse(source).body[0], 1).values()
+        >>> loop.carried, loop.line, loop.fault
+        (('x',), 2, None)
+    """
+    found: dict[int, FoundLoop] = {}
+    _visit(function.body, function, [], found, first_line)
+    return found
+
+
+def _visit(
+    body: list[ast.stmt],
+    function: ast.FunctionDef,
+    around: list[LoopNode],
+    found: dict[int, FoundLoop],
+    first_line: int,
+) -> None:
+    for statement in body:
+        if isinstance(statement, (ast.For, ast.While)):
+            found[id(statement)] = _describe(statement, function, around, first_line)
+            inner = [*around, statement]
+            _visit(statement.body, function, inner, found, first_line)
+            continue
+        if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+            continue
+        for field in ("body", "orelse", "finalbody"):
+            inside = getattr(statement, field, [])
+            _visit(inside, function, around, found, first_line)
+        for part in (*getattr(statement, "handlers", []), *_cases(statement)):
+            _visit(part.body, function, around, found, first_line)
+
+
+def _cases(statement: ast.stmt) -> list[ast.match_case]:
+    return statement.cases if isinstance(statement, ast.Match) else []
+
+
+def _describe(
+    loop: LoopNode, function: ast.FunctionDef, around: list[LoopNode], first_line: int
+) -> FoundLoop:
+    _, carried = loop_state(loop, function, around)
+    nodes = own_statements(loop.body)
+    changed = in_place_names(loop.body)
+    return FoundLoop(
+        line=first_line + loop.lineno - 1,
+        carried=tuple(sorted(carried)),
+        appended=appended_lists(loop),
+        breaks=belongs(loop, ast.Break),
+        returns=any(isinstance(node, ast.Return) for node in nodes),
+        changed=tuple(sorted(carried & changed)),
+        kept=tuple(sorted(carried & in_place_names(function.body))),
+        changes_items=isinstance(loop, ast.For)
+        and bool(changed & written_names([loop.target])),
+        doubtful=tuple(sorted(carried - sure_names(loop, function))),
+        fault=fault_of(loop, function, around, first_line),
+    )

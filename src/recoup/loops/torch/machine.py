@@ -1,0 +1,249 @@
+"""Torch machine: holds, runs and reverses the steps of one loop on tensors."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recoup.backend.memory.storages import has_storage, version_of
+from recoup.engine.tiers.protocol import Stored, Tier
+from recoup.errors import ChangedTensorError, MismatchError
+from recoup.loops.loop_outputs import OutputStack
+from recoup.loops.state_trees import Structure, flatten, unflatten
+from recoup.loops.steps import Step
+from recoup.loops.torch.captures import Captures
+from recoup.loops.torch.outside import Outside
+from recoup.loops.torch.step_environment import Environment, RandomStates
+from recoup.loops.torch.step_tape import Cotangents, Tape, Writes, copied, pull, record
+from recoup.loops.torch.witness import Witness
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A tensor of a state that is in a tier."""
+
+    stored: Stored
+    shape: torch.Size
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A state in a slot: its leaves without a graph, with versions and random state."""
+
+    structure: Structure
+    leaves: list[Any]
+    versions: list[int]
+    random: RandomStates | None
+
+    def prefetch(self) -> None:
+        """Begin to bring back what is in a tier."""
+        for leaf in self.leaves:
+            if isinstance(leaf, Placed):
+                leaf.stored.prefetch()
+
+    def drop(self) -> None:
+        """Let go of what is in a tier."""
+        for leaf in self.leaves:
+            if isinstance(leaf, Placed):
+                leaf.stored.drop()
+
+
+class TorchMachine:
+    """Runs the steps of one loop on tensors.
+
+    Args:
+        step: What to run.
+        captures: The tensors it captures.
+        environment: What was around the loop.
+        verify: Which states to recognise: "first" (those of the first sweep), "always"
+            (every one that is ever held) or "off".
+        tolerance: The difference allowed; None for equal bits.
+        stores: Where states are held, by the tier of the schedule; none for where they
+            are.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        captures: Captures,
+        environment: Environment,
+        *,
+        verify: str = "first",
+        tolerance: float | None = None,
+        stores: Sequence[Tier] = (),
+    ) -> None:
+        self.step = step
+        self.captures = captures
+        self.environment = environment
+        self.in_place = False
+        self.sweeping = True
+        self.stack: OutputStack | None = None
+        self.outside: Outside | None = None
+        self.cotangents = Cotangents([], [], [])
+        # What a lossy tier returns is not what was put in.
+        self._verify = verify if all(tier.is_exact for tier in stores) else "off"
+        self._tolerance = tolerance
+        self._stores = stores
+        self.witnesses: dict[int, Witness] = {}
+        self.output_witnesses: dict[int, Witness] = {}
+        self._claims: list[tuple[int, int, Any]] = []
+
+    def hold(self, state: Any, step: int, tier: int) -> Held:
+        """Return what keeps a state: the tensors themselves, or copies of them."""
+        leaves, structure = flatten(state)
+        kept = [_detached(leaf) for leaf in leaves]
+        if self.in_place:
+            kept = copied(kept)
+        watched = self._verify == "always" or (
+            self._verify == "first" and self.sweeping
+        )
+        if watched and step > 0:
+            self.witnesses[step] = Witness(kept, self._tolerance)
+            if self.sweeping and self.stack is not None:
+                # Of the outputs every one that comes just before a state that is held.
+                witness = Witness(self.stack.last, self._tolerance)
+                self.output_witnesses[step] = witness
+        versions = [version_of(x) if isinstance(x, Tensor) else 0 for x in kept]
+        if self._stores and step > 0:
+            store = self._stores[min(tier, len(self._stores) - 1)]
+            kept = [_placed(leaf, store) for leaf in kept]
+        return Held(structure, kept, versions, self.environment.random_states())
+
+    def take(self, held: Held) -> Any:
+        """Return a state that is held, with the random state it came with."""
+        self.environment.rewind(held.random)
+        return unflatten(held.structure, self.leaves_of(held))
+
+    def leaves_of(self, held: Held) -> list[Any]:
+        """Return the leaves of a state that is held."""
+        for leaf, version in zip(held.leaves, held.versions, strict=True):
+            if isinstance(leaf, Tensor) and version_of(leaf) != version:
+                raise ChangedTensorError(
+                    f"a state of shape {tuple(leaf.shape)} that the loop over "
+                    f"{self.step.name!r} holds was changed in place. Return new "
+                    "tensors from the step, or write to a clone."
+                )
+        leaves = held.leaves
+        if self._stores:
+            leaves = [_fetched(leaf) for leaf in leaves]
+        if self.in_place:
+            return copied(leaves)
+        return leaves
+
+    def advance(self, state: Any, start: int, stop: int) -> Any:
+        """Run steps without a graph."""
+        if torch.is_grad_enabled():  # a step has switched it on for good
+            with torch.no_grad():
+                return self.advance(state, start, stop)
+        if self.sweeping and start == 0:
+            state = self._first(state)
+            start = 1
+        if self.sweeping and self.stack is not None:
+            return self._advance_with_outputs(state, start, stop)
+        return self.step.advance(state, start, stop)
+
+    def tape(self, state: Any, start: int, stop: int) -> Tape:
+        """Run steps with a graph."""
+        leaves, structure = flatten(state)
+        span = (start, stop)
+        # Whether the step writes to its state is not known before it has been run.
+        in_place = self.in_place or (self.sweeping and start == 0)
+        return record(
+            self.step, leaves, structure, span, self.captures, in_place=in_place
+        )
+
+    def reverse(self, state: Any, start: int, stop: int) -> None:
+        """Run steps with a graph and pull the cotangents back through them."""
+        tape = self.tape(state, start, stop)
+        if self.witnesses:
+            self._recognise(tape)
+        self.pull(tape)
+
+    def pull(self, tape: Tape) -> None:
+        """Pull the cotangents back through a tape."""
+        pull(tape, self.cotangents, self.captures, self.step.feed)
+
+    def conclude(self) -> None:
+        """Raise if a state that was computed again was another one.
+
+        Raises:
+            MismatchError: Names the steps.
+        """
+        for start, stop, claim in self._claims:
+            if bool(claim):
+                raise MismatchError(
+                    f"the steps {start} to {stop - 1} of the loop over "
+                    f"{self.step.name!r} were run again in backward and gave another "
+                    "state or output than in forward. A step must depend on its "
+                    "arguments alone: look for counters, in-place changes and random "
+                    "numbers that are not PyTorch's; or allow a difference with "
+                    'tolerance=, or switch the check off with verify="off".'
+                )
+
+    def forget(self) -> None:
+        """Drop what a backward has gathered."""
+        self.cotangents = Cotangents([], [], [])
+        self._claims = []
+
+    def _recognise(self, tape: Tape) -> None:
+        claims: list[Any] = []
+        witness = self.witnesses.pop(tape.stop, None)
+        if witness is not None:
+            claims += witness.differs([_detached(leaf) for leaf in tape.after])
+        witness = self.output_witnesses.pop(tape.stop, None)
+        if witness is not None:
+            claims += witness.differs([_detached(leaf) for leaf in tape.outputs[-1]])
+        for claim in claims:
+            if claim is not False:  # known to be wrong, or not known yet
+                self._claims.append((tape.start, tape.stop, claim))
+        if any(claim is True for claim in claims):
+            self.conclude()
+
+    @property
+    def verifies(self) -> bool:
+        """Whether anything is recognised at all."""
+        return self._verify != "off"
+
+    def _first(self, state: Any) -> Any:
+        """Run the first step on a copy, and see whether it writes to it."""
+        leaves, structure = flatten(state)
+        copies = copied(leaves)
+        writes = Writes(leaves, copies)
+        given = None if self.step.feed is None else self.step.feed.at(0)
+        state, output = self.step.run(unflatten(structure, copies), 0, given)
+        self.in_place = writes.seen()
+        if self.stack is not None:
+            self.stack.put(0, output)
+        if self.outside is not None and self.verifies:
+            self.outside.settle()
+        return state
+
+    def _advance_with_outputs(self, state: Any, start: int, stop: int) -> Any:
+        assert self.stack is not None, "asked for by the caller"
+        for index in range(start, stop):
+            given = None if self.step.feed is None else self.step.feed.at(index)
+            state, output = self.step.run(state, index, given)
+            self.stack.put(index, output)
+        return state
+
+
+def _placed(leaf: Any, store: Tier) -> Any:
+    """Put a tensor into a tier, if it is worth it there."""
+    if not is_tensor(leaf) or not has_storage(leaf) or not store.takes(leaf.nbytes):
+        return leaf
+    return Placed(store.put(leaf.contiguous().reshape(-1)), leaf.shape)
+
+
+def _fetched(leaf: Any) -> Any:
+    return leaf.stored.get().view(leaf.shape) if isinstance(leaf, Placed) else leaf
+
+
+def is_tensor(leaf: Any) -> bool:
+    """Return whether a leaf is a tensor."""
+    return isinstance(leaf, Tensor)
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if is_tensor(leaf) else leaf

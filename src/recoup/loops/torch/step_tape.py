@@ -1,0 +1,277 @@
+"""Tapes: some steps run with autograd watching, and the pull back through them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recoup.backend.autograd.saved_tensors import pull_gradients, recording
+from recoup.backend.memory.storages import (
+    geometry_of,
+    has_storage,
+    storage_address,
+    version_of,
+)
+from recoup.loops.state_trees import Structure, flatten, unflatten
+from recoup.loops.steps import KindError, Step
+from recoup.loops.torch.captures import Captures, lost_gradient
+
+
+@dataclass(slots=True)
+class Tape:
+    """Steps that were run with autograd watching.
+
+    Attributes:
+        start: The first step.
+        stop: The step after the last.
+        before: The leaves of the state before, each a leaf of the graph if it can be.
+        watched: Which of them are.
+        after: The leaves of the state after.
+        structure: The structure of the state after.
+        given: For each step, the leaves of its input that require gradients, and
+            which leaf of the feed they are.
+        outputs: For each step, the leaves of its output.
+        output_structure: The structure of one output.
+    """
+
+    start: int
+    stop: int
+    before: list[Any]
+    watched: list[int]
+    after: list[Any]
+    structure: Structure
+    given: list[tuple[Tensor, tuple[int, int | None]]]
+    outputs: list[list[Any]]
+    output_structure: Structure
+
+
+def record(
+    step: Step,
+    leaves: list[Any],
+    structure: Structure,
+    span: tuple[int, int],
+    captures: Captures,
+    *,
+    in_place: bool,
+) -> Tape:
+    """Run the steps of a span with autograd watching.
+
+    Args:
+        step: What to run.
+        leaves: The leaves of the state before.
+        structure: Its structure.
+        span: The first step, and the one after the last.
+        captures: The tensors the step captures.
+        in_place: The step writes to its state, so it must not get the graph's leaves.
+    """
+    start, stop = span
+    before, watched = _watched(leaves)
+    passed = copied(before) if in_place else before
+    writes = Writes(before, passed) if in_place else None
+    tape = Tape(start, stop, before, watched, [], structure, [], [], None)
+    with recording():
+        state = unflatten(structure, passed)
+        if captures.sources is captures.tensors:
+            state = _run(step, state, tape)
+        else:
+            with captures.replaced():
+                state = _run(step, state, tape)
+    if writes is not None:
+        writes.seen()
+    tape.after, tape.structure = flatten(state)
+    stray = captures.stray(_results(tape), _sources(tape))
+    if stray is not None:
+        raise lost_gradient(stray, f"the steps {start} to {stop - 1} ({step.name!r})")
+    return tape
+
+
+def _run(step: Step, state: Any, tape: Tape) -> Any:
+    """Run the steps of a tape, and note there what they are given and put out."""
+    if step.feed is None and not step.with_outputs:
+        return step.advance(state, tape.start, tape.stop)
+    for index in range(tape.start, tape.stop):
+        tree = _watched_input(step, index, tape.given)
+        state, output = step.run(state, index, tree)
+        leaves, tape.output_structure = flatten(output)
+        tape.outputs.append(leaves)
+    return state
+
+
+@dataclass(slots=True)
+class Cotangents:
+    """What backward knows so far.
+
+    Attributes:
+        state: For each leaf of the state.
+        captures: For each captured tensor.
+        feed: For each leaf of the feed.
+        outputs: For each leaf of the stacked outputs, given from outside.
+    """
+
+    state: list[Tensor | None]
+    captures: list[Tensor | None]
+    feed: list[Tensor | None]
+    outputs: Sequence[Tensor | None] = ()
+
+
+def pull(tape: Tape, cotangents: Cotangents, captures: Captures, feed: Any) -> None:
+    """Pull cotangents back through a tape, in place.
+
+    The sums of the captured tensors are fed to autograd as gradients that have arrived
+    already. So each use of a tensor is added in the order of the plain loop, and the
+    result is bitwise the plain one, however many steps a tape has.
+    """
+    results: list[Tensor] = []
+    gradients: list[Tensor] = []
+    _ask(tape.after, cotangents.state, results, gradients)
+    if cotangents.outputs:
+        for row, leaves in enumerate(tape.outputs, tape.start):
+            parts = [None if w is None else w[row] for w in cotangents.outputs]
+            _ask(leaves, parts, results, gradients)
+    if not results:
+        cotangents.state = [None] * len(tape.before)
+        return
+    _ask(captures.sources, cotangents.captures, results, gradients)
+    inputs = _sources(tape) + captures.sources
+    found = pull_gradients(results, inputs, gradients)
+    state: list[Tensor | None] = [None] * len(tape.before)
+    for place, gradient in zip(tape.watched, found, strict=False):
+        state[place] = gradient
+    cotangents.state = state
+    rest = found[len(tape.watched) :]
+    for (_, place), gradient in zip(tape.given, rest, strict=False):
+        _add_input(cotangents.feed, feed, place, gradient)
+    cotangents.captures = list(rest[len(tape.given) :])
+
+
+def _ask(
+    leaves: Sequence[Any],
+    cotangents: Sequence[Tensor | None],
+    results: list[Tensor],
+    gradients: list[Tensor],
+) -> None:
+    """Add the leaves that have a cotangent to what is pulled back."""
+    for leaf, gradient in zip(leaves, cotangents, strict=True):
+        if gradient is not None and isinstance(leaf, Tensor) and leaf.requires_grad:
+            results.append(leaf)
+            gradients.append(gradient)
+
+
+def _add_input(
+    totals: list[Tensor | None],
+    feed: Any,
+    place: tuple[int, int | None],
+    gradient: Tensor | None,
+) -> None:
+    leaf, row = place
+    if gradient is None:
+        return
+    if row is None:
+        totals[leaf] = gradient
+        return
+    total = totals[leaf]
+    if total is None:
+        total = totals[leaf] = torch.zeros_like(feed.leaves[leaf])
+    total[row] = gradient
+
+
+def _watched(leaves: list[Any]) -> tuple[list[Any], list[int]]:
+    """Return the leaves as leaves of a graph, and which of them can be."""
+    found: list[Any] = []
+    places: list[int] = []
+    for leaf in leaves:
+        alias = leaf
+        if isinstance(leaf, Tensor):
+            alias = leaf.detach()
+            if leaf.dtype.is_floating_point or leaf.dtype.is_complex:
+                alias.requires_grad_()
+                places.append(len(found))
+        found.append(alias)
+    return found, places
+
+
+def copied(leaves: list[Any]) -> list[Any]:
+    """Return the leaves with copies of the tensors, for a step that writes to them.
+
+    Two that are one tensor are one copy: what is written to the one is in the other. So
+    the gradient of both is found at the first of them.
+    """
+    copies: dict[Any, Tensor] = {}
+    found: list[Any] = []
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            found.append(leaf)
+            continue
+        place = (_memory_of(leaf), geometry_of(leaf))
+        if place not in copies:
+            with torch.enable_grad():
+                copies[place] = leaf.clone()
+        found.append(copies[place])
+    return found
+
+
+class Writes:
+    """Notices that a step writes to copies of a state.
+
+    Args:
+        leaves: The leaves of the state.
+        copies: What the step is given.
+    """
+
+    def __init__(self, leaves: list[Any], copies: list[Any]) -> None:
+        self._copies = [copy for copy in copies if isinstance(copy, Tensor)]
+        self._versions = [version_of(copy) for copy in self._copies]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        apart = {id(copy) for copy in self._copies}
+        self._overlaps = len({_memory_of(leaf) for leaf in tensors}) < len(apart)
+
+    def seen(self) -> bool:
+        """Return whether it has.
+
+        Raises:
+            KindError: It has, and parts of the state overlap: of these each has a copy.
+        """
+        has_written = [version_of(copy) for copy in self._copies] != self._versions
+        if has_written and self._overlaps:
+            raise KindError(
+                "two parts of the state of a loop share memory, and the step writes to "
+                "its state: a copy of each would not see what is written to the other. "
+                "Return new tensors from the step, or clones of one of them."
+            )
+        return has_written
+
+
+def _memory_of(tensor: Tensor) -> int:
+    return storage_address(tensor) if has_storage(tensor) else id(tensor)
+
+
+def _watched_input(
+    step: Step, index: int, given: list[tuple[Tensor, tuple[int, int | None]]]
+) -> Any:
+    feed = step.feed
+    if feed is None:
+        return None
+    parts: list[Any] = []
+    for part, place in zip(feed.parts(index), feed.places(index), strict=True):
+        if isinstance(part, Tensor) and feed.leaves[place[0]].requires_grad:
+            alias = part.detach().requires_grad_()
+            given.append((alias, place))
+            parts.append(alias)
+        else:
+            parts.append(part)
+    return feed.tree(index, parts)
+
+
+def _results(tape: Tape) -> list[Any]:
+    if not tape.outputs:
+        return tape.after
+    return [*tape.after, *(leaf for leaves in tape.outputs for leaf in leaves)]
+
+
+def _sources(tape: Tape) -> list[Tensor]:
+    sources: list[Tensor] = [tape.before[place] for place in tape.watched]
+    if tape.given:
+        sources += [part for part, _ in tape.given]
+    return sources

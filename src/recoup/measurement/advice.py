@@ -1,0 +1,171 @@
+"""Advice: where in a model a checkpoint saves most for the least recomputation."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from recoup.backend.autograd.saved_tensors import is_parameter
+from recoup.backend.memory.ledger import StorageLedger
+from recoup.core.units import print_bytes
+from recoup.engine.recording.observers import Watched, subscribe, unsubscribe
+from recoup.engine.scopes.module import checkpoint_module, uncheckpoint_module
+from recoup.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Suggestion:
+    """What a checkpoint around one module would do in one step.
+
+    Parameters are in memory in any case and are not counted.
+
+    Attributes:
+        name: The module's name in the model.
+        plain_bytes: The activations that autograd keeps for it without a checkpoint.
+        kept_bytes: The activations and random states that are kept with one.
+        replay_flops: What recomputing it in backward costs.
+    """
+
+    name: str
+    plain_bytes: int
+    kept_bytes: int
+    replay_flops: int
+
+    @property
+    def saved_bytes(self) -> int:
+        """What a checkpoint here saves, taken by itself."""
+        return self.plain_bytes - self.kept_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Where to place checkpoints, best first: most bytes for the least recomputation.
+
+    Printing it gives a table.
+    """
+
+    suggestions: tuple[Suggestion, ...]
+
+    def __str__(self) -> str:
+        width = max(len("module"), *(len(s.name) for s in self.suggestions), 0)
+        lines = [f"{'module':{width}}  {'saves':>10}  {'recomputes':>14}"]
+        lines += [
+            f"{s.name:{width}}  {print_bytes(s.saved_bytes):>10}  "
+            f"{s.replay_flops / 1e6:>9.1f} MFLOP"
+            for s in self.suggestions
+        ]
+        return "\n".join(lines)
+
+
+def suggest(model: nn.Module, *args: Any, **kwargs: Any) -> Advice:
+    """Measure where in a model checkpoints are worth most.
+
+    Runs one forward on the given batch with a region around every block (each member
+    of a `ModuleList` or `Sequential`, outermost; else each child), and replays each
+    region once. The model, its gradients and the graph are left as they were; its
+    buffers and the random state move on as in any forward.
+
+    Args:
+        model: The model, in the mode it is trained in.
+        *args: A batch, as the model takes it.
+        **kwargs: The rest of the batch.
+
+    Returns:
+        The blocks that save anything, best first.
+
+    Raises:
+        UsageError: It is no module, or autograd saves nothing in any of its blocks.
+
+    Examples:
+        >>> import torch
+        >>> model = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8))
+        >>> advice = suggest(model, torch.ones(32, 8))
+        >>> [suggestion.name for suggestion in advice.suggestions]
+        []
+        >>> blocks = nn.Sequential(model, nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
+        >>> [s.name for s in suggest(blocks, torch.ones(32, 8)).suggestions]
+        ['0', '1']
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"suggest takes a model: got {type(model).__name__}.")
+    watcher = _Watcher()
+    with _in_regions(blocks_of(model)), _watched_by(watcher):
+        outputs = model(*args, **kwargs)
+    if not watcher.found:
+        raise UsageError(
+            "autograd saved nothing in any block of the model. Enable gradients, and "
+            "give it parameters or inputs that require them."
+        )
+    suggestions = [watcher.measure(region) for region in watcher.found]
+    del outputs
+    worth = [s for s in suggestions if s.saved_bytes > 0]
+    worth.sort(key=lambda s: s.saved_bytes / (s.replay_flops + 1), reverse=True)
+    return Advice(tuple(worth))
+
+
+def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the model's repeated parts by name: what people put checkpoints around."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        inside = any(name == n or name.startswith(f"{n}.") for n in found)
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and not inside:
+            prefix = f"{name}." if name else ""
+            found |= {f"{prefix}{n}": m for n, m in module.named_children()}
+    return found or dict(model.named_children())
+
+
+class _Watcher:
+    """Sees what each region would have saved."""
+
+    def __init__(self) -> None:
+        self.found: list[Watched] = []
+        self._plain: dict[int, StorageLedger] = {}
+
+    def began(self, region: Watched) -> None:
+        ledger = self._plain[id(region)] = StorageLedger()
+
+        def listen(tensor: Tensor) -> None:
+            if not is_parameter(tensor):
+                ledger.add_all(tensor)
+
+        region.listeners = (*region.listeners, listen)
+
+    def ended(self, region: Watched) -> None:
+        self.found.append(region)
+
+    def measure(self, region: Watched) -> Suggestion:
+        held = StorageLedger()
+        for hold in region.holds():
+            if hold.tensor is not None and not hold.is_parameter:
+                held.add_all(hold.tensor)
+        with FlopCounterMode(display=False) as counter:
+            region.recompute()
+        return Suggestion(
+            name=region.name,
+            plain_bytes=self._plain[id(region)].total_bytes,
+            kept_bytes=held.total_bytes + region.random_bytes(),
+            replay_flops=counter.get_total_flops(),
+        )
+
+
+@contextmanager
+def _in_regions(blocks: dict[str, nn.Module]) -> Iterator[None]:
+    try:
+        for name, block in blocks.items():
+            checkpoint_module(block, name=name, verify="off")
+        yield
+    finally:
+        for block in blocks.values():
+            uncheckpoint_module(block)
+
+
+@contextmanager
+def _watched_by(watcher: _Watcher) -> Iterator[None]:
+    subscribe(watcher)
+    try:
+        yield
+    finally:
+        unsubscribe(watcher)

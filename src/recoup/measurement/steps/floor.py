@@ -1,0 +1,107 @@
+"""The measured step: traced at floor memory, with every block recomputed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from recoup.backend.memory.links import link_bytes_per_second
+from recoup.backend.memory.meters import device_meter
+from recoup.backend.operators.timers import OperatorTimer
+from recoup.backend.state.trees import tensors
+from recoup.core.graph import Graph
+from recoup.engine.applied.planned_runs import Cuts
+from recoup.errors import UsageError
+from recoup.measurement.steps.training_step import TrainingStep
+from recoup.measurement.timing.correction import calibrated, issued
+from recoup.measurement.timing.issuing import Calls
+from recoup.measurement.timing.pace import pace_of, timed
+from recoup.measurement.timing.recording_cost import (
+    least_recording_seconds,
+    recording_seconds,
+)
+from recoup.measurement.tracing.observation import Instruments, cut, observe
+from recoup.measurement.tracing.passes import step_graph
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one real step cost.
+
+    Attributes:
+        peak_bytes: The most bytes in use at any moment.
+        seconds: How long it took, until the device had finished.
+    """
+
+    peak_bytes: int
+    seconds: float
+
+
+def run_step(step: TrainingStep, *, resident: Sequence[object] = ()) -> Cost:
+    """Run a step once and return what it cost.
+
+    It begins as every run does: without gradients, or with those that are carried. On a
+    device without an allocator that counts, the peak is counted operator by operator,
+    and the time is longer.
+    """
+    step.begin()
+    with device_meter(step.device) as meter:
+        meter.track(*step.resident(), *tensors(list(resident)))
+        seconds = timed(step)
+        peak_bytes = meter.peak_bytes
+    step.drop_gradients()
+    return Cost(peak_bytes, seconds)
+
+
+def measure_floor(
+    step: TrainingStep,
+    *,
+    names: Sequence[str] | None = None,
+    resident: Sequence[object] = (),
+) -> Graph:
+    """Run a step in which every block is recomputed, and return its graph.
+
+    Runs the step four times: once to warm up, once traced, twice for its time. Beside
+    an accelerator once more, and the model without gradients.
+
+    Args:
+        step: The step.
+        names: The paths of the modules that are its blocks; by default they are found.
+        resident: What else is in memory during the step, as an optimizer's state.
+
+    Raises:
+        UsageError: A named block does not exist, the step does not call the model, or
+            the model has no memory.
+    """
+    if any(parameter.is_meta for parameter in step.model.parameters()):
+        raise UsageError(
+            "the model is on the meta device, where nothing can be computed. Make it "
+            "on a real one, or measure it dry: recoup.measure(..., dry=True)."
+        )
+    instruments = Instruments(
+        meter=lambda: device_meter(step.device),
+        timer=lambda: OperatorTimer(step.device),
+    )
+    seen = observe(step, instruments, names=names, resident=resident)
+    is_host = step.device.type == "cpu"
+    graph = step_graph(
+        seen.traces,
+        seen.timer.seconds,
+        blocks=seen.cuts,
+        recording_seconds=recording_seconds() if is_host else 0.0,
+    )
+    calls = Calls(sum(trace.model_calls for trace in seen.traces))
+    roots = {name for trace in seen.traces for name in trace.roots}
+    with (
+        cut(step, Cuts(seen.cuts)),
+        calls.noted([step.model.get_submodule(name) for name in sorted(roots)]),
+    ):
+        pace = pace_of(step)
+    link = link_bytes_per_second(step.device)
+    graph = graph.map_passes(lambda each: replace(each, link_bytes_per_second=link))
+    if is_host:
+        return calibrated(graph, pace.seconds)
+    return issued(
+        graph,
+        pace,
+        plain_forward_seconds=calls.again(step),
+        least_seconds=least_recording_seconds(),
+    )

@@ -1,0 +1,155 @@
+"""How many bytes an optimizer's state will take, before it exists."""
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from recoup.backend.memory.ledger import storages_in
+from recoup.backend.memory.meters import device_meter
+from recoup.backend.operators.fakes import NEEDS_CONTENTS, without_memory
+from recoup.backend.state.trees import tensors
+from recoup.backend.training.joint_optimizer import members_of
+from recoup.errors import UsageError
+
+
+def state_bytes(optimizer: Optimizer) -> int:
+    """Return the bytes of the state that an optimizer has now."""
+    found = {id(s): s.nbytes() for s in storages_in(state_tensors(optimizer))}
+    return sum(found.values())
+
+
+def state_tensors(optimizer: Optimizer) -> list[Tensor]:
+    """Return the tensors of an optimizer's state, those in lists and the like too.
+
+    Examples:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = torch.optim.SGD([weight])
+        >>> optimizer.state[weight] = {"pair": [torch.zeros(2), {"a": torch.ones(2)}]}
+        >>> state_tensors(optimizer)
+        [tensor([0., 0.]), tensor([1., 1.])]
+    """
+    # An optimizer may keep something under a name too, for no parameter.
+    states = optimizer.state.values()
+    return tensors([dict(s) if isinstance(s, Mapping) else s for s in states])
+
+
+def missing_state_bytes(optimizer: Optimizer, device: torch.device) -> int:
+    """Return the bytes of state that the optimizer's next step will add on a device.
+
+    That is the state of those parameters that have none yet. The step is made by a
+    copy of the optimizer, on tensors without memory if it can, and by no one's hooks.
+
+    One whose step cannot be made that way, such as LBFGS, which needs a closure, is
+    taken to have all its state as soon as it has some.
+
+    Raises:
+        UsageError: The step cannot be made that way, and there is no state yet.
+
+    Examples:
+        >>> weight = torch.nn.Parameter(torch.ones(100))
+        >>> missing_state_bytes(torch.optim.Adam([weight]), torch.device("cpu"))
+        804
+    """
+    members = members_of(optimizer)
+    if len(members) > 1:
+        return sum(missing_state_bytes(member, device) for member in members)
+    groups = [
+        {**group, "params": [p for p in group["params"] if not optimizer.state.get(p)]}
+        for group in optimizer.param_groups
+    ]
+    groups = [group for group in groups if group["params"]]
+    if not groups:
+        return 0
+    try:
+        return _bytes_of_steps(optimizer, groups, device)
+    except Exception as error:
+        if any(optimizer.state.values()):
+            return 0
+        name = type(optimizer).__name__
+        raise UsageError(
+            f"how much state {name} will take is found by a step of a copy of it, "
+            f"which failed ({type(error).__name__}: {error}). Make its first step "
+            "before, so that its state counts as it is then (as many steps as it "
+            "grows for: LBFGS's does for history_size of them), or leave out "
+            "optimizer= and give a budget that is smaller by that much."
+        ) from error
+
+
+def _bytes_of_steps(
+    optimizer: Optimizer, groups: list[dict[str, Any]], device: torch.device
+) -> int:
+    twin = _without_state(optimizer, groups)
+    try:
+        with without_memory():
+            return _bytes_of_step(twin, device, _twin_of)
+    except NEEDS_CONTENTS:
+        # It looks at numbers: then for real, one parameter after the other.
+        singles = [
+            {**group, "params": [p]} for group in groups for p in group["params"]
+        ]
+        return sum(
+            _bytes_of_step(_without_state(optimizer, [single]), device, _copy_of)
+            for single in singles
+        )
+
+
+def _bytes_of_step(
+    twin: Optimizer, device: torch.device, twin_of: Callable[[Tensor], Tensor]
+) -> int:
+    for group in twin.param_groups:
+        group["params"] = [twin_of(p) for p in group["params"]]
+    _step_without_hooks(twin)
+    counted_bytes = device_meter(device).counted_bytes
+    found = {
+        id(storage): storage
+        for tensor in state_tensors(twin)
+        if tensor.device.type == device.type
+        for storage in storages_in(tensor)
+    }
+    return sum(counted_bytes(storage.nbytes()) for storage in found.values())
+
+
+def _without_state(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+    """Return a copy of an optimizer with these groups; parameters are the same.
+
+    Not by `copy.copy`: an optimizer gives that a part of its attributes alone.
+    """
+    twin = object.__new__(type(optimizer))
+    shared = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    attributes: dict[str, Any] = {
+        name: {} if name.startswith("_optimizer_") else value  # those are hooks
+        for name, value in vars(optimizer).items()
+    }
+    attributes |= {"state": {}, "param_groups": groups}
+    vars(twin).update(copy.deepcopy(attributes, {**shared, id(optimizer): twin}))
+    twin.state = type(optimizer.state)(dict)
+    return twin
+
+
+def _step_without_hooks(optimizer: Optimizer) -> None:
+    """Make a step of which no hook hears: not this optimizer's, not those of all.
+
+    Of the class: a scheduler counts the steps of the object.
+    """
+    step: Any = type(optimizer).step
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__
+    step(optimizer)
+
+
+def _twin_of(parameter: Tensor) -> Tensor:
+    twin = torch.empty_like(parameter, requires_grad=parameter.requires_grad)
+    if parameter.requires_grad:
+        twin.grad = torch.empty_like(twin)
+    return twin
+
+
+def _copy_of(parameter: Tensor) -> Tensor:
+    twin = parameter.detach().clone().requires_grad_(parameter.requires_grad)
+    if parameter.requires_grad:
+        twin.grad = torch.zeros_like(twin)
+    return twin

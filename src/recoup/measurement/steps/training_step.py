@@ -1,0 +1,290 @@
+"""What a training step is: a model, its batch, and how a loss comes of them."""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from recoup.backend.state.snapshots import carry_gradients
+from recoup.backend.state.trees import tensors_within
+from recoup.backend.state.walk import reach
+from recoup.core.callers import calls_user
+from recoup.engine.applied.applied_plan import refuse_scripted
+from recoup.errors import UsageError
+from recoup.measurement.steps.repetition import Repetition
+
+_DEFAULTS = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingStep:
+    """One training step that can be run again and again.
+
+    Attributes:
+        model: The model that is trained.
+        run: Runs forward and backward once.
+        batch: The tensors it runs on, in any structure; they count as resident.
+        device: Where it computes.
+        captured: Other modules and tensors that the step refers to; they count as
+            resident.
+        accumulate: Gradients of earlier steps are there when it begins.
+        repetition: The state that its runs begin with, inside `untouched`.
+    """
+
+    model: nn.Module
+    run: Callable[[], object]
+    batch: Any
+    device: torch.device
+    captured: tuple[nn.Module | Tensor, ...] = ()
+    accumulate: bool = False
+    repetition: Repetition | None = None
+
+    def begin(self, *, waiting: bool = True) -> None:
+        """Make the next run the same step as those before it, with gradients to match.
+
+        There are none, or those that are carried from step to step: of the model's
+        parameters, and of all else that a run has added a gradient to.
+
+        Args:
+            waiting: False if the host must not wait for the device: then buffers are
+                those that the last run left.
+        """
+        if self.repetition is not None:
+            self.repetition.begin(waiting=waiting)
+        else:
+            self.model.zero_grad(set_to_none=True)
+        if self.accumulate:
+            carry_gradients(self.model.parameters())
+            if self.repetition is not None:
+                self.repetition.carry_gradients()
+
+    def drop_gradients(self) -> None:
+        """Drop all gradients that a run has left."""
+        if self.repetition is not None:
+            self.repetition.drop_gradients()
+        else:
+            self.model.zero_grad(set_to_none=True)
+
+    def resident(self) -> list[Tensor | nn.Module]:
+        """Return all that is in memory before the step, as far as it is known."""
+        return [self.model, *tensors_within(self.batch), *self.captured]
+
+
+def training_step(
+    model: nn.Module,
+    batch: Any = None,
+    *,
+    loss: Callable[..., Tensor] | None = None,
+    step: Callable[[], object] | None = None,
+    device: torch.device | str | None = None,
+    accumulate: bool = False,
+) -> TrainingStep:
+    """Return the step that the arguments of `fit` and `measure` describe.
+
+    Args:
+        model: The model.
+        batch: What it is called with: a tensor, a tuple of positional arguments, or a
+            mapping of keyword arguments. With a loss that takes the output and a
+            target: a pair of what the model is called with and the target.
+        loss: Computes the loss from the model's output (and the target). Without it
+            the output must be the loss, or have it as `loss`.
+        step: Runs forward and backward by itself, instead of `batch` and `loss`.
+        device: Where to count memory; by default where the model's parameters are.
+        accumulate: Gradients of earlier steps are there when it begins.
+
+    Raises:
+        UnsupportedError: A part of the model can have no hooks.
+        UsageError: The arguments describe no step.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"this takes a model: got {type(model).__name__}.")
+    refuse_scripted(model.named_modules())
+    if any(map(is_lazy, (*model.parameters(), *model.buffers()))):
+        raise UsageError(
+            f"this {type(model).__name__} has parameters that get their shape at its "
+            "first call. Call it once on a batch before."
+        )
+    for name, function in (("loss", loss), ("step", step)):
+        if function is not None and not callable(function):
+            raise UsageError(
+                f"{name}= takes a function: got {function!r} of type "
+                f"{type(function).__name__}."
+            )
+    where = usable_device(device) if device is not None else device_of(model)
+    if step is not None:
+        if batch is not None or loss is not None:
+            raise UsageError("give either a step, or a batch with a loss: got both.")
+        captured = tuple(reach(step, kind=(nn.Module, Tensor)))
+        return TrainingStep(model, step, None, where, captured, accumulate)
+    if batch is None:
+        raise UsageError(
+            "a step needs something to run on: got no batch. Give batch=, or step= "
+            "with a function that runs forward and backward."
+        )
+    loss_of_a_call = _loss_of_a_call(model, batch, loss)
+
+    @calls_user
+    def run() -> None:
+        _check_loss(loss_of_a_call()).backward()
+
+    found = tensors_within(batch)
+    captured = tuple(reach(loss, kind=(nn.Module, Tensor)))
+    return TrainingStep(model, run, found, where, captured, accumulate)
+
+
+def _loss_of_a_call(
+    model: nn.Module, batch: Any, loss: Callable[..., Tensor] | None
+) -> Callable[[], Any]:
+    """Return a function that calls the model and returns the loss alone.
+
+    The output ends with that call, as in a training loop: during backward the loss is
+    referenced, and not the logits.
+    """
+    inputs, target = batch, None
+    with_target = loss is not None and takes_target(loss)
+    if with_target:
+        if not isinstance(batch, tuple | list) or len(batch) != 2:
+            raise UsageError(
+                "a loss of two arguments gets the output and the target: give the "
+                f"batch as a pair (inputs, target), got {type(batch).__name__}."
+            )
+        inputs, target = batch
+
+    @calls_user
+    def call() -> Any:
+        output = _call(model, inputs)
+        if loss is None:
+            return _loss_in(output)
+        return loss(output, target) if with_target else loss(output)
+
+    return call
+
+
+@contextmanager
+def untouched(step: TrainingStep) -> Iterator[TrainingStep]:
+    """Yield a step whose runs leave nothing changed.
+
+    That is parameters, gradients, buffers, Python attributes and generators of the
+    model, its batch, and everything else that the step reaches; see `Repetition`.
+
+    After each `TrainingStep.begin` it is the same step again, with the same random
+    numbers. Gradients are taken off, so that each run starts as one after `zero_grad`
+    does. On an accelerator they wait on the CPU: a step makes new ones in their place.
+
+    Raises:
+        UsageError: A run calls an optimizer of the model.
+    """
+    repetition = Repetition(step.model, step.run, step.batch, _devices_of(step))
+    try:
+        with _optimizers_refused(step.model):
+            yield replace(step, run=repetition.watched(step.run), repetition=repetition)
+    finally:
+        repetition.restore()
+
+
+@contextmanager
+def _optimizers_refused(model: nn.Module) -> Iterator[None]:
+    """Refuse an optimizer's step on the model: it would train it, again and again."""
+    mine = {id(parameter) for parameter in model.parameters()}
+
+    def refuse(optimizer: Optimizer, args: object, kwargs: object) -> None:
+        del args, kwargs
+        groups = optimizer.param_groups
+        if any(id(each) in mine for group in groups for each in group["params"]):
+            raise UsageError(
+                f"the step that is measured calls {type(optimizer).__name__}.step, and "
+                "would train the model while it is measured. Give a step that runs "
+                "forward and backward alone, and the optimizer as optimizer=."
+            )
+
+    handle = register_optimizer_step_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _devices_of(step: TrainingStep) -> list[torch.device]:
+    model = step.model
+    found = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    return [device for device in {*found, step.device} if device.type != "meta"]
+
+
+def usable_device(device: torch.device | str) -> torch.device:
+    """Return the device of that name, where something can be computed here.
+
+    Raises:
+        UsageError: There is none, or nothing can be computed on it.
+
+    Examples:
+        >>> usable_device("cpu")
+        device(type='cpu')
+    """
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except Exception as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"device {device!r} cannot be used here: {reason}.") from error
+    if found.type == "meta":
+        raise UsageError(
+            "nothing is computed on the meta device. Name a real one, or measure dry: "
+            "recoup.measure(..., dry=True)."
+        )
+    return found
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return where a model is: its first parameter or buffer, or the CPU."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        return tensor.device
+    return torch.device("cpu")
+
+
+@calls_user
+def _call(model: nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    if isinstance(inputs, tuple | list):
+        return model(*inputs)
+    return model(inputs)
+
+
+def takes_target(loss: Callable[..., Any]) -> bool:
+    """Return whether a loss is called with the output and a target."""
+    target = loss.forward if isinstance(loss, nn.Module) else loss
+    try:
+        parameters = inspect.signature(target).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    needed = [p for p in parameters if p.kind in _DEFAULTS and p.default is p.empty]
+    return len(needed) >= 2
+
+
+def _loss_in(output: Any) -> Any:
+    if isinstance(output, Mapping) and "loss" in output:
+        return output["loss"]
+    return getattr(output, "loss", output)
+
+
+def _check_loss(loss: Any) -> Tensor:
+    if isinstance(loss, Tensor) and not loss.requires_grad:
+        raise UsageError(
+            "a step needs a loss that depends on something that is trained: this one "
+            "requires no gradient. Leave `torch.no_grad`, and let parameters require "
+            "gradients."
+        )
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise UsageError(
+            f"a step needs a loss of one number: got {shape}. Give loss= with a "
+            "function that computes it from the model's output."
+        )
+    return loss

@@ -1,0 +1,258 @@
+"""Measure one block by itself: the bytes and the time of a way to run it."""
+
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from recoup.backend.memory.interval_meter import interval_meter
+from recoup.backend.memory.ledger import storages_in
+from recoup.backend.state.trees import leaves, map_leaves, tensors
+from recoup.core.block_options import BlockOption
+from recoup.engine.applied.compiled_blocks import signature_of
+from recoup.measurement.steps.training_step import TrainingStep
+from recoup.measurement.timing.pace import synchronize
+
+Forward = Callable[..., Any]
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+@dataclass(frozen=True)
+class BlockCall:
+    """A call of a block: detached copies of its arguments.
+
+    Attributes:
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class BlockKinds:
+    """The blocks of a step, grouped by what a compiler can share.
+
+    Attributes:
+        kinds: The number of the kind of each block, by path.
+        samples: A call of the first block of each kind.
+        refused: Blocks that are not compiled, and why.
+    """
+
+    kinds: Mapping[str, int]
+    samples: Sequence[tuple[str, BlockCall]]
+    refused: Mapping[str, str]
+
+
+def sample_calls(step: TrainingStep, blocks: Mapping[str, nn.Module]) -> BlockKinds:
+    """Run a step once, and return which blocks are alike and how they are called.
+
+    Args:
+        step: The step; run it with as little memory as possible.
+        blocks: Its blocks by path.
+    """
+    kinds: dict[str, int] = {}
+    numbers: dict[Hashable, int] = {}
+    samples: list[tuple[str, BlockCall]] = []
+    refused: dict[str, str] = {}
+
+    def note(
+        name: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if not torch.is_grad_enabled() or name in kinds or name in refused:
+            return
+        foreign = [
+            leaf
+            for leaf in leaves((args, kwargs))
+            if not isinstance(leaf, (*_PLAIN, Tensor))
+        ]
+        if foreign:
+            refused[name] = _why_refused(foreign[0])
+            return
+        key = (type(block), tuple(signature_of(block)), _signature((args, kwargs)))
+        if key not in numbers:
+            numbers[key] = len(numbers)
+            samples.append((name, BlockCall(*map_leaves(_copied, (args, kwargs)))))
+        kinds[name] = numbers[key]
+
+    with ExitStack() as stack:
+        for name, block in blocks.items():
+            handle = block.register_forward_pre_hook(
+                lambda block, args, kwargs, name=name: note(name, block, args, kwargs),
+                with_kwargs=True,
+            )
+            stack.callback(handle.remove)
+        step.begin()
+        step.run()
+    for name in blocks:
+        if name not in kinds:
+            refused.setdefault(name, "the step does not call it with gradients")
+    return BlockKinds(kinds, samples, refused)
+
+
+def _why_refused(argument: object) -> str:
+    kind = type(argument).__name__
+    advice = ""
+    if kind.endswith("Cache"):
+        advice = "; training needs none: set model.config.use_cache = False"
+    return (
+        f"it is called with a {kind}, whose state a compiled block may change{advice}"
+    )
+
+
+def _signature(tree: Any) -> Hashable:
+    def described(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            flags = (leaf.dtype, leaf.device, leaf.requires_grad)
+            return (tuple(leaf.shape), leaf.stride(), *flags)
+        return leaf
+
+    return repr(map_leaves(described, tree))
+
+
+def _copied(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    copy = leaf.detach().clone(memory_format=torch.preserve_format)
+    return copy.requires_grad_(leaf.requires_grad)
+
+
+class BlockBench:
+    """A block with a call of it, on which ways to run it are measured.
+
+    Between measurements the call waits on the CPU: on an accelerator it would count in
+    the peaks of whole steps.
+
+    Args:
+        block: The block.
+        call: The call.
+        device: Where it computes.
+    """
+
+    def __init__(self, block: nn.Module, call: BlockCall, device: torch.device) -> None:
+        self._block = block
+        self._call = call
+        self._device = device
+        self._gradients: list[Tensor] = []
+        self.park()
+
+    def park(self) -> None:
+        """Move the call to the CPU."""
+        self._move(torch.device("cpu"))
+
+    def unpark(self) -> None:
+        """Move the call to the device."""
+        self._move(self._device)
+
+    def _move(self, device: torch.device) -> None:
+        given = (self._call.args, self._call.kwargs)
+        self._call = BlockCall(*map_leaves(lambda leaf: _moved(leaf, device), given))
+        self._gradients = [gradient.to(device) for gradient in self._gradients]
+
+    def run(self, forward: Forward) -> list[Tensor]:
+        """Run forward and backward once; return the gradients of all leaves."""
+        self._clear()
+        outputs = _differentiable(forward(*self._call.args, **self._call.kwargs))
+        if not self._gradients:
+            self._gradients = [torch.randn_like(output) for output in outputs]
+        end = _End.apply(self._gradients, *outputs)
+        del outputs
+        end.backward()
+        found = [t.grad for t in self._leaves() if t.grad is not None]
+        self._clear()
+        return found
+
+    def seconds(self, forwards: Sequence[Forward], *, rounds: int) -> list[float]:
+        """Return the least times of ways to run the block, measured in turns."""
+        times: list[list[float]] = [[] for _ in forwards]
+        for _ in range(rounds):
+            for forward, found in zip(forwards, times, strict=True):
+                self.run(forward)
+                synchronize(self._device)
+                start = time.perf_counter()
+                self.run(forward)
+                synchronize(self._device)
+                found.append(time.perf_counter() - start)
+        return [min(found) for found in times]
+
+    def measure(self, forward: Forward) -> BlockOption:
+        """Return the bytes of a way to run the block; its time is not measured.
+
+        Its inputs are in use until backward ends, as if other blocks held them too.
+        """
+        self.run(forward)
+        with interval_meter(self._device) as meter:
+            args, kwargs = map_leaves(_fresh, (self._call.args, self._call.kwargs))
+            meter.mark("forward")
+            outputs = _differentiable(forward(*args, **kwargs))
+            storages = storages_in(outputs)
+            output_bytes = sum(storage.nbytes() for storage in storages)
+            made = [StorageWeakRef(storage) for storage in storages]
+            for place in range(len(outputs)):
+                outputs[place].register_hook(lambda _: meter.mark("backward"))
+            end = _End.apply(self._gradients, *outputs)
+            del outputs, storages
+            saves_output = not all(ref.expired() for ref in made)
+            meter.mark("held")
+            end.backward()
+            del end
+        self._clear()
+        # Several outputs mark the begin of backward one after the other.
+        marks = {interval.mark: interval for interval in meter.intervals}
+        begin, held, backward = marks["forward"], marks["held"], marks["backward"]
+        held_bytes = held.live_bytes - begin.live_bytes
+        return BlockOption(
+            held_bytes=held_bytes - (output_bytes if saves_output else 0),
+            saves_output=saves_output,
+            forward_bytes=begin.peak_bytes - begin.live_bytes,
+            backward_bytes=backward.peak_bytes - backward.live_bytes,
+            seconds=0.0,
+        )
+
+    def _leaves(self) -> list[Tensor]:
+        given = tensors((self._call.args, self._call.kwargs))
+        return [*(t for t in given if t.requires_grad), *self._block.parameters()]
+
+    def _clear(self) -> None:
+        for leaf in self._leaves():
+            leaf.grad = None
+
+
+def _moved(leaf: Any, device: torch.device) -> Any:
+    if not isinstance(leaf, Tensor) or leaf.device == device:
+        return leaf
+    moved = torch.empty_strided(
+        leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device
+    )
+    return moved.copy_(leaf.detach()).requires_grad_(leaf.requires_grad)
+
+
+def _fresh(leaf: Any) -> Any:
+    """Return an input as a block before would make it: not a leaf."""
+    if isinstance(leaf, Tensor) and leaf.requires_grad:
+        return leaf.clone(memory_format=torch.preserve_format)
+    return leaf
+
+
+def _differentiable(outputs: Any) -> list[Tensor]:
+    return [t for t in tensors(outputs) if t.requires_grad]
+
+
+class _End(torch.autograd.Function):
+    """Ends a graph: gives outputs their gradients, and does not hold them."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor], *outputs: Tensor) -> Tensor:
+        ctx.gradients = gradients[: len(outputs)]
+        return torch.zeros((), requires_grad=True)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, *(gradient.clone() for gradient in ctx.gradients))

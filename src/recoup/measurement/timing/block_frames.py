@@ -1,0 +1,213 @@
+"""Measure a step of compiled blocks: what is in use when each of them begins."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from recoup.backend.memory.interval_meter import Interval, interval_meter
+from recoup.backend.memory.ledger import StorageLedger, storages_in
+from recoup.backend.state.trees import tensors
+from recoup.core.block_options import BlockFrame, BlockOption, BlockStep
+from recoup.errors import UnsupportedError
+from recoup.measurement.steps.training_step import TrainingStep
+
+Event = Literal["enter", "leave", "backward", "after"]
+
+
+@dataclass(frozen=True)
+class StepMarks:
+    """What was seen of a step.
+
+    Attributes:
+        intervals: The bytes between marks; a mark is an event of a block.
+        names: The blocks, in the order in which forward entered them.
+        unheld_bytes: For each block, the bytes of outputs that nothing held any more
+            when backward began.
+    """
+
+    intervals: Sequence[Interval]
+    names: tuple[str, ...]
+    unheld_bytes: Mapping[str, int]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The peak of the step."""
+        return max(interval.peak_bytes for interval in self.intervals)
+
+
+def resident_bytes(step: TrainingStep, resident: Sequence[object]) -> int:
+    """Return the bytes that a meter which counts from zero does not see."""
+    if step.device.type != "cpu":
+        return 0
+    ledger = StorageLedger()
+    ledger.add_all([step.model, step.batch, list(resident)])
+    return ledger.live_bytes
+
+
+def run_marked(
+    step: TrainingStep,
+    blocks: Mapping[str, nn.Module],
+    *,
+    resident: Sequence[object] = (),
+) -> StepMarks:
+    """Run a step once, and return the bytes in use around each block."""
+    order: dict[str, None] = {}
+    outputs: dict[str, list[tuple[StorageWeakRef, int]]] = {}
+    unheld: dict[str, int] = {}
+    with ExitStack() as stack:
+        step.begin()
+        base = resident_bytes(step, resident)
+        meter = interval_meter(step.device)
+
+        def enter(name: str, inputs: Any) -> None:
+            order[name] = None
+            meter.mark(("enter", name))
+            for tensor in tensors(inputs):
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda _: meter.mark(("after", name)))
+                    break
+
+        def leave(name: str, output: Any) -> None:
+            made = [t for t in tensors(output) if t.requires_grad]
+            storages = storages_in(made)
+            outputs[name] = [(StorageWeakRef(s), s.nbytes()) for s in storages]
+            for tensor in made:
+                tensor.register_hook(lambda _: backward(name))
+            meter.mark(("leave", name))
+
+        def backward(name: str) -> None:
+            if not unheld:
+                for block, refs in outputs.items():
+                    dead = (nbytes for ref, nbytes in refs if ref.expired())
+                    unheld[block] = sum(dead)
+            meter.mark(("backward", name))
+
+        for name, block in blocks.items():
+            for handle in (
+                block.register_forward_pre_hook(
+                    lambda _, args, kwargs, name=name: (
+                        enter(name, (args, kwargs)) if torch.is_grad_enabled() else None
+                    ),
+                    with_kwargs=True,
+                ),
+                block.register_forward_hook(
+                    lambda _, __, output, name=name: (
+                        leave(name, output) if torch.is_grad_enabled() else None
+                    ),
+                ),
+            ):
+                stack.callback(handle.remove)
+        with meter:
+            step.run()
+    intervals = [
+        Interval(i.mark, i.live_bytes + base, i.peak_bytes + base)
+        for i in meter.intervals
+    ]
+    return StepMarks(intervals, tuple(order), unheld)
+
+
+def block_step(
+    marks: StepMarks,
+    kinds: Mapping[str, int],
+    references: Sequence[BlockOption],
+    seconds: float,
+) -> BlockStep:
+    """Return the step that a marked run with the reference options was.
+
+    Args:
+        marks: What was seen.
+        kinds: The kind of each block.
+        references: The option that the blocks of each kind had.
+        seconds: How long the step takes.
+
+    Raises:
+        UnsupportedError: A block ran again before its backward.
+    """
+    names = marks.names
+    numbers = {name: number for number, name in enumerate(names)}
+    forward_peak = [0] * len(names)
+    backward_peak = [0] * len(names)
+    outside = [0] * (len(names) + 1)
+    outstanding: set[int] = set()
+    running: int | None = None
+    for interval in marks.intervals:
+        mark: Any = interval.mark or ("leave", "")
+        event, name = mark
+        number = numbers.get(name, -1)
+        if running is not None:
+            outstanding.discard(running)
+            running = None
+        if event == "enter":
+            if number in outstanding:
+                raise UnsupportedError(
+                    f"the block {name!r} runs again before its backward. Use "
+                    "compile=False for this step."
+                )
+            forward_peak[number] = max(forward_peak[number], interval.peak_bytes)
+            continue
+        if event == "backward":
+            backward_peak[number] = max(backward_peak[number], interval.peak_bytes)
+            running = number
+            continue
+        if event == "leave" and number >= 0:
+            outstanding.add(number)
+        # Blocks are counted as a prefix of forward's order: what a later one holds
+        # while an earlier one is done counts for both.
+        count = max(outstanding, default=-1) + 1
+        outside[count] = max(outside[count], interval.peak_bytes)
+    return BlockStep(
+        tuple(
+            BlockFrame(
+                kinds[name],
+                references[kinds[name]],
+                forward_peak[number],
+                backward_peak[number],
+                marks.unheld_bytes.get(name, 0),
+            )
+            for name, number in numbers.items()
+        ),
+        tuple(outside),
+        seconds,
+    )
+
+
+def gradients_of(step: TrainingStep) -> list[Tensor | None]:
+    """Run a step once; return copies of the parameters' gradients on the CPU."""
+    step.begin()
+    step.run()
+    found = [
+        None if parameter.grad is None else parameter.grad.detach().to("cpu", copy=True)
+        for parameter in step.model.parameters()
+    ]
+    step.begin()
+    return found
+
+
+def largest_difference(
+    found: Sequence[Tensor | None], wanted: Sequence[Tensor | None]
+) -> float:
+    """Return the largest difference relative to the largest entry of each gradient.
+
+    Gradients whose largest entry is below a thousandth of the largest of all are
+    compared with that: they are zero but for rounding.
+    """
+    pairs = [
+        (a, b)
+        for a, b in zip(found, wanted, strict=True)
+        if b is not None and b.numel()
+    ]
+    if all(a is not None and torch.equal(a, b) for a, b in pairs):
+        return 0.0
+    sizes = [b.float().abs().max().item() for _, b in pairs]
+    least = max(1e-3 * max(sizes), 1e-30)
+    return max(
+        float("inf")
+        if a is None
+        else (a.float() - b.float()).abs().max().item() / max(size, least)
+        for (a, b), size in zip(pairs, sizes, strict=True)
+    )

@@ -1,0 +1,142 @@
+"""Times by a roofline: arithmetic and traffic over what a device does at best."""
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from recoup.backend.state.trees import tensors
+from recoup.core.device_figures import Figures
+
+_PRODUCT = 384
+_COPIED_BYTES = 1 << 24
+_REPEATS = 5
+
+
+class Roofline:
+    """A timer that runs an operator for its shapes and works its time out.
+
+    An operator takes the time of its arithmetic, or of reading its arguments and
+    writing its results, whichever is longer. Arithmetic is that of matrix products,
+    convolutions and attention, by torch's own formulas. What starting an operator takes
+    is not in it: the estimate is for operators that keep a device busy.
+
+    Args:
+        figures: What the device does at best.
+
+    Examples:
+        >>> from recoup.core.device_figures import figures_of
+        >>> line = Roofline(figures_of("h100"))
+        >>> x = torch.empty(1024, 1024)
+        >>> _, number = line.run(partial(torch.ops.aten.mm.default, x, x))
+        >>> line.seconds(number) == 2 * 1024**3 / 66.9e12
+        True
+    """
+
+    def __init__(self, figures: Figures) -> None:
+        self._figures = figures
+        self._seconds: list[float] = []
+
+    def run(self, call: partial[Any]) -> tuple[Any, int]:
+        """Run an operator once; return its result and the number of its time."""
+        out = call()
+        self._seconds.append(self._estimate(call, out))
+        return out, len(self._seconds) - 1
+
+    def again(self, call: partial[Any], number: int) -> int:
+        """Return the number as it is: a second estimate is no better."""
+        del call
+        return number
+
+    def join(self, number: int, other: int) -> None:
+        """Do nothing: the estimates of calls that are alike are equal."""
+
+    def seconds(self, number: int) -> float:
+        """Return how long one call would take."""
+        return self._seconds[number]
+
+    def _estimate(self, call: partial[Any], out: Any) -> float:
+        given = tensors((call.args, call.keywords))
+        made = tensors(out)
+        flops = flops_of(call, out)
+        seconds = (
+            sum(map(_touched_bytes, given + made)) / self._figures.bytes_per_second
+        )
+        if flops:
+            numbers = [t.element_size() for t in made or given if t.is_floating_point()]
+            speed = self._figures.flops_of(max(numbers[:1], default=4))
+            seconds = max(seconds, flops / speed)
+        return seconds
+
+
+def flops_of(call: partial[Any], out: Any) -> int:
+    """Return the arithmetic of a call as torch counts it; 0: it is not counted.
+
+    Examples:
+        >>> x = torch.empty(10, 10)
+        >>> flops_of(partial(torch.ops.aten.mm.default, x, x), x)
+        2000
+        >>> flops_of(partial(torch.ops.aten.exp.default, x), x)
+        0
+    """
+    packet: Any = getattr(call.func, "overloadpacket", None)
+    formula = flop_registry.get(_SAME_AS.get(packet, packet))
+    if formula is None:
+        return 0
+    return int(formula(*call.args, **call.keywords, out_val=out))
+
+
+def here() -> Figures:
+    """Return the figures of this machine's processor, measured.
+
+    Multiplies two small matrices and copies 16 MiB, some times each.
+
+    Examples:
+        >>> here().name
+        'cpu'
+    """
+    left = torch.ones(_PRODUCT, _PRODUCT)
+    source = torch.ones(_COPIED_BYTES // 4)
+    target = torch.empty_like(source)
+    product_seconds = _least_seconds(lambda: left @ left)
+    copy_seconds = _least_seconds(lambda: target.copy_(source))
+    flops_per_second = 2 * _PRODUCT**3 / product_seconds
+    return Figures(
+        "cpu",
+        memory_bytes=0,
+        bytes_per_second=2 * _COPIED_BYTES / copy_seconds,
+        flops_per_second=((4, flops_per_second), (8, flops_per_second / 2)),
+        link_bytes_per_second=0.0,
+        source="measured on this machine",
+    )
+
+
+def _touched_bytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor that are there to be read, expanded ones once."""
+    elements = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        elements *= size if stride else min(size, 1)
+    return elements * tensor.element_size()
+
+
+def _least_seconds(call: Callable[[], Any]) -> float:
+    least = float("inf")
+    for _ in range(_REPEATS):
+        start = time.perf_counter()
+        call()
+        least = min(least, time.perf_counter() - start)
+    return least
+
+
+_ATTENTION = "_scaled_dot_product_flash_attention"
+_SAME_AS: dict[Any, Any] = {
+    getattr(torch.ops.aten, f"{_ATTENTION}_for_cpu{half}"): getattr(
+        torch.ops.aten, f"{_ATTENTION}{half}"
+    )
+    for half in ("", "_backward")
+}
+"""Operators without a formula that compute what others do."""

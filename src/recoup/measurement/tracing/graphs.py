@@ -1,0 +1,282 @@
+"""From a trace of a step to its graph."""
+
+import bisect
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+from recoup.core.graph import (
+    Boundary,
+    Dropped,
+    Graph,
+    Operation,
+    Save,
+    Storage,
+    Value,
+)
+from recoup.core.segments import Segment
+from recoup.core.simulation import simulate
+from recoup.measurement.steps.boundaries import block_boundaries
+from recoup.measurement.tracing.trace import (
+    Trace,
+    TracedOperation,
+    TracedSave,
+    TracedStorage,
+)
+
+_SLACK = 64
+"""A storage that a region held in the traced step, and that died so many moments after
+the region could let go of it, or earlier, was held by nobody else."""
+
+
+_NEAR = 16
+"""An operator that writes over what one so many operators before it has made is taken
+for an activation in place."""
+
+
+def graph_of(
+    trace: Trace,
+    seconds_of: Callable[[int], float],
+    *,
+    blocks: Collection[str],
+) -> Graph:
+    """Return the graph of a traced step.
+
+    Args:
+        trace: What was seen.
+        seconds_of: How long the operator with a certain timing took.
+        blocks: The paths of the modules at which the traced step was cut: between
+            these it ran in segments that recompute everything.
+    """
+    forward = len(trace.operations)
+    moments = trace.moment
+    boundaries = boundaries_of(trace, blocks)
+    measured = [operation.peak_bytes for operation in trace.operations]
+    measured.extend(trace.backward_bytes)
+    own = [operation.own_bytes for operation in trace.operations]
+    own.extend(trace.backward_own_bytes)
+    graph = Graph(
+        operations=tuple(_operation(op, seconds_of) for op in trace.operations),
+        backward=len(trace.backward_bytes),
+        storages=tuple(_storage(s, moments - 1) for s in trace.storages),
+        values=tuple(
+            Value(v.storage, v.producer, holdable=not v.overwritten)
+            for v in trace.values
+        ),
+        saves=tuple(_saves(trace, forward, moments)),
+        dropped=tuple(
+            Dropped(save.value, _released(save, moments - 1))
+            for save in trace.saves
+            if _is_dropped(save, forward)
+        ),
+        boundaries=boundaries,
+        other_bytes=tuple(measured),
+        blocks=block_boundaries(boundaries, blocks),
+        own_bytes=tuple(own),
+        gradients=tuple(trace.gradients.items()),
+    )
+    traced = recompute_all(graph)
+    graph = replace(graph, storages=_natural(graph, trace, traced))
+    modelled = simulate(replace(graph, other_bytes=(0,) * moments), traced)
+    # What the model of the step has too much of is never taken off what is measured.
+    other = [
+        max(0, seen_bytes - model_bytes)
+        for seen_bytes, model_bytes in zip(measured, modelled.settled_at, strict=True)
+    ]
+    return replace(graph, other_bytes=tuple(other))
+
+
+def recompute_all(graph: Graph) -> tuple[Segment, ...]:
+    """Return one segment for each block, as in the traced step."""
+    return tuple(
+        Segment(start, stop)
+        for start, stop in pairwise(graph.blocks)
+        if graph.is_within_call(start, stop)
+    )
+
+
+def boundaries_of(trace: Trace, blocks: Collection[str]) -> tuple[Boundary, ...]:
+    """Return the places where modules are entered or left, each place once.
+
+    Of those between the same operators a block's is taken, or else the outermost.
+    Places where a region would have to copy a value that is about to be written over
+    are left out, but for the first and the last of each call of the model.
+    """
+    torn = torn_places(trace)
+    used = [
+        0,
+        *accumulate(not _is_dropped(s, len(trace.operations)) for s in trace.saves),
+    ]
+    firsts = {b.model_call: b for b in reversed(trace.boundaries)}
+    lasts = {b.model_call: b for b in trace.boundaries}
+
+    def rank(boundary: Boundary) -> tuple[bool, int]:
+        return boundary.module not in blocks, boundary.module.count(".")
+
+    found: dict[tuple[int, int, int], Boundary] = {}
+    for traced in trace.boundaries:
+        call = traced.model_call
+        is_end = traced is firsts[call] or traced is lasts[call]
+        if traced.operation in torn and not is_end:
+            continue
+        saves = used[traced.saves]
+        place = (traced.operation, saves, call)
+        boundary = Boundary(
+            traced.operation,
+            saves,
+            traced.module,
+            traced.call,
+            traced.entering,
+            call,
+        )
+        known = found.get(place)
+        if known is None or rank(boundary) < rank(known):
+            found[place] = boundary
+    return tuple(found.values())
+
+
+def torn_places(trace: Trace) -> set[int]:
+    """Return between which operations a value is made and soon written over.
+
+    The numbers are those of the operations after the places. A region that begins
+    there needs the value as it was before, and copies it. An activation in place comes
+    a few operators after what made its input; what is written over much later is a
+    buffer that the model fills, and no reason not to cut.
+    """
+    torn: set[int] = set()
+    last: dict[int, int] = {}
+    for number, operation in enumerate(trace.operations):
+        for value in operation.makes:
+            storage = trace.values[value].storage
+            before = last.get(storage, number)
+            if number - before <= _NEAR:
+                torn.update(range(before + 1, number + 1))
+            last[storage] = number
+    return torn
+
+
+def torn_blocks(trace: Trace, blocks: Collection[str]) -> set[str]:
+    """Return the blocks that begin or end where a value is about to be written over."""
+    torn = torn_places(trace)
+    return {
+        boundary.module
+        for boundary in trace.boundaries
+        if boundary.module in blocks and boundary.operation in torn
+    }
+
+
+def _operation(
+    traced: TracedOperation, seconds_of: Callable[[int], float]
+) -> Operation:
+    return Operation(
+        name=traced.name,
+        seconds=seconds_of(traced.timing),
+        reads=tuple(traced.reads),
+        makes=tuple(traced.makes),
+        replayable=traced.asked == len(traced.makes) and traced.asked > 0,
+        workspace_bytes=traced.workspace_bytes,
+        state_bytes=traced.state_bytes,
+    )
+
+
+def _storage(traced: TracedStorage, last: int) -> Storage:
+    return Storage(
+        traced.bytes, traced.born, last if traced.dies is None else traced.dies
+    )
+
+
+def _saves(trace: Trace, forward: int, moments: int) -> list[Save]:
+    """Return what was saved, with its life in backward.
+
+    What nobody asked for lives to the end. Of what a region holds beyond autograd's
+    need, the end of that need is taken to be where the next saved tensor is asked for.
+    """
+    asked = sorted({save.used for save in trace.saves if save.used is not None})
+    found: list[Save] = []
+    for save in trace.saves:
+        if _is_dropped(save, forward):
+            continue
+        used = moments - 1 if save.used is None else save.used
+        released = used if save.released is None else save.released
+        if save.by_region:
+            later = bisect.bisect_right(asked, used)
+            if later < len(asked):
+                released = min(released, asked[later] - 1)
+        used = min(max(used, forward), moments - 1)
+        released = min(max(released, used), moments - 1)
+        finished = released if save.finished is None else max(save.finished, used)
+        found.append(Save(save.value, used, released, min(finished, moments - 1)))
+    return found
+
+
+def _is_dropped(save: TracedSave, forward: int) -> bool:
+    """Return whether backward of this pass does not ask for a saved tensor."""
+    if save.used is not None:
+        return False
+    return save.is_later or (save.released is not None and save.released < forward)
+
+
+def _released(save: TracedSave, last: int) -> int:
+    """Return the last moment at which autograd holds a saved tensor in this pass."""
+    if save.is_later or save.released is None:
+        return last
+    return min(save.released, last)
+
+
+def _held_for_dropped(graph: Graph, segments: Sequence[Segment]) -> dict[int, int]:
+    """Return until when regions hold storages for replays that are never asked for."""
+    found: dict[int, int] = {}
+    for segment in segments if graph.dropped else ():
+        inside = graph.operations_between(segment.start, segment.stop)
+        until = [
+            dropped.until
+            for dropped in graph.dropped
+            if graph.values[dropped.value].producer in inside
+        ]
+        for number in inside if until else ():
+            for value in graph.operations[number].reads:
+                found[graph.values[value].storage] = max(until)
+    return found
+
+
+def _natural(
+    graph: Graph, trace: Trace, segments: Sequence[Segment]
+) -> tuple[Storage, ...]:
+    """Return the storages with the lives they have if no region holds them.
+
+    In the traced step regions held some of them into backward. Those are taken to die
+    when forward last read them, or when the last tensor died that modules had passed
+    on, if that was later.
+    """
+    last_read: dict[int, int] = {}
+    held_until: dict[int, int] = {}
+    for number, operation in enumerate(graph.operations):
+        for value in (*operation.reads, *operation.makes):
+            last_read[graph.values[value].storage] = number
+    for save in graph.saves:
+        storage = graph.values[save.value].storage
+        held_until[storage] = max(held_until.get(storage, 0), save.released)
+    for segment in segments:
+        saves = graph.saves_between(segment.start, segment.stop)
+        end = max((save.released for save in saves), default=0)
+        inside = graph.operations_between(segment.start, segment.stop)
+        for number in inside:
+            for value in graph.operations[number].reads:
+                storage = graph.values[value].storage
+                held_until[storage] = max(held_until.get(storage, 0), end)
+    dropped_until = _held_for_dropped(graph, segments)
+    forward = len(graph.operations)
+    found: list[Storage] = []
+    for number, storage in enumerate(graph.storages):
+        held = held_until.get(number, -1)
+        by_regions = storage.dies == dropped_until.get(number) or (
+            trace.storages[number].dies is not None
+            and forward <= storage.dies <= held + _SLACK
+        )
+        traced = trace.storages[number]
+        if by_regions and number in last_read and not traced.names:
+            dies = max(last_read[number], traced.unnamed or 0)
+            found.append(replace(storage, dies=min(dies, storage.dies)))
+        else:
+            found.append(storage)
+    return tuple(found)

@@ -1,0 +1,365 @@
+"""The user's own step, observed while it runs: its bytes, and its trace if asked for.
+
+Nothing runs twice. The instruments stay attached from the first call of a model to the
+end of the backward that follows, across user code, so they lie at the bottom of
+torch's stacks: modes and hooks that the user enters and leaves meanwhile are above.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from recoup.backend.autograd.hook_stacks import (
+    enter_at_bottom,
+    has_infrastructure_modes,
+    leave_anywhere,
+    push_hooks_at_bottom,
+    take_out_hooks,
+)
+from recoup.backend.autograd.saved_tensors import (
+    Pack,
+    Unpack,
+    current_backward,
+    hooks_refused,
+)
+from recoup.backend.memory.ledger import storages_in
+from recoup.backend.memory.meters import MemoryMeter, StorageMeter, device_meter
+from recoup.backend.operators.timers import OperatorTimer, Timer
+from recoup.backend.state.trees import tensors
+from recoup.core.graph import Graph
+from recoup.engine.recording.observers import Watched, subscribe, unsubscribe
+from recoup.engine.recording.region import Region
+from recoup.measurement.timing.recording_cost import recording_seconds
+from recoup.measurement.tracing.graphs import graph_of, torn_blocks
+from recoup.measurement.tracing.trace import Trace
+from recoup.measurement.tracing.tracer import Tracer
+
+
+class LiveMeter(StorageMeter):
+    """Count the bytes of a step of the user's own, and not what is made after it.
+
+    Once backward has begun, what is made outside of one belongs to user code that
+    follows the step, as copies of gradients and an optimizer's state.
+    """
+
+    _has_backward = False
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run the operator; count what it returned if it belongs to the step."""
+        if current_backward() != -1:
+            self._has_backward = True
+        elif self._has_backward:
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class LiveTracer(Tracer):
+    """Trace a step of the user's own: no operator is run again for its time.
+
+    What regions of the user's own save is theirs: it is no value for a plan, and what
+    they hold and recompute is in the measured bytes.
+
+    Attributes:
+        highest_bytes: The most bytes in use so far, replays included.
+        is_over: Nothing more is traced.
+    """
+
+    def __init__(self, meter: MemoryMeter, timer: Timer) -> None:
+        super().__init__(meter, timer, reruns=False)
+        self.highest_bytes = 0
+        self.is_over = False
+        self._replay_bytes = 0
+        self._thread = threading.get_ident()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run the operator; trace it unless the step is over."""
+        if self.is_over or (self._in_backward and current_backward() == -1):
+            return func(*args, **(kwargs or {}))
+        self.note_peak()
+        moments, before_bytes = self.trace.backward_bytes, self._meter.live_bytes
+        count = len(moments)
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if self._replay_bytes and len(moments) > count:
+            moments[-1] = max(moments[-1], before_bytes + self._replay_bytes)
+            self._replay_bytes = 0
+        return out
+
+    def note_peak(self) -> None:
+        """Remember the peak before somebody resets it."""
+        self.highest_bytes = max(self.highest_bytes, self._meter.peak_bytes)
+
+    @property
+    def has_open_saves(self) -> bool:
+        """Whether autograd still holds something that was saved in the step."""
+        return any(save.released is None for save in self.trace.saves)
+
+    def began(self, region: Watched) -> None:
+        """Follow what is saved in a region of this thread."""
+        if threading.get_ident() == self._thread:
+            super().began(region)
+
+    def hooks(self, region: Region) -> tuple[Pack, Unpack]:
+        """Return hooks that do what the region's own do, and take note of it."""
+        if region.options.policy is self:
+            return super().hooks(region)
+
+        def unpack(packed: Any) -> Tensor:
+            self.note_peak()
+            self._meter.reset_peak()
+            found = region.unpack(packed)
+            above_bytes = self._meter.peak_bytes - self._meter.live_bytes
+            self._replay_bytes = max(self._replay_bytes, above_bytes)
+            return found
+
+        return self._noting(region.pack, unpack, is_plannable=False)
+
+
+class LiveStep:
+    """Instruments on a step of the user's own, from construction to `finish`.
+
+    Args:
+        device: Where bytes are counted.
+        gradients: Returns the gradients there are now. Those that are there before
+            the step count as part of it.
+        traced: Trace the step; False: only count its bytes.
+
+    Attributes:
+        start_bytes: Bytes in use before the step, without the gradients.
+        peak_bytes: The most bytes that the step has added so far.
+        fixed_bytes: What autograd saves in calls that no plan may change.
+    """
+
+    _is_attached = False
+
+    def __init__(
+        self,
+        device: torch.device,
+        gradients: Callable[[], Sequence[Tensor]],
+        *,
+        traced: bool,
+    ) -> None:
+        self._gradients = gradients
+        self._thread = threading.get_ident()
+        meter = device_meter(device)
+        is_counting = isinstance(meter, StorageMeter)
+        self._meter = LiveMeter(device) if is_counting else meter
+        self._timer = OperatorTimer(device)
+        self._handles: list[RemovableHandle] = []
+        self._followed: set[int] = set()
+        self._number: int | None = None
+        self._counts: Counter[tuple[str, bool]] = Counter()
+        self.tracer = LiveTracer(self._meter, self._timer) if traced else None
+        self._is_attached = True
+        if self.tracer is not None:
+            self._hooks = self.tracer.plain_hooks()
+            push_hooks_at_bottom(*self._hooks)
+            subscribe(self.tracer)
+            enter_at_bottom(self.tracer)
+        if isinstance(self._meter, LiveMeter):
+            enter_at_bottom(self._meter)
+        else:
+            self._meter.__enter__()
+        carried = gradients()
+        self._meter.track(*carried)
+        self.start_bytes = self._meter.live_bytes - bytes_of(carried)
+        self.peak_bytes = self.fixed_bytes = self._left_bytes = 0
+
+    @staticmethod
+    def is_possible() -> bool:
+        """Return whether a step can be observed here."""
+        return hooks_refused() is None and not has_infrastructure_modes()
+
+    @property
+    def left_bytes(self) -> int:
+        """Bytes that the step has made and that are alive, gradients apart.
+
+        Where an allocator counts all of the process: at the end of its backward.
+        """
+        if isinstance(self._meter, LiveMeter):
+            return self._left_now()
+        return self._left_bytes
+
+    def _left_now(self) -> int:
+        live_bytes = self._meter.live_bytes - self.start_bytes
+        return max(0, live_bytes - bytes_of(self._gradients()))
+
+    def call(self, model: nn.Module, number: int, args: object, kwargs: object) -> None:
+        """Note where modules begin and end in the call of a model that begins now."""
+        tracer = self.tracer
+        if tracer is None:
+            return
+        tracer.call_model(str(number))
+        self._number, self._counts = number, Counter()
+        self._note("", True, model, args, kwargs)
+        if id(model) in self._followed:
+            return
+        self._followed.add(id(model))
+        for name, module in model.named_modules():
+            if name:
+                enter = partial(self._note, name, True)
+                self._handles.append(
+                    module.register_forward_pre_hook(
+                        enter, with_kwargs=True, prepend=True
+                    )
+                )
+            self._handles.append(
+                module.register_forward_hook(
+                    partial(self._note, name, False), with_kwargs=True, prepend=True
+                )
+            )
+
+    def returned(self) -> None:
+        """Note that the call of the model is over."""
+        self._number = None
+
+    def backward_ended(self) -> None:
+        """Read the peak; stop tracing if autograd holds nothing of the step any more.
+
+        Runs in a thread of autograd's own where the device has one.
+        """
+        self._read_peak()
+        self._left_bytes = self._left_now()
+        if self.tracer is not None and not self.tracer.has_open_saves:
+            self._stop_tracing()
+
+    def finish(self) -> None:
+        """Detach everything."""
+        self._stop_tracing()
+        if not self.peak_bytes:
+            self._read_peak()
+        self._detach()
+
+    def __del__(self) -> None:
+        # A manager may be dropped with its model in the middle of a step. Nobody else
+        # would then ever take the instruments off the stacks of the thread.
+        if self._is_attached:
+            self._stop_tracing()
+            self._detach()
+
+    def _detach(self) -> None:
+        if not self._is_attached or self._thread != threading.get_ident():
+            return
+        self._is_attached = False
+        if self.tracer is not None:
+            take_out_hooks(self._hooks[0])
+            leave_anywhere(self.tracer)
+        if isinstance(self._meter, LiveMeter):
+            leave_anywhere(self._meter)
+        else:
+            self._meter.__exit__(None, None, None)
+
+    @property
+    def planned_calls(self) -> set[int]:
+        """The calls in which regions can begin and end."""
+        assert self.tracer is not None, "the step was traced"
+        return {boundary.model_call for boundary in self.tracer.trace.boundaries}
+
+    def torn(self, cuts: Collection[str]) -> set[str]:
+        """Return the cuts where a value is about to be written over."""
+        assert self.tracer is not None, "the step was traced"
+        return torn_blocks(self.tracer.trace, cuts)
+
+    def graph(self, cuts: Collection[str], fixed_calls: Collection[int]) -> Graph:
+        """Return the graph of the step.
+
+        Args:
+            cuts: The paths at which it was cut, each after the number of its call.
+            fixed_calls: Calls that no plan may change: what they take is as measured.
+        """
+        assert self.tracer is not None, "the step was traced"
+        [trace, *_] = self.tracer.close()
+        self.fixed_bytes = _fix(trace, fixed_calls)
+        graph = graph_of(trace, self._timer.seconds, blocks=cuts)
+        backward = sum(map(self._timer.seconds, trace.backward_timings))
+        return replace(
+            graph,
+            step_seconds=graph.forward_seconds + backward,
+            recording_seconds=_recording_seconds(),
+        )
+
+    def _read_peak(self) -> None:
+        tracer = self.tracer
+        if tracer is not None:
+            tracer.note_peak()
+        highest = self._meter.peak_bytes if tracer is None else tracer.highest_bytes
+        self.peak_bytes = max(self.peak_bytes, highest - self.start_bytes)
+
+    def _stop_tracing(self) -> None:
+        tracer = self.tracer
+        if tracer is None or tracer.is_over:
+            return
+        tracer.is_over = True
+        unsubscribe(tracer)
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _note(
+        self,
+        name: str,
+        entering: bool,  # noqa: FBT001
+        _: nn.Module,
+        args: object,
+        kwargs: object,
+        output: object = None,
+    ) -> None:
+        if self._number is None or self.tracer is None:
+            return
+        number = self._number
+        path = f"{number}.{name}" if name else str(number)
+        count = self._counts[name, entering]
+        self._counts[name, entering] += 1
+        self.tracer.reach(
+            path,
+            count,
+            entering=entering,
+            model_call=number,
+            passed=tensors([args, kwargs, output]),
+        )
+
+
+def _fix(trace: Trace, calls: Collection[int]) -> int:
+    """Take calls out of what can be planned; return the bytes that they save."""
+    storages: set[int] = set()
+    for call in calls:
+        inside = [b for b in trace.boundaries if b.model_call == call]
+        if inside:
+            for save in trace.saves[inside[0].saves : inside[-1].saves]:
+                storages.add(trace.values[save.value].storage)
+                save.value = 0
+    trace.boundaries = [b for b in trace.boundaries if b.model_call not in calls]
+    return sum(trace.storages[number].bytes for number in storages)
+
+
+def bytes_of(found: Iterable[Tensor]) -> int:
+    """Return the bytes of tensors, every storage once."""
+    return sum(storage.nbytes() for storage in storages_in(list(found)))
+
+
+@cache
+def _recording_seconds() -> float:
+    """Return what recording costs, measured where no mode or hook of the user's is."""
+    found: list[float] = []
+    thread = threading.Thread(target=lambda: found.append(recording_seconds()))
+    thread.start()
+    thread.join()
+    return found[0]

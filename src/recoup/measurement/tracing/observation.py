@@ -1,0 +1,259 @@
+"""One observed step: traced while every block is recomputed."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from recoup.backend.autograd.saved_tensors import (
+    is_in_backward,
+    pop_hooks,
+    push_hooks,
+    records_gradients,
+)
+from recoup.backend.memory.ledger import storages_in
+from recoup.backend.memory.meters import MemoryMeter
+from recoup.backend.operators.timers import Timer
+from recoup.backend.state.trees import tensors
+from recoup.engine.applied.applied_plan import Applied
+from recoup.engine.applied.model_blocks import block_names
+from recoup.engine.applied.planned_runs import Cuts
+from recoup.engine.recording.observers import subscribe, unsubscribe
+from recoup.errors import UsageError
+from recoup.measurement.steps.training_step import TrainingStep
+from recoup.measurement.tracing.graphs import torn_blocks
+from recoup.measurement.tracing.trace import Trace
+from recoup.measurement.tracing.tracer import Tracer
+
+
+@dataclass(frozen=True, slots=True)
+class Instruments:
+    """What a step is observed with.
+
+    Attributes:
+        meter: Makes a meter of the bytes in use.
+        timer: Makes a timer of operators.
+    """
+
+    meter: Callable[[], MemoryMeter]
+    timer: Callable[[], Timer]
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What was seen of a step.
+
+    Attributes:
+        traces: What happened in each of its passes.
+        timer: Says how long each operator took.
+        cuts: The paths of the modules at which the step was cut.
+    """
+
+    traces: list[Trace]
+    timer: Timer
+    cuts: tuple[str, ...]
+
+
+def observe(
+    step: TrainingStep,
+    instruments: Instruments,
+    *,
+    names: Sequence[str] | None = None,
+    resident: Sequence[object] = (),
+) -> Observation:
+    """Run a step in which every block is recomputed, and return what was seen.
+
+    Runs the step twice, or three times: once to warm up, then traced; once more if it
+    must be cut elsewhere.
+
+    Args:
+        step: The step.
+        instruments: What it is observed with.
+        names: The paths of the modules that are its blocks; by default they are found.
+        resident: What else is in memory during the step, as an optimizer's state.
+
+    Raises:
+        UsageError: A named block does not exist, or the step does not call the model.
+    """
+    known = {name for name, _ in step.model.named_modules()}
+    if isinstance(names, str):
+        raise UsageError(f"blocks= takes the paths of several modules: got {names!r}.")
+    chosen = tuple(names) if names is not None else called_blocks(step.model)
+    for name in chosen:
+        if name not in known:
+            raise UsageError(
+                f"the model has no module {name!r} to take as a block. Give paths as "
+                "model.named_modules() has them, or leave out blocks= to have them "
+                "found."
+            )
+    cuts = cuts_of(step.model, chosen)
+    with cut(step, Cuts(cuts)):
+        step.begin()
+        step.run()
+    traces, timer = _trace(step, cuts, resident, instruments)
+    if not any(trace.roots for trace in traces):
+        raise UsageError(
+            f"the step does not call this {type(step.model).__name__}, or only without "
+            "gradients, so there is nothing to plan. Call it in the step, or give the "
+            "module that the step does call."
+        )
+    torn = {name for trace in traces for name in torn_blocks(trace, cuts)}
+    if torn:
+        cuts = tuple(name for name in cuts if name not in torn)
+        traces, timer = _trace(step, cuts, resident, instruments)
+    return Observation(traces, timer, cuts)
+
+
+def called_blocks(model: nn.Module) -> tuple[str, ...]:
+    """Return the blocks of a model, or of all models that a container holds.
+
+    Examples:
+        >>> called_blocks(nn.ModuleDict({"a": nn.Linear(1, 1), "b": nn.Linear(1, 1)}))
+        ('a', 'b')
+    """
+    if type(model).forward is not nn.Module.forward:
+        return block_names(model)
+    # A part that several models share has one name.
+    names = {module: name for name, module in model.named_modules()}
+    found: dict[str, None] = {}
+    for child in model.children():
+        for each in called_blocks(child) or ("",):
+            found[names[child.get_submodule(each)]] = None
+    return tuple(found)
+
+
+def cuts_of(model: nn.Module, blocks: Sequence[str]) -> tuple[str, ...]:
+    """Return the blocks at which a step is cut that is not known yet."""
+    return every_kth(blocks) if _are_leaves(model, blocks) else tuple(blocks)
+
+
+def every_kth(names: Sequence[str]) -> tuple[str, ...]:
+    """Return about the square root of as many names, evenly spread."""
+    return tuple(names[:: max(1, math.isqrt(len(names)))])
+
+
+def _trace(
+    step: TrainingStep,
+    cuts: tuple[str, ...],
+    resident: Sequence[object],
+    instruments: Instruments,
+) -> tuple[list[Trace], Timer]:
+    timer = instruments.timer()
+    step.begin()
+    storages = storages_in((step.resident(), list(resident)))
+    with instruments.meter() as meter:
+        meter.track(*step.resident(), *tensors(list(resident)))
+        parameters = dict(step.model.named_parameters())
+        tracer = Tracer(meter, timer, storages, parameters=parameters)
+        subscribe(tracer)
+        push_hooks(*tracer.plain_hooks())
+        try:
+            with (
+                _boundaries_noted(step.model, tracer),
+                _gradients_recorded(parameters, tracer),
+                cut(step, Cuts(cuts, policy=tracer)),
+                tracer,
+            ):
+                step.run()
+        finally:
+            pop_hooks()
+            unsubscribe(tracer)
+        traces = tracer.close()
+    step.drop_gradients()
+    return traces, timer
+
+
+@contextmanager
+def cut(step: TrainingStep, cuts: Cuts) -> Iterator[None]:
+    """Cut the step's model while the block runs."""
+    applied = Applied(step.model, cuts, roots=None)
+    try:
+        yield
+    finally:
+        applied.remove()
+
+
+@contextmanager
+def _boundaries_noted(model: nn.Module, tracer: Tracer) -> Iterator[None]:
+    """Tell the tracer whenever a module is entered or left."""
+    calls: Counter[tuple[str, bool]] = Counter()
+    # What the step itself called last, until it returns: most often the model.
+    root: nn.Module | None = None
+    # Which call of the pass it is; None if no gradients are recorded for it.
+    model_call: int | None = None
+
+    def note(
+        name: str,
+        entering: bool,  # noqa: FBT001
+        module: nn.Module,
+        args: object,
+        kwargs: object,
+        output: object = None,
+    ) -> None:
+        nonlocal model_call, root
+        # A part that is called in backward is recomputed by torch's own checkpointing.
+        is_root = root is None and not (name and is_in_backward())
+        if entering and (is_root or root is module):
+            root = module
+            model_call = tracer.call_model(name) if records_gradients() else None
+            if model_call == 0:
+                calls.clear()
+        if model_call is not None:
+            call = calls[name, entering]
+            calls[name, entering] += 1
+            tracer.reach(
+                name,
+                call,
+                entering=entering,
+                model_call=model_call,
+                passed=tensors([args, kwargs, output]),
+            )
+        if not entering and module is root:
+            root = None
+
+    handles: list[RemovableHandle] = []
+    for name, module in model.named_modules():
+        handles += [
+            module.register_forward_pre_hook(
+                partial(note, name, True), with_kwargs=True, prepend=True
+            ),
+            module.register_forward_hook(
+                partial(note, name, False), with_kwargs=True, always_call=True
+            ),
+        ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _gradients_recorded(
+    parameters: Mapping[str, nn.Parameter], tracer: Tracer
+) -> Iterator[None]:
+    """Record in the trace when backward adds to the gradient of a parameter."""
+
+    def record(name: str, parameter: Tensor) -> None:
+        del parameter
+        tracer.add_gradient(name)
+
+    handles = [
+        parameter.register_post_accumulate_grad_hook(partial(record, name))
+        for name, parameter in parameters.items()
+        if parameter.requires_grad
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _are_leaves(model: nn.Module, names: Sequence[str]) -> bool:
+    return all(not list(model.get_submodule(name).children()) for name in names)

@@ -1,0 +1,357 @@
+"""Trace one training step: every operator, every saved tensor, every byte."""
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recoup.backend.autograd.saved_tensors import (
+    Pack,
+    Unpack,
+    ambient_hooks,
+    current_backward,
+)
+from recoup.backend.memory.ledger import storages_in
+from recoup.backend.memory.meters import MemoryMeter
+from recoup.backend.memory.storages import version_of
+from recoup.backend.operators.dispatch import OperatorMode
+from recoup.backend.operators.fakes import makes_no_memory
+from recoup.backend.operators.properties import Facts, facts_of
+from recoup.backend.operators.timers import Timer
+from recoup.core.graph import BEFORE
+from recoup.engine.lifetime.values import Hold
+from recoup.engine.recording.observers import Watched
+from recoup.engine.recording.region import STATE_BYTES, Region
+from recoup.engine.replay.recomputing import is_recomputing
+from recoup.measurement.tracing.lives import Lives
+from recoup.measurement.tracing.trace import (
+    Trace,
+    TracedBoundary,
+    TracedOperation,
+    TracedSave,
+)
+
+
+class Tracer(OperatorMode):
+    """Record a step while it runs in regions, or without.
+
+    It is the policy of the regions too, which tells it what these could hold. A step
+    that calls the model again after a backward pass has several passes, each with a
+    trace of its own.
+
+    Args:
+        meter: Entered already; says how many bytes are in use.
+        timer: Times the operators.
+        resident: Storages that are alive in any case: they count as nothing.
+        reruns: Run operators again for a better time.
+        parameters: The parameters whose gradients are recorded, by path.
+    """
+
+    def __init__(
+        self,
+        meter: MemoryMeter,
+        timer: Timer,
+        resident: Iterable[torch.UntypedStorage] = (),
+        *,
+        reruns: bool = True,
+        parameters: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        self._parameters = dict(parameters or {})
+        self.trace = Trace()
+        self.traces = [self.trace]
+        self._resident = list(resident)
+        self._reruns = reruns
+        self._meter = meter
+        self._timer = timer
+        self._timings: dict[Any, int] = {}
+        self._facts: dict[Any, Facts] = {}
+        self._lives = Lives(self.trace, self._resident)
+        self._in_backward = False
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run the operator and write it down."""
+        kwargs = kwargs or {}
+        facts = self._facts.get(func)
+        if facts is None:
+            facts = self._facts[func] = facts_of(func)
+        if facts.passes or is_recomputing() or makes_no_memory(kwargs):
+            return func(*args, **kwargs)
+        if not self._in_backward and current_backward() != -1:
+            self._in_backward = True
+            # The step may drop gradients of earlier passes after forward.
+            before = self.trace.gradients
+            self.trace.gradients = {
+                n: before[n] for n in self._carried() if n in before
+            }
+        self._lives.bury()
+        if self._in_backward:
+            self._meter.reset_peak()
+            before_bytes = self._meter.live_bytes
+            call = partial(func, *args, **kwargs)
+            out, timing = self._timer.run(call)
+            peak_bytes = self._meter.peak_bytes
+            self.trace.backward_bytes.append(peak_bytes)
+            self.trace.backward_own_bytes.append(peak_bytes - before_bytes)
+            self.trace.backward_timings.append(self._time_again(facts, call, timing))
+            return out
+        return self._forward(facts, func, args, kwargs)
+
+    def keeps(self, operator: str, nbytes: int) -> bool:
+        """Take note that a region could hold a value of the last operator."""
+        del operator, nbytes
+        if self.trace.operations and not self._in_backward:
+            self.trace.operations[-1].asked += 1
+        return False
+
+    def began(self, region: Watched) -> None:
+        """Follow what is saved in a region."""
+        if isinstance(region, Region):
+            region.tracer = self
+
+    def ended(self, region: Watched) -> None:
+        """Nothing to note."""
+
+    def hooks(self, region: Region) -> tuple[Pack, Unpack]:
+        """Return the region's hooks, which take note as well."""
+        return self._noting(region.pack, region.unpack)
+
+    def plain_hooks(self) -> tuple[Pack, Unpack]:
+        """Return hooks that take note and keep the tensor, for what is in no region."""
+        pack, unpack = self._noting(_Kept, _Kept.fetch)
+        pack.is_transparent = True  # pyright: ignore[reportFunctionMemberAccess]
+        return pack, unpack
+
+    def call_model(self, root: str) -> int:
+        """Record a call of the model, or of a part; return its number in the pass.
+
+        Args:
+            root: The path of the module that is called.
+        """
+        if self._in_backward and current_backward() == -1:
+            self._lives.bury()
+            self.trace = Trace()
+            self.traces.append(self.trace)
+            self._lives = Lives(self.trace, self._resident)
+            self._in_backward = False
+        if not self.trace.roots:
+            self.trace.gradients = dict.fromkeys(self._carried(), BEFORE)
+        self.trace.roots.append(root)
+        return len(self.trace.roots) - 1
+
+    def _carried(self) -> list[str]:
+        """Return the paths of the parameters that have a gradient now."""
+        return [name for name, p in self._parameters.items() if p.grad is not None]
+
+    def add_gradient(self, name: str) -> None:
+        """Record that backward has added to the gradient of a parameter."""
+        self.trace.gradients.setdefault(name, self.trace.moment)
+
+    def reach(
+        self,
+        module: str,
+        call: int,
+        *,
+        entering: bool,
+        model_call: int = 0,
+        passed: Iterable[Tensor] = (),
+    ) -> None:
+        """Take note that a module is entered or left.
+
+        Not inside hooks of the model's own, where no region may begin or end.
+
+        Args:
+            module: Its path.
+            call: Which call of it.
+            entering: It is entered; False: left.
+            model_call: Which call of the model it happens in.
+            passed: What it is called with, or returns.
+        """
+        hooks = ambient_hooks()
+        if not self._in_backward and hooks and getattr(hooks[0], "is_noting", False):
+            trace = self.trace
+            for tensor in passed:
+                self._lives.follow(tensor)
+            trace.boundaries.append(
+                TracedBoundary(
+                    len(trace.operations),
+                    len(trace.saves),
+                    module,
+                    call,
+                    entering,
+                    model_call,
+                )
+            )
+
+    def close(self) -> list[Trace]:
+        """Return the trace of each pass, when the step has ended and the mode was left.
+
+        A pass that ends without backward has nothing to plan: its moments are added to
+        those of a pass that has.
+        """
+        self._lives.bury()
+        passes = [t for t in self.traces if t.boundaries and t.backward_bytes]
+        for number, trace in enumerate(self.traces):
+            if passes and trace not in passes:
+                before = [t for t in self.traces[:number] if t in passes]
+                (before or passes)[-1 if before else 0].add_moments(trace)
+        return passes or self.traces[:1]
+
+    def _noting(
+        self,
+        pack: Callable[[Tensor], Any],
+        unpack: Callable[[Any], Tensor],
+        *,
+        is_plannable: bool = True,
+    ) -> tuple[Pack, Unpack]:
+        """Return hooks that take note; what is not plannable is saved as no value."""
+        # By identity: what stands for a saved tensor need not be hashable by value.
+        numbers: dict[int, tuple[Trace, int]] = {}
+
+        def note(tensor: Tensor) -> Any:
+            if self._in_backward and current_backward() == -1:  # another forward
+                packed = pack(tensor)
+                numbers.pop(id(packed), None)
+                return packed
+            trace = self.trace
+            number = len(trace.saves)
+            value = self._lives.value_of(tensor) if is_plannable else 0
+            trace.saves.append(TracedSave(value))
+            packed = pack(tensor)
+            trace.saves[number].by_region = isinstance(packed, Hold)
+            numbers[id(packed)] = (trace, number)
+            weakref.finalize(packed, _release, trace, number)
+            return packed
+
+        def fetch(packed: Any) -> Tensor:
+            known = numbers.get(id(packed))
+            found = unpack(packed)
+            if known is None:
+                return found
+            trace, number = known
+            save = trace.saves[number]
+            if trace is not self.trace:
+                save.is_later = save.used is None
+            elif save.used is None:
+                save.used = trace.moment
+                self._lives.follow_copy(save, found)
+            return found
+
+        note.is_noting = is_plannable  # pyright: ignore[reportFunctionMemberAccess]
+        return note, fetch
+
+    def _forward(
+        self, facts: Facts, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        trace = self.trace
+        moment = len(trace.operations)
+        # A replay makes a tensor like another without the other.
+        given = storages_in((args[1:] if facts.shape_only else args, kwargs))
+        reads = [self._lives.value_in(storage) for storage in given]
+        self._meter.reset_peak()
+        before_bytes = self._meter.live_bytes
+        call = partial(func, *args, **kwargs)
+        out, timing = self._timer.run(call)
+        peak_bytes = self._meter.peak_bytes
+        workspace_bytes = peak_bytes - self._meter.live_bytes
+        states = _state_sizes(facts, args)
+        written = _written(facts, args, kwargs)
+        makes = [self._lives.overwrite(storage, moment) for storage in written]
+        for storage in storages_in(out):
+            if not self._lives.knows(storage):
+                nbytes = self._meter.counted_bytes(storage.nbytes())
+                makes.append(self._lives.admit(storage, nbytes=nbytes, born=moment))
+        trace.operations.append(
+            TracedOperation(
+                name=facts.name,
+                reads=list(dict.fromkeys(reads)),
+                makes=makes,
+                timing=self._time_again(facts, call, timing),
+                peak_bytes=peak_bytes,
+                own_bytes=peak_bytes - before_bytes,
+                workspace_bytes=max(0, workspace_bytes),
+                state_bytes=sum(map(self._meter.counted_bytes, states)),
+            )
+        )
+        return out
+
+    def _time_again(self, facts: Facts, call: partial[Any], timing: int) -> int:
+        """Return the timing of an operator, which its first run makes too long.
+
+        One that may not run again has the time of the fastest like it in the step.
+        """
+        if facts.opaque:
+            return timing
+        key = (call.func, _shapes((call.args, tuple(call.keywords.items()))))
+        known = self._timings.get(key)
+        if not self._reruns or facts.writes or facts.random or facts.statistics:
+            if known is None:
+                self._timings[key] = timing
+                return timing
+            self._timer.join(known, timing)
+        elif known is None:
+            known = self._timings[key] = self._timer.again(call, timing)
+        return known
+
+
+class _Kept:
+    """A saved tensor in no region, without its graph, which it would keep alive."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor if tensor.is_leaf else tensor.detach()
+        self._version = version_of(tensor)
+
+    def fetch(self) -> Tensor:
+        """Return the tensor, unless it was written to: with hooks torch checks none."""
+        version = version_of(self._tensor)
+        if version != self._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been "
+                "modified by an inplace operation: a tensor of shape "
+                f"{tuple(self._tensor.shape)} is at version {version}; "
+                f"expected version {self._version} instead."
+            )
+        return self._tensor
+
+
+def _release(trace: Trace, number: int) -> None:
+    trace.saves[number].released = trace.moment - 1
+
+
+def _written(
+    facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[torch.UntypedStorage]:
+    found: list[Any] = []
+    for place in facts.writes:
+        if isinstance(place, str):
+            found.append(kwargs.get(place))
+        elif place < len(args):
+            found.append(args[place])
+    return storages_in(found)
+
+
+def _state_sizes(facts: Facts, args: tuple[Any, ...]) -> list[int]:
+    """Return the sizes of running statistics that an operator updates, in bytes."""
+    if facts.training_at >= 0 and not args[facts.training_at]:
+        return []
+    sizes = (s.nbytes() for s in storages_in([args[at] for at in facts.statistics]))
+    return [nbytes for nbytes in sizes if nbytes <= STATE_BYTES]
+
+
+def _shapes(tree: Any) -> Any:
+    if isinstance(tree, Tensor):
+        # Compressed sparse tensors have no strides.
+        strides = tree.stride() if tree.layout is torch.strided else tree.layout
+        return (tree.dtype, tuple(tree.shape), strides)
+    if isinstance(tree, tuple | list):
+        return tuple(_shapes(branch) for branch in tree)
+    return repr(tree)

@@ -1,0 +1,31 @@
+"""What the calls of recoup return."""
+
+from recoup.core.compiled_plan import CompiledPlan
+from recoup.core.graph import Graph
+from recoup.core.plan import Plan
+from recoup.engine.tiers.account import Usage
+from recoup.fitting.compiled_fit import CompiledFit
+from recoup.fitting.fit import Fit
+from recoup.fitting.meter import Reading
+from recoup.measurement.advice import Advice, Suggestion
+from recoup.precision.ranges import RangeReport, RangeRow
+from recoup.train.budgeting.comparison import Comparison, ComparisonRow
+from recoup.train.run_results import RunResult, StepResult
+
+__all__ = [
+    "Advice",
+    "Comparison",
+    "ComparisonRow",
+    "CompiledFit",
+    "CompiledPlan",
+    "Fit",
+    "Graph",
+    "Plan",
+    "RangeReport",
+    "RangeRow",
+    "Reading",
+    "RunResult",
+    "StepResult",
+    "Suggestion",
+    "Usage",
+]

@@ -1,0 +1,72 @@
+"""Budget: as many slots and as long a tape as fit in the bytes there are."""
+
+from collections.abc import Iterator
+
+from recoup.core.units import print_bytes
+from recoup.errors import UsageError
+from recoup.schedules.revolve import Chunked
+from recoup.schedules.schedule import require_at_least
+
+
+def fit_budget(
+    steps: int, budget_bytes: int, *, state_bytes: int, tape_bytes: int
+) -> Chunked:
+    """Return a chunked schedule that fits in a budget, with the fewest evaluations.
+
+    Slots and chunk are chosen together. Memory is `(slots - 1) * state_bytes + chunk *
+    tape_bytes`; the state at the beginning is alive anyway and does not count.
+
+    Every chunk is tried up to 1000 steps; beyond, the shortest and the longest for each
+    number of chunks: about `4 * sqrt(steps)` evaluations of the closed formula.
+
+    Args:
+        steps: How many steps the loop has.
+        budget_bytes: What may be held for backward.
+        state_bytes: Bytes of one state.
+        tape_bytes: Bytes that autograd keeps for one step.
+
+    Raises:
+        UsageError: The tape of a single step does not fit.
+
+    Examples:
+        >>> fit_budget(1000, 60, state_bytes=1, tape_bytes=3)
+        Chunked(steps=1000, slots=31, chunk=10)
+        >>> fit_budget(1000, 3000, state_bytes=1, tape_bytes=3).chunk  # all of it
+        1000
+    """
+    require_at_least(0, steps=steps, budget_bytes=budget_bytes)
+    require_at_least(0, state_bytes=state_bytes, tape_bytes=tape_bytes)
+    if budget_bytes < tape_bytes:
+        raise UsageError(
+            f"a budget of {print_bytes(budget_bytes)} does not hold the tape of one "
+            f"step, which takes {print_bytes(tape_bytes)}. Raise the budget."
+        )
+    found = [
+        Chunked(steps, slots=1 + left // max(state_bytes, 1), chunk=chunk)
+        for chunk in _chunks(steps)
+        if (left := budget_bytes - chunk * tape_bytes) >= 0
+    ]
+    # Of equals the shorter tape: it leaves more of the budget.
+    return min(found, key=lambda schedule: (schedule.counts().advances, schedule.chunk))
+
+
+def _chunks(steps: int) -> Iterator[int]:
+    """Return the chunks worth a try: all, or the ends of those of equal number.
+
+    The first chunk is the shorter one and is run most often, so of the chunks that
+    cut the loop into equally many pieces either end may be the best.
+    """
+    if steps <= _FEW:
+        yield from range(1, max(steps, 1) + 1)
+        return
+    shortest = 1
+    while shortest < steps:
+        pieces = -(-steps // shortest)
+        longest = (steps - 1) // (pieces - 1)
+        yield shortest
+        yield longest
+        shortest = longest + 1
+    yield steps
+
+
+_FEW = 1000

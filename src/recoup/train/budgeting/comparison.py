@@ -1,0 +1,220 @@
+"""Full precision, mixed precision, checkpointing, both: what each costs a model."""
+
+import copy
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from recoup.backend.memory.meters import is_out_of_memory
+from recoup.backend.state.global_generators import random_states, restore_random_states
+from recoup.core.units import print_bytes, print_seconds
+from recoup.errors import UsageError
+from recoup.precision.formats import resolve_precision
+from recoup.train.data.batches import LossFunction
+from recoup.train.run_results import StepResult
+from recoup.train.settings import TrainerSettings, check_count
+from recoup.train.trainer import Trainer
+
+_ROWS = (
+    ("Baseline (FP32)", False, False),
+    ("Mixed Precision", True, False),
+    ("Checkpointing", False, True),
+    ("Both", True, True),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ComparisonRow:
+    """What a step costs in one configuration.
+
+    Attributes:
+        name: The configuration.
+        peak_bytes: The most bytes alive at a moment of the step; None if that was
+            more than there is.
+        seconds: Median time of the step; None if it did not fit.
+    """
+
+    name: str
+    peak_bytes: int | None
+    seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The four configurations side by side, beside the first.
+
+    Attributes:
+        precision: What mixed precision computes in here.
+        rows: Full precision, mixed precision, checkpointing, both.
+    """
+
+    precision: str
+    rows: tuple[ComparisonRow, ...]
+
+    def __str__(self) -> str:
+        base = self.rows[0]
+        lines = [f"{'configuration':<18}{'memory':>12}{'':>7}{'step':>10}{'':>7}"]
+        for row in self.rows:
+            if row.peak_bytes is None or row.seconds is None:
+                lines.append(f"{row.name:<18}{'out of memory':>12}")
+                continue
+            memory = _share(row.peak_bytes, base.peak_bytes)
+            spent = _share(row.seconds, base.seconds)
+            lines.append(
+                f"{row.name:<18}{print_bytes(row.peak_bytes):>12}{memory:>7}"
+                f"{print_seconds(row.seconds):>10}{spent:>7}"
+            )
+        return "\n".join(lines)
+
+
+def compare_configurations(  # noqa: PLR0913 (options by keyword)
+    model: nn.Module,
+    batch: Any,
+    *,
+    optimizer: Optimizer | None = None,
+    loss_fn: LossFunction | None = None,
+    precision: str = "auto",
+    checkpoint_segment_size: int | None = None,
+    repeats: int = 5,
+) -> Comparison:
+    """Measure a training step in four configurations, on this machine.
+
+    A step is forward, backward and the optimizer's step. The model, the optimizer and
+    the random generators are afterwards as they were. Costs about `4 * (repeats + 3)`
+    steps, and a copy of all state in host memory.
+
+    Args:
+        model: The model, where it is to be trained.
+        batch: A batch as `Trainer.step` takes it.
+        optimizer: By default AdamW.
+        loss_fn: As for `Trainer`.
+        precision: What mixed precision computes in.
+        checkpoint_segment_size: As in `TrainerSettings`, for the two rows that
+            recompute.
+        repeats: Timed steps of each.
+
+    Raises:
+        UsageError: The model has no blocks to recompute, the segment size is no whole
+            number from 1, or `precision` is none of 16 bits.
+
+    Examples:
+        >>> layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)]
+        >>> model, batch = nn.Sequential(*layers), (torch.ones(4, 8), torch.ones(4, 8))
+        >>> table = compare_configurations(
+        ...     model, batch, loss_fn=nn.functional.mse_loss, repeats=1
+        ... )
+        >>> [row.name for row in table.rows]
+        ['Baseline (FP32)', 'Mixed Precision', 'Checkpointing', 'Both']
+    """
+    check_count("checkpoint_segment_size", checkpoint_segment_size)
+    optimizer = optimizer or torch.optim.AdamW(model.parameters())
+    device = next(iter(model.parameters())).device
+    dtype = resolve_precision(precision, device)
+    if dtype is torch.float32:
+        raise UsageError(
+            "the comparison is with a format of 16 bits: got 'fp32'. Give 'bf16', "
+            "'fp16' or 'auto'."
+        )
+    name = "bf16" if dtype is torch.bfloat16 else "fp16"
+    make = functools.partial(Trainer, model, optimizer, loss_fn=loss_fn)
+    rows: list[ComparisonRow] = []
+    with _untouched(model, optimizer, device) as rewind:
+
+        def step(trainer: Trainer) -> StepResult:
+            rewind()
+            return trainer.step(batch)
+
+        for title, mixed, recomputed in _ROWS:
+            settings = TrainerSettings(
+                precision=name if mixed else "fp32",
+                use_gradient_checkpointing=recomputed,
+                checkpoint_segment_size=checkpoint_segment_size if recomputed else None,
+                recover_from_out_of_memory=False,
+                measure_memory=False,
+            )
+            rows.append(_measure(title, settings, make, step, repeats=repeats))
+    return Comparison(name, tuple(rows))
+
+
+def _measure(
+    title: str,
+    settings: TrainerSettings,
+    make: Callable[..., Trainer],
+    step: Callable[[Trainer], StepResult],
+    *,
+    repeats: int,
+) -> ComparisonRow:
+    trainer: Trainer | None = None
+    try:
+        # On the CPU measuring memory takes time: each has steps of its own.
+        trainer = make(settings=settings)
+        for _ in range(2):
+            step(trainer)
+        seconds = [_timed(trainer, step) for _ in range(repeats)]
+        trainer.release()
+        trainer = make(settings=replace(settings, measure_memory=True))
+        peak_bytes = step(trainer).peak_bytes
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return ComparisonRow(title, None, None)
+    finally:
+        if trainer is not None:
+            trainer.release()
+    return ComparisonRow(title, peak_bytes, statistics.median(seconds))
+
+
+def _timed(trainer: Trainer, step: Callable[[Trainer], StepResult]) -> float:
+    _synchronize(trainer.device)
+    start = time.perf_counter()
+    step(trainer)
+    _synchronize(trainer.device)
+    return time.perf_counter() - start
+
+
+def _synchronize(device: torch.device) -> None:
+    """Wait until the device has done all it was told."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+@contextmanager
+def _untouched(
+    model: nn.Module, optimizer: Optimizer, device: torch.device
+) -> Iterator[Callable[[], None]]:
+    """Put parameters, buffers, optimizer and generators back at the end.
+
+    Yields a function that puts the generators back at once: a model that leaves blocks
+    out at random shall leave out the same ones in every step that is compared.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    copies = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+    gradients = [parameter.grad for parameter in model.parameters()]
+    state = copy.deepcopy(optimizer.state_dict())
+    states = random_states(device)
+
+    def rewind() -> None:
+        restore_random_states(states, device)
+
+    try:
+        yield rewind
+    finally:
+        with torch.no_grad():
+            for tensor, before in zip(tensors, copies, strict=True):
+                tensor.copy_(before)
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        optimizer.load_state_dict(state)
+        rewind()
+
+
+def _share(value: float, base: float | None) -> str:
+    return "" if base is None else f"{value / base:.0%}"

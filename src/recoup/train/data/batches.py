@@ -1,0 +1,225 @@
+"""Batches: how many samples, moved to a device, cut into pieces, given to a model."""
+
+import itertools
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from copy import copy
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recoup.backend.state.trees import map_leaves, tensors
+from recoup.core.callers import calls_user
+from recoup.errors import UsageError
+
+LossFunction = Callable[[Any, Any], Tensor]
+"""Called as `loss_fn(outputs, targets)`; returns a mean over the samples."""
+
+
+def sample_count(batch: Any) -> int | None:
+    """Return how many samples a batch has: the length all its tensors begin with.
+
+    Returns:
+        The count, or None if the tensors do not agree on one.
+
+    Examples:
+        >>> sample_count((torch.ones(4, 2), {"labels": torch.ones(4)}))
+        4
+        >>> sample_count((torch.ones(4, 2), torch.ones(3))) is None
+        True
+    """
+    found = tensors_in(batch)
+    counts = {tensor.shape[0] if tensor.dim() else None for tensor in found}
+    return counts.pop() if len(counts) == 1 else None
+
+
+def batch_size(batch: Any) -> int:
+    """Return how many samples a batch has, or seems to have.
+
+    Where its tensors do not agree, as inputs of (samples, tokens) do not with targets
+    of all tokens in a row, the first one that has any length tells. What has no tensor
+    that could tell is one sample.
+
+    Examples:
+        >>> batch_size((torch.ones(4, 6), torch.ones(24)))
+        4
+        >>> batch_size((torch.ones(0, 6), torch.ones(0)))
+        0
+    """
+    lengths = [tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim()]
+    return next(filter(None, lengths), 0 if lengths else 1)
+
+
+def has_samples(batch: Any) -> bool:
+    """Return whether a batch has any sample; asked of every batch, so it asks little.
+
+    Examples:
+        >>> has_samples((torch.ones(1, 6), "a")), has_samples((torch.ones(0, 6), "a"))
+        (True, False)
+    """
+    first = batch
+    while type(first) in (tuple, list) and first:
+        first = first[0]
+    if isinstance(first, Tensor) and first.shape and first.shape[0]:
+        return True
+    return batch_size(batch) > 0
+
+
+def split_batch(batch: Any, pieces: int) -> list[Any]:
+    """Cut a batch into pieces along its samples, as equal as can be; without copying.
+
+    Lists of names or numbers are cut too, if they are as long: one for each sample.
+
+    Raises:
+        UsageError: It has no samples to split by, or fewer than pieces.
+
+    Examples:
+        >>> [piece.tolist() for piece in split_batch(torch.arange(5), 2)]
+        [[0, 1, 2], [3, 4]]
+    """
+    count = sample_count(batch)
+    if count is None or count < pieces:
+        raise UsageError(
+            f"a batch was to be split into {pieces}: found "
+            + (
+                "tensors of different lengths."
+                if count is None
+                else f"{count} samples."
+            )
+        )
+    bounds = [-(-count * piece // pieces) for piece in range(pieces + 1)]
+
+    def is_list(part: Any) -> bool:
+        listed = isinstance(part, list | tuple) and len(part) == count
+        return listed and not tensors_in(part)
+
+    def rows(start: int, stop: int, leaf: Any) -> Any:
+        return leaf[start:stop] if isinstance(leaf, Tensor) or is_list(leaf) else leaf
+
+    return [
+        _map(partial(rows, start, stop), batch, is_list)
+        for start, stop in itertools.pairwise(bounds)
+    ]
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Move the tensors of a batch, without waiting where their memory is pinned.
+
+    What is no structure of tensors but can be moved, such as a batch of graphs, is.
+    """
+    found = tensors_in(batch)
+    if {tensor.device for tensor in found} == {device}:
+        return batch
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.to(device, non_blocking=True) if leaf.device != device else leaf
+        return leaf.to(device) if _can_move(leaf) else leaf
+
+    return _map(move, batch, _can_move)
+
+
+@calls_user
+def compute_loss(
+    model: nn.Module, batch: Any, loss_fn: LossFunction | None = None
+) -> Tensor:
+    """Return the loss of a model on a batch.
+
+    With a loss function the batch is a pair: what the model is called with, and what
+    the loss function is given beside its outputs. Without one the model is called
+    with the whole batch and returns the loss, or something with a `loss` in it.
+    A tuple is spread over positional arguments, a mapping over keywords.
+
+    Raises:
+        UsageError: The batch is no pair, or no loss of one number comes out.
+
+    Examples:
+        >>> model = nn.Linear(2, 1, bias=False)
+        >>> _ = nn.init.ones_(model.weight)
+        >>> batch = (torch.ones(3, 2), torch.zeros(3, 1))
+        >>> compute_loss(model, batch, nn.functional.mse_loss).item()
+        4.0
+    """
+    if loss_fn is None:
+        return _as_loss(_call(model, batch))
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise UsageError(
+            "with a loss function a batch is a pair of inputs and targets: got "
+            f"{_describe(batch)}. Return pairs from the loader, or leave loss_fn out "
+            "and let the model return its loss."
+        )
+    inputs, targets = batch
+    return _as_loss(loss_fn(_call(model, inputs), targets))
+
+
+def tensors_in(batch: Any) -> list[Tensor]:
+    """Return the tensors of a batch.
+
+    torch's own walk through nested structures is general, slow, and leaves a cycle of
+    references behind each time.
+    """
+    if isinstance(batch, Tensor):
+        return [batch]
+    if type(batch) in (tuple, list):
+        return [tensor for part in batch for tensor in tensors_in(part)]
+    if isinstance(batch, Mapping):
+        return [tensor for part in batch.values() for tensor in tensors_in(part)]
+    return tensors(batch)
+
+
+def _map(
+    change: Callable[[Any], Any], batch: Any, is_leaf: Callable[[Any], bool]
+) -> Any:
+    """Return a batch in the same structure, with its leaves changed.
+
+    Mappings are looked into whatever their class: torch's own walk stops at those of
+    transformers.
+    """
+    if isinstance(batch, Mapping):
+        parts = {key: _map(change, part, is_leaf) for key, part in batch.items()}
+        if type(batch) is dict or not isinstance(batch, MutableMapping):
+            return parts
+        changed = copy(batch)
+        changed.update(parts)
+        return changed
+    if is_leaf(batch):
+        return change(batch)
+    if type(batch) in (tuple, list):
+        return type(batch)(_map(change, part, is_leaf) for part in batch)
+    return map_leaves(change, batch)
+
+
+@calls_user
+def _call(model: nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, Tensor):
+        return model(inputs)
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    if isinstance(inputs, tuple | list):
+        return model(*inputs)
+    return model(inputs)
+
+
+def _as_loss(result: Any) -> Tensor:
+    if not isinstance(result, Tensor):
+        if isinstance(result, Mapping) and "loss" in result:
+            result = result["loss"]
+        result = getattr(result, "loss", result)
+    if not isinstance(result, Tensor) or result.numel() != 1:
+        raise UsageError(
+            f"a loss is one number in a tensor: got {_describe(result)}. Reduce it to "
+            "a mean over the samples."
+        )
+    return result
+
+
+def _can_move(leaf: Any) -> bool:
+    return callable(getattr(leaf, "to", None))
+
+
+def _describe(thing: Any) -> str:
+    if isinstance(thing, Tensor):
+        return f"a tensor of shape {tuple(thing.shape)}"
+    size = f" of {len(thing)}" if isinstance(thing, Sequence | Mapping) else ""
+    return f"a {type(thing).__name__}{size}"

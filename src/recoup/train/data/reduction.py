@@ -1,0 +1,175 @@
+"""Reduction: how a loss function makes one number of a batch, and of its parts."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from recoup.errors import UsageError
+from recoup.train.data.batches import LossFunction, batch_size, has_samples
+
+WeightFunction = Callable[[Any], float]
+"""Called with a batch; returns its weight among the batches of a step."""
+
+_IGNORED = -100
+"""The class that torch and transformers leave out of the mean unless told otherwise."""
+
+_WHOLE = frozenset({torch.int64, torch.int32, torch.int16, torch.int8})
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """How the loss of a batch follows from the losses of its parts.
+
+    Attributes:
+        weight_fn: What a batch of samples weighs in the mean.
+        sums: The losses of the parts are added up, and weigh nothing.
+        is_known: It is torch's own, and need not be tried out.
+
+    Examples:
+        >>> reduction_of(functional.cross_entropy).weigh(
+        ...     (None, torch.tensor([0, -100]))
+        ... )
+        1.0
+    """
+
+    weight_fn: WeightFunction
+    sums: bool = False
+    is_known: bool = False
+
+    def weigh(self, batch: Any) -> float:
+        """Return what a batch weighs in the mean; nothing if it has no samples."""
+        return self.weight_fn(batch) if has_samples(batch) else 0.0
+
+    def shares(
+        self, weights: Sequence[float], total: float | None, processes: int
+    ) -> list[float]:
+        """Return what each part's loss is multiplied with.
+
+        Args:
+            weights: What the parts of this process weigh.
+            total: The mean over the processes of what theirs weigh; None if there is
+                one process.
+            processes: Their number: what each computes is divided by it afterwards.
+        """
+        if self.sums:
+            return [float(processes)] * len(weights)
+        own = sum(weights) if total is None else total
+        return [weight / (own or 1.0) for weight in weights]
+
+    def combine(self, losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+        """Return the loss of this process's parts together."""
+        if len(losses) == 1:
+            return losses[0]
+        if self.sums:
+            return torch.stack(list(losses)).sum()
+        total = sum(weights)
+        # The mean of nothing is not a number, and counts for nothing.
+        parts = [
+            loss * (weight / total)
+            for loss, weight in zip(losses, weights, strict=True)
+            if weight
+        ]
+        return torch.stack(parts or list(losses)).sum()
+
+
+def reduction_of(
+    loss_fn: LossFunction | None, weight_fn: WeightFunction | None = None
+) -> Reduction:
+    """Return how a loss function reduces, as far as it can be seen.
+
+    `reduction="sum"` is seen on torch's losses, and in a `functools.partial`. The means
+    of cross entropy and of negative log likelihood leave out a class and may weigh the
+    others. Other functions of whole numbers, and models that return their loss, are
+    taken to leave out targets or labels of -100, as is the custom; anything else for a
+    mean over samples.
+
+    Args:
+        loss_fn: The loss function, or None if the model returns its loss.
+        weight_fn: What a batch weighs, if the user says so.
+
+    Raises:
+        UsageError: Weights were given for a loss that sums.
+
+    Examples:
+        >>> reduction_of(nn.MSELoss(reduction="sum")).sums
+        True
+    """
+    options = _options(loss_fn)
+    if options.get("reduction") == "sum":
+        if weight_fn is not None:
+            raise UsageError(
+                "weight_fn weighs batches in a mean: this loss function sums. Leave "
+                "weight_fn out, or let it average."
+            )
+        return Reduction(_count_samples, sums=True, is_known=True)
+    if weight_fn is not None:
+        return Reduction(weight_fn)
+    if loss_fn is None:
+        return Reduction(_count_labels)
+    if _is_over_classes(loss_fn) and options.get("reduction", "mean") == "mean":
+        weigh = functools.partial(
+            _count_classes,
+            options.get("ignore_index", _IGNORED),
+            options.get("weight"),
+        )
+        return Reduction(weigh, is_known=True)
+    return Reduction(_count_targets)
+
+
+def _options(loss_fn: Any) -> Mapping[str, Any]:
+    """Return what a loss function of torch's was made with."""
+    if isinstance(loss_fn, functools.partial):
+        return loss_fn.keywords
+    if not isinstance(loss_fn, nn.Module):
+        return {}
+    names = "reduction", "ignore_index", "weight"
+    return {name: getattr(loss_fn, name) for name in names if hasattr(loss_fn, name)}
+
+
+def _is_over_classes(loss_fn: Any) -> bool:
+    function = loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn
+    return function in (functional.cross_entropy, functional.nll_loss) or type(
+        function
+    ) in (nn.CrossEntropyLoss, nn.NLLLoss)
+
+
+def _count_samples(batch: Any) -> float:
+    return float(batch_size(batch))
+
+
+def _count_labels(batch: Any) -> float:
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    return _count_kept(labels, batch)
+
+
+def _count_targets(batch: Any) -> float:
+    return _count_kept(_targets(batch), batch)
+
+
+def _count_kept(targets: Any, batch: Any) -> float:
+    if not isinstance(targets, Tensor) or targets.dtype not in _WHOLE:
+        return _count_samples(batch)
+    return float((targets != _IGNORED).sum())
+
+
+def _targets(batch: Any) -> Any:
+    return batch[1] if isinstance(batch, tuple | list) and len(batch) == 2 else None
+
+
+def _count_classes(ignored: int, weight: Tensor | None, batch: Any) -> float:
+    """Return what the mean over a batch divides by; reads targets on a device."""
+    targets = _targets(batch)
+    if not isinstance(targets, Tensor):
+        return _count_samples(batch)
+    if targets.is_floating_point():
+        # A probability for each class, which is the second dimension.
+        return targets.numel() / (targets.shape[1] if targets.dim() > 1 else 1)
+    counted = targets[targets != ignored]
+    if weight is None:
+        return float(counted.numel())
+    return float(weight.detach().to(counted.device, torch.float64)[counted].sum())

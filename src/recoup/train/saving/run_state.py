@@ -1,0 +1,153 @@
+"""The whole state of a run as plain data: collected, checked, and put back."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from recoup.backend.state.global_generators import (
+    RandomStates,
+    random_states,
+    restore_random_states,
+)
+from recoup.errors import SnapshotError
+from recoup.precision.scaler import GradientScaler
+from recoup.train.processes import Processes, unwrapped
+from recoup.train.saving.sharding import shard_like, whole_tree
+
+Parts = dict[str, Any]
+"""What has a state besides model and optimizer, by name; None where there is none."""
+
+_WITH = {True: "with", False: "without"}
+
+
+def collect_state(
+    model: nn.Module, optimizer: Optimizer, parts: Parts, processes: Processes
+) -> dict[str, Any]:
+    """Return the state of everything that has one; all processes take part.
+
+    Tensors that are sharded over processes come back whole, so that the state does
+    not depend on how many there are. Their memory is on the CPU.
+    """
+    device = next(iter(model.parameters())).device
+    return {
+        "kinds": _kinds({**parts, "optimizer": optimizer}),
+        **{name: part and part.state_dict() for name, part in parts.items()},
+        "model": whole_tree(dict(unwrapped(model).state_dict())),
+        "optimizer": whole_tree(optimizer.state_dict()),
+        "random": processes.gather(random_states(device).plain()),
+    }
+
+
+def apply_state(
+    state: dict[str, Any],
+    model: nn.Module,
+    optimizer: Optimizer,
+    parts: Parts,
+    processes: Processes,
+) -> None:
+    """Put the state back, sharded as the model is now.
+
+    Scaler and average keep the settings that they were made with. With other processes
+    than before, each that is new begins with random numbers of its own.
+
+    Raises:
+        SnapshotError: It is the state of another model or optimizer, or of other
+            parts. Nothing has been changed.
+    """
+    _check_parts(state, {**parts, "optimizer": optimizer})
+    inner = unwrapped(model)
+    own = inner.state_dict()
+    _check_model(state["model"], own)
+    _check_optimizer(state["optimizer"], optimizer)
+    inner.load_state_dict(
+        {name: shard_like(own[name], value) for name, value in state["model"].items()}
+    )
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    optimizer.load_state_dict(
+        {
+            **state["optimizer"],
+            "state": {
+                index: {
+                    name: shard_like(parameters[index], value)
+                    for name, value in moments.items()
+                }
+                for index, moments in state["optimizer"]["state"].items()
+            },
+        }
+    )
+    for name, part in parts.items():
+        if isinstance(part, GradientScaler):
+            part.load_progress(state[name])
+        elif part is not None:
+            part.load_state_dict(state[name])
+    device = next(iter(model.parameters())).device
+    _apply_random(state["random"], device, processes.rank)
+
+
+def _kinds(parts: Parts) -> dict[str, str]:
+    """Return the classes of the parts that there are."""
+    return {name: _kind(part) for name, part in parts.items() if part is not None}
+
+
+def _kind(part: Any) -> str:
+    members = part.members if hasattr(part, "members") else [part]
+    return "+".join(type(member).__name__ for member in members)
+
+
+def _check_parts(state: dict[str, Any], parts: Parts) -> None:
+    """Refuse a state of other parts than this run has, or of parts of other classes.
+
+    Many would take over the state of another class without a word.
+
+    Raises:
+        SnapshotError: It is one.
+    """
+    for name, part in parts.items():
+        has, had = part is not None, state[name] is not None
+        if has != had:
+            raise SnapshotError(
+                f"the snapshot was written {_WITH[had]} the part {name!r}, this "
+                f"trainer is made {_WITH[has]} it. Make the trainer as it was."
+            )
+    saved = state["kinds"]
+    for name, kind in _kinds(parts).items():
+        if saved[name] != kind:
+            raise SnapshotError(
+                f"the snapshot's {name} is of the class {saved[name]}, this trainer's "
+                f"of {kind}. Make the trainer as it was."
+            )
+
+
+def _apply_random(states: list[Any], device: torch.device, rank: int) -> None:
+    restore_random_states(RandomStates.of_plain(states[rank % len(states)]), device)
+    if rank >= len(states):
+        # A new process must not repeat what another draws.
+        torch.manual_seed(torch.initial_seed() + rank)
+
+
+def _check_model(saved: dict[str, Any], own: dict[str, Any]) -> None:
+    differing = sorted(set(saved) ^ set(own))
+    differing += [
+        name
+        for name, value in own.items()
+        if isinstance(value, Tensor)
+        and isinstance(saved.get(name), Tensor)
+        and saved[name].shape != value.shape
+    ]
+    if differing:
+        raise SnapshotError(
+            "the snapshot is of another model: "
+            f"{', '.join(differing[:4])}{' ...' if len(differing) > 4 else ''} differ."
+        )
+
+
+def _check_optimizer(saved: dict[str, Any], optimizer: Optimizer) -> None:
+    sizes = [len(group["params"]) for group in saved["param_groups"]]
+    own = [len(group["params"]) for group in optimizer.param_groups]
+    if sizes != own:
+        raise SnapshotError(
+            f"the snapshot's optimizer has groups of {sizes} parameters, this one has "
+            f"{own}."
+        )

@@ -1,0 +1,316 @@
+"""Snapshots: a tree of tensors and plain values in one file that is data, not code.
+
+A file is the words `recoup snapshot 1`, the bytes of the tensors one after the other,
+a table of contents in JSON, and a fixed-size end that says where the table is and
+what its checksum is. A file without its end is not a snapshot.
+"""
+
+import ctypes
+import json
+import math
+import os
+import struct
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from recoup.backend.memory.storages import QUANTIZED
+from recoup.errors import SnapshotError, UsageError
+
+_BEGIN = b"recoup snapshot 1\n"
+_END = struct.Struct("<QQI12s")
+_END_MARK = b"end of file\n"
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and dtype not in QUANTIZED
+}
+
+
+def check_folder(path: str | Path | None) -> None:
+    """Raise unless there is a folder for a file, which may not be wanted at all.
+
+    Raises:
+        UsageError: There is none: better known before hours of training than after.
+
+    Examples:
+        >>> check_folder("run.snapshot")
+    """
+    if path is not None and not Path(path).parent.is_dir():
+        raise UsageError(
+            f"snapshots were to be written to {str(path)!r}: there is no folder "
+            f"{str(Path(path).parent)!r}. Make it first."
+        )
+
+
+def write_snapshot(path: str | Path, tree: Any) -> None:
+    """Write a tree to a file, so that at every moment the file is whole.
+
+    The new file is written next to the old one, as `.partial`, synchronised to the
+    disk, and takes its place in one move: a reader finds the old or the new one,
+    whenever the machine stops. A link at either name is replaced, never followed.
+
+    Args:
+        path: The file; its folder must exist.
+        tree: Dictionaries, lists and tuples of tensors, numbers, texts and None.
+
+    Raises:
+        SnapshotError: Something in the tree is none of these, or the file cannot be
+            written, as on a full disk. The old file is unchanged.
+
+    Examples:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     write_snapshot(f"{folder}/run", {"weight": torch.ones(2), "step": 3})
+        ...     read_snapshot(f"{folder}/run")
+        {'weight': tensor([1., 1.]), 'step': 3}
+    """
+    path = Path(path)
+    partial = path.with_name(path.name + ".partial")
+    try:
+        # What a killed process left, or a link that somebody put there.
+        partial.unlink(missing_ok=True)
+        with partial.open("xb") as file:
+            try:
+                _write(file, tree)
+                file.flush()
+                os.fsync(file.fileno())
+                partial.replace(path)
+            except BaseException:
+                partial.unlink(missing_ok=True)
+                raise
+    except OSError as error:
+        raise SnapshotError(
+            f"{path} cannot be written: {error}. What was there before is unchanged."
+        ) from error
+    except RecursionError:
+        raise SnapshotError(
+            f"{path} cannot be written: what it should hold is nested too deeply."
+        ) from None
+    _sync_folder(path.parent)
+
+
+def read_snapshot(path: str | Path) -> Any:
+    """Read a tree from a file, tensors on the CPU. Nothing in the file is executed.
+
+    The tensors take no more memory than the file, and the rest at most 64 times the
+    bytes of the file's table of contents, whatever the file says.
+
+    Raises:
+        SnapshotError: The file is no snapshot, or is damaged.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            return _read(file)
+    except SnapshotError as error:
+        raise SnapshotError(f"{path} cannot be read: {error}") from None
+
+
+def _write(file: BinaryIO, tree: Any) -> None:
+    file.write(_BEGIN)
+    tensors: list[dict[str, Any]] = []
+    known: dict[tuple[Any, ...], int] = {}
+
+    def encode(value: Any, where: str) -> Any:
+        match value:
+            case None | bool() | int() | float() | str():
+                return value
+            case Tensor():
+                return ["tensor", _write_tensor(file, value, tensors, known)]
+            case list() | tuple():
+                kind = "list" if isinstance(value, list) else "tuple"
+                return [
+                    kind,
+                    *(encode(v, f"{where}[{i}]") for i, v in enumerate(value)),
+                ]
+            case dict():
+                return ["dict", *_pairs(value, where)]
+        raise SnapshotError(
+            f"{where} is a {type(value).__name__}: a snapshot holds tensors, numbers, "
+            "texts, None, and lists, tuples and dictionaries of them."
+        )
+
+    def _pairs(mapping: dict[Any, Any], where: str) -> list[Any]:
+        for key in mapping:
+            if not isinstance(key, str | int):
+                raise SnapshotError(f"{where} has a key {key!r}: no text or number.")
+        return [[key, encode(v, f"{where}[{key!r}]")] for key, v in mapping.items()]
+
+    contents = {"tree": encode(tree, "snapshot"), "tensors": tensors}
+    table = json.dumps(contents, separators=(",", ":")).encode()
+    start = file.tell()
+    file.write(table)
+    file.write(_END.pack(start, len(table), zlib.crc32(table), _END_MARK))
+
+
+def _write_tensor(
+    file: BinaryIO,
+    tensor: Tensor,
+    tensors: list[dict[str, Any]],
+    known: dict[tuple[Any, ...], int],
+) -> int:
+    tensor = tensor.detach()
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise SnapshotError(f"a snapshot holds dense tensors: got {tensor.layout}.")
+    geometry = (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device)
+    key = (tensor.data_ptr(), *geometry)
+    if tensor.numel() and key in known:
+        return known[key]
+    # A copy to the CPU of lazily conjugated or negated memory would copy the laziness.
+    flat = tensor.resolve_conj().resolve_neg().cpu().contiguous()
+    memory = _memory(flat)
+    tensors.append(
+        {
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "shape": list(tensor.shape),
+            "start": file.tell(),
+            "crc32": zlib.crc32(memory),
+        }
+    )
+    file.write(memory)
+    # Only what stays alive while we write keeps its address for itself.
+    known[key] = len(tensors) - 1
+    return known[key]
+
+
+def _read(file: BinaryIO) -> Any:
+    if file.read(len(_BEGIN)) != _BEGIN:
+        raise SnapshotError("it is not a snapshot of this version of recoup.")
+    size = file.seek(0, os.SEEK_END)
+    if size < len(_BEGIN) + _END.size:
+        raise SnapshotError("its end is missing.")
+    file.seek(size - _END.size)
+    start, length, checksum, mark = _END.unpack(file.read(_END.size))
+    if mark != _END_MARK or start + length + _END.size != size or start < len(_BEGIN):
+        raise SnapshotError("its end is missing.")
+    file.seek(start)
+    table = file.read(length)
+    if zlib.crc32(table) != checksum:
+        raise SnapshotError("its table of contents is damaged.")
+    try:
+        contents = json.loads(table)
+        entries = _entries(contents, end=start)
+        tensors = [_read_tensor(file, entry) for entry in entries]
+        return _decode(contents.get("tree"), tensors)
+    except RecursionError:
+        raise SnapshotError("its table of contents is nested too deeply.") from None
+    except ValueError as error:  # of JSON: no text, no JSON, a number too long
+        raise SnapshotError(f"its table of contents is damaged: {error}.") from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """Where a tensor lies in the file, checked."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+    checksum: int
+
+
+def _entries(contents: Any, *, end: int) -> list[_Entry]:
+    """Check where the tensors lie, all of them before memory is taken for any.
+
+    No two share a byte, so all together are no larger than the file.
+    """
+    found = contents.get("tensors") if isinstance(contents, dict) else None
+    if not isinstance(found, list):
+        raise SnapshotError("its table of contents has no list of tensors.")
+    entries = [_entry(each) for each in found]
+    last = len(_BEGIN)
+    for entry in sorted(entries, key=lambda entry: (entry.start, entry.nbytes)):
+        if entry.start < last:
+            raise SnapshotError("two tensors in it overlap, or one its beginning.")
+        last = entry.start + entry.nbytes
+        if last > end:
+            raise SnapshotError("a tensor in it is cut off.")
+    return entries
+
+
+def _entry(found: Any) -> _Entry:
+    if not isinstance(found, dict):
+        raise SnapshotError("an entry of its table of contents is no dictionary.")
+    name, shape = found.get("dtype"), found.get("shape")
+    dtype = _DTYPES.get(name) if isinstance(name, str) else None
+    if dtype is None:
+        raise SnapshotError(f"it holds a tensor of an unknown type {name!r:.40}.")
+    start, checksum = found.get("start", -1), found.get("crc32", -1)
+    if not isinstance(shape, list) or not all(map(_is_count, shape)):
+        raise SnapshotError(f"it holds a tensor of an impossible shape {shape!r:.40}.")
+    # torch multiplies the sizes of empty tensors too.
+    if math.prod(size or 1 for size in shape) * dtype.itemsize >= 1 << 63:
+        raise SnapshotError(f"it holds a tensor of an impossible shape {shape!r:.40}.")
+    if not _is_count(start) or not _is_count(checksum):
+        raise SnapshotError("its table of contents does not say where a tensor lies.")
+    nbytes = math.prod(shape) * dtype.itemsize
+    return _Entry(dtype, tuple(shape), start, nbytes, checksum)
+
+
+def _is_count(number: object) -> bool:
+    return type(number) is int and 0 <= number < 1 << 63
+
+
+def _read_tensor(file: BinaryIO, entry: _Entry) -> Tensor:
+    tensor = torch.empty(entry.nbytes, dtype=torch.uint8)
+    memory = _memory(tensor)
+    file.seek(entry.start)
+    if file.readinto(memory) != entry.nbytes:  # pyright: ignore[reportAttributeAccessIssue]
+        raise SnapshotError("a tensor in it is cut off.")
+    if zlib.crc32(memory) != entry.checksum:
+        raise SnapshotError("a tensor in it is damaged: its checksum differs.")
+    try:
+        return tensor.view(entry.dtype).reshape(entry.shape)
+    except RuntimeError as error:  # a type or a shape that this torch does not take
+        raise SnapshotError(f"a tensor in it cannot be made: {error}.") from None
+
+
+def _decode(node: Any, tensors: list[Tensor]) -> Any:
+    if node is None or isinstance(node, bool | int | float | str):
+        return node
+    match node:
+        case ["tensor", int(number)] if 0 <= number < len(tensors):
+            return tensors[number]
+        case ["list", *parts]:
+            return [_decode(part, tensors) for part in parts]
+        case ["tuple", *parts]:
+            return tuple(_decode(part, tensors) for part in parts)
+        case ["dict", *pairs]:
+            return dict(_pair(pair, tensors) for pair in pairs)
+        case [kind, *_]:
+            raise SnapshotError(
+                f"it holds a {kind!r:.40}, which this version does not know."
+            )
+    raise SnapshotError(f"it holds a {type(node).__name__} without a kind.")
+
+
+def _pair(pair: Any, tensors: list[Tensor]) -> tuple[str | int, Any]:
+    match pair:
+        case [str() | int() as key, value]:
+            return key, _decode(value, tensors)
+    raise SnapshotError("a dictionary in it has an entry that is no pair.")
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor on the CPU, without a copy."""
+    nbytes = tensor.numel() * tensor.element_size()
+    if not nbytes:
+        return memoryview(bytearray())
+    array = (ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())
+    return memoryview(array).cast("B")
+
+
+def _sync_folder(folder: Path) -> None:
+    """Bring the move to the disk too; where folders cannot be opened, do without."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

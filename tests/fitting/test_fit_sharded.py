@@ -1,0 +1,125 @@
+"""fit on models whose tensors are not plain: sharded, compressed sparse."""
+
+# A gradient is maybe None to pyright, and torch's distributed package has few types.
+# pyright: reportOptionalMemberAccess=false, reportPrivateImportUsage=false
+# pyright: reportArgumentType=false
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import recoup
+from tests.support.odd_models import mean_square
+
+
+@pytest.fixture
+def mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
+    """One process that is a group of its own."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def blocks() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(
+            nn.Sequential(
+                nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)
+            )
+            for _ in range(5)
+        )
+    )
+
+
+def batch() -> Tensor:
+    return torch.randn(256, 32, generator=torch.Generator().manual_seed(1))
+
+
+def sharded(model: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
+    for block in model:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)  # type: ignore[return-value]
+
+
+def local(tensor: Any) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def test_gradients_of_a_sharded_model_are_those_of_its_twin(mesh):
+    model, twin = sharded(blocks(), mesh), sharded(blocks(), mesh)
+    recoup.fit(model, batch(), 0.7, loss=mean_square, accumulate=True)
+    for _ in range(3):  # sums: what is left behind in the first step shows later
+        for each in (model, twin):
+            mean_square(each(batch())).backward()
+        for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(local(one.grad), local(other.grad))
+
+
+def test_a_model_that_is_sharded_after_fit_is_refused_in_one_sentence(mesh):
+    model = blocks()
+    _, report = recoup.fit(model, batch(), 0.7, loss=mean_square)
+    sharded(model, mesh)
+    with pytest.raises(
+        recoup.errors.UsageError, match=r"fully_shard first, then recoup\.fit"
+    ):
+        model(batch())
+    report.remove()
+    mean_square(model(batch())).backward()
+
+
+def tensor_parallel(model: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
+    for block in model:
+        plan = {"1": ColwiseParallel(), "3": RowwiseParallel()}
+        parallelize_module(block, mesh, plan)
+    return model
+
+
+def test_a_tensor_parallel_model_works(mesh):
+    model, twin = (tensor_parallel(blocks(), mesh) for _ in range(2))
+    _, report = recoup.fit(model, batch(), "100%", loss=mean_square)
+    assert report.measured_peak_bytes <= report.budget_bytes
+    for each in (model, twin):
+        mean_square(each(batch())).backward()
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(local(one.grad), local(other.grad))
+
+
+class Graph(nn.Module):
+    """A graph network, with its adjacency as a compressed sparse matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = blocks()
+        self.register_buffer("adjacency", torch.eye(256).to_sparse_csr())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(self.adjacency @ layer(x))
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_compressed_sparse_matrices_work():
+    model, twin = Graph(), Graph()
+    x = batch()
+    _, report = recoup.fit(model, x, 0.7, loss=mean_square)
+    assert report.measured_peak_bytes <= report.budget_bytes
+    for each in (model, twin):
+        mean_square(each(x)).backward()
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
