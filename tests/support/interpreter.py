@@ -1,7 +1,7 @@
 """Runs a plan step by step: allocates, holds, hands over, replays and frees.
 
-It does what the engine does, object by object: see `recoup.engine.recording.region`. With
-`recoup.core.simulation` it shares nothing but the graph and the segments.
+It does what the engine does, object by object: `recoup.engine.recording.region`.
+With `recoup.core.simulation` it shares nothing but the graph and the segments.
 """
 
 from collections import Counter

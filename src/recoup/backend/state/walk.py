@@ -40,7 +40,7 @@ _OPAQUE = (
     *("torch._dynamo.", "torch._inductor.", "torch._guards.", "torch.fx."),
     "torch.distributed.",  # holds unsharded parameters, whose memory it frees and fills
     *("recoup.core.", "recoup.engine.", "recoup.planners.", "recoup.measurement."),
-    *("recoup.report.", "recoup.api."),
+    *("recoup.report.", "recoup.fitting."),
 )
 """Packages whose objects are not followed: nothing that user code uses is in them."""
 

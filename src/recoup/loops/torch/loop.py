@@ -61,7 +61,7 @@ def run_torch(
     if refused is not None:
         raise UnsupportedError(
             "checkpointed_loop is called under a torch.func transform, which it cannot "
-            f"carry ({refused}). Use torch.autograd.grad, backward or recoup.loops.grad."
+            f"carry ({refused}). Use torch.autograd.grad, backward or loops.grad."
         )
     leaves, _ = flatten(initial_state)
     found = captured_by(step, leaves)
