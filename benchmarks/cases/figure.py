@@ -17,9 +17,9 @@ from recoup.cli.corpus import encode, read_text
 from recoup.cli.gpt import GPT, Shape
 from recoup.core.units import print_bytes
 from recoup.report.charts import timeline_chart
-from recoup.report.drawing import element, picture, text
 from recoup.report.files import to_json
 from recoup.report.findings import Findings, PlanView
+from recoup.report.timeline import timeline
 
 WIDTH, HEIGHT, HEAD = 960, 340, 28
 
@@ -38,37 +38,33 @@ def measure() -> Findings:
 def figure(found: Findings) -> str:
     plain = max(found.plans, key=lambda view: view.peak_bytes)
     budget = print_bytes(found.budget_bytes)
-    parts = [
-        *_panel("plain", plain, 0, 0, plain.peak_bytes),
-        *_panel(
-            f"recoup, budget {budget}",
-            found.plan,
-            HEAD + HEIGHT,
-            found.budget_bytes,
-            plain.peak_bytes,
+    below = HEAD + HEIGHT
+    panels = [
+        _panel(found, "plain", plain, 0, 0),
+        _panel(
+            found, f"recoup, budget {budget}", found.plan, below, found.budget_bytes
         ),
     ]
-    return picture(
-        parts,
-        width=WIDTH,
-        height=2 * (HEAD + HEIGHT),
-        label="Memory over one training step, plain and within half the peak",
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {2 * below}" '
+        'role="img" font-family="system-ui, sans-serif"><title>Memory over one '
+        f"training step, plain and within half the peak</title>{''.join(panels)}</svg>"
     )
 
 
 def _panel(
-    title: str, view: PlanView, top: int, budget_bytes: int, most_bytes: int
-) -> list[str]:
+    found: Findings, title: str, view: PlanView, top: int, budget_bytes: int
+) -> str:
     chart = timeline_chart(
-        view.timeline, budget_bytes=budget_bytes, most_bytes=most_bytes
+        timeline(found.step, view),
+        budget_bytes=budget_bytes,
+        most_bytes=found.plain_peak_bytes,
+    ).svg()
+    size = f'<svg y="{top + HEAD}" width="{WIDTH}" height="{HEIGHT}" '
+    return (
+        f'<text x="84" y="{top + HEAD - 4}" font-size="16" font-weight="bold" '
+        f'fill="#1d2733">{title}</text>{chart.replace("<svg ", size, 1)}'
     )
-    placed = chart.replace(
-        "<svg ", f'<svg y="{top + HEAD}" width="{WIDTH}" height="{HEIGHT}" ', 1
-    )
-    return [
-        element("g", text(title, 84, top + HEAD - 4, font_size=16, font_weight="bold")),
-        placed,
-    ]
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ from recoup.core.plan import Place, Plan, Span
 from recoup.core.version import VERSION
 from recoup.fitting.contest import PLAIN
 from recoup.measurement.peers import PEERS
-from recoup.report.composition import compose
+from recoup.report.composition import Known, compose
 from recoup.report.files import from_json, to_json
 
 ROOT = Path(__file__).parents[2]
@@ -158,7 +158,7 @@ def steps(tmp_path, monkeypatch):
     (tmp_path / "leaves.py").write_text("import sys; sys.exit()\n")
     hostile = Plan((Span(Place("\ud800", 0, True), Place("h", 0, True)),))
     (tmp_path / "hostile-plan.json").write_text(hostile.to_json())
-    found = compose(Graph((), 0, (), (), (), (), ()), (), title="\x1b[2J")
+    found = compose(Graph((), 0, (), (), (), (), ()), known=Known(title="\x1b[2J"))
     (tmp_path / "hostile-findings.json").write_text(to_json(found))
     return "steps.py"
 

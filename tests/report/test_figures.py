@@ -1,15 +1,23 @@
-"""Figures: the PNG shows the numbers that the SVG shows."""
+"""Pictures: one description of a chart; the PNG shows the shapes that the SVG shows."""
 
-import re
+import dataclasses
 import struct
 import sys
+from xml.etree import ElementTree
 
 import pytest
 
 from recoup.errors import UnsupportedError, UsageError
-from recoup.report.charts import frontier_chart, joined, timeline_chart
-from recoup.report.figures import FrontierFigure, MemoryFigure, memory_figure
-from recoup.report.painting import paint_frontier, paint_timeline
+from recoup.report.charts import (
+    frontier_chart,
+    frontier_steps,
+    joined,
+    memory_chart,
+    timeline_chart,
+)
+from recoup.report.drawing import Area, Line, Mark, Words
+from recoup.report.findings import Baseline
+from recoup.report.timeline import timeline
 from tests.support.findings import small_findings
 
 
@@ -18,65 +26,92 @@ def size_of(png: bytes) -> tuple[int, int]:
     return struct.unpack(">II", png[16:24])
 
 
-def test_the_bands_of_both_pictures_are_the_layers():
-    view = small_findings().plan
-    (axes,) = paint_timeline(view.timeline, budget_bytes=700_000).axes
-    bands = [patch for patch in axes.patches if patch.get_label()[0] != "_"]
-    names = [layer.name for layer in view.timeline.layers]
-    assert [band.get_label() for band in bands] == names
-    lower = [0] * len(view.timeline.moments)
-    for band, layer in zip(bands, view.timeline.layers, strict=True):
-        upper = [a + b for a, b in zip(lower, layer.bytes_at, strict=True)]
-        assert list(band.get_data().values) == upper
-        assert list(band.get_data().baseline) == lower
-        lower = upper
-    svg = timeline_chart(view.timeline, budget_bytes=700_000)
-    for layer in view.timeline.layers:
-        assert f"{layer.name}: at most" in svg
-    assert view.timeline.peak_place in axes.get_title(loc="left")
+@pytest.mark.parametrize("chart", [memory_chart, frontier_chart])
+def test_both_encodings_have_every_shape(chart):
+    picture = chart(small_findings())
+    counts = dict.fromkeys((Line, Area, Mark, Words), 0)
+    for shape in picture.shapes:
+        counts[type(shape)] += 1
+    (axes,) = picture.figure().axes
+    assert len(axes.patches) == counts[Area]
+    assert len(axes.lines) == counts[Line] + counts[Mark]
+    assert len(axes.texts) == counts[Words]
+    root = ElementTree.fromstring(picture.svg())
+    tags = [element.tag.rpartition("}")[2] for element in root.iter()]
+    assert tags.count("polygon") == counts[Area]
+    assert tags.count("polyline") == counts[Line]
+    assert tags.count("circle") + tags.count("rect") == counts[Mark]
+    assert tags.count("text") == counts[Words]
 
 
-def test_the_plans_and_rules_of_both_pictures_are_the_findings():
+def test_the_bands_of_a_chart_are_the_layers():
     found = small_findings()
-    (axes,) = paint_frontier(found).axes
-    line = axes.lines[0]
-    plans = [(view.peak_bytes, view.seconds) for view in found.plans]
-    assert list(zip(*line.get_data(), strict=True)) == plans
-    named = {text.get_text(): text.xy for text in axes.texts}
-    rules = joined(found.baselines)
-    assert named == {rule.name: (rule.peak_bytes, rule.seconds) for rule in rules}
-    svg = frontier_chart(found)
-    assert len(re.findall("data-plan=", svg)) == len(plans)
-    for rule in rules:
-        assert rule.name in svg
+    layers = timeline(found.step, found.plan).layers
+    shown = [s.label for s in memory_chart(found).shapes if isinstance(s, Area)]
+    assert [label.split(": at most")[0] for label in shown] == [x.name for x in layers]
+    for layer in layers:
+        assert f"{layer.name}: at most" in memory_chart(found).svg()
 
 
-@pytest.mark.parametrize("figure", [memory_figure, FrontierFigure])
-def test_a_figure_is_saved_as_its_ending_says(tmp_path, figure):
-    made = figure(small_findings())
+def test_the_plans_and_rules_of_a_chart_are_the_findings():
+    found = small_findings()
+    marks = [s for s in frontier_chart(found).shapes if isinstance(s, Mark)]
+    dots = [mark.label.split(":")[0] for mark in marks if not mark.is_square]
+    assert dots == [view.name for view in found.plans]
+    squares = [mark.label.split(":")[0] for mark in marks if mark.is_square]
+    assert squares == [rule.name for rule in joined(found.baselines)]
+
+
+def time_at(corners: list[tuple[int, float]], peak_bytes: int) -> float:
+    """The height of a line of steps, at the right of its corners."""
+    return min((s for b, s in corners if b <= peak_bytes), default=float("inf"))
+
+
+def test_no_rule_lies_below_the_line():
+    found = small_findings()
+    corners = frontier_steps(found)
+    for rule in found.baselines:
+        assert time_at(corners, rule.peak_bytes) <= rule.seconds
+    better = Baseline("better", found.plans[1].peak_bytes, 0.0)
+    assert time_at(corners, better.peak_bytes) > better.seconds
+
+
+def test_a_dominated_plan_is_above_the_line():
+    found = small_findings()
+    slow = dataclasses.replace(found.plans[-1], seconds=10.0)
+    corners = frontier_steps(dataclasses.replace(found, plans=(*found.plans, slow)))
+    assert corners == frontier_steps(found)
+
+
+@pytest.mark.parametrize("chart", [memory_chart, frontier_chart])
+def test_a_picture_is_saved_as_its_suffix_says(tmp_path, chart):
+    made = chart(small_findings())
     assert made.save(tmp_path / "a.svg").read_text() == made.svg() == made._repr_svg_()
     wide, high = size_of(made.save(str(tmp_path / "a.PNG")).read_bytes())
     assert wide > high > 500
 
 
-def test_another_ending_is_refused_and_nothing_written(tmp_path):
-    with pytest.raises(UsageError, match=r"\.svg or \.png: got 'a\.jpg'"):
-        memory_figure(small_findings()).save(tmp_path / "a.jpg")
+def test_another_suffix_is_refused_and_nothing_written(tmp_path):
+    with pytest.raises(UsageError, match=r"\.svg or \.png, got 'a\.jpg'"):
+        memory_chart(small_findings()).save(tmp_path / "a.jpg")
     assert not list(tmp_path.iterdir())
 
 
 def test_without_matplotlib_a_png_is_one_clear_error(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    figure = memory_figure(small_findings())
-    with pytest.raises(UnsupportedError, match=r"or save the figure as \.svg"):
-        figure.save(tmp_path / "a.png")
+    picture = memory_chart(small_findings())
+    with pytest.raises(UnsupportedError, match=r"or save the picture as \.svg"):
+        picture.save(tmp_path / "a.png")
     assert not list(tmp_path.iterdir())
-    figure.save(tmp_path / "a.svg")
+    picture.save(tmp_path / "a.svg")
 
 
-def test_figures_of_one_scale_can_be_compared():
-    timeline = small_findings().plan.timeline
-    top = 2 * timeline.peak_bytes
-    (axes,) = paint_timeline(timeline, most_bytes=top).axes
-    assert axes.get_ylim()[1] > top
-    assert MemoryFigure(timeline, most_bytes=top).svg() != MemoryFigure(timeline).svg()
+def test_charts_of_one_scale_can_be_compared():
+    found = small_findings()
+    drawn = timeline(found.step, found.plan)
+    top = 2 * drawn.peak_bytes
+    marked = [s for s in timeline_chart(drawn).shapes if isinstance(s, Mark)]
+    lower = [
+        s for s in timeline_chart(drawn, most_bytes=top).shapes if isinstance(s, Mark)
+    ]
+    assert lower[0].y > marked[0].y

@@ -1,22 +1,34 @@
 """A page is whole, safe and self-contained; in a browser its slider moves the plan."""
 
+import base64
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
+import zlib
+from collections.abc import Mapping, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
+from recoup.core.graph import Graph
+from recoup.core.simulation import simulate
+from recoup.core.units import print_bytes
 from recoup.errors import UsageError
-from recoup.report.charts import frontier_chart, timeline_chart
-from recoup.report.composition import compose
+from recoup.report.charts import frontier_chart, memory_chart
+from recoup.report.composition import Known, compose
 from recoup.report.files import from_json, to_json
 from recoup.report.pages import fragment, page
-from tests.support.findings import named_graph, small_findings
+from tests.support.findings import (
+    named_graph,
+    small_findings,
+    small_graph,
+    small_solutions,
+)
 
 ROOT = Path(__file__).parents[2]
 VOID = {"meta", "input", "link", "br", "hr", "img"}
@@ -64,45 +76,61 @@ def test_the_reader_finds_tags_that_do_not_nest():
 
 
 def test_a_page_is_well_formed_and_loads_nothing():
-    found = small_findings()
-    reader = read(page(found))
-    assert all(str(address).startswith("#plan-") for address in reader.addresses)
+    reader = read(page(small_findings()))
+    assert reader.addresses == []
     assert len(set(reader.ids)) == len(reader.ids)
-    for number in range(len(found.plans)):
-        assert f"plan-{number}" in reader.ids
-    assert reader.tags.count("svg") >= 1 + len(found.plans)
-    assert "noscript" in reader.tags
-    assert "url(" not in page(found)
+    assert reader.tags.count("svg") >= 2  # both charts are there without JavaScript
+    assert "url(" not in page(small_findings())
 
 
 NASTY = "<script>alert('x')</script>\"&`"
 
 
 def test_nothing_that_comes_from_a_name_is_markup():
-    found = compose(
-        named_graph(NASTY),
-        (),
+    known = Known(
         title=NASTY,
-        environment=[(NASTY, NASTY)],
+        environment=((NASTY, NASTY),),
+        checks=((NASTY, NASTY),),
+        resident=((NASTY, 5),),
         budget_bytes=9,
     )
+    found = compose(named_graph(NASTY), known=known)
     for text in (page(found), fragment(found)):
         assert "<script>alert" not in text
         read(text)
     assert "&lt;script&gt;alert" in page(found)
-    assert read(page(found)).tags.count("script") == 1
+    scripts = read(page(small_findings())).tags.count("script")
+    assert read(page(found)).tags.count("script") == scripts
 
 
 def test_a_chart_is_a_file_by_itself():
+    nasty = compose(named_graph(NASTY), known=Known(title=NASTY))
+    for found in (small_findings(), nasty):
+        for chart in (memory_chart(found), frontier_chart(found)):
+            root = ElementTree.fromstring(chart.svg())
+            assert root.tag == "{http://www.w3.org/2000/svg}svg"
+
+
+def data_in(text: str) -> str:
+    """The findings that a page carries, as JSON."""
+    (packed,) = re.findall(r'id="data">([^<]*)<', text)
+    return zlib.decompress(base64.b64decode(packed)).decode()
+
+
+def test_a_page_carries_its_findings():
     found = small_findings()
-    nasty = compose(named_graph(NASTY), (), title=NASTY)
-    for text in (
-        timeline_chart(found.plan.timeline, budget_bytes=1000),
-        frontier_chart(found),
-        timeline_chart(nasty.plan.timeline),
-    ):
-        root = ElementTree.fromstring(text)
-        assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    assert from_json(data_in(page(found))) == found
+
+
+def test_of_a_huge_step_a_page_carries_the_main_plans_only(monkeypatch):
+    found = small_findings()
+    monkeypatch.setattr("recoup.report.pages.MOST_DATA_BYTES", 1000)
+    carried = from_json(data_in(page(found)))
+    assert carried.plan == found.plan
+    assert carried.plans[-1] == found.plans[-1]
+    assert not any(view.allocations for view in carried.plans[1:-1])
+    costs = [(view.peak_bytes, view.seconds) for view in found.plans]
+    assert [(view.peak_bytes, view.seconds) for view in carried.plans] == costs
 
 
 def test_findings_survive_a_file():
@@ -118,6 +146,7 @@ def test_findings_survive_a_file():
         ({"budget_bytes": True}, "budget_bytes is True"),
         ({"title": None}, "title is None"),
         ({"version": 7}, "'recoup findings' 7"),
+        ({"version": 1}, "'recoup findings' 1"),
         ({"more": 1}, "findings is"),
         ({"environment": [["a"]]}, "environment is ['a']"),
         ({"budget_bytes": 10**400}, "budget_bytes is 1000"),
@@ -138,33 +167,45 @@ def test_a_damaged_file_is_named(change, said):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("column", "value", "said"),
     [
-        (lambda layer: layer["bytes_at"].pop(), "columns is"),
-        (lambda layer: layer.update(category="sky"), "category is 'sky'"),
-        (lambda layer: layer["bytes_at"].__setitem__(0, -1), "bytes_at is -1"),
+        ("category", 9, "an allocation is"),
+        ("bytes", -1, "bytes is -1"),
+        ("last", 10**6, "an allocation is"),
+        ("part", 10**6, "an allocation is"),
+        ("part", "0", "part is '0'"),
+        ("maker", -(10**400), "maker is -1000"),
     ],
 )
-def test_a_damaged_timeline_is_named(change, said):
+def test_a_damaged_allocation_is_named(column, value, said):
     data = json.loads(to_json(small_findings()))
-    change(data["plans"][0]["timeline"]["layers"][0])
+    data["plans"]["allocations"][0][column][0] = value
     with pytest.raises(UsageError, match="file of findings") as caught:
         from_json(json.dumps(data))
     assert said in str(caught.value)
 
 
+def test_columns_of_different_lengths_are_damage():
+    data = json.loads(to_json(small_findings()))
+    data["step"]["moments"]["part"].pop()
+    with pytest.raises(UsageError, match="the columns of moments is"):
+        from_json(json.dumps(data))
+
+
 def test_findings_without_a_measurement_or_plans_are_shown():
-    found = compose(named_graph("aten.mm"), ())
-    assert "predicted" in page(found)
-    assert read(page(found)).ids.count("plan-0") == 1
+    found = compose(named_graph("aten.mm"))
+    assert "smallest budget" in page(found)
     slow = dataclasses.replace(found, plain_seconds=0.0)
     read(page(slow))
+    read(page(compose(Graph((), 0, (), (), (), (), ()))))
 
 
 # The page in Chromium, where `PyQt6-WebEngine` is installed.
 
 
-def browse(path: Path, actions: list[dict[str, object]], *more: str) -> dict[str, list]:
+def browse(
+    path: Path, actions: Sequence[Mapping[str, object]], *more: str
+) -> dict[str, list]:
     # `find_spec`, not an import: the browser lives in a process of its own.
     from importlib.util import find_spec
 
@@ -188,9 +229,6 @@ def browse(path: Path, actions: list[dict[str, object]], *more: str) -> dict[str
     return json.loads(done.stdout)
 
 
-SHOWN = "[...document.querySelectorAll('.plan.shown')].map(p => p.id).join()"
-
-
 @pytest.fixture
 def page_file(tmp_path):
     path = tmp_path / "page.html"
@@ -198,34 +236,155 @@ def page_file(tmp_path):
     return path
 
 
+READY = {"await": "document.documentElement.dataset.ready === 'yes'"}
+
+
+def text_of(selector: str) -> str:
+    return f"document.querySelector({selector!r}).textContent"
+
+
+# Where a moment is on the screen, by the chart's own scale: 76 at the left of 12.
+AT = """(m => {
+  const chart = document.querySelector('#memory svg');
+  chart.scrollIntoView({block: 'center'});
+  const box = chart.getBoundingClientRect(), count = %d;
+  return [box.left + 76 + (m + 0.5) / count * (box.width - 88), box.top + 150];
+})(%d)"""
+
+
 @pytest.mark.slow
 def test_in_a_browser_the_slider_moves_the_plan(page_file):
-    last = len(small_findings().plans) - 1
-    said = "document.querySelector('.slider output').textContent"
+    found = small_findings()
+    last = len(found.plans) - 1
+    shown = "document.querySelector('[aria-current]').dataset.plan"
+    said = text_of(".slider output")
     seen = browse(
         page_file,
         [
-            {"script": SHOWN},
-            {"script": "document.querySelector('.slider input').focus()"},
+            READY,
+            {"script": shown},
+            {"script": "document.querySelector('.slider input').focus(); ''"},
             {"key": "End"},
-            {"script": SHOWN},
+            {"script": shown},
             {"script": said},
             {"key": "Left"},
-            {"script": SHOWN},
-            {"script": "document.querySelector('a[data-plan=\"0\"]').focus()"},
+            {"script": shown},
+            {"script": "document.querySelector('a[data-plan=\"0\"]').focus(); ''"},
             {"key": "Return"},
-            {"script": SHOWN},
+            {"script": shown},
+            {"script": text_of("#apply code")},
         ],
     )
     assert seen["messages"] == []
     assert seen["requests"] == []
-    shown = [result for result in seen["results"] if result]
-    start = small_findings().chosen
-    assert shown[0] == f"plan-{start}"
-    assert shown[1] == f"plan-{last}"
-    assert "100% of plain" in shown[2]
-    assert shown[3] == f"plan-{last - 1}"
-    assert shown[4] == "plan-0"
+    results = [result for result in seen["results"] if result]
+    assert results[:2] == [f"{found.chosen}", f"{last}"]
+    assert "100% of plain" in results[2]
+    assert results[3:5] == [f"{last - 1}", "0"]
+    assert "recoup.apply_plan(model, plan)" in results[5]
+
+
+@pytest.mark.slow
+def test_in_a_browser_every_moment_says_what_is_in_use(page_file):
+    found = small_findings()
+    graph = small_graph()
+    expected = simulate(graph, small_solutions()[0].segments).bytes_at
+    count = graph.moments
+    where = text_of("#where")
+    keys: list[Mapping[str, object]] = [
+        {"script": "document.querySelector('#memory svg').focus(); ''"}
+    ]
+    for key in ("Home", "Right", "Right", "End"):
+        keys += [{"key": key}, {"script": text_of("#place")}, {"script": where}]
+    middle = AT % (count, count // 2)
+    (place,) = browse(page_file, [READY, {"script": middle}])["results"]
+    pointed = [{"point": place}, {"script": text_of("#place")}, {"script": where}]
+    first = browse(page_file, [READY, {"script": middle}, *pointed, *keys])
+    assert first["messages"] == []
+    results = [r for r in first["results"] if isinstance(r, str) and r]
+    by_moment = zip(results[::2], results[1::2], strict=True)
+    moments = (count // 2, 0, 1, 2, count - 1)
+    for (place, said), moment in zip(by_moment, moments, strict=True):
+        assert f"{moment + 1} of {count}" in place
+        assert f"{print_bytes(expected[moment])} in use" in said
+    part = found.step.parts[found.step.moments[0].part]
+    assert (part.module or part.block) in results[3]
+
+
+@pytest.mark.slow
+def test_in_a_browser_the_chart_zooms_pans_and_lays_plain_over(page_file):
+    count = small_graph().moments
+    chart = "document.querySelector('#memory svg')"
+    pinned = text_of("#place")
+    (x, y) = browse(page_file, [READY, {"script": AT % (count, count // 2)}])[
+        "results"
+    ][0]
+    labels = f"[...{chart}.querySelectorAll('text')].map(t => t.textContent).join()"
+    seen = browse(
+        page_file,
+        [
+            READY,
+            {"script": AT % (count, count // 2)},
+            *({"wheel": [x, y, 1]} for _ in range(12)),
+            {"point": [x + 1, y]},
+            {"script": pinned},
+            {"drag": [x, y, x - 300, y]},
+            {"point": [x, y + 1]},
+            {"script": pinned},
+            {"script": f"{chart}.focus(); ''"},
+            {"key": "0"},
+            {"script": labels},
+            {"script": f"{chart}.querySelectorAll('.overlay').length"},
+            {"key": "O"},
+            {"script": f"{chart}.querySelectorAll('.overlay').length"},
+        ],
+    )
+    assert seen["messages"] == []
+    _, zoomed, panned, _, whole, without, laid = seen["results"]
+    middle, moved = (int(re.findall(r"(\d+) of", t)[0]) for t in (zoomed, panned))
+    assert middle == count // 2 + 1  # what was under the mouse still is
+    assert moved > middle
+    assert "forward" in whole
+    assert (without, laid) == (0, 1)
+
+
+@pytest.mark.slow
+def test_in_a_browser_blocks_fold_and_are_searched(page_file):
+    names = "[...document.querySelectorAll('#tree .name')].map(b => b.textContent)"
+    focus = "document.querySelector('#tree .name').focus(); ''"
+    marks = "document.querySelectorAll('#memory .marked').length"
+    seen = browse(
+        page_file,
+        [
+            READY,
+            {"script": names},
+            {"script": focus},
+            {"key": "Right"},
+            {"script": names},
+            {"key": "Down"},
+            {"key": "Return"},
+            {"script": marks},
+            {"key": "Escape"},
+            {"script": marks},
+            {"key": "Slash"},
+            *({"key": letter} for letter in "TANH"),
+            {"script": names},
+            {"script": "document.querySelector('#search').value"},
+            {"script": marks},
+            {"script": text_of("#tree td:nth-child(3)")},
+        ],
+    )
+    assert seen["messages"] == []
+    folded, _, opened, marked, cleared, matching, words, found, operators = seen[
+        "results"
+    ]
+    assert folded[0] == "block 0 to block 4 (5)"
+    assert opened[1:6] == [f"block {n}" for n in range(5)]
+    assert (marked, cleared, found) == (1, 0, 1)
+    assert words.lower() == "tanh"
+    assert matching[0] == "block 0 to block 4 (5)"
+    assert "the loss" not in matching
+    assert operators == "5"
 
 
 @pytest.mark.slow
@@ -234,6 +393,7 @@ def test_in_a_browser_the_page_fits_a_phone_the_dark_and_paper(page_file, tmp_pa
     seen = browse(
         page_file,
         [
+            READY,
             {"size": [360, 640]},
             {"script": "document.documentElement.scrollWidth <= window.innerWidth"},
             {"script": paper},

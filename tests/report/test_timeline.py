@@ -10,8 +10,9 @@ from recoup.planners.every_kth import every_kth
 from recoup.planners.plan import frontier
 from recoup.planners.recompute_all import recompute_all
 from recoup.planners.square_root import square_root
-from recoup.report.block_rows import block_rows
-from recoup.report.timeline import BANDS, COLUMNS, timeline
+from recoup.report.composition import Known, compose
+from recoup.report.modules import block_rows
+from recoup.report.timeline import BANDS, COLUMNS, Timeline, timeline
 from tests.support.findings import named_graph, small_graph
 
 
@@ -36,11 +37,20 @@ def plans():
     yield "planned", frontier(graph, points=3)[0].segments
 
 
+def found_for(graph, segments, **known):
+    return compose(graph, [segments], known=Known(**known))
+
+
+def drawn_for(graph, segments, **known) -> Timeline:
+    found = found_for(graph, segments, **known)
+    return timeline(found.step, found.plan)
+
+
 @pytest.mark.parametrize("name", [name for name, _ in plans()])
 def test_the_bands_add_up_to_the_simulation(name):
     graph, segments = small_graph(), dict(plans())[name]
     costs = simulate(graph, segments)
-    drawn = timeline(graph, segments, resident=[("parameters", 5000)])
+    drawn = drawn_for(graph, segments, resident=(("parameters", 5000),))
     sums = [
         sum(column) for column in zip(*(x.bytes_at for x in drawn.layers), strict=True)
     ]
@@ -53,9 +63,57 @@ def test_the_bands_add_up_to_the_simulation(name):
     assert sum(layer.category == "held" for layer in drawn.layers) <= BANDS
 
 
-def test_no_band_is_below_nothing_even_where_less_was_measured_than_accounted_for():
+@pytest.mark.parametrize("name", [name for name, _ in plans()])
+def test_the_tensors_add_up_to_the_simulation_at_every_moment(name):
+    graph, segments = small_graph(), dict(plans())[name]
+    found = found_for(graph, segments)
+    sums: list[int] = [moment.other_bytes for moment in found.step.moments]
+    for each in found.plan.allocations:
+        for moment in range(each.first, each.last + 1):
+            sums[moment] += each.bytes
+    assert tuple(sums) == simulate(graph, segments).bytes_at
+
+
+def test_the_passes_of_a_step_follow_each_other_and_the_highest_is_the_peak():
+    one = small_graph()
+    larger = tuple(n + 10**6 for n in one.other_bytes)
+    other = dataclasses.replace(one, other_bytes=larger)
+    graph = dataclasses.replace(one, others=(other,), order=(1, 0))
+    found = compose(graph, [recompute_all(one), ()])
+    assert [name for name, _ in found.step.phases] == [
+        *("forward 1", "backward 1", "forward 2", "backward 2")
+    ]
+    expected = (
+        *simulate(other, ()).bytes_at,
+        *simulate(one, recompute_all(one)).bytes_at,
+    )
+    drawn = timeline(found.step, found.plan)
+    sums = [sum(c) for c in zip(*(x.bytes_at for x in drawn.layers), strict=True)]
+    assert sums == [expected[moment] for moment in drawn.moments]
+    assert found.plan.peak_bytes == max(expected)
+    assert expected[found.plan.peak_moment] == max(expected)
+    # The plan of the second pass is not lost: that is the active one.
+    assert found.plan.reruns
+    assert all(rerun.moment >= one.moments for rerun in found.plan.reruns)
+
+
+def test_every_operator_of_forward_has_its_module():
+    found = found_for(small_graph(), ())
+    moments = found.step.moments[: len(small_graph().operations)]
+    named = [
+        (found.step.operators[m.operator], found.step.parts[m.part].module)
+        for m in moments
+    ]
+    inside = [pair for pair in named if pair[1]]
+    kinds = ["aten.addmm.default", "aten.tanh.default", "aten.addmm.default"]
+    # Where the last layer of a block ends, so does the block: the graph has one place.
+    paths = [f"{n // 3}.{n % 3}" if n % 3 < 2 else f"{n // 3}" for n in range(15)]
+    assert inside == [(kinds[n % 3], paths[n]) for n in range(15)]
+
+
+def test_no_band_is_negative_even_where_less_was_measured_than_accounted_for():
     graph = dataclasses.replace(named_graph("mm"), other_bytes=(-50, -60, -40, 5))
-    drawn = timeline(graph, (), resident=[("parameters", 30)])
+    drawn = drawn_for(graph, (), resident=(("parameters", 30),))
     assert all(nbytes >= 0 for layer in drawn.layers for nbytes in layer.bytes_at)
     assert drawn.layers[0].bytes_at == (30,) * 4
     columns = zip(*(layer.bytes_at for layer in drawn.layers), strict=True)
@@ -65,14 +123,15 @@ def test_no_band_is_below_nothing_even_where_less_was_measured_than_accounted_fo
 
 def test_reserved_bytes_are_a_band_of_their_own():
     graph = small_graph()
-    reserved = timeline(graph, (), reserved_bytes=1000)
+    reserved = drawn_for(graph, (), reserved_bytes=1000)
     assert reserved.peak_bytes == simulate(graph, ()).peak_bytes + 1000
 
 
 @pytest.mark.parametrize("name", [name for name, _ in plans()])
 def test_a_row_of_a_block_adds_up_to_what_autograd_saves_there(name):
     graph, segments = small_graph(), dict(plans())[name]
-    rows = block_rows(graph, segments)
+    found = found_for(graph, segments)
+    rows = block_rows(found.step, found.plan)
     assert sum(row.saved_bytes for row in rows) == graph.saved_bytes
     for row in rows:
         parts = row.kept_bytes + row.offloaded_bytes + row.recomputed_bytes
@@ -84,11 +143,26 @@ def test_a_row_of_a_block_adds_up_to_what_autograd_saves_there(name):
     assert sum(row.operators for row in rows) == len(graph.operations)
 
 
-def test_what_a_plan_keeps_is_told_from_what_it_computes_again():
+def test_rows_alike_are_one_with_their_sums():
+    found = found_for(small_graph(), recompute_all(small_graph()))
+    rows = block_rows(found.step, found.plan)
+    joined = block_rows(found.step, found.plan, alike=True)
+    assert len(joined) < len(rows)
+    for name in ("operators", "saved_bytes", "kept_bytes", "recomputed_bytes"):
+        assert sum(getattr(r, name) for r in rows) == sum(
+            getattr(r, name) for r in joined
+        )
+
+
+def test_what_a_plan_keeps_is_told_from_what_it_recomputes():
     graph = small_graph()
-    plain = block_rows(graph, ())
-    assert {row.action for row in plain} <= {"keep", "nothing saved"}
-    again = block_rows(graph, recompute_all(graph))
+
+    def rows(segments):
+        found = found_for(graph, segments)
+        return block_rows(found.step, found.plan)
+
+    assert {row.action for row in rows(())} <= {"keep", "nothing saved"}
+    again = rows(recompute_all(graph))
     assert any(row.action.startswith("recompute") for row in again)
-    offloaded = block_rows(graph, dict(plans())["offloaded"])
+    offloaded = rows(dict(plans())["offloaded"])
     assert sum(row.offloaded_bytes for row in offloaded) > 0

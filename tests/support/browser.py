@@ -4,10 +4,12 @@ Run as a program of its own, since a browser wants a process to itself:
 
     python -m tests.support.browser PAGE ACTIONS [dark]
 
-ACTIONS is JSON: a list of `{"script": ...}` (its result is reported), `{"key": ...}`
-(a key such as "Right" is pressed), `{"size": [WIDTH, HEIGHT]}`, `{"save": PATH}` (a
-screenshot) and `{"print": PATH}` (a PDF). It prints one JSON object: `results`,
-`messages` of the console, and `requests` for anything beyond the page.
+ACTIONS is JSON: a list of `{"script": ...}` (its result is reported), `{"await": ...}`
+(the same until it is true, and not reported), `{"key": ...}` (a key such as "Right" is
+pressed), `{"point": [X, Y]}` (the mouse moves there), `{"drag": [X, Y, TO_X, TO_Y]}`,
+`{"wheel": [X, Y, STEPS]}`, `{"size": [WIDTH, HEIGHT]}`, `{"save": PATH}` (a screenshot)
+and `{"print": PATH}` (a PDF). It prints one JSON object: `results`, `messages` of the
+console, and `requests` for anything beyond the page.
 """
 
 # pyright: reportMissingImports=false
@@ -24,8 +26,8 @@ os.environ.setdefault("QTWEBENGINE_DISABLE_SANDBOX", "1")
 _SCHEME = f"--blink-settings=preferredColorScheme={0 if 'dark' in sys.argv else 1}"
 os.environ["QTWEBENGINE_CHROMIUM_FLAGS"] = f"--disable-gpu {_SCHEME}"
 
-from PyQt6.QtCore import QEvent, Qt, QTimer, QUrl
-from PyQt6.QtGui import QKeyEvent
+from PyQt6.QtCore import QEvent, QPoint, QPointF, Qt, QTimer, QUrl
+from PyQt6.QtGui import QKeyEvent, QMouseEvent, QWheelEvent
 from PyQt6.QtWebEngineCore import (
     QWebEnginePage,
     QWebEngineProfile,
@@ -108,6 +110,11 @@ class Browser:
             case {"script": str(script)}:
                 self._page.runJavaScript(script, self._note)
                 return
+            case {"await": str(script)}:
+                self._page.runJavaScript(
+                    script, lambda is_so: self._await(script, is_so)
+                )
+                return
             case {"print": str(path)}:
                 self._page.pdfPrintingFinished.connect(
                     lambda *_: self._later(self._advance)
@@ -116,8 +123,32 @@ class Browser:
                 return
             case {"key": str(name)}:
                 self._press(getattr(Qt.Key, f"Key_{name}"))
+            case {"point": [float() | int() as x, float() | int() as y]}:
+                self._mouse(QEvent.Type.MouseMove, x, y, Qt.MouseButton.NoButton)
+            case {"drag": [x, y, to_x, to_y]}:
+                left = Qt.MouseButton.LeftButton
+                self._mouse(QEvent.Type.MouseButtonPress, x, y, left)
+                for part in (0.25, 0.5, 0.75, 1):
+                    at = x + part * (to_x - x), y + part * (to_y - y)
+                    self._mouse(QEvent.Type.MouseMove, *at, left)
+                self._mouse(QEvent.Type.MouseButtonRelease, to_x, to_y, left)
+            case {"wheel": [x, y, steps]}:
+                place = QPointF(x, y)
+                wheel = QWheelEvent(
+                    place,
+                    place,
+                    QPoint(),
+                    QPoint(0, 120 * steps),
+                    Qt.MouseButton.NoButton,
+                    Qt.KeyboardModifier.NoModifier,
+                    Qt.ScrollPhase.NoScrollPhase,
+                    False,
+                )
+                QApplication.postEvent(self._target(), wheel)
             case {"save": str(path)}:
-                self._view.grab().save(path)
+                # What changed a moment ago is painted by another process.
+                QTimer.singleShot(700, lambda: self._save(path))
+                return
             case {"size": [int(width), int(height)]}:
                 self._view.resize(width, height)
             case other:
@@ -128,10 +159,31 @@ class Browser:
         self.report["results"].append(result)
         self._later(self._advance)
 
+    def _await(self, script: str, is_so: Any) -> None:
+        if not is_so:
+            self._actions.insert(0, {"await": script})
+        self._later(self._advance)
+
+    def _save(self, path: str) -> None:
+        self._view.grab().save(path)
+        self._later(self._advance)
+
+    def _target(self) -> Any:
+        return self._view.focusProxy() or self._view
+
+    def _mouse(self, kind: Any, x: float, y: float, button: Any) -> None:
+        pressed = Qt.MouseButton.NoButton if kind == QEvent.Type.MouseMove else button
+        place = QPointF(x, y)
+        event = QMouseEvent(
+            kind, place, place, pressed, button, Qt.KeyboardModifier.NoModifier
+        )
+        QApplication.postEvent(self._target(), event)
+
     def _press(self, key: Qt.Key) -> None:
-        target = self._view.focusProxy() or self._view
+        target = self._target()
+        text = chr(key).lower() if 32 < key < 127 else ""
         for kind in (QEvent.Type.KeyPress, QEvent.Type.KeyRelease):
-            event = QKeyEvent(kind, key, Qt.KeyboardModifier.NoModifier)
+            event = QKeyEvent(kind, key, Qt.KeyboardModifier.NoModifier, text)
             QApplication.postEvent(target, event)
 
 

@@ -9,6 +9,7 @@ from recoup.core.graph import Boundary, Graph, Operation, Save, Storage, Value
 from recoup.fitting.collected_findings import graph_findings
 from recoup.fitting.measuring import measure
 from recoup.planners.plan import frontier
+from recoup.planners.solution import Solution
 from recoup.report.findings import Findings
 
 
@@ -32,12 +33,20 @@ def small_graph() -> Graph:
 @cache
 def small_findings() -> Findings:
     """Make findings of the small model, with a frontier, once."""
-    graph = small_graph()
-    others = frontier(graph, points=4)
-    chosen = others[0].segments
+    others = small_solutions()
     return graph_findings(
-        graph, small_model(), others=others, chosen=chosen, budget_bytes=700_000
+        small_graph(),
+        small_model(),
+        others=others,
+        chosen=others[0].plans,
+        budget_bytes=700_000,
     )
+
+
+@cache
+def small_solutions() -> tuple[Solution, ...]:
+    """Plan for the small model, from the smallest peak to the largest."""
+    return frontier(small_graph(), points=4)
 
 
 def named_graph(name: str) -> Graph:

@@ -31,7 +31,7 @@ from recoup.cli.output_files import (
     check_figure,
     check_writable,
     read_text,
-    write_figure,
+    write_picture,
     write_whole,
 )
 from recoup.core.units import print_bytes, print_seconds
@@ -198,11 +198,13 @@ def measure(
         timeline_text,
     )
     from recoup.report.texts import table as table_of
+    from recoup.report.timeline import timeline
 
     graph, found = measure_findings(
         load_target(target, dry=dry), Way(dry=dry, device=device), budget
     )
     numbers, view = step_numbers(graph, found), found.plan
+    drawn = timeline(found.step, view)
     if json:
         print(as_json({"target": target, **numbers}))
         return
@@ -223,9 +225,9 @@ def measure(
     for text in (
         table_of([target, ""], rows),
         estimate_words(found.estimated_for),
-        timeline_text(view.timeline),
-        alive_text(view.timeline),
-        blocks_text(view),
+        timeline_text(drawn),
+        alive_text(drawn),
+        blocks_text(found.step, view),
     ):
         if text:
             print(text, end="\n\n")
@@ -249,7 +251,7 @@ def frontier(  # noqa: PLR0913 (one for each thing to be had)
 
     from recoup.cli.targets import load_target
     from recoup.cli.work import Way, frontier_findings
-    from recoup.report.figures import FrontierFigure
+    from recoup.report.charts import frontier_chart
     from recoup.report.texts import estimate_words, frontier_text
 
     found = frontier_findings(
@@ -259,7 +261,7 @@ def frontier(  # noqa: PLR0913 (one for each thing to be had)
         way=Way(dry=dry, device=device),
     )
     if chart is not None:
-        write_figure(chart, FrontierFigure(found))
+        write_picture(chart, frontier_chart(found))
     if json:
         plans = [
             {"peak_bytes": view.peak_bytes, "seconds": view.seconds}
@@ -371,9 +373,10 @@ def report(  # noqa: PLR0913 (one for each thing to be had)
     check_figure(chart)
     check_figure(memory)
 
-    from recoup.report.figures import FrontierFigure, memory_figure
+    from recoup.report.charts import frontier_chart, memory_chart
     from recoup.report.files import from_json
-    from recoup.report.pages import lead, page
+    from recoup.report.pages import page
+    from recoup.report.texts import verdict
 
     if source.endswith(".json"):
         found = from_json(read_text(Path(source)))
@@ -384,17 +387,14 @@ def report(  # noqa: PLR0913 (one for each thing to be had)
         _, found = fit_target(load_target(source), budget, offload=False, points=9)
     written = [out]
     write_whole(out, page(found))
-    for path, figure in (
-        (chart, FrontierFigure(found)),
-        (memory, memory_figure(found)),
-    ):
+    for path, draw in ((chart, frontier_chart), (memory, memory_chart)):
         if path is not None:
-            write_figure(path, figure)
+            write_picture(path, draw(found))
             written.append(path)
     if json:
         print(as_json({"page": str(out), "written": list(map(str, written))}))
     else:
-        print("\n".join([lead(found), *(f"wrote {path}" for path in written)]))
+        print("\n".join([verdict(found), *(f"wrote {path}" for path in written)]))
 
 
 def doctor(*, json: AsJson = False, debug: Debug = False) -> int:

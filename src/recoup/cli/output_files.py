@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from recoup.cli.statuses import FILE, CommandError
 
 if TYPE_CHECKING:
-    from recoup.report.figures import Figure
+    from recoup.report.drawing import Picture
 
 
 def check_writable(path: Path | None) -> None:
@@ -56,30 +56,29 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def check_figure(path: Path | None) -> None:
-    """Raise before any work if a figure could not be saved.
+    """Raise before any work if a picture could not be saved.
 
     Raises:
         CommandError: There is no such folder, or it takes no files.
-        UsageError: The ending is of no kind of figure.
+        UsageError: The suffix is of no kind of picture.
         UnsupportedError: A PNG needs a package that is not installed.
     """
     if path is None:
         return
-    from recoup.report.figures import check_kind
-    from recoup.report.painting import check_painter
+    from recoup.report.drawing import check_kind, check_painter
 
     if check_kind(path) == ".png":
         check_painter()
     check_writable(path)
 
 
-def write_figure(path: Path, figure: "Figure") -> None:
-    """Write a figure as its ending says, or nothing at all.
+def write_picture(path: Path, picture: "Picture") -> None:
+    """Write a picture as its suffix says, or nothing at all.
 
     Raises:
         CommandError: The file cannot be written.
     """
-    write_whole(path, figure.encoded(path.suffix.lower()))
+    write_whole(path, picture.encoded(path.suffix.lower()))
 
 
 def read_text(path: Path) -> str:

@@ -12,11 +12,11 @@ from recoup.cli.blame import told_apart
 from recoup.cli.targets import Target
 from recoup.core.callers import calls_user
 from recoup.core.graph import Graph
-from recoup.core.segments import Action, Segment
+from recoup.core.segments import Action
 from recoup.core.units import print_bytes
 from recoup.errors import InfeasibleError, UsageError
 from recoup.fitting.budgets import budget_bytes, infeasible_with, told_bytes
-from recoup.fitting.collected_findings import graph_findings
+from recoup.fitting.collected_findings import frontier_and_rules, graph_findings
 from recoup.fitting.compiled_fit import CompiledFit
 from recoup.fitting.contest import Entry, contest
 from recoup.fitting.fit import Fit, fit
@@ -24,8 +24,9 @@ from recoup.fitting.measuring import measure
 from recoup.fitting.progress import bar
 from recoup.measurement.steps.optimizers import missing_state_bytes, state_bytes
 from recoup.measurement.steps.training_step import device_of, takes_target
-from recoup.planners.plan import frontier, plan_with
+from recoup.planners.plan import plan_with
 from recoup.planners.search import Search
+from recoup.report.composition import Plans
 from recoup.report.findings import Findings
 from recoup.train.budgeting.comparison import Comparison, compare_configurations
 
@@ -108,7 +109,7 @@ def measure_findings(
     room = Room(_reserved_bytes(target, way), _counting_device(target, way))
     search = Search(graph, _allowed(offload=False))
     asked_bytes = 0
-    chosen: tuple[Segment, ...] = ()
+    chosen: Plans = ()
     if budget is not None:
         plain_bytes = search.plain_bytes + room.reserved_bytes
         asked_bytes = budget_bytes(budget, plain_bytes, torch.device("cpu"))
@@ -148,9 +149,9 @@ class Room:
         return told_bytes(planned_bytes + self.reserved_bytes, self.device)
 
 
-def _chosen(search: Search, asked_bytes: int, room: Room) -> tuple[Segment, ...]:
+def _chosen(search: Search, asked_bytes: int, room: Room) -> Plans:
     try:
-        return plan_with(search, asked_bytes - room.reserved_bytes).segments
+        return plan_with(search, asked_bytes - room.reserved_bytes).plans
     except InfeasibleError as error:
         aside_bytes = room.budget_bytes(error.floor_bytes) - error.floor_bytes
         raise infeasible_with(error, aside_bytes, asked_bytes) from None
@@ -184,15 +185,11 @@ def frontier_findings(
     All peaks count the state that an optimizer will have.
     """
     graph = measure_target(target, way)
-    allow = _allowed(offload=offload)
     with bar("planning") as show:
-        others = frontier(
-            graph,
-            points=points,
-            allow=allow,
-            progress=lambda done, total: show(
-                f"planning for {total} budgets", done, total
-            ),
+        others = frontier_and_rules(
+            Search(graph, _allowed(offload=offload)),
+            points,
+            lambda done, total: show(f"planning for {total} budgets", done, total),
         )
     return graph_findings(
         graph,

@@ -96,6 +96,7 @@ class Fit:
         retries: How often a step ran out of memory and was run again.
         tightenings: How often it was planned anew for less memory. Since then peak and
             time are those that are predicted: what was measured is the plan before.
+        verify: When recomputed values are compared with forward's.
         search: The plans of the step that were found on the way.
     """
 
@@ -118,6 +119,7 @@ class Fit:
     rounds: int
     retries: int = 0
     tightenings: int = 0
+    verify: Verify = "first"
     _adapted: Adapted | AdaptedPasses | None = field(default=None, repr=False)
     search: Search | None = field(default=None, repr=False, compare=False)
 
@@ -406,6 +408,8 @@ def fit(  # noqa: PLR0913 (a step can be described in several ways)
             eager = _eager(described.model, loop, asked_bytes, compiled)
     report = _faster(eager, compiled)
     report.total_seconds = time.perf_counter() - started
+    if isinstance(report, Fit):
+        report.verify = verify
     return model, report
 
 

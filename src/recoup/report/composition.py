@@ -1,129 +1,439 @@
 """From a measured step and plans for it to findings."""
 
+import json
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from recoup.core.graph import Graph
+from recoup.core.footprint import Footprint, spikes_of, total_footprint
+from recoup.core.graph import Graph, Save
+from recoup.core.plan import plan_for_step
 from recoup.core.segments import Segment
-from recoup.core.simulation import simulate
+from recoup.core.simulation import Simulation, simulate
 from recoup.core.units import print_bytes
 from recoup.planners.every_kth import every_kth
 from recoup.planners.greedy import greedy
 from recoup.planners.recompute_all import recompute_all
 from recoup.planners.solution import Solution
 from recoup.planners.square_root import square_root
-from recoup.report.block_rows import block_rows
-from recoup.report.findings import Baseline, Findings, PlanView
-from recoup.report.timeline import timeline
+from recoup.report.findings import (
+    CATEGORIES,
+    Allocation,
+    Baseline,
+    Findings,
+    Moment,
+    Part,
+    PartCost,
+    PlanView,
+    Rerun,
+    Signed,
+    Step,
+)
+from recoup.report.modules import Block, block_of, module_paths, named_blocks
+
+Plans = Sequence[Sequence[Segment]]
+"""The segments of each pass of a step; empty: plain."""
 
 
-def compose(  # noqa: PLR0913 (a report has many parts)
-    graph: Graph,
-    chosen: Sequence[Segment],
-    others: Sequence[Solution] = (),
-    *,
-    title: str = "a training step",
-    budget_bytes: int = 0,
-    floor_bytes: int = 0,
-    measured_peak_bytes: int = 0,
-    measured_seconds: float = 0.0,
-    resident: Sequence[tuple[str, int]] = (),
-    reserved_bytes: int = 0,
-    environment: Sequence[tuple[str, str]] = (),
-) -> Findings:
-    """Return the findings about a step: the plan in force among others, and baselines.
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is known of a step besides its graph.
 
-    Costs a simulation and a timeline for each plan.
-
-    Args:
-        graph: The step, as measured.
-        chosen: The plan in force.
-        others: Plans to show beside it, as the time-memory frontier.
+    Attributes:
         title: What was measured.
         budget_bytes: The budget; 0: none.
-        floor_bytes: The smallest budget that can be met; 0: the least peak here.
+        floor_bytes: The smallest budget that can be met; 0: the least peak shown.
         measured_peak_bytes: The peak of a real step with the plan; 0: none ran.
         measured_seconds: The time of a real step with the plan; 0: none ran.
         resident: Names and bytes of what is in memory all the time.
-        reserved_bytes: What is kept free besides.
-        environment: Names and values to show as they are.
+        reserved_bytes: Memory to keep free.
+        environment: Names and values to show.
+        checks: What was verified, and how.
+        model: The model, as a digest; empty: unknown.
+    """
+
+    title: str = "a training step"
+    budget_bytes: int = 0
+    floor_bytes: int = 0
+    measured_peak_bytes: int = 0
+    measured_seconds: float = 0.0
+    resident: tuple[tuple[str, int], ...] = ()
+    reserved_bytes: int = 0
+    environment: tuple[tuple[str, str], ...] = ()
+    checks: tuple[tuple[str, str], ...] = ()
+    model: str = ""
+
+
+NOTHING = Known()
+
+
+def compose(
+    graph: Graph,
+    chosen: Plans = (),
+    others: Sequence[Solution] = (),
+    known: Known = NOTHING,
+) -> Findings:
+    """Return the findings about a step: the active plan among others, and baselines.
+
+    Costs a simulation for each plan.
+
+    Args:
+        graph: The step, as measured.
+        chosen: The active plan: the segments of each pass; empty: plain.
+        others: Other plans to show, as the time-memory frontier.
+        known: What else is known.
 
     Examples:
-        >>> found = compose(Graph((), 0, (), (), (), (), ()), ())
+        >>> found = compose(Graph((), 0, (), (), (), (), ()))
         >>> found.plan.name, found.plan.peak_bytes
         ('plain', 0)
     """
-    in_force = _view(graph, chosen, resident, reserved_bytes)
-    known = {_costs(in_force): in_force}
-    for segments in ((), *(other.segments for other in others)):
-        view = _view(graph, segments, resident, reserved_bytes)
-        known.setdefault(_costs(view), view)
-    plans = [known[costs] for costs in sorted(known)]
-    plain = simulate(graph, ())
+    composer = _Composer(graph, known)
+    active = composer.view(chosen)
+    rules = _rules(graph, known)
+    front = {_costs(active): active}
+    for plans in ((), *(other.plans for other in others)):
+        view = composer.view(plans)
+        front.setdefault(_costs(view), view)
+    # Every rule is a plan too: where none of ours is as good, it is on the front.
+    for name, plans in rules:
+        costs = composer.costs(plans)
+        if not any(
+            view.peak_bytes <= costs[0] and view.seconds <= costs[1]
+            for view in front.values()
+        ):
+            view = replace(composer.view(plans), name=name)
+            front.setdefault(_costs(view), view)
+    views = [front[costs] for costs in sorted(front)]
+    plain = composer.costs(())
     return Findings(
-        title=title,
-        budget_bytes=budget_bytes,
-        plain_peak_bytes=plain.peak_bytes + reserved_bytes,
-        plain_seconds=plain.seconds,
-        floor_bytes=floor_bytes or min(view.peak_bytes for view in plans),
-        measured_peak_bytes=measured_peak_bytes,
-        measured_seconds=measured_seconds,
-        plans=tuple(plans),
-        chosen=plans.index(in_force),
-        baselines=baselines(graph, budget_bytes, reserved_bytes=reserved_bytes),
-        environment=tuple(environment),
+        title=known.title,
+        budget_bytes=known.budget_bytes,
+        plain_peak_bytes=plain[0],
+        plain_seconds=plain[1],
+        floor_bytes=known.floor_bytes or min(view.peak_bytes for view in views),
+        measured_peak_bytes=known.measured_peak_bytes,
+        measured_seconds=known.measured_seconds,
+        step=composer.step,
+        plans=tuple(views),
+        chosen=views.index(active),
+        baselines=tuple(
+            Baseline(name, *composer.costs(plans)) for name, plans in rules
+        ),
+        environment=known.environment,
+        checks=known.checks,
         estimated_for=graph.estimated_for,
     )
 
 
-def baselines(
-    graph: Graph, budget_bytes: int = 0, *, reserved_bytes: int = 0
-) -> tuple[Baseline, ...]:
-    """Return what the rules that people use would cost on a step, by prediction.
-
-    Args:
-        graph: The step.
-        budget_bytes: For the greedy rule; 0 leaves it out.
-        reserved_bytes: What is kept free besides.
+def rule_peaks(graph: Graph) -> tuple[int, ...]:
+    """Return the predicted peaks of the rules that people use, to plan for as well.
 
     Examples:
-        >>> [rule.name for rule in baselines(Graph((), 0, (), (), (), (), ()))]
-        ['keep everything', 'every block', 'every second block', 'square root']
+        >>> rule_peaks(Graph((), 0, (), (), (), (), ()))
+        (0, 0, 0, 0)
     """
-    rules: list[tuple[str, Sequence[Segment]]] = [
+    rules = _rules(graph, NOTHING)
+    return tuple(_Composer(graph, NOTHING).costs(plans)[0] for _, plans in rules)
+
+
+def _rules(graph: Graph, known: Known) -> list[tuple[str, Plans]]:
+    rules: list[tuple[str, Plans]] = [
         ("keep everything", ()),
-        ("every block", recompute_all(graph)),
-        ("every second block", every_kth(graph, 2)),
-        ("square root", square_root(graph)),
+        ("every block", [recompute_all(each) for each in graph.passes]),
+        ("every second block", [every_kth(each, 2) for each in graph.passes]),
+        ("square root", [square_root(each) for each in graph.passes]),
     ]
-    if budget_bytes:
-        fitting = greedy(graph, budget_bytes - reserved_bytes)
+    if known.budget_bytes:
+        limit = known.budget_bytes - known.reserved_bytes
+        fitting = [greedy(each, limit) for each in graph.passes]
         rules.append(("greedy, for the budget", fitting))
-    found: list[Baseline] = []
-    for name, segments in rules:
-        costs = simulate(graph, segments)
-        found.append(Baseline(name, costs.peak_bytes + reserved_bytes, costs.seconds))
-    return tuple(found)
+    return rules
 
 
 def _costs(view: PlanView) -> tuple[int, float]:
     return view.peak_bytes, -view.seconds
 
 
-def _view(
-    graph: Graph,
-    segments: Sequence[Segment],
-    resident: Sequence[tuple[str, int]],
-    reserved_bytes: int,
-) -> PlanView:
-    costs = simulate(graph, segments)
-    peak_bytes = costs.peak_bytes + reserved_bytes
-    return PlanView(
-        name=f"plan of {print_bytes(peak_bytes)}" if segments else "plain",
-        peak_bytes=peak_bytes,
-        seconds=costs.seconds,
-        host_bytes=costs.host_bytes,
-        timeline=timeline(
-            graph, segments, resident=resident, reserved_bytes=reserved_bytes
-        ),
-        blocks=block_rows(graph, segments),
-    )
+class _Composer:
+    """Describes the passes of one step, one after the other, and plans for them."""
+
+    def __init__(self, graph: Graph, known: Known) -> None:
+        self._known = known
+        self._graph = graph
+        # Passes that are equal run several times and are shown once.
+        self._order = list(dict.fromkeys(graph.order)) or [0]
+        self._order += [n for n in range(len(graph.passes)) if n not in self._order]
+        names: dict[str, int] = {}
+        for each in graph.passes:
+            for operation in each.operations:
+                names.setdefault(operation.name, len(names))
+        names.setdefault("the end of backward", len(names))
+        self._names = names
+        keys: dict[str, dict[str, None]] = {}
+        for each in graph.passes:
+            blocks = named_blocks(each)
+            for number, path in enumerate(module_paths(each)):
+                keys.setdefault(block_of(blocks, number).name, {})[path] = None
+        flat = [(block, path) for block, paths in keys.items() for path in paths]
+        self._numbers = {key: number for number, key in enumerate(flat)}
+        self._passes: list[_Pass] = []
+        start = 0
+        for number in self._order:
+            one = _Pass(graph.passes[number], start, self._numbers)
+            self._passes.append(one)
+            start += one.graph.moments
+        self.step = self._step(flat)
+
+    def costs(self, plans: Plans) -> tuple[int, float]:
+        """Return the peak and the time of a step with a plan."""
+        return self._added_up(self._simulated(plans))
+
+    def view(self, plans: Plans) -> PlanView:
+        """Return a plan as a report shows it."""
+        simulated = self._simulated(plans)
+        peak_bytes, seconds = self._added_up(simulated)
+        highest = max(simulated, key=lambda each: each.peak_bytes)
+        allocations: list[Allocation] = []
+        reruns: list[Rerun] = []
+        costs = [(0, 0, 0.0)] * len(self.step.parts)
+        peak_moment, place = 0, "nowhere"
+        for one, costs_of, number in zip(
+            self._passes, simulated, self._order, strict=True
+        ):
+            segments = plans[number] if plans else ()
+            total = total_footprint(one.graph, segments)
+            allocations += one.allocations(total)
+            reruns += one.reruns(total)
+            one.add_costs(total, costs)
+            if costs_of is highest and one.graph.moments:
+                moment = costs_of.peak_moment
+                peak_moment, place = one.start + moment, one.place(total, moment)
+        name = f"plan of {print_bytes(peak_bytes)}" if any(plans) else "plain"
+        plan = plan_for_step(
+            self._graph,
+            plans or [()] * len(self._passes),
+            model=self._known.model,
+            budget_bytes=peak_bytes,
+            peak_bytes=peak_bytes,
+            seconds=seconds,
+        )
+        return PlanView(
+            name=name,
+            peak_bytes=peak_bytes,
+            seconds=seconds,
+            host_bytes=sum(each.host_bytes for each in simulated),
+            peak_moment=peak_moment,
+            peak_place=place,
+            allocations=tuple(allocations),
+            reruns=tuple(reruns),
+            costs=tuple(PartCost(*each) for each in costs),
+            plan=json.dumps(json.loads(plan.to_json())) if self._known.model else "",
+        )
+
+    def _simulated(self, plans: Plans) -> list[Simulation]:
+        return [
+            simulate(one.graph, plans[number] if plans else ())
+            for one, number in zip(self._passes, self._order, strict=True)
+        ]
+
+    def _added_up(self, simulated: Sequence[Simulation]) -> tuple[int, float]:
+        peak_bytes = max(each.peak_bytes for each in simulated)
+        seconds = sum(each.seconds for each in simulated)
+        return peak_bytes + self._known.reserved_bytes, seconds
+
+    def _step(self, keys: Sequence[tuple[str, str]]) -> Step:
+        parts = [Part(block, path, 0, 0.0, 0) for block, path in keys]
+        phases: list[tuple[str, int]] = []
+        moments: list[Moment] = []
+        for number, one in enumerate(self._passes, 1):
+            one.add_sizes(parts)
+            which = f" {number}" if len(self._passes) > 1 else ""
+            phases.append((f"forward{which}", one.start))
+            phases.append((f"backward{which}", one.start + len(one.graph.operations)))
+            moments += one.moments(self._names)
+        return Step(
+            operators=tuple(self._names),
+            parts=tuple(parts),
+            moments=tuple(moments),
+            phases=tuple(phases),
+            resident=self._known.resident,
+            reserved_bytes=self._known.reserved_bytes,
+        )
+
+
+class _Pass:
+    """One pass of a step, at its place among the moments of all."""
+
+    def __init__(
+        self, graph: Graph, start: int, numbers: dict[tuple[str, str], int]
+    ) -> None:
+        self.graph = graph
+        self.start = start
+        self._blocks: tuple[Block, ...] = named_blocks(graph)
+        self._parts = [
+            numbers[block_of(self._blocks, number).name, path]
+            for number, path in enumerate(module_paths(graph))
+        ]
+        self._needed = self._next_needed()
+
+    def moments(self, names: dict[str, int]) -> list[Moment]:
+        graph, half = self.graph, len(self.graph.operations)
+        found = [
+            Moment(names[o.name], self._parts[n], Signed(0), o.seconds)
+            for n, o in enumerate(graph.operations)
+        ]
+        seconds = max(graph.step_seconds - graph.forward_seconds, 0.0)
+        share = seconds / max(graph.backward, 1)
+        for producer in self._needed[half:]:
+            end = producer is None
+            name = names["the end of backward" if end else self._operator(producer)]
+            found.append(
+                Moment(name, 0 if end else self._parts[producer], Signed(0), share)
+            )
+        return [
+            replace(moment, other_bytes=Signed(other))
+            for moment, other in zip(found, graph.other_bytes, strict=True)
+        ]
+
+    def add_sizes(self, parts: list[Part]) -> None:
+        """Add the operators of this pass to the parts of the step."""
+        graph = self.graph
+        for number, operation in enumerate(graph.operations):
+            part = parts[self._parts[number]]
+            parts[self._parts[number]] = replace(
+                part,
+                operators=part.operators + 1,
+                seconds=part.seconds + operation.seconds,
+            )
+        for number in self._saved():
+            storage = graph.storages[number]
+            part = parts[self._parts[storage.born]]
+            parts[self._parts[storage.born]] = replace(
+                part, saved_bytes=part.saved_bytes + storage.bytes
+            )
+
+    def add_costs(self, total: Footprint, costs: list[tuple[int, int, float]]) -> None:
+        """Add what a plan does in this pass."""
+        half = len(self.graph.operations)
+        sent = {offload.storage for offload in total.offloads}
+        for number in self._saved():
+            storage = self.graph.storages[number]
+            part = self._parts[storage.born]
+            kept, offloaded, seconds = costs[part]
+            if max(total.holds.get(number, -1), storage.dies) >= half:
+                costs[part] = (kept + storage.bytes, offloaded, seconds)
+            elif number in sent:
+                costs[part] = (kept, offloaded + storage.bytes, seconds)
+        for replay in total.replays:
+            for operation in replay.operations:
+                part = self._parts[operation]
+                kept, offloaded, seconds = costs[part]
+                seconds += self.graph.operations[operation].seconds
+                costs[part] = (kept, offloaded, seconds)
+
+    def reruns(self, total: Footprint) -> list[Rerun]:
+        """Return what a plan recomputes when."""
+        return [
+            Rerun(
+                self.start + replay.moment,
+                self._parts[replay.operations[0]],
+                len(replay.operations),
+                replay.seconds,
+            )
+            for replay in total.replays
+            if replay.operations
+        ]
+
+    def allocations(self, total: Footprint) -> list[Allocation]:
+        """Return what a plan has in memory, and when."""
+        graph, half = self.graph, len(self.graph.operations)
+        found: list[Allocation] = []
+
+        def add(category: str, born: int, nbytes: int, first: int, last: int) -> None:
+            last = min(last, graph.moments - 1)
+            if nbytes and first <= last:
+                made = 0 <= born < half
+                found.append(
+                    Allocation(
+                        CATEGORIES.index(category),
+                        Signed(self._parts[born] if made else -1),
+                        Signed(self.start + born if made else -1),
+                        nbytes,
+                        self.start + first,
+                        self.start + last,
+                    )
+                )
+
+        sent: dict[int, tuple[int, int, int]] = {}
+        for offload in total.offloads:
+            leaves, used, released = sent.get(offload.storage, (0, 1 << 60, 0))
+            sent[offload.storage] = (
+                max(leaves, offload.leaves),
+                min(used, offload.used),
+                max(released, offload.released),
+            )
+        for number, storage in enumerate(graph.storages):
+            held_until = total.holds.get(number, -1)
+            until = max(storage.dies, held_until)
+            if number in sent and until < half:
+                leaves, used, released = sent[number]
+                until = max(until, min(leaves, half) - 1)
+                first = max(used - 1, half)
+                add("held", storage.born, storage.bytes, first, released)
+            category = "held" if held_until >= half else "running"
+            add(category, storage.born, storage.bytes, max(storage.born, 0), until)
+        replayed = _first_replayed(total)
+        for nbytes, first, last in total.remade:
+            add("recomputed", replayed.get(first, -1), nbytes, first, last)
+        for moment, nbytes in spikes_of(total).items():
+            add("workspace", replayed.get(moment, -1), nbytes, moment, moment)
+        return found
+
+    def place(self, total: Footprint, moment: int) -> str:
+        """Return where in the step a moment is, in words."""
+        if moment < len(self.graph.operations):
+            name = block_of(self._blocks, moment).name
+            return f"in forward, in {name}, at {self._operator(moment)}"
+        replayed = _first_replayed(total)
+        if moment in replayed:
+            name = block_of(self._blocks, replayed[moment]).name
+            return f"in backward, after {name} was recomputed"
+        producer = self._needed[moment]
+        if producer is None:
+            return "at the end of backward"
+        name = block_of(self._blocks, producer).name
+        return f"in backward, about to use what {name} made"
+
+    def _next_needed(self) -> list[int | None]:
+        """Return for each moment whose saved result backward needs next, if any."""
+        graph = self.graph
+
+        def producer(save: Save) -> int:
+            return graph.values[save.value].producer
+
+        saves = sorted((s.used, producer(s)) for s in graph.saves if producer(s) >= 0)
+        found: list[int | None] = []
+        position = 0
+        for moment in range(graph.moments):
+            while position < len(saves) and saves[position][0] < moment:
+                position += 1
+            found.append(saves[position][1] if position < len(saves) else None)
+        return found
+
+    def _saved(self) -> list[int]:
+        """Return the storages of forward that autograd saves."""
+        graph, half = self.graph, len(self.graph.operations)
+        saved = {graph.values[save.value].storage for save in graph.saves}
+        return sorted(n for n in saved if 0 <= graph.storages[n].born < half)
+
+    def _operator(self, operation: int) -> str:
+        return self.graph.operations[operation].name
+
+
+def _first_replayed(total: Footprint) -> dict[int, int]:
+    """Return the first operation that is recomputed at each moment that does so."""
+    found: dict[int, int] = {}
+    for replay in total.replays:
+        if replay.operations:
+            found.setdefault(replay.moment, replay.operations[0])
+    return found

@@ -1,11 +1,17 @@
-"""Drawing: scales, ticks and the elements of a chart, as SVG text."""
+"""Drawing: a picture is a list of shapes; SVG and PNG are two encodings of it."""
 
+import importlib
+import io
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
+from typing import Any, Literal
 
-_COLOURS = {
+from recoup.errors import UnsupportedError, UsageError
+
+COLOURS = {
     "paper": "#ffffff",
     "ink": "#1d2733",
     "quiet": "#66727f",
@@ -13,34 +19,179 @@ _COLOURS = {
     "accent": "#c2410c",
     "fixed": "#9aa5b1",
     "running": "#2a9d8f",
-    "replay": "#e9864a",
+    "recomputed": "#e9864a",
+    "workspace": "#f2b98c",
     "held": "#3b6fb6",
 }
+"""Colours by name; a page redefines them for dark screens."""
+
+_DOTS_PER_UNIT = 2
+_FONT_SIZE = 12
+
+Points = Sequence[tuple[float, float]]
 
 
-def colour(name: str) -> str:
-    """Return a colour that a page may redefine and a file by itself has.
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line through points."""
+
+    points: Points
+    colour: str
+    width: float = 1
+    dashes: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Area:
+    """A filled shape; pointing at it shows its label."""
+
+    points: Points
+    colour: str
+    opacity: float
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A dot or an open square; pointing at it shows its label."""
+
+    x: float
+    y: float
+    radius: float
+    colour: str
+    label: str
+    is_square: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """A line of text."""
+
+    words: str
+    x: float
+    y: float
+    anchor: Literal["start", "middle", "end"] = "start"
+    colour: str = "ink"
+    size: float = _FONT_SIZE
+    is_bold: bool = False
+
+
+Shape = Line | Area | Mark | Words
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A chart; the last line of a notebook's cell shows it.
+
+    Attributes:
+        shapes: What is drawn, the lowest first; y grows downwards.
+        width: How wide it is.
+        height: How high it is.
+        label: What it shows, in words.
+    """
+
+    shapes: tuple[Shape, ...]
+    width: int
+    height: int
+    label: str
+
+    def svg(self) -> str:
+        """Return it as SVG, which can be enlarged and needs nothing else."""
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} '
+            f'{self.height}" role="img" font-family="system-ui, sans-serif" '
+            f'font-size="{_FONT_SIZE}" fill="{_css("ink")}" style="background: '
+            f'{_css("paper")}; width: 100%; height: auto">'
+            f"<title>{escape(self.label)}</title>"
+            f"{''.join(map(_svg, self.shapes))}</svg>"
+        )
+
+    def png(self) -> bytes:
+        """Return it as PNG, drawn with matplotlib.
+
+        Raises:
+            UnsupportedError: matplotlib is not installed.
+        """
+        stream = io.BytesIO()
+        self.figure().savefig(stream, format="png", dpi=100 * _DOTS_PER_UNIT)
+        return stream.getvalue()
+
+    def figure(self) -> Any:
+        """Return it as a figure of matplotlib.
+
+        Raises:
+            UnsupportedError: matplotlib is not installed.
+        """
+        # Not through pyplot, which keeps figures and chooses a window for them.
+        size = (self.width / 100, self.height / 100)
+        figure = check_painter().Figure(figsize=size, facecolor=COLOURS["paper"])
+        axes = figure.add_axes((0, 0, 1, 1), xlim=(0, self.width))
+        axes.set(ylim=(self.height, 0))
+        axes.axis("off")
+        for shape in self.shapes:
+            _paint(axes, shape)
+        return figure
+
+    def encoded(self, kind: str) -> bytes:
+        """Return what a file of a kind, `.svg` or `.png`, has in it."""
+        return self.png() if kind == ".png" else self.svg().encode()
+
+    def save(self, path: str | Path) -> Path:
+        """Write it to a file; the suffix says in which form.
+
+        Raises:
+            UsageError: The suffix is neither .svg nor .png.
+            UnsupportedError: It is to be a PNG, and matplotlib is not installed.
+
+        Examples:
+            >>> Picture((), 1, 1, "nothing").save("memory.jpg")
+            Traceback (most recent call last):
+            recoup.errors.UsageError: expected a file name ending in .svg or ...
+        """
+        target = Path(path)
+        target.write_bytes(self.encoded(check_kind(target)))
+        return target
+
+    def _repr_svg_(self) -> str:
+        return self.svg()
+
+
+def check_kind(path: Path) -> str:
+    """Return the suffix of a picture's file.
+
+    Raises:
+        UsageError: It is neither .svg nor .png.
 
     Examples:
-        >>> colour("ink")
-        'var(--ink, #1d2733)'
+        >>> check_kind(Path("memory.PNG"))
+        '.png'
     """
-    return f"var(--{name}, {_COLOURS[name]})"
+    kind = path.suffix.lower()
+    if kind not in (".svg", ".png"):
+        raise UsageError(
+            f"expected a file name ending in .svg or .png, got {path.name!r}."
+        )
+    return kind
 
 
-def plain_colour(name: str) -> str:
-    """Return a colour as a file by itself has it.
+def check_painter() -> Any:
+    """Return matplotlib's module of figures.
 
-    Examples:
-        >>> plain_colour("ink")
-        '#1d2733'
+    Raises:
+        UnsupportedError: matplotlib is not installed.
     """
-    return _COLOURS[name]
+    try:
+        return importlib.import_module("matplotlib.figure")
+    except ImportError as error:
+        raise UnsupportedError(
+            "a PNG is drawn with matplotlib, which is not installed. Install it "
+            "(pip install recoup[png]), or save the picture as .svg."
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """A straight map from numbers to places on the paper.
+    """A linear map from numbers to places on the paper.
 
     Attributes:
         low: The number at the start.
@@ -93,52 +244,83 @@ def ticks(low: float, high: float, *, base: int = 10, count: int = 5) -> list[fl
     return [float(f"{n * step:.12g}") for n in range(first, last + 1)]
 
 
-def element(
-    name: str, inner: Iterable[str] | str = (), **attributes: str | float
-) -> str:
-    """Return an element; an underscore in the name of an attribute is a hyphen.
-
-    What is inside is taken as it is, what attributes say is escaped.
-
-    Examples:
-        >>> element("line", x1=0, stroke_width=2)
-        '<line x1="0" stroke-width="2"/>'
-        >>> element("a", "x", href='"')
-        '<a href="&quot;">x</a>'
-    """
-    said = "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{escape(f"{value}")}"'
-        for key, value in attributes.items()
-    )
-    body = inner if isinstance(inner, str) else "".join(inner)
-    return f"<{name}{said}>{body}</{name}>" if body else f"<{name}{said}/>"
+def _css(colour: str) -> str:
+    """Return a colour that a page may redefine and a file by itself has."""
+    return f"var(--{colour}, {COLOURS[colour]})"
 
 
-def text(words: str, x: float, y: float, **attributes: str | float) -> str:
-    """Return a line of text, escaped.
+def _svg(shape: Shape) -> str:
+    match shape:
+        case Line(points, colour, width, dashes):
+            dashed = f' stroke-dasharray="{dashes[0]} {dashes[1]}"' if dashes else ""
+            return (
+                f'<polyline points="{_places(points)}" fill="none" '
+                f'stroke="{_css(colour)}" stroke-width="{width}"{dashed}/>'
+            )
+        case Area(points, colour, opacity, label):
+            return (
+                f'<polygon points="{_places(points)}" fill="{_css(colour)}" '
+                f'fill-opacity="{opacity}"><title>{escape(label)}</title></polygon>'
+            )
+        case Mark(x, y, radius, colour, label):
+            title = f"<title>{escape(label)}</title>"
+            form, fill, edge = f'circle cx="{x}" cy="{y}" r="{radius}"', colour, "paper"
+            if shape.is_square:
+                corner, side = f'x="{x - radius:g}" y="{y - radius:g}"', 2 * radius
+                form = f'rect {corner} width="{side:g}" height="{side:g}"'
+                fill, edge = "paper", colour
+            return (
+                f'<{form} fill="{_css(fill)}" stroke="{_css(edge)}" stroke-width="1.5">'
+                f"{title}</{form.split()[0]}>"
+            )
+        case Words(words, x, y):
+            bold = ' font-weight="bold"' if shape.is_bold else ""
+            return (
+                f'<text x="{x:g}" y="{y:g}" text-anchor="{shape.anchor}" '
+                f'font-size="{shape.size}" fill="{_css(shape.colour)}"{bold}>'
+                f"{escape(words)}</text>"
+            )
 
-    Examples:
-        >>> text("<b>", 1, 2)
-        '<text x="1" y="2">&lt;b&gt;</text>'
-    """
-    return element("text", escape(words), x=x, y=y, **attributes)
+
+def _places(points: Points) -> str:
+    return " ".join(f"{x:g},{y:g}" for x, y in points)
 
 
-def picture(inner: Iterable[str], *, width: int, height: int, label: str) -> str:
-    """Return a drawing that scales with the page and says what it shows.
-
-    Examples:
-        >>> picture([], width=1, height=1, label="nothing").count("<svg")
-        1
-    """
-    return element(
-        "svg",
-        [element("title", escape(label)), *inner],
-        xmlns="http://www.w3.org/2000/svg",
-        viewBox=f"0 0 {width} {height}",
-        role="img",
-        font_family="system-ui, sans-serif",
-        font_size=12,
-        fill=colour("ink"),
-        style=f"background: {colour('paper')}; width: 100%; height: auto",
-    )
+def _paint(axes: Any, shape: Shape) -> None:
+    """Draw a shape on axes of matplotlib whose units are those of the picture."""
+    per_unit = 72 / 100
+    match shape:
+        case Line(points, colour, width, dashes):
+            style = (0, dashes) if dashes else "-"
+            axes.plot(
+                *zip(*points, strict=True),
+                color=COLOURS[colour],
+                linewidth=width * per_unit,
+                linestyle=style,
+            )
+        case Area(points, colour, opacity, label):
+            xs, ys = zip(*points, strict=True) if points else ((), ())
+            axes.fill(
+                xs, ys, color=COLOURS[colour], alpha=opacity, linewidth=0, label=label
+            )
+        case Mark(x, y, radius, colour, label):
+            axes.plot(
+                [x],
+                [y],
+                "s" if shape.is_square else "o",
+                markersize=2 * radius * per_unit,
+                markerfacecolor=COLOURS["paper" if shape.is_square else colour],
+                markeredgecolor=COLOURS[colour if shape.is_square else "paper"],
+                label=label,
+            )
+        case Words(words, x, y):
+            axes.text(
+                x,
+                y,
+                words.replace("$", r"\$"),
+                fontsize=shape.size * per_unit,
+                color=COLOURS[shape.colour],
+                ha={"start": "left", "middle": "center", "end": "right"}[shape.anchor],
+                va="baseline",
+                weight="bold" if shape.is_bold else "normal",
+            )

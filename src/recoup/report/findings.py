@@ -1,82 +1,163 @@
 """Findings: everything that a report shows, as plain immutable data."""
 
 from dataclasses import dataclass
+from typing import NewType
 
-CATEGORIES = ("fixed", "held", "running", "replay")
-"""What the bytes of a band are there for."""
+CATEGORIES = ("fixed", "held", "running", "recomputed", "workspace")
+"""What bytes are there for: in every step, saved for backward, temporaries of forward,
+recomputed for backward, temporaries of recomputing."""
 
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """One band of a stacked timeline.
-
-    Attributes:
-        name: What the bytes are.
-        category: One of `CATEGORIES`.
-        bytes_at: How many there are in each column of the timeline.
-    """
-
-    name: str
-    category: str
-    bytes_at: tuple[int, ...]
+Signed = NewType("Signed", int)
+"""A number that may be negative."""
 
 
 @dataclass(frozen=True, slots=True)
-class Timeline:
-    """The memory of one step, from its first operator to its last.
+class Part:
+    """The operators of one module in one block of forward.
 
     Attributes:
-        layers: The bands, from the lowest to the highest.
-        moments: The moment that each column shows: of several that share a column, the
-            one with most bytes.
-        total_moments: How many moments the step has.
-        forward_moments: How many of them are forward's.
-        peak_bytes: The most bytes at any moment.
-        peak_moment: The first moment with that many.
-        peak_place: Where in the step that is, in words.
-        alive: What the peak is made of, largest first: a name and bytes.
+        block: The block.
+        module: The path of the innermost module; empty: the model itself.
+        operators: How many operators forward runs in it.
+        seconds: How long they take.
+        saved_bytes: What plain autograd saves of the values made in it.
     """
 
-    layers: tuple[Layer, ...]
-    moments: tuple[int, ...]
-    total_moments: int
-    forward_moments: int
-    peak_bytes: int
-    peak_moment: int
-    peak_place: str
-    alive: tuple[tuple[str, int], ...]
+    block: str
+    module: str
+    operators: int
+    seconds: float
+    saved_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """One operator of forward or backward.
+
+    Attributes:
+        operator: Its name, as an index into `Step.operators`. In backward: the operator
+            of forward whose saved result is needed next.
+        part: Where that operator runs in forward, as an index into `Step.parts`.
+        other_bytes: Memory that no plan changes; less than nothing where fewer bytes
+            were measured than the tensors account for.
+        seconds: How long it takes; in backward an equal share of all of it.
+    """
+
+    operator: int
+    part: int
+    other_bytes: Signed
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A training step as measured, the same for every plan.
+
+    Attributes:
+        operators: The names of operators.
+        parts: The modules of each block, in the order of forward.
+        moments: The operators of forward and backward, in order.
+        phases: Forward and backward of each pass: a name and the first moment.
+        resident: Names and bytes of what is in memory all the time.
+        reserved_bytes: Memory to keep free, as for an optimizer's state.
+    """
+
+    operators: tuple[str, ...] = ()
+    parts: tuple[Part, ...] = ()
+    moments: tuple[Moment, ...] = ()
+    phases: tuple[tuple[str, int], ...] = ()
+    resident: tuple[tuple[str, int], ...] = ()
+    reserved_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """Bytes that a plan has in memory for a while.
+
+    Attributes:
+        category: What for, as an index into `CATEGORIES`.
+        part: Who made them, as an index into `Step.parts`; -1: nobody in this step.
+        maker: The moment whose operator made them; -1: unknown, or before the step.
+        bytes: How many.
+        first: The first moment at which they are in use.
+        last: The last one.
+    """
+
+    category: int
+    part: Signed
+    maker: Signed
+    bytes: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rerun:
+    """Operators of forward that run again in backward.
+
+    Attributes:
+        moment: The moment before which they run.
+        part: Where the first of them runs in forward.
+        operators: How many they are.
+        seconds: How long they take.
+    """
+
+    moment: int
+    part: int
+    operators: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class PartCost:
+    """What a plan does in one part of the step.
+
+    Attributes:
+        kept_bytes: What stays on the device of what plain autograd saves there.
+        offloaded_bytes: What of that waits on the host; the rest is recomputed.
+        replay_seconds: How long recomputing takes.
+    """
+
+    kept_bytes: int
+    offloaded_bytes: int
+    replay_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRow:
-    """What a plan does in one block.
+    """What a plan does in one block, or in several that it treats alike.
 
     Attributes:
         name: The block.
         operators: How many operators forward runs in it.
-        saved_bytes: What plain autograd keeps of what is made in it.
+        seconds: How long they take.
+        saved_bytes: What plain autograd saves of the values made in it.
         kept_bytes: What of that stays on the device.
         offloaded_bytes: What of that waits on the host.
-        recomputed_bytes: What of that is computed again.
-        replay_seconds: How long computing it again takes.
+        replay_seconds: How long recomputing takes.
     """
 
     name: str
     operators: int
+    seconds: float
     saved_bytes: int
     kept_bytes: int
     offloaded_bytes: int
-    recomputed_bytes: int
     replay_seconds: float
+
+    @property
+    def recomputed_bytes(self) -> int:
+        """What is neither kept nor on the host."""
+        return self.saved_bytes - self.kept_bytes - self.offloaded_bytes
 
     @property
     def action(self) -> str:
         """What is done, in a word or two.
 
         Examples:
-            >>> BlockRow("h.0", 9, 100, 100, 0, 0, 0.0).action
+            >>> BlockRow("h.0", 9, 0.1, 100, 100, 0, 0.0).action
             'keep'
-            >>> BlockRow("h.0", 9, 100, 30, 0, 70, 0.1).action
+            >>> BlockRow("h.0", 9, 0.1, 100, 30, 0, 0.1).action
             'recompute 70%'
         """
         if not self.saved_bytes:
@@ -100,23 +181,31 @@ class BlockRow:
 
 @dataclass(frozen=True, slots=True)
 class PlanView:
-    """One plan, with what it costs by prediction.
+    """One plan, with its predicted costs.
 
     Attributes:
         name: What it is called.
         peak_bytes: Its peak.
         seconds: The time of a step.
         host_bytes: What is on the host between forward and backward.
-        timeline: Its memory over the step.
-        blocks: What it does in each block.
+        peak_moment: The first moment with so many bytes.
+        peak_place: Where in the step that is, in words.
+        allocations: What is in memory besides what no plan changes.
+        reruns: What is recomputed when.
+        costs: What it does in each of `Step.parts`.
+        plan: The plan as JSON text, to apply it; empty: not known.
     """
 
     name: str
     peak_bytes: int
     seconds: float
     host_bytes: int
-    timeline: Timeline
-    blocks: tuple[BlockRow, ...]
+    peak_moment: int
+    peak_place: str
+    allocations: tuple[Allocation, ...]
+    reruns: tuple[Rerun, ...]
+    costs: tuple[PartCost, ...]
+    plan: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +214,8 @@ class Baseline:
 
     Attributes:
         name: The rule.
-        peak_bytes: Its peak, by prediction.
-        seconds: The time of a step, by prediction.
+        peak_bytes: Its predicted peak.
+        seconds: The predicted time of a step.
     """
 
     name: str
@@ -156,20 +245,22 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What was found out about one step, and what was decided.
+    """What is known of one step, and which plan was chosen.
 
     Attributes:
         title: What was measured.
         budget_bytes: The budget; 0: none was named.
-        plain_peak_bytes: The peak of the plain step, by prediction.
-        plain_seconds: The time of the plain step, by prediction.
+        plain_peak_bytes: The predicted peak of the plain step.
+        plain_seconds: The predicted time of the plain step.
         floor_bytes: The smallest budget that can be met.
         measured_peak_bytes: The peak of a real step with the chosen plan; 0: none ran.
         measured_seconds: Its time; 0: none ran.
+        step: The step.
         plans: The plans from the smallest peak to the largest.
-        chosen: Which of them is in force.
+        chosen: The number of the active one.
         baselines: Known rules on the same step.
         environment: Names and values: versions, device, date.
+        checks: What was verified, and how.
         estimated_for: The device that times were estimated for; empty: measured.
     """
 
@@ -180,13 +271,15 @@ class Findings:
     floor_bytes: int
     measured_peak_bytes: int
     measured_seconds: float
+    step: Step
     plans: tuple[PlanView, ...]
     chosen: int
     baselines: tuple[Baseline, ...]
     environment: tuple[tuple[str, str], ...]
+    checks: tuple[tuple[str, str], ...] = ()
     estimated_for: str = ""
 
     @property
     def plan(self) -> PlanView:
-        """The plan that is in force."""
+        """The active plan."""
         return self.plans[self.chosen]

@@ -1,5 +1,8 @@
 """Pages: one self-contained HTML file for a run, and a piece of it for a notebook."""
 
+import base64
+import zlib
+from dataclasses import replace
 from functools import cache
 from html import escape
 from importlib import resources
@@ -9,9 +12,23 @@ from jinja2 import Environment, StrictUndefined, select_autoescape
 from markupsafe import Markup
 
 from recoup.core.units import print_bytes, print_seconds
-from recoup.report.charts import frontier_chart, shades, timeline_chart
+from recoup.report.charts import frontier_chart, memory_chart, opacities
+from recoup.report.files import to_json
 from recoup.report.findings import Baseline, Findings, PlanView
-from recoup.report.texts import estimate_words, floor_words
+from recoup.report.modules import block_rows
+from recoup.report.texts import (
+    estimate_words,
+    fits_words,
+    floor_words,
+    rule_rows,
+    share_words,
+    slower_words,
+    verdict,
+)
+from recoup.report.timeline import timeline
+
+MOST_DATA_BYTES = 1_200_000
+"""How much data a page carries at most, unless one plan alone has more."""
 
 _TEMPLATES = resources.files("recoup.report") / "templates"
 
@@ -20,66 +37,82 @@ def page(findings: Findings) -> str:
     """Return the findings as one HTML page that needs nothing else.
 
     It loads nothing from the network, follows the reader's light or dark setting, fits
-    a phone, can be used with the keyboard alone, and prints. Without JavaScript all
-    plans are shown one after the other.
+    a phone, can be used with the keyboard alone, and prints. Without JavaScript it
+    shows the active plan.
     """
+    found = timeline(findings.step, findings.plan)
     return _template("page.html").render(
         findings=findings,
-        lead=lead(findings),
+        verdict=verdict(findings),
+        state=fits_words(
+            findings.measured_peak_bytes or findings.plan.peak_bytes,
+            findings.budget_bytes,
+        ),
+        numbers=_numbers(findings),
+        note=(
+            f"The smallest budget that can be met is {floor_words(findings)}. "
+            f"{estimate_words(findings.estimated_for)}"
+        ).strip(),
+        frontier=Markup(frontier_chart(findings).svg()),
+        memory=Markup(memory_chart(findings).svg()),
+        legend=[
+            (layer.name, layer.category, opacity)
+            for layer, opacity in zip(
+                found.layers, opacities(found.layers), strict=True
+            )
+        ],
+        place=found.peak_place[:1].upper() + found.peak_place[1:],
+        alive=[
+            (name, print_bytes(nbytes), share_words(nbytes, found.peak_bytes))
+            for name, nbytes in found.alive
+        ],
+        blocks=[
+            (
+                row.name,
+                row.action,
+                row.operators,
+                print_seconds(row.seconds),
+                print_bytes(row.saved_bytes),
+                print_bytes(row.kept_bytes),
+                print_bytes(row.offloaded_bytes),
+                print_bytes(row.recomputed_bytes),
+                print_seconds(row.replay_seconds),
+            )
+            for row in block_rows(findings.step, findings.plan, alike=True)
+        ],
+        rules=rule_rows(findings),
         style=Markup(_file("page.css")),
         script=Markup(_file("page.js")),
-        body=Markup(_body(findings)),
+        data=_data(findings),
     )
 
 
 def fragment(findings: Findings) -> str:
-    """Return the plan in force as a piece of HTML, for a notebook."""
-    view = findings.plan
-    chart = timeline_chart(view.timeline, budget_bytes=findings.budget_bytes)
+    """Return the active plan as a piece of HTML, for a notebook."""
     return (
         f"<div><p><strong>{escape(findings.title)}</strong>: "
-        f"{escape(lead(findings))}</p>{chart}</div>"
+        f"{escape(verdict(findings))}</p>{memory_chart(findings).svg()}</div>"
     )
 
 
-def lead(findings: Findings) -> str:
-    """Return the one sentence that a reader must not miss."""
-    view = findings.plan
-    peak_bytes = findings.measured_peak_bytes or view.peak_bytes
-    how = "measured" if findings.measured_peak_bytes else "predicted"
-    said = (
-        f"{print_bytes(peak_bytes)} at the peak ({how}) instead of "
-        f"{print_bytes(findings.plain_peak_bytes)}, a step "
-        f"{_slower_words(view.seconds, findings.plain_seconds)} by prediction"
+def _data(findings: Findings) -> str:
+    """Return all findings, compressed; of a huge step only the main plans in full."""
+    packed = _packed(findings)
+    if len(packed) <= MOST_DATA_BYTES:
+        return packed
+    main = (findings.chosen, len(findings.plans) - 1)
+    plans = tuple(
+        view if number in main else replace(view, allocations=(), reruns=(), plan="")
+        for number, view in enumerate(findings.plans)
     )
-    if findings.estimated_for:
-        said += f" for {findings.estimated_for}, without running it"
-    if findings.budget_bytes:
-        said += f"; the budget is {print_bytes(findings.budget_bytes)}"
-    return said + "."
+    return _packed(replace(findings, plans=plans))
 
 
-def _body(findings: Findings) -> str:
-    most_bytes = max(view.peak_bytes for view in findings.plans)
-    return _template("body.html").render(
-        numbers=_numbers(findings),
-        note=(
-            "The smallest budget that can be met is "
-            f"{floor_words(findings)}. "
-            f"{estimate_words(findings.estimated_for)}"
-        ).strip(),
-        frontier=Markup(frontier_chart(findings)),
-        plans=[_plan(findings, view, most_bytes) for view in findings.plans],
-        chosen=findings.chosen,
-        rules=[
-            _row(findings, f"recoup, {findings.plan.name}", findings.plan),
-            *(_row(findings, rule.name, rule) for rule in findings.baselines),
-        ],
-        environment=findings.environment,
-    )
+def _packed(findings: Findings) -> str:
+    return base64.b64encode(zlib.compress(to_json(findings).encode(), 9)).decode()
 
 
-def _numbers(findings: Findings) -> list[dict[str, str]]:
+def _numbers(findings: Findings) -> list[tuple[str, ...]]:
     view = findings.plan
     plain = Baseline("", findings.plain_peak_bytes, findings.plain_seconds)
     rows = [
@@ -89,84 +122,18 @@ def _numbers(findings: Findings) -> list[dict[str, str]]:
     if findings.measured_peak_bytes:
         measured = Baseline("", findings.measured_peak_bytes, findings.measured_seconds)
         # The time of the plain step is a prediction: a ratio of the two means little.
-        rows.append({**_row(findings, "plan, measured", measured), "slower": "-"})
+        rows.append((*_row(findings, "plan, measured", measured)[:-1], "-"))
     return rows
 
 
-def _row(findings: Findings, name: str, costs: Baseline | PlanView) -> dict[str, str]:
-    budget_bytes = findings.budget_bytes
-    return {
-        "name": name,
-        "peak": print_bytes(costs.peak_bytes),
-        "share": _share(costs.peak_bytes, findings.plain_peak_bytes),
-        "step": print_seconds(costs.seconds),
-        "slower": _slower(costs.seconds, findings.plain_seconds),
-        "fits": "-"
-        if not budget_bytes
-        else ("yes" if costs.peak_bytes <= budget_bytes else "no"),
-    }
-
-
-def _plan(findings: Findings, view: PlanView, most_bytes: int) -> dict[str, Any]:
-    timeline = view.timeline
-    chart = timeline_chart(
-        timeline, budget_bytes=findings.budget_bytes, most_bytes=most_bytes
+def _row(findings: Findings, name: str, costs: Baseline | PlanView) -> tuple[str, ...]:
+    return (
+        name,
+        print_bytes(costs.peak_bytes),
+        share_words(costs.peak_bytes, findings.plain_peak_bytes),
+        print_seconds(costs.seconds),
+        slower_words(costs.seconds, findings.plain_seconds),
     )
-    words = (
-        f"{print_bytes(view.peak_bytes)} at the peak, "
-        f"{_share(view.peak_bytes, findings.plain_peak_bytes)} of plain; a step of "
-        f"{print_seconds(view.seconds)}, "
-        f"{_slower_words(view.seconds, findings.plain_seconds)}"
-    )
-    if view.host_bytes:
-        words += f"; {print_bytes(view.host_bytes)} on the host"
-    return {
-        "name": view.name,
-        "words": words,
-        "timeline": Markup(chart),
-        "legend": [
-            {"name": layer.name, "fill": fill, "opacity": opacity}
-            for layer, (fill, opacity) in zip(
-                timeline.layers, shades(timeline.layers), strict=True
-            )
-        ],
-        "place": timeline.peak_place[:1].upper() + timeline.peak_place[1:],
-        "alive": [
-            {
-                "name": name,
-                "bytes": print_bytes(nbytes),
-                "share": _share(nbytes, timeline.peak_bytes),
-            }
-            for name, nbytes in timeline.alive
-        ],
-        "blocks": [
-            {
-                "name": row.name,
-                "action": row.action,
-                "operators": row.operators,
-                "saved": print_bytes(row.saved_bytes),
-                "kept": print_bytes(row.kept_bytes),
-                "offloaded": print_bytes(row.offloaded_bytes),
-                "recomputed": print_bytes(row.recomputed_bytes),
-                "replay": print_seconds(row.replay_seconds),
-            }
-            for row in view.blocks
-        ],
-    }
-
-
-def _share(part: int, whole: int) -> str:
-    return f"{part / whole:.0%}" if whole else "-"
-
-
-def _slower(seconds: float, plain_seconds: float) -> str:
-    return f"{seconds / plain_seconds - 1:+.1%}" if plain_seconds else "-"
-
-
-def _slower_words(seconds: float, plain_seconds: float) -> str:
-    if seconds <= plain_seconds:
-        return "as fast as plain"
-    return f"{seconds / plain_seconds - 1:.1%} slower" if plain_seconds else "slower"
 
 
 def _file(name: str) -> str:

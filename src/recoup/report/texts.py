@@ -1,16 +1,24 @@
-"""Text: tables, bars and one-line summaries for a terminal or a log."""
+"""Text: a verdict, tables and bars for a terminal of 80 columns, or a log."""
 
 from collections.abc import Sequence
 from itertools import pairwise
 
 from recoup.core.units import print_bytes, print_seconds
-from recoup.report.findings import BlockRow, Entry, Findings, PlanView, Timeline
+from recoup.report.findings import Baseline, Entry, Findings, PlanView, Step
+from recoup.report.modules import block_rows
+from recoup.report.timeline import Timeline, timeline
+
+WIDTH = 80
+"""How many columns a terminal has at least."""
 
 _BARS = " ▁▂▃▄▅▆▇█"
+_LEAST_NAME = 16
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return rows in columns; all but the first column are aligned to the right.
+
+    Long cells of the first column are shortened where the table is too wide.
 
     Examples:
         >>> print(table(["block", "saved"], [["h.0", "12 B"], ["h.10", "1 B"]]))
@@ -21,170 +29,210 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """
     columns = list(zip(headings, *rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
+    over = sum(widths) + 2 * (len(widths) - 1) - WIDTH
+    if over > 0:
+        widths[0] = max(min(_LEAST_NAME, widths[0]), widths[0] - over)
     rule = ["-" * width for width in widths]
     lines: list[str] = []
     for row in (headings, rule, *rows):
         cells = [
-            cell.ljust(width) if number == 0 else cell.rjust(width)
+            _shortened(cell, width).ljust(width) if number == 0 else cell.rjust(width)
             for number, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
 
 
-def timeline_text(timeline: Timeline, *, width: int = 72, height: int = 8) -> str:
+def verdict(findings: Findings) -> str:
+    """Return the one sentence that a reader must not miss.
+
+    Examples:
+        >>> from recoup.core.graph import Graph
+        >>> from recoup.report.composition import compose
+        >>> verdict(compose(Graph((), 0, (), (), (), (), ())))
+        'The plain step takes 0 B; the smallest budget that can be met is 0 B.'
+    """
+    view, budget_bytes = findings.plan, findings.budget_bytes
+    peak_bytes = findings.measured_peak_bytes or view.peak_bytes
+    how = "measured" if findings.measured_peak_bytes else "predicted"
+    plain = print_bytes(findings.plain_peak_bytes)
+    device = f" on {findings.estimated_for}" if findings.estimated_for else ""
+    if not budget_bytes and view.name == "plain":
+        floor = print_bytes(findings.floor_bytes)
+        return (
+            f"The plain step takes {plain}; the smallest budget that can be met is "
+            f"{floor}."
+        )
+    if view.seconds <= findings.plain_seconds or not findings.plain_seconds:
+        slower = "a step is predicted as fast as plain"
+    else:
+        share = view.seconds / findings.plain_seconds - 1
+        slower = f"a step is predicted {share:.1%} slower"
+    fits = "Does not fit" if fits_words(peak_bytes, budget_bytes) == "no" else "Fits"
+    budget = f" of a budget of {print_bytes(budget_bytes)}" if budget_bytes else ""
+    return (
+        f"{fits}: peak {print_bytes(peak_bytes)} ({how}){budget}, plain {plain}; "
+        f"{slower}{device}."
+    )
+
+
+def timeline_text(found: Timeline, *, width: int = 66, height: int = 8) -> str:
     """Return the memory of a step as a picture of characters.
 
     Args:
-        timeline: The memory.
+        found: The memory.
         width: Columns.
         height: Lines.
 
     Examples:
-        >>> from recoup.report.findings import Layer
+        >>> from recoup.report.timeline import Layer
         >>> layer = Layer("values", "held", (1, 2, 4, 2))
-        >>> line = Timeline((layer,), (0, 1, 2, 3), 4, 2, 4, 2, "in backward", ())
+        >>> phases = (("forward", 0), ("backward", 2))
+        >>> line = Timeline((layer,), (0, 1, 2, 3), phases, 4, 2, "in backward", ())
         >>> print(timeline_text(line, width=4, height=2))
-          █   4 B, in backward
-        ▄███
-        f ba
+        4 B |  █
+            |▄███
+        0 B +----
+             f ba
+        peak: 4 B, in backward
     """
-    sums = [sum(c) for c in zip(*(x.bytes_at for x in timeline.layers), strict=True)]
+    sums = [sum(c) for c in zip(*(x.bytes_at for x in found.layers), strict=True)]
     if not sums:
         return "nothing is in use"
     shown = min(width, len(sums))
     edges = [len(sums) * n // shown for n in range(shown + 1)]
     heights = [max(sums[a:b]) for a, b in pairwise(edges)]
-    half = sum(
-        timeline.moments[start] < timeline.forward_moments for start in edges[:-1]
-    )
+    peak = print_bytes(found.peak_bytes)
     lines: list[str] = []
     for line in range(height, 0, -1):
         cells = ""
         for amount in heights:
-            eighths = round(8 * height * amount / max(timeline.peak_bytes, 1))
+            eighths = round(8 * height * amount / max(found.peak_bytes, 1))
             cells += _BARS[max(0, min(8, eighths - 8 * (line - 1)))]
-        lines.append(cells.rstrip())
-    lines[0] = (
-        f"{lines[0].ljust(shown)}  "
-        f"{print_bytes(timeline.peak_bytes)}, {timeline.peak_place}"
-    )
-    words = "forward"[: max(half - 1, 0)].ljust(half) + "backward"[: shown - half]
-    lines.append(words.rstrip())
+        axis = peak if line == height else ""
+        lines.append(f"{axis.rjust(len(peak))} |{cells}".rstrip())
+    lines.append(f"{'0 B'.rjust(len(peak))} +{'-' * shown}")
+    starts = [sum(edge < first for edge in edges[:-1]) for _, first in found.phases]
+    words = ""
+    for (name, _), start, stop in zip(
+        found.phases, starts, [*starts[1:], shown + 1], strict=True
+    ):
+        words = words.ljust(start) + name[: max(stop - start - 1, 0)]
+    lines.append(f"{' ' * len(peak)}  {words}".rstrip())
+    lines.append(f"peak: {peak}, {found.peak_place}")
     return "\n".join(lines)
 
 
-def alive_text(timeline: Timeline, *, most: int = 8) -> str:
-    """Return what the peak is made of, largest first.
+def alive_text(found: Timeline, *, most: int = 8) -> str:
+    """Return what the peak consists of, largest first; the rows add up to it.
 
     Examples:
-        >>> alive = (("parameters", 2048), ("held by h.0", 1024))
-        >>> print(alive_text(Timeline((), (), 2, 1, 3072, 0, "here", alive)))
+        >>> alive = (("parameters", 2048), ("a", 600), ("b", 424))
+        >>> line = Timeline((), (), (), 3072, 0, "here", alive)
+        >>> print(alive_text(line, most=1))
         in use at the peak  bytes  share
         ------------------  -----  -----
         parameters          2 KiB    67%
-        held by h.0         1 KiB    33%
+        2 others            1 KiB    33%
     """
+    rows = list(found.alive[:most])
+    rest = found.alive[most:]
+    if rest:
+        rows.append((f"{len(rest)} others", sum(nbytes for _, nbytes in rest)))
     return table(
         ["in use at the peak", "bytes", "share"],
         [
-            [name, print_bytes(nbytes), _share(nbytes, timeline.peak_bytes)]
-            for name, nbytes in timeline.alive[:most]
+            [name, print_bytes(nbytes), share_words(nbytes, found.peak_bytes)]
+            for name, nbytes in rows
         ],
     )
 
 
-def blocks_text(view: PlanView) -> str:
-    """Return what a plan does in each block; alike neighbours share a line.
+def blocks_text(step: Step, view: PlanView) -> str:
+    """Return what a plan does in each block; neighbours alike share a line.
 
     Examples:
-        >>> from recoup.report.findings import BlockRow
-        >>> rows = tuple(BlockRow(f"h.{n}", 9, 64, 0, 0, 64, 0.5) for n in range(3))
-        >>> line = Timeline((), (), 0, 0, 0, 0, "", ())
-        >>> print(blocks_text(PlanView("plan", 0, 0.0, 0, line, rows)))
-        block          action  saved  kept  to host  computed again  replay
-        ----------  ---------  -----  ----  -------  --------------  ------
-        h.0 to h.2  recompute  192 B   0 B      0 B           192 B   1.5 s
+        >>> from recoup.report.findings import Part, PartCost
+        >>> parts = tuple(Part(f"h.{n}", f"h.{n}", 9, 0.5, 64) for n in range(3))
+        >>> costs = (PartCost(0, 0, 0.5),) * 3
+        >>> view = PlanView("plan", 0, 0.0, 0, 0, "", (), (), costs)
+        >>> print(blocks_text(Step(parts=parts), view))
+        block         action  saved  kept  recomputed  recomputing
+        ---------  ---------  -----  ----  ----------  -----------
+        h.0 to .2  recompute  192 B   0 B       192 B        1.5 s
     """
-    groups: list[list[BlockRow]] = []
-    for row in view.blocks:
-        if groups and _alike(groups[-1][0], row):
-            groups[-1].append(row)
-        else:
-            groups.append([row])
-    rows: list[list[str]] = []
-    for group in groups:
-        first, last = group[0].name, group[-1].name
-        rows.append(
-            [
-                first if first == last else f"{first} to {last}",
-                group[0].action,
-                print_bytes(sum(row.saved_bytes for row in group)),
-                print_bytes(sum(row.kept_bytes for row in group)),
-                print_bytes(sum(row.offloaded_bytes for row in group)),
-                print_bytes(sum(row.recomputed_bytes for row in group)),
-                print_seconds(sum(row.replay_seconds for row in group)),
-            ]
-        )
-    headings = ["block", "action", "saved", "kept", "to host", "computed again"]
-    return table([*headings, "replay"], rows)
+    headings = ["block", "action", "saved", "kept", "to host", "recomputed"]
+    rows = [
+        [
+            row.name,
+            row.action,
+            print_bytes(row.saved_bytes),
+            print_bytes(row.kept_bytes),
+            print_bytes(row.offloaded_bytes),
+            print_bytes(row.recomputed_bytes),
+            print_seconds(row.replay_seconds),
+        ]
+        for row in block_rows(step, view, alike=True)
+    ]
+    if not any(cost.offloaded_bytes for cost in view.costs):
+        headings.remove("to host")
+        rows = [[*row[:4], *row[5:]] for row in rows]
+    return table([*headings, "recomputing"], rows)
 
 
 def frontier_text(findings: Findings) -> str:
-    """Return all plans from the smallest peak to the largest; * is in force."""
-    return table(
-        ["plan", "peak", "of plain", "step", "slower"],
+    """Return all plans from the smallest peak to the largest; * is active."""
+    rows = [
         [
-            [
-                ("* " if number == findings.chosen else "  ") + view.name,
-                print_bytes(view.peak_bytes),
-                _share(view.peak_bytes, findings.plain_peak_bytes),
-                print_seconds(view.seconds),
-                _slower(view.seconds, findings.plain_seconds),
-            ]
-            for number, view in enumerate(findings.plans)
-        ],
-    )
+            ("* " if number == findings.chosen else "  ") + view.name,
+            *_costs(findings, view),
+        ]
+        for number, view in enumerate(findings.plans)
+    ]
+    return table(["plan (* active)", "peak", "of plain", "step", "slower"], rows)
+
+
+def rule_rows(findings: Findings) -> list[list[str]]:
+    """Return the active plan and the rules that people use, by prediction."""
+    ours = (f"recoup, {findings.plan.name}", findings.plan)
+    rules = [(rule.name, rule) for rule in findings.baselines]
+    return [
+        [
+            name,
+            *_costs(findings, costs),
+            fits_words(costs.peak_bytes, findings.budget_bytes),
+        ]
+        for name, costs in (ours, *rules)
+    ]
 
 
 def comparison_text(findings: Findings) -> str:
-    """Return the plan in force beside the rules that people use, by prediction."""
-    ours = (f"recoup, {findings.plan.name}", findings.plan)
-    rules = [(rule.name, rule) for rule in findings.baselines]
-    return table(
-        ["rule", "peak", "of plain", "step", "slower", "fits"],
-        [
-            [
-                name,
-                print_bytes(costs.peak_bytes),
-                _share(costs.peak_bytes, findings.plain_peak_bytes),
-                print_seconds(costs.seconds),
-                _slower(costs.seconds, findings.plain_seconds),
-                _fits(costs.peak_bytes, findings.budget_bytes),
-            ]
-            for name, costs in (ours, *rules)
-        ],
-    )
+    """Return the active plan and the rules that people use, by prediction."""
+    headings = ["rule", "peak", "of plain", "step", "slower", "fits"]
+    return table(headings, rule_rows(findings))
 
 
 def contest_text(entries: Sequence[Entry]) -> str:
-    """Return what contenders cost beside the first that ran.
+    """Return what contenders cost, compared with the first that ran.
 
     Examples:
         >>> plain = Entry("plain", 2048, 1.0, 0.0)
         >>> other = Entry("other", 1024, 1.5, 0.25)
         >>> print(contest_text([plain, other, Entry("large", failure="out of memory")]))
-        contender   peak  of first   step  slower      gradients
-        ---------  -----  --------  -----  ------  -------------
-        plain      2 KiB      100%    1 s       -      same bits
-        other      1 KiB       50%  1.5 s  +50.0%   2.5e-01 away
-        large          -         -      -       -  out of memory
+        contender   peak  of first   step  slower     gradients
+        ---------  -----  --------  -----  ------  ------------
+        plain      2 KiB      100%    1 s       -     same bits
+        other      1 KiB       50%  1.5 s  +50.0%  2.5e-01 away
+        large          -         -      -       -        note 1
+        <BLANKLINE>
+        1: out of memory
     """
     base = next((entry for entry in entries if not entry.failure), None)
-    return table(
-        ["contender", "peak", "of first", "step", "slower", "gradients"],
-        [_contender(entry, base) for entry in entries],
-    )
+    notes = list(dict.fromkeys(entry.failure for entry in entries if entry.failure))
+    rows = [_contender(entry, base, notes) for entry in entries]
+    headings = ["contender", "peak", "of first", "step", "slower", "gradients"]
+    said = [f"{number}: {note}" for number, note in enumerate(notes, 1)]
+    return "\n\n".join([table(headings, rows), *said])
 
 
 def estimate_words(estimated_for: str) -> str:
@@ -200,7 +248,7 @@ def estimate_words(estimated_for: str) -> str:
         return ""
     return (
         f"Times are estimates for {estimated_for}: what it does at best, so that real "
-        "steps take longer. Bytes are exact for the processor."
+        "steps take longer. Bytes are exact for the CPU."
     )
 
 
@@ -209,8 +257,9 @@ def floor_words(findings: Findings) -> str:
 
     Examples:
         >>> from recoup.core.graph import Graph
-        >>> from recoup.report.composition import compose
-        >>> floor_words(compose(Graph((), 0, (), (), (), (), ()), (), floor_bytes=1030))
+        >>> from recoup.report.composition import Known, compose
+        >>> graph = Graph((), 0, (), (), (), (), ())
+        >>> floor_words(compose(graph, known=Known(floor_bytes=1030)))
         '1.01 KiB (1030 B)'
     """
     return f"{print_bytes(findings.floor_bytes)} ({findings.floor_bytes} B)"
@@ -226,60 +275,89 @@ def summary_text(findings: Findings) -> str:
     if findings.measured_peak_bytes:
         measured = findings.measured_peak_bytes, findings.measured_seconds
         rows.append(["plan, measured", *measured])
-    lines = [
-        findings.title,
-        "",
-        table(
-            ["", "peak", "step"],
-            [
-                [f"{n}", print_bytes(int(b)), print_seconds(float(s))]
-                for n, b, s in rows
-            ],
-        ),
-        "",
-        f"floor {floor_words(findings)}"
-        + (
-            f", budget {print_bytes(findings.budget_bytes)}"
-            * bool(findings.budget_bytes)
-        ),
-        "",
-        timeline_text(view.timeline),
-        "",
-        alive_text(view.timeline),
-        "",
-        blocks_text(view),
+    found = timeline(findings.step, view)
+    return "\n\n".join(
+        [
+            findings.title,
+            table(
+                ["", "peak", "step"],
+                [
+                    [f"{n}", print_bytes(int(b)), print_seconds(float(s))]
+                    for n, b, s in rows
+                ],
+            ),
+            f"floor {floor_words(findings)}"
+            + (
+                f", budget {print_bytes(findings.budget_bytes)}"
+                * bool(findings.budget_bytes)
+            ),
+            f"Memory over the step\n{timeline_text(found)}",
+            alive_text(found),
+            blocks_text(findings.step, view),
+        ]
+    )
+
+
+def share_words(part: int, whole: int) -> str:
+    """Return a part of a whole in percent.
+
+    Examples:
+        >>> share_words(1, 4), share_words(1, 0)
+        ('25%', '-')
+    """
+    return f"{part / whole:.0%}" if whole else "-"
+
+
+def slower_words(seconds: float, plain_seconds: float) -> str:
+    """Return by how much a step is slower than the plain one.
+
+    Examples:
+        >>> slower_words(1.5, 1.0), slower_words(1.0, 0.0)
+        ('+50.0%', '-')
+    """
+    return f"{seconds / plain_seconds - 1:+.1%}" if plain_seconds else "-"
+
+
+def fits_words(peak_bytes: int, budget_bytes: int) -> str:
+    """Return whether a peak is within a budget; a dash: there is none.
+
+    Examples:
+        >>> fits_words(3, 2), fits_words(2, 2), fits_words(2, 0)
+        ('no', 'yes', '-')
+    """
+    if not budget_bytes:
+        return "-"
+    return "yes" if peak_bytes <= budget_bytes else "no"
+
+
+def _costs(findings: Findings, costs: PlanView | Baseline) -> list[str]:
+    return [
+        print_bytes(costs.peak_bytes),
+        share_words(costs.peak_bytes, findings.plain_peak_bytes),
+        print_seconds(costs.seconds),
+        slower_words(costs.seconds, findings.plain_seconds),
     ]
-    return "\n".join(lines)
 
 
-def _contender(entry: Entry, base: Entry | None) -> list[str]:
+def _contender(entry: Entry, base: Entry | None, notes: Sequence[str]) -> list[str]:
     if entry.peak_bytes is None or entry.seconds is None or base is None:
-        return [entry.name, "-", "-", "-", "-", entry.failure]
+        note = f"note {notes.index(entry.failure) + 1}"
+        return [entry.name, "-", "-", "-", "-", note]
     far = entry.difference or 0.0
     same = "same bits" if not far else f"{far:.1e} away"
     return [
         entry.name,
         print_bytes(entry.peak_bytes),
-        _share(entry.peak_bytes, base.peak_bytes or 0),
+        share_words(entry.peak_bytes, base.peak_bytes or 0),
         print_seconds(entry.seconds),
-        "-" if entry is base else _slower(entry.seconds, base.seconds or 0.0),
+        "-" if entry is base else slower_words(entry.seconds, base.seconds or 0.0),
         same,
     ]
 
 
-def _alike(one: BlockRow, other: BlockRow) -> bool:
-    return (one.action, one.saved_bytes) == (other.action, other.saved_bytes)
-
-
-def _share(part: int, whole: int) -> str:
-    return f"{part / whole:.0%}" if whole else "-"
-
-
-def _slower(seconds: float, plain_seconds: float) -> str:
-    return f"{seconds / plain_seconds - 1:+.1%}" if plain_seconds else "-"
-
-
-def _fits(peak_bytes: int, budget_bytes: int) -> str:
-    if not budget_bytes:
-        return "-"
-    return "yes" if peak_bytes <= budget_bytes else "no"
+def _shortened(cell: str, width: int) -> str:
+    """Return a cell that fits; what is left out in the middle is three dots."""
+    if len(cell) <= width:
+        return cell
+    head = (width - 3) // 2
+    return f"{cell[:head]}...{cell[len(cell) - (width - 3 - head) :]}"

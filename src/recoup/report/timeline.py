@@ -1,177 +1,137 @@
-"""The memory of a step as stacked bands: what is in use, moment by moment, and why."""
+"""The memory of a step over time: what is in use at each moment, and what for."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
-from recoup.core.footprint import Footprint, spikes_of, total_footprint
-from recoup.core.graph import Graph
-from recoup.core.segments import Segment
-from recoup.report.findings import Layer, Timeline
-from recoup.report.stretches import Stretch, stretch_of, stretches
+from recoup.report.findings import CATEGORIES, Part, PlanView, Step
 
 COLUMNS = 240
-"""How many columns a timeline has at most: more than that no screen shows."""
+"""How many columns a drawn timeline has at most."""
 
 BANDS = 12
-"""How many bands the blocks share at most; neighbours are put together."""
+"""How many bands the blocks share at most; neighbours are merged."""
 
-RUNNING = "values on their way through forward"
-REMADE = "values computed again"
-ON_THE_WAY = "on the way in a replay"
 REST = "gradients, optimizer state, batch and workspace"
 RESERVED = "room for the optimizer's state"
+NAMES = {
+    "running": "temporaries of forward",
+    "recomputed": "recomputed values",
+    "workspace": "temporaries of recomputing",
+}
 
 
-def timeline(
-    graph: Graph,
-    segments: Sequence[Segment],
-    *,
-    resident: Sequence[tuple[str, int]] = (),
-    reserved_bytes: int = 0,
-) -> Timeline:
-    """Return the memory of a step whose forward runs in these segments.
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One band of a stacked timeline.
+
+    Attributes:
+        name: What the bytes are.
+        category: One of `CATEGORIES`.
+        bytes_at: How many there are in each column of the timeline.
+    """
+
+    name: str
+    category: str
+    bytes_at: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """The memory of one step with a plan, ready to be drawn.
+
+    Attributes:
+        layers: The bands, from the lowest to the highest.
+        moments: The moment that each column shows: of several that share a column, the
+            one with most bytes.
+        phases: Forward and backward of each pass: a name and the first column.
+        peak_bytes: The most bytes at any moment.
+        peak_moment: The first moment with that many.
+        peak_place: Where in the step that is, in words.
+        alive: What the peak consists of, largest first: a name and bytes.
+    """
+
+    layers: tuple[Layer, ...]
+    moments: tuple[int, ...]
+    phases: tuple[tuple[str, int], ...]
+    peak_bytes: int
+    peak_moment: int
+    peak_place: str
+    alive: tuple[tuple[str, int], ...]
+
+
+def timeline(step: Step, view: PlanView) -> Timeline:
+    """Return the memory of a step with a plan as stacked bands.
 
     In every column the bands add up to what `simulate` predicts for its moment, and
-    the reserved bytes.
-
-    Costs time in proportion to the operators and saved tensors, and to the moments for
-    each band.
-
-    Args:
-        graph: The step.
-        segments: The plan.
-        resident: Names and bytes of what is in memory all the time, as parameters.
-        reserved_bytes: What is kept free.
+    the reserved bytes. Costs time in proportion to the moments for each band.
 
     Examples:
-        >>> empty = timeline(Graph((), 0, (), (), (), (), ()), ())
-        >>> empty.peak_bytes, empty.layers
-        (0, ())
+        >>> view = PlanView("plain", 0, 0.0, 0, 0, "nowhere", (), (), ())
+        >>> timeline(Step(), view).layers
+        ()
     """
-    parts = stretches(graph)
-    total = total_footprint(graph, segments)
-    bands = _Bands(graph, parts)
-    bands.fixed(resident, reserved_bytes)
-    bands.forward(total)
-    bands.replays(total)
-    full = bands.layers()
+    full = [layer for layer in _settled(_layers(step, view)) if any(layer.bytes_at)]
     sums = [sum(column) for column in zip(*(b.bytes_at for b in full), strict=True)]
-    peak_bytes = max(sums, default=0)
-    moment = sums.index(peak_bytes) if sums else 0
-    alive = [(layer.name, layer.bytes_at[moment]) for layer in full]
+    alive = [(layer.name, layer.bytes_at[view.peak_moment]) for layer in full]
     columns = _columns(sums)
     return Timeline(
         layers=tuple(
-            replace(layer, bytes_at=tuple(layer.bytes_at[m] for m in columns))
-            for layer in _merged(full)
+            Layer(b.name, b.category, tuple(b.bytes_at[m] for m in columns))
+            for b in _merged(full)
         ),
         moments=tuple(columns),
-        total_moments=graph.moments,
-        forward_moments=len(graph.operations),
-        peak_bytes=peak_bytes,
-        peak_moment=moment,
-        peak_place=_place(graph, parts, total, moment) if sums else "nowhere",
+        phases=tuple(
+            (name, sum(moment < first for moment in columns))
+            for name, first in step.phases
+        ),
+        peak_bytes=view.peak_bytes,
+        peak_moment=view.peak_moment,
+        peak_place=view.peak_place,
         alive=tuple(sorted((a for a in alive if a[1]), key=lambda a: -a[1])),
     )
 
 
-@dataclass
-class _Band:
-    """A band while it is filled: what begins and ends at each moment."""
+def _layers(step: Step, view: PlanView) -> list[Layer]:
+    """Return all bands; amounts may be negative where bytes were freed early."""
+    count = len(step.moments)
+    resident_bytes = sum(nbytes for _, nbytes in step.resident)
+    rest = tuple(m.other_bytes - resident_bytes for m in step.moments)
+    fixed = [Layer(name, "fixed", (n,) * count) for name, n in step.resident]
+    fixed.append(Layer(REST, "fixed", rest))
+    fixed.append(Layer(RESERVED, "fixed", (step.reserved_bytes,) * count))
+    blocks = dict.fromkeys(part.block for part in step.parts)
+    names = [*map(_held_words, blocks), "saved before the step", *NAMES.values()]
+    changes = {name: [0] * (count + 1) for name in names}
+    for each in view.allocations:
+        category = CATEGORIES[each.category]
+        name = NAMES.get(category) or _held_name(step.parts, each.part)
+        changes[name][each.first] += each.bytes
+        changes[name][each.last + 1] -= each.bytes
+    categories = {name: category for category, name in NAMES.items()}
+    return [
+        *fixed,
+        *(
+            Layer(name, categories.get(name, "held"), tuple(accumulate(found[:-1])))
+            for name, found in changes.items()
+        ),
+    ]
 
-    name: str
-    category: str
-    changes: list[int] = field(repr=False)
 
-    def add(self, nbytes: int, first: int, last: int) -> None:
-        stop = min(last, len(self.changes) - 2) + 1
-        if first < stop:
-            self.changes[first] += nbytes
-            self.changes[stop] -= nbytes
-
-    def layer(self) -> Layer:
-        total, sums = 0, list[int]()
-        for change in self.changes[:-1]:
-            total += change
-            sums.append(total)
-        return Layer(self.name, self.category, tuple(sums))
+def _held_name(parts: Sequence[Part], part: int) -> str:
+    return "saved before the step" if part < 0 else _held_words(parts[part].block)
 
 
-class _Bands:
-    """Sorts every byte of a step into a band."""
-
-    def __init__(self, graph: Graph, parts: Sequence[Stretch]) -> None:
-        self._graph = graph
-        self._parts = parts
-        self._fixed: list[Layer] = []
-        self._held = [self._band(_held_words(part.name), "held") for part in parts]
-        self._held.append(self._band("held from before the step", "held"))
-        self._running = self._band(RUNNING, "running")
-        self._remade = self._band(REMADE, "replay")
-        self._spikes = self._band(ON_THE_WAY, "replay")
-
-    def layers(self) -> list[Layer]:
-        """Return the bands that hold anything, from the lowest to the highest."""
-        bands = (*self._held, self._running, self._remade, self._spikes)
-        found = [*self._fixed, *(band.layer() for band in bands)]
-        return [layer for layer in _settled(found) if any(layer.bytes_at)]
-
-    def fixed(self, resident: Sequence[tuple[str, int]], reserved_bytes: int) -> None:
-        """Take what no plan can change."""
-        count = self._graph.moments
-        resident_bytes = sum(nbytes for _, nbytes in resident)
-        for name, nbytes in resident:
-            self._fixed.append(Layer(name, "fixed", (nbytes,) * count))
-        # It may be below nothing: what was freed early is settled at the end.
-        rest = tuple(other - resident_bytes for other in self._graph.other_bytes)
-        self._fixed.append(Layer(REST, "fixed", rest))
-        self._fixed.append(Layer(RESERVED, "fixed", (reserved_bytes,) * count))
-
-    def forward(self, total: Footprint) -> None:
-        """Take what forward made: on its way, held for backward, or sent away."""
-        half = len(self._graph.operations)
-        sent: dict[int, tuple[int, int, int]] = {}
-        for offload in total.offloads:
-            leaves, used, released = sent.get(offload.storage, (0, 1 << 60, 0))
-            sent[offload.storage] = (
-                max(leaves, offload.leaves),
-                min(used, offload.used),
-                max(released, offload.released),
-            )
-        for number, storage in enumerate(self._graph.storages):
-            if not storage.bytes:
-                continue
-            held_until = total.holds.get(number, -1)
-            until = max(storage.dies, held_until)
-            born = max(storage.born, 0)
-            if number in sent and until < half:
-                leaves, used, released = sent[number]
-                until = max(until, min(leaves, half) - 1)
-                band = self._held_band(storage.born)
-                band.add(storage.bytes, max(used - 1, half), released)
-            is_held = held_until >= half
-            band = self._held_band(storage.born) if is_held else self._running
-            band.add(storage.bytes, born, until)
-
-    def replays(self, total: Footprint) -> None:
-        """Take what replays make, and what they need only on the way."""
-        for nbytes, first, last in total.remade:
-            self._remade.add(nbytes, first, last)
-        for moment, nbytes in spikes_of(total).items():
-            self._spikes.add(nbytes, moment, moment)
-
-    def _band(self, name: str, category: str) -> _Band:
-        return _Band(name, category, [0] * (self._graph.moments + 1))
-
-    def _held_band(self, born: int) -> _Band:
-        return self._held[stretch_of(self._parts, born) if born >= 0 else -1]
+def _held_words(name: str) -> str:
+    """Return what is said of bytes that a block made; `before h.0` is no maker."""
+    between = name.startswith(("before ", "after "))
+    return f"saved {'from' if between else 'by'} {name}"
 
 
 def _settled(layers: Sequence[Layer]) -> list[Layer]:
-    """Return the bands without bytes below nothing; their sums stay.
+    """Return the bands without negative amounts; their sums stay.
 
-    Where fewer bytes were measured than the storages account for, some of these were
+    Where fewer bytes were measured than the tensors account for, some of these were
     freed before: what is missing is taken from the highest bands.
     """
     columns = [list(layer.bytes_at) for layer in layers]
@@ -187,7 +147,7 @@ def _settled(layers: Sequence[Layer]) -> list[Layer]:
                 column[moment] -= paid
                 debt -= paid
     return [
-        replace(layer, bytes_at=tuple(column))
+        Layer(layer.name, layer.category, tuple(column))
         for layer, column in zip(layers, columns, strict=True)
     ]
 
@@ -202,47 +162,20 @@ def _columns(sums: Sequence[int]) -> list[int]:
     ]
 
 
-def _held_words(name: str) -> str:
-    """Return what is said of bytes that a stretch made; `before h.0` is no maker."""
-    between = name.startswith(("before ", "after "))
-    return f"held {'from' if between else 'by'} {name}"
-
-
 def _merged(layers: Sequence[Layer]) -> list[Layer]:
-    """Put neighbouring bands of blocks together until there are few enough."""
+    """Merge neighbouring bands of blocks until there are few enough."""
     held = [layer for layer in layers if layer.category == "held"]
     size = -(-len(held) // BANDS) if held else 1
     groups = [held[i : i + size] for i in range(0, len(held), size)]
     merged = [_together(group) for group in groups]
     before = [layer for layer in layers if layer.category == "fixed"]
-    after = [layer for layer in layers if layer.category in ("running", "replay")]
+    after = [layer for layer in layers if layer.category in NAMES]
     return [*before, *merged, *after]
 
 
 def _together(group: Sequence[Layer]) -> Layer:
     if len(group) == 1:
         return group[0]
-    last = group[-1].name.removeprefix("held by ").removeprefix("held from ")
+    last = group[-1].name.removeprefix("saved by ").removeprefix("saved from ")
     sums = tuple(map(sum, zip(*(layer.bytes_at for layer in group), strict=True)))
     return Layer(f"{group[0].name} to {last}", "held", sums)
-
-
-def _place(
-    graph: Graph, parts: Sequence[Stretch], total: Footprint, moment: int
-) -> str:
-    if moment < len(graph.operations):
-        name = parts[stretch_of(parts, moment)].name
-        return f"in forward, in {name}, at {graph.operations[moment].name}"
-    replayed = [r for r in total.replays if r.moment == moment and r.operations]
-    if replayed:
-        name = parts[stretch_of(parts, replayed[0].operations[0])].name
-        return f"in backward, when {name} has been computed again"
-    needed = [
-        (save.used, graph.values[save.value].producer)
-        for save in graph.saves
-        if save.used >= moment and graph.values[save.value].producer >= 0
-    ]
-    if not needed:
-        return "at the end of backward"
-    name = parts[stretch_of(parts, min(needed)[1])].name
-    return f"in backward, about to use what {name} made"

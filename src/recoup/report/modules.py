@@ -1,0 +1,177 @@
+"""Modules: which block and which module each operator of forward belongs to."""
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise, takewhile
+
+from recoup.core.graph import Boundary, Graph
+from recoup.planners.blocks import blocks_of
+from recoup.report.findings import BlockRow, Part, PartCost, PlanView, Step
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A block of forward, or what runs before the first or after the last.
+
+    Attributes:
+        name: What it is called.
+        first: Its first operation.
+        stop: The operation after its last.
+    """
+
+    name: str
+    first: int
+    stop: int
+
+
+def named_blocks(graph: Graph) -> tuple[Block, ...]:
+    """Return the blocks of a pass in order; together they are all of forward.
+
+    Examples:
+        >>> from recoup.core.graph import Operation
+        >>> operations = tuple(Operation("aten.mm", 1.0, (), ()) for _ in range(3))
+        >>> places = (Boundary(0, 0, "", 0), Boundary(1, 0, "h.0"), Boundary(2, 0, ""))
+        >>> graph = Graph(operations, 0, (), (), (), places, (0,) * 3, blocks=(0, 1, 2))
+        >>> [block.name for block in named_blocks(graph)]
+        ['before h.0', 'h.0', 'the loss']
+    """
+    found: list[Block] = []
+    seen: Counter[str] = Counter()
+
+    def add(name: str, first: int, stop: int) -> None:
+        if first < stop:
+            seen[name] += 1
+            again = f" ({seen[name]})" if seen[name] > 1 else ""
+            found.append(Block(name + again, first, stop))
+
+    position = 0
+    for start, stop in blocks_of(graph):
+        begin, end = graph.boundaries[start], graph.boundaries[stop]
+        add("before the model", position, begin.operation)
+        add(_name(begin, end), begin.operation, end.operation)
+        position = end.operation
+    add("the loss" if found else "the step", position, len(graph.operations))
+    return tuple(found)
+
+
+def block_of(blocks: Sequence[Block], operation: int) -> Block:
+    """Return the block in which an operation runs.
+
+    Examples:
+        >>> block_of([Block("a", 0, 2), Block("b", 2, 3)], 2).name
+        'b'
+    """
+    return blocks[bisect_right(blocks, operation, key=lambda block: block.first) - 1]
+
+
+def module_paths(graph: Graph) -> list[str]:
+    """Return the path of the innermost known module around each operation of forward.
+
+    Of several boundaries at one place a graph has one. Still, what runs before a module
+    is left runs in it, and what runs before one is entered runs in the module around
+    it. Where a module and the one around it end at one place, it is the latter.
+
+    Examples:
+        >>> from recoup.core.graph import Operation
+        >>> operations = tuple(Operation("aten.mm", 1.0, (), ()) for _ in range(3))
+        >>> places = (
+        ...     Boundary(0, 0, "h.0"),
+        ...     Boundary(1, 0, "h.0.up", entering=False),
+        ...     Boundary(2, 0, "h.0.down"),
+        ...     Boundary(3, 0, "h.0", entering=False),
+        ... )
+        >>> module_paths(Graph(operations, 0, (), (), (), places, (0,) * 3))
+        ['h.0.up', 'h.0', 'h.0']
+    """
+    paths = [""] * len(graph.operations)
+    for begin, end in pairwise(graph.boundaries):
+        if begin.operation < end.operation:
+            path = _between(begin, end)
+            for operation in range(begin.operation, end.operation):
+                paths[operation] = path
+    return paths
+
+
+def block_rows(
+    step: Step, view: PlanView, *, alike: bool = False
+) -> tuple[BlockRow, ...]:
+    """Return what a plan does in each block, in the order of forward.
+
+    Args:
+        step: The step.
+        view: The plan.
+        alike: Neighbours that save as much and are treated alike share a row.
+    """
+    rows: list[BlockRow] = []
+    pairs = zip(step.parts, view.costs, strict=True)
+    for name, group in groupby(pairs, key=lambda pair: pair[0].block):
+        rows.append(_row(name, list(group)))
+    if not alike:
+        return tuple(rows)
+    groups = groupby(rows, key=lambda row: (row.action, row.saved_bytes))
+    return tuple(_joined(list(group)) for _, group in groups)
+
+
+def _row(name: str, pairs: Sequence[tuple[Part, PartCost]]) -> BlockRow:
+    return BlockRow(
+        name,
+        sum(part.operators for part, _ in pairs),
+        sum(part.seconds for part, _ in pairs),
+        sum(part.saved_bytes for part, _ in pairs),
+        sum(cost.kept_bytes for _, cost in pairs),
+        sum(cost.offloaded_bytes for _, cost in pairs),
+        sum(cost.replay_seconds for _, cost in pairs),
+    )
+
+
+def _joined(rows: Sequence[BlockRow]) -> BlockRow:
+    if len(rows) == 1:
+        return rows[0]
+    return BlockRow(
+        f"{rows[0].name} to {_without_parent(rows[-1].name, rows[0].name)}",
+        sum(row.operators for row in rows),
+        sum(row.seconds for row in rows),
+        sum(row.saved_bytes for row in rows),
+        sum(row.kept_bytes for row in rows),
+        sum(row.offloaded_bytes for row in rows),
+        sum(row.replay_seconds for row in rows),
+    )
+
+
+def _without_parent(name: str, other: str) -> str:
+    """Return the end of a path that another one begins like."""
+    parent, dot, last = name.rpartition(".")
+    return f".{last}" if dot and other.startswith(f"{parent}.") else name
+
+
+def _between(begin: Boundary, end: Boundary) -> str:
+    if not end.entering:
+        return end.module
+    around = f"{begin.module}." if begin.module else ""
+    if begin.entering and end.module.startswith(around):
+        return begin.module
+    pairs = zip(begin.module.split("."), end.module.split("."), strict=False)
+    return ".".join(
+        name for name, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)
+    )
+
+
+def _name(begin: Boundary, end: Boundary) -> str:
+    if not end.entering and end.module:
+        return _called(end)
+    if begin.entering and begin.module:
+        return _called(begin)
+    if end.module:
+        return f"before {_called(end)}"
+    if begin.module:
+        return f"after {_called(begin)}"
+    return "the model"
+
+
+def _called(boundary: Boundary) -> str:
+    name = boundary.module
+    if name.isdigit():
+        name = f"block {name}"
+    return f"{name}#{boundary.call}" if boundary.call else name
