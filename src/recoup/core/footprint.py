@@ -13,13 +13,68 @@ region lives, so do those around it, and what the outermost holds.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
-from recoup.core.graph import BEFORE, THROUGH, Claim, Graph, Save
-from recoup.core.replays import Passing, Replay, replayed, run_again, spikes
+import numpy as np
+
+from recoup.core.graph import (
+    BEFORE,
+    THROUGH,
+    Claim,
+    Graph,
+    Integers,
+    Operation,
+    Save,
+)
 from recoup.core.segments import Action, Segment, recorded_operators
+
+
+@dataclass(frozen=True)
+class Replay:
+    """One replay of a segment.
+
+    Attributes:
+        segment: What is replayed.
+        moment: The moment of backward before which it runs.
+        operations: What runs, in order.
+        peak_bytes: The most that its own values and workspaces take, and what it
+            starts from and lets go of.
+        seconds: How long it takes.
+        left_bytes: What is still in use when it has run.
+        awaited_bytes: What the operator of that moment takes, after the replay.
+        depth: How many segments are around it.
+        fetched_bytes: What it starts from that nobody needs after it: each is let go
+            of at its last use.
+    """
+
+    segment: Segment
+    moment: int
+    operations: tuple[int, ...]
+    peak_bytes: int
+    seconds: float
+    left_bytes: int = 0
+    awaited_bytes: int = 0
+    depth: int = 0
+    fetched_bytes: int = 0
+
+
+class Passing(NamedTuple):
+    """A storage that a replay made and that an inner replay lets go of.
+
+    Attributes:
+        storage: Its number.
+        bytes: Its size.
+        made: The moment of the replay that made it, and the depth of that.
+        gone: The moment of the replay that lets go of it, and the depth of that.
+    """
+
+    storage: int
+    bytes: int
+    made: tuple[int, int]
+    gone: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +121,20 @@ class Footprint:
         default_factory=list[tuple[Segment, list[int]]]
     )
     passing: list[Passing] = field(default_factory=list[Passing])
+
+    @cached_property
+    def spikes(self) -> dict[int, int]:
+        """What replays take at a moment beyond all that is in use there."""
+        return spikes(self.replays, self.passing)
+
+    @cached_property
+    def held(self) -> tuple[Integers, Integers]:
+        """The storages that are held, and the last moment of each."""
+        count = len(self.holds)
+        return (
+            np.fromiter(self.holds.keys(), np.int64, count),
+            np.fromiter(self.holds.values(), np.int64, count),
+        )
 
     def hold(self, graph: Graph, save: Save) -> None:
         """Keep a value's storage until it is released."""
@@ -416,6 +485,109 @@ def _fetched(
     return {storage: n for storage, n in found.items() if storage not in made}
 
 
-def spikes_of(total: Footprint) -> dict[int, int]:
-    """Return what replays take at a moment beyond all that is in use there."""
-    return spikes(total.replays, total.passing)
+def replayed(
+    graph: Graph, inside: range, demanded: Iterable[int], held: Mapping[int, object]
+) -> tuple[list[int], list[int]]:
+    """Return the operations that demanded values need, and the values these start from.
+
+    Args:
+        graph: The step.
+        inside: The operations of the segment.
+        demanded: The values to make.
+        held: The values made in the segment that are held.
+
+    Returns:
+        The operations, in order; and what they read, or what is demanded, that is held
+        or comes from outside.
+    """
+    required: set[int] = set()
+    roots: dict[int, None] = {}
+    stack = list(demanded)
+    while stack:
+        value = stack.pop()
+        producer = graph.values[value].producer
+        if (
+            producer not in inside
+            or value in held
+            or not graph.operations[producer].replayable
+        ):
+            roots[value] = None
+        elif producer not in required:
+            required.add(producer)
+            stack.extend(graph.operations[producer].reads)
+    return sorted(required), list(roots)
+
+
+def run_again(
+    graph: Graph,
+    operations: Sequence[int],
+    wanted: set[int],
+    fetched: Iterable[int] = (),
+) -> tuple[int, float]:
+    """Return the peak bytes and the seconds of running operations again.
+
+    Args:
+        graph: The step.
+        operations: What runs, in order.
+        wanted: The storages that outlive the replay.
+        fetched: Storages that are there when it begins and that nobody else needs.
+    """
+    last: dict[int, int] = {}
+    for number in operations:
+        for value in _mentioned(graph.operations[number]):
+            last[graph.values[value].storage] = number
+    live = set(fetched)
+    live_bytes = peak_bytes = sum(graph.storages[storage].bytes for storage in live)
+    seconds = 0.0
+    for number in operations:
+        operation = graph.operations[number]
+        for value in operation.makes:
+            storage = graph.values[value].storage
+            if storage not in live:
+                live.add(storage)
+                live_bytes += graph.storages[storage].bytes
+        peak_bytes = max(peak_bytes, live_bytes + operation.workspace_bytes)
+        seconds += operation.seconds
+        for value in _mentioned(operation):
+            storage = graph.values[value].storage
+            if storage in live and storage not in wanted and last[storage] == number:
+                live.discard(storage)
+                live_bytes -= graph.storages[storage].bytes
+    return peak_bytes, seconds
+
+
+def _mentioned(operation: Operation) -> tuple[int, ...]:
+    return operation.reads + operation.makes
+
+
+def spikes(replays: Iterable[Replay], passing: Iterable[Passing]) -> dict[int, int]:
+    """Return what replays take at a moment beyond all that is in use there.
+
+    A segment is replayed after the one around it, whose values it starts from: what
+    the inner one leaves is not there yet when the outer one runs. Nothing is assumed
+    about the order of segments that lie side by side. All of them run before the
+    moment's operator, and meet nothing of what that takes.
+    """
+    at: dict[int, list[Replay]] = {}
+    for replay in replays:
+        at.setdefault(replay.moment, []).append(replay)
+    passing_at: dict[int, list[Passing]] = {}
+    for one in passing:
+        passing_at.setdefault(one.gone[0], []).append(one)
+    found: dict[int, int] = {}
+    for moment, together in at.items():
+        after = 0
+        peak = 0
+        for depth in sorted({replay.depth for replay in together}):
+            level = [replay for replay in together if replay.depth == depth]
+            after += sum(replay.left_bytes for replay in level)
+            there = sum(
+                one.bytes
+                for one in passing_at.get(moment, ())
+                if one.made < (moment, depth) <= one.gone
+            )
+            spike = max(r.peak_bytes - r.left_bytes - r.fetched_bytes for r in level)
+            peak = max(peak, after + there + spike)
+        awaited = min(replay.awaited_bytes for replay in together)
+        found[moment] = max(0, peak - after - awaited)
+    return found

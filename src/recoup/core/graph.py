@@ -10,7 +10,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from recoup.errors import UsageError
+
+Integers = NDArray[np.int64]
+Floats = NDArray[np.float64]
 
 BEFORE = -1
 """The producer of a value that existed before the step."""
@@ -130,6 +136,20 @@ class Claim(NamedTuple):
     used: int
     gone: tuple[int, int]
     dies: int
+
+
+class StorageArrays(NamedTuple):
+    """The storages of a graph, one array for each attribute.
+
+    Attributes:
+        bytes: Their sizes.
+        born: The moments that allocated them; 0 for those that existed before.
+        dies: `Storage.dies`.
+    """
+
+    bytes: Integers
+    born: Integers
+    dies: Integers
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,6 +335,13 @@ class Graph:
             Claim(save.value, save.used, (save.replayed_until, THROUGH), save.released)
             for save in self.saves
         )
+
+    @cached_property
+    def arrays(self) -> StorageArrays:
+        """The storages, as arrays."""
+        found = [(s.bytes, max(s.born, 0), s.dies) for s in self.storages]
+        columns = np.array(found, dtype=np.int64).reshape(-1, 3).T
+        return StorageArrays(*np.ascontiguousarray(columns))
 
     def bytes_of(self, value: int) -> int:
         """Return the bytes of a value's storage."""

@@ -1,21 +1,19 @@
 """What a plan costs: the one definition of its peak and of its time.
 
-What segments hold and replay is in `recoup.core.footprint`; here it is added up.
+`recoup.core.footprint` says what segments hold and replay, and `recoup.core.memory_use`
+what that comes to at each moment.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from recoup.core.footprint import (
-    Footprint,
-    Offload,
-    Replay,
-    spikes_of,
-    total_footprint,
-)
+import numpy as np
+
+from recoup.core.footprint import Footprint, Replay, total_footprint
 from recoup.core.graph import BEFORE, Graph
+from recoup.core.memory_use import SPIKE, MemoryUse
 from recoup.core.segments import Segment, check_order
 
 
@@ -228,46 +226,21 @@ def _added(graph: Graph, kept: Kept) -> list[int]:
 def add_up(graph: Graph, total: Footprint) -> Simulation:
     """Return what a step costs in which segments have this footprint together."""
     half = len(graph.operations)
-    changes = [0] * (graph.moments + 1)
-
-    def add(nbytes: int, first: int, last: int) -> None:
-        changes[first] += nbytes
-        changes[min(last, graph.moments - 1) + 1] -= nbytes
-
-    until = [storage.dies for storage in graph.storages]
-    for storage, last in total.holds.items():
-        until[storage] = max(until[storage], last)
-    host_bytes = 0
-    for offload in _merged(total.offloads):
-        if until[offload.storage] >= half:
-            continue  # somebody holds it on the device in any case
-        nbytes = graph.storages[offload.storage].bytes
-        host_bytes += nbytes
-        leaves = min(offload.leaves, half) - 1
-        until[offload.storage] = max(until[offload.storage], leaves)
-        add(nbytes, max(offload.used - 1, half), offload.released)
-    held_bytes = 0
-    for storage, last in zip(graph.storages, until, strict=True):
-        if not storage.bytes:
-            continue
-        if storage.born < half <= last:
-            held_bytes += storage.bytes
-        add(storage.bytes, max(storage.born, 0), last)
-    for nbytes, first, last in total.remade:
-        add(nbytes, first, last)
-    spikes = spikes_of(total)
-    live_bytes = 0
-    settled_at: list[int] = []
-    for moment, other in enumerate(graph.other_bytes):
-        live_bytes += changes[moment]
-        settled_at.append(live_bytes + other)
+    use = MemoryUse(graph)
+    spans = use.spans([total])
+    settled = spans.only(spans.source != SPIKE).at_all(graph.moments)
+    settled += np.array(graph.other_bytes, dtype=np.int64)
+    with_spikes = settled.copy()
+    for moment, nbytes in total.spikes.items():
+        with_spikes[moment] += nbytes
+    sizes, born, _ = graph.arrays
+    until = spans.last[: len(sizes)]
+    host_bytes = use.host_bytes([total])
     return Simulation(
-        bytes_at=tuple(
-            n + spikes.get(moment, 0) for moment, n in enumerate(settled_at)
-        ),
-        settled_at=tuple(settled_at),
+        bytes_at=tuple(with_spikes.tolist()),
+        settled_at=tuple(settled.tolist()),
         replays=tuple(total.replays),
-        held_bytes=held_bytes,
+        held_bytes=int(sizes[(born < half) & (until >= half)].sum()),
         host_bytes=host_bytes,
         stall_seconds=stall_seconds(graph, host_bytes),
         step_seconds=graph.step_seconds,
@@ -284,20 +257,6 @@ def issuing_seconds(graph: Graph, total: Footprint) -> float:
         return 0.0
     replayed = sum(len(replay.operations) for replay in total.replays)
     return issuing.seconds(total.recorded, replayed)
-
-
-def _merged(offloads: Iterable[Offload]) -> Iterable[Offload]:
-    """Return the offloads, those of one storage as one."""
-    found: dict[int, Offload] = {}
-    for offload in offloads:
-        other = found.get(offload.storage, offload)
-        found[offload.storage] = Offload(
-            offload.storage,
-            max(offload.leaves, other.leaves),
-            min(offload.used, other.used),
-            max(offload.released, other.released),
-        )
-    return found.values()
 
 
 def stall_seconds(graph: Graph, host_bytes: int) -> float:

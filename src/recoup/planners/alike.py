@@ -2,9 +2,8 @@
 
 import numpy as np
 
-from recoup.core.graph import BEFORE, Graph
+from recoup.core.graph import BEFORE, Graph, Integers
 from recoup.core.segments import Segment
-from recoup.planners.options import Integers
 
 
 class Part:

@@ -4,9 +4,16 @@ from itertools import chain, combinations, product
 from math import prod
 
 from recoup.core.graph import Graph
+from recoup.core.memory_use import MemoryUse
 from recoup.core.segments import Segment
-from recoup.planners.options import Option, Stretch, holding, keep_all, kept_around
-from recoup.planners.profile import Profile
+from recoup.planners.options import (
+    Option,
+    Stretch,
+    footprints_of,
+    holding,
+    keep_all,
+    kept_around,
+)
 
 
 def exhaustive(
@@ -29,13 +36,13 @@ def exhaustive(
     """
     if _count(graph, stretches) > most:
         return None
-    profile = Profile(graph, [kept_around(graph, stretches)])
+    use = MemoryUse(graph, [kept_around(graph, stretches)])
     best: tuple[float, tuple[Option, ...]] | None = None
     for options in product(*(_options(graph, stretch) for stretch in stretches)):
         seconds = sum(option.seconds for option in options)
         if best is not None and seconds >= best[0]:
             continue
-        if int(profile.bytes_at(options).max(initial=0)) <= budget_bytes:
+        if use.peak_bytes(footprints_of(options)) <= budget_bytes:
             best = seconds, options
     if best is None:
         return None
@@ -53,9 +60,9 @@ def smallest(
     """
     if _count(graph, stretches) > most:
         return None
-    profile = Profile(graph, [kept_around(graph, stretches)])
+    use = MemoryUse(graph, [kept_around(graph, stretches)])
     every = product(*(_options(graph, stretch) for stretch in stretches))
-    best = min(every, key=lambda options: int(profile.bytes_at(options).max(initial=0)))
+    best = min(every, key=lambda options: use.peak_bytes(footprints_of(options)))
     return tuple(segment for option in best for segment in option.segments)
 
 

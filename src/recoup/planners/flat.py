@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from recoup.core.graph import Claim, Graph
+from recoup.core.graph import Claim, Floats, Graph, Integers
 from recoup.core.segments import recorded_operators
 from recoup.planners.narrow import operators_around
-from recoup.planners.options import Floats, Integers, Stretch
+from recoup.planners.options import Stretch
 
 _MOST = 60
 """Sets that are worked out at once: the bits of a machine's integer."""

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 from scipy.sparse import csr_array
 
-from recoup.planners.options import Floats
+from recoup.core.graph import Floats
 
 
 @dataclass(frozen=True)

@@ -4,19 +4,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from recoup.core.footprint import Footprint
-from recoup.core.graph import Graph
-from recoup.core.replays import replayed
+from recoup.core.footprint import Footprint, replayed
+from recoup.core.graph import Graph, Integers
 from recoup.core.segments import (
     REGION_OPERATORS,
     Action,
     Segment,
     recorded_operators,
 )
-
-Integers = NDArray[np.int64]
 
 _WORTH = 2 * REGION_OPERATORS
 """How many operators must lie between two segments, so that two cost less than one."""

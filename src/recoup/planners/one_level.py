@@ -7,17 +7,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from recoup.core.graph import Graph
+from recoup.core.memory_use import MemoryUse
 from recoup.core.segments import Action
+from recoup.core.simulation import stall_seconds
 from recoup.planners.cut import Demand, choose, frontier_of
 from recoup.planners.options import (
     Option,
     Stretch,
+    footprints_of,
     holding,
     keep_all,
     kept_around,
     with_actions,
 )
-from recoup.planners.profile import Profile
 from recoup.planners.programme import Programme, Relaxation
 
 _COLUMN_ROUNDS = 3
@@ -61,9 +63,9 @@ class OneLevel:
         self.graph = graph
         self.stretches = tuple(stretches)
         self.allow = allow
-        self.profile = Profile(graph, [kept_around(graph, self.stretches)])
+        self.use = MemoryUse(graph, [kept_around(graph, self.stretches)])
         pure = [holding(graph, a, b, ()) for a, b in self.stretches]
-        self.programme = Programme(graph, self.profile, pure)
+        self.programme = Programme(graph, self.use, pure)
         self._demands = [self._demand(stretch) for stretch in self.stretches]
         self._signatures = [_signature(demand) for demand in self._demands]
         self._offer_cuts(cuts)
@@ -143,8 +145,10 @@ class OneLevel:
         return choice
 
     def _weigh(self, options: Sequence[Option]) -> Choice:
-        peak_bytes = int(self.profile.bytes_at(options).max(initial=0))
-        return Choice(tuple(options), peak_bytes, self.profile.seconds(options))
+        footprints = footprints_of(options)
+        seconds = sum(option.seconds for option in options)
+        seconds += stall_seconds(self.graph, self.use.host_bytes(footprints))
+        return Choice(tuple(options), self.use.peak_bytes(footprints), seconds)
 
     def _demand(self, stretch: Stretch) -> Demand:
         """Return what backward needs of a stretch; what is there anyway is free."""
@@ -159,7 +163,7 @@ class OneLevel:
                 storage = graph.values[value].storage
                 if (
                     graph.values[value].producer not in inside
-                    or self.programme.until[storage] >= self.profile.half
+                    or self.programme.until[storage] >= self.use.half
                 ):
                     free[value] = 0
         return Demand(graph, inside, tuple(values), free)
@@ -215,7 +219,7 @@ class OneLevel:
 
         Stretches that look alike and have the same prices are solved once.
         """
-        graph, half = self.graph, self.profile.half
+        graph, half = self.graph, self.use.half
         until = self.programme.until
         made = [
             save

@@ -4,16 +4,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
-from numpy.typing import NDArray
-
-from recoup.core.footprint import Footprint, Innermost, footprint, spikes_of
+from recoup.core.footprint import Footprint, Innermost, footprint
 from recoup.core.graph import Graph
 from recoup.core.segments import Action, Segment
 from recoup.planners.narrow import recorded_narrowly
-
-Integers = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 Stretch = tuple[int, int]
 """Two boundaries, and what lies between."""
@@ -40,20 +34,6 @@ class Option:
         """What is run again, and recorded for it."""
         replays = sum(replay.seconds for replay in self.footprint.replays)
         return replays + self.recording_seconds
-
-    @cached_property
-    def spikes(self) -> dict[int, int]:
-        """What replays take at a moment beyond all that they leave."""
-        return spikes_of(self.footprint)
-
-    @cached_property
-    def holds(self) -> tuple[Integers, Integers]:
-        """The storages that are held, and until when."""
-        found = self.footprint.holds
-        return (
-            np.fromiter(found.keys(), np.int64, len(found)),
-            np.fromiter(found.values(), np.int64, len(found)),
-        )
 
 
 def keep_all(graph: Graph, start: int, stop: int) -> Option:
@@ -85,7 +65,7 @@ def nested(
     return Option((segment,), found, recorded, recorded * graph.recording_seconds)
 
 
-def kept_around(graph: Graph, stretches: Iterable[Stretch]) -> Option:
+def kept_around(graph: Graph, stretches: Iterable[Stretch]) -> Footprint:
     """Return what autograd saves in none of some stretches: it is kept."""
     total = Footprint()
     position = 0
@@ -95,7 +75,12 @@ def kept_around(graph: Graph, stretches: Iterable[Stretch]) -> Option:
         position = graph.boundaries[stop].saves
     for save in graph.saves[position:]:
         total.hold(graph, save)
-    return Option((), total)
+    return total
+
+
+def footprints_of(options: Iterable[Option]) -> list[Footprint]:
+    """Return the footprints of options."""
+    return [option.footprint for option in options]
 
 
 def segments_of(options: Iterable[Option]) -> tuple[Segment, ...]:

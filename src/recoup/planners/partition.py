@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from recoup.core.graph import Graph
+from recoup.core.graph import Floats, Graph, Integers
 from recoup.planners.memory import Memory
-from recoup.planners.options import Floats, Integers, Option, Stretch
+from recoup.planners.options import Option, Stretch
 from recoup.planners.ways import Way, Ways
 
 Path = tuple[tuple[Stretch, Option], ...]

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from recoup.core.graph import Graph
-from recoup.planners.options import Floats
+from recoup.core.graph import Floats, Graph
 
 
 def crossing_bytes(graph: Graph) -> Floats:

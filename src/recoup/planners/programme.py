@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from recoup.core.graph import Graph
+from recoup.core.graph import Floats, Graph, Integers
+from recoup.core.memory_use import MemoryUse, Spans
 from recoup.planners.highs import System, mixture, whole
-from recoup.planners.options import Floats, Integers, Option
-from recoup.planners.profile import Profile, Spans, at_all, at_rows
+from recoup.planners.options import Option, footprints_of
 from recoup.planners.rounding import Guide, near
 
 _WINDOWS = 64
@@ -50,29 +50,29 @@ class Programme:
 
     Args:
         graph: The step.
-        profile: What is in use beside the stretches.
+        use: The memory of the step, with what is held outside of the stretches.
         floor: For each stretch the option that holds least, as a start.
     """
 
-    def __init__(self, graph: Graph, profile: Profile, floor: Sequence[Option]) -> None:
+    def __init__(self, graph: Graph, use: MemoryUse, floor: Sequence[Option]) -> None:
         self.graph = graph
-        self.profile = profile
+        self.use = use
         self.options: list[list[Option]] = [[option] for option in floor]
-        self.until = _held_from_outside(profile, floor)
-        self.base = _bytes_without(profile, self.until)
+        self.until = _held_from_outside(use, floor)
+        self.base = _bytes_without(use, self.until)
         self._rows = np.zeros(0, dtype=np.int64)
         self._spans: list[list[Spans]] = [
-            [profile.spans(option, self.until)] for option in floor
+            [use.added(option.footprint, self.until)] for option in floor
         ]
         self._uses: list[list[Floats]] = [[np.zeros(0)] for _ in floor]
-        self.watch(_peaks(profile.bytes_at(list(floor)), _FIRST_WINDOWS))
+        self.watch(_peaks(use.bytes_at(footprints_of(floor)), _FIRST_WINDOWS))
 
     def offer(self, stretch: int, option: Option) -> None:
         """Add an option."""
-        spans = self.profile.spans(option, self.until)
+        spans = self.use.added(option.footprint, self.until)
         self.options[stretch].append(option)
         self._spans[stretch].append(spans)
-        self._uses[stretch].append(at_rows(spans, self._rows))
+        self._uses[stretch].append(spans.at(self._rows))
 
     def watch(self, moments: Integers) -> None:
         """Add rows."""
@@ -80,7 +80,7 @@ class Programme:
         self._rows = np.concatenate([self._rows, new])
         for known, uses in zip(self._spans, self._uses, strict=True):
             for number, spans in enumerate(known):
-                uses[number] = np.concatenate([uses[number], at_rows(spans, new)])
+                uses[number] = np.concatenate([uses[number], spans.at(new)])
 
     def relaxed(self, budget_bytes: int) -> Relaxation | None:
         """Return the best mixture that fits; None: there is none."""
@@ -144,8 +144,8 @@ class Programme:
         """Return at every moment what rows count beyond the exact bytes of a choice."""
         total = self.base.astype(np.float64)
         for known, number in zip(self._spans, numbers, strict=True):
-            total += at_all(known[number], self.graph.moments)
-        exact = self.profile.bytes_at(self.chosen(numbers))
+            total += known[number].at_all(self.graph.moments)
+        exact = self.use.bytes_at(footprints_of(self.chosen(numbers)))
         return np.rint(total).astype(np.int64) - exact
 
     def _searched(
@@ -193,13 +193,13 @@ class Programme:
 
     def in_rows(self, options: Sequence[Option]) -> Floats:
         """Return the exact bytes in use at the moments that are watched."""
-        return self.profile.bytes_at(options)[self._rows].astype(np.float64)
+        return self.use.bytes_at(footprints_of(options))[self._rows].astype(np.float64)
 
     def faster(
         self, stretch: int, now: Option, room: Floats
     ) -> Iterator[tuple[float, Option]]:
         """Yield faster options that seem to fit in the room at the rows."""
-        use = self.profile.use(now, self.until, self._rows)
+        use = self.use.added(now.footprint, self.until).at(self._rows)
         for option, other in zip(
             self.options[stretch], self._uses[stretch], strict=True
         ):
@@ -209,7 +209,7 @@ class Programme:
 
     def cost(self, relaxed: Relaxation, option: Option) -> float:
         """Return what an option costs at the prices of a mixture."""
-        use = self.profile.use(option, self.until, relaxed.rows)
+        use = self.use.added(option.footprint, self.until).at(relaxed.rows)
         host = relaxed.host_price * self._host_bytes(option)
         return option.seconds + float(use @ relaxed.prices) + host
 
@@ -237,7 +237,7 @@ class Programme:
             total -= twice
         for known, share in zip(self._spans, shares, strict=True):
             for number in np.flatnonzero(share > 1e-9):
-                total += share[number] * at_all(known[number], self.graph.moments)
+                total += share[number] * known[number].at_all(self.graph.moments)
         total[self._rows] = 0
         tops = _peaks(total, _WINDOWS)
         broken = tops[total[tops] > budget_bytes * (1 + 1e-9)]
@@ -276,7 +276,7 @@ class Programme:
         )
 
     def _host_bytes(self, option: Option) -> int:
-        half = self.profile.half
+        half = self.use.half
         storages = {o.storage for o in option.footprint.offloads}
         return sum(
             self.graph.storages[s].bytes for s in storages if self.until[s] < half
@@ -301,10 +301,10 @@ class Programme:
         return tuple(np.split(x[: sum(map(len, self.options))], cuts))
 
 
-def _held_from_outside(profile: Profile, floor: Sequence[Option]) -> Integers:
+def _held_from_outside(use: MemoryUse, floor: Sequence[Option]) -> Integers:
     """Return until when storages are held that a stretch takes from elsewhere."""
-    graph = profile.graph
-    until = profile.until.copy()
+    graph = use.graph
+    until = use.until.copy()
     for option in floor:
         if not option.segments:
             continue
@@ -317,8 +317,8 @@ def _held_from_outside(profile: Profile, floor: Sequence[Option]) -> Integers:
     return until
 
 
-def _bytes_without(profile: Profile, until: Integers) -> Integers:
-    bare = Profile(profile.graph)
+def _bytes_without(use: MemoryUse, until: Integers) -> Integers:
+    bare = MemoryUse(use.graph)
     bare.until = until
     return bare.bytes_at([])
 

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from recoup.core.graph import Graph
+from recoup.core.memory_use import MemoryUse
 from recoup.core.segments import Action, Segment
-from recoup.planners.options import Option, kept_around, nested
-from recoup.planners.profile import Profile
+from recoup.planners.options import Option, footprints_of, kept_around, nested
 
 _FILLS = 24
 _SWAPS = 32
@@ -26,7 +26,7 @@ def refine(
         ()
     """
     around = kept_around(graph, [(s.start, s.stop) for s in segments])
-    refiner = _Refiner(graph, Profile(graph, [around]), budget_bytes)
+    refiner = _Refiner(graph, MemoryUse(graph, [around]), budget_bytes)
     options = [nested(graph, segment) for segment in segments]
     if refiner.room_bytes(options) < 0:
         return tuple(segments)
@@ -42,12 +42,12 @@ def refine(
 @dataclass(frozen=True)
 class _Refiner:
     graph: Graph
-    profile: Profile
+    use: MemoryUse
     budget_bytes: int
 
     def room_bytes(self, options: Sequence[Option]) -> int:
         """Return what is left of the budget."""
-        return self.budget_bytes - int(self.profile.bytes_at(options).max(initial=0))
+        return self.budget_bytes - self.use.peak_bytes(footprints_of(options))
 
     def filled(self, options: list[Option]) -> list[Option]:
         """Return options that hold more, as long as it fits."""

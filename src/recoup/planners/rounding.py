@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from recoup.core.graph import Floats, Integers
 from recoup.planners.highs import System
-from recoup.planners.options import Floats, Integers
 
 _KICKS = 48
 """Exchanges that are forced on the search."""

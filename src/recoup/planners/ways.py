@@ -10,6 +10,7 @@ import numpy as np
 
 from recoup.core.footprint import Innermost
 from recoup.core.graph import Graph
+from recoup.core.memory_use import MemoryUse
 from recoup.core.segments import Segment
 from recoup.planners.alike import Part
 from recoup.planners.flat import Costs, costs_of_holding
@@ -21,7 +22,6 @@ from recoup.planners.options import (
     nested,
 )
 from recoup.planners.places import Finer
-from recoup.planners.profile import Profile
 from recoup.planners.recursion import holds, nestings
 
 Make = Callable[[], Option]
@@ -82,8 +82,8 @@ class Ways:
         self.graph = graph
         self.places = tuple(places)
         self._nest = nest
-        self._profile = Profile(graph)
-        self._natural = self._profile.bytes_at([])
+        self._memory_use = MemoryUse(graph)
+        self._natural = self._memory_use.bytes_at([])
         self._finer = Finer(graph) if nest else None
         self._held_sets = [_by_producer(graph, held) for held in held_sets]
         self._memory = Memory() if memory is None else memory
@@ -184,8 +184,8 @@ class Ways:
         What is read after the stretch is charged here, once, whoever holds it; what is
         read from before it has been charged there.
         """
-        graph, half = self.graph, self._profile.half
-        until = self._profile.until.copy()
+        graph, half = self.graph, self._memory_use.half
+        until = self._memory_use.until.copy()
         crossing = {graph.values[value].storage for value in stretch.crossing}
         held = {s for s, released in option.footprint.holds.items() if released >= half}
         held_bytes = 0
@@ -194,7 +194,7 @@ class Ways:
                 until[storage] = graph.moments
             elif until[storage] < half:
                 held_bytes += graph.storages[storage].bytes
-        use = self._profile.use(option, until, stretch.rows)
+        use = self._memory_use.added(option.footprint, until).at(stretch.rows)
         start = stretch.inside.start
         replays = tuple(
             tuple(number - start for number in replay.operations)

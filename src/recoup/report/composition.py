@@ -4,8 +4,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from recoup.core.footprint import Footprint, spikes_of, total_footprint
+from recoup.core.footprint import Footprint, total_footprint
 from recoup.core.graph import Graph, Save
+from recoup.core.memory_use import REMADE, SPIKE, MemoryUse
 from recoup.core.plan import plan_for_step
 from recoup.core.segments import Segment
 from recoup.core.simulation import Simulation, simulate
@@ -347,46 +348,31 @@ class _Pass:
     def allocations(self, total: Footprint) -> list[Allocation]:
         """Return what a plan has in memory, and when."""
         graph, half = self.graph, len(self.graph.operations)
-        found: list[Allocation] = []
-
-        def add(category: str, born: int, nbytes: int, first: int, last: int) -> None:
-            last = min(last, graph.moments - 1)
-            if nbytes and first <= last:
-                made = 0 <= born < half
-                found.append(
-                    Allocation(
-                        CATEGORIES.index(category),
-                        Signed(self._parts[born] if made else -1),
-                        Signed(self.start + born if made else -1),
-                        nbytes,
-                        self.start + first,
-                        self.start + last,
-                    )
-                )
-
-        sent: dict[int, tuple[int, int, int]] = {}
-        for offload in total.offloads:
-            leaves, used, released = sent.get(offload.storage, (0, 1 << 60, 0))
-            sent[offload.storage] = (
-                max(leaves, offload.leaves),
-                min(used, offload.used),
-                max(released, offload.released),
-            )
-        for number, storage in enumerate(graph.storages):
-            held_until = total.holds.get(number, -1)
-            until = max(storage.dies, held_until)
-            if number in sent and until < half:
-                leaves, used, released = sent[number]
-                until = max(until, min(leaves, half) - 1)
-                first = max(used - 1, half)
-                add("held", storage.born, storage.bytes, first, released)
-            category = "held" if held_until >= half else "running"
-            add(category, storage.born, storage.bytes, max(storage.born, 0), until)
         replayed = _first_replayed(total)
-        for nbytes, first, last in total.remade:
-            add("recomputed", replayed.get(first, -1), nbytes, first, last)
-        for moment, nbytes in spikes_of(total).items():
-            add("workspace", replayed.get(moment, -1), nbytes, moment, moment)
+        found: list[Allocation] = []
+        for nbytes, first, last, source in MemoryUse(graph).spans([total]).rows():
+            last = min(last, graph.moments - 1)
+            if not nbytes or first > last:
+                continue
+            if source in (REMADE, SPIKE):
+                category = "recomputed" if source == REMADE else "workspace"
+                born = replayed.get(first, -1)
+            else:
+                # What begins in backward has come back from the host.
+                is_held = total.holds.get(source, -1) >= half or first >= half
+                category = "held" if is_held else "running"
+                born = graph.storages[source].born
+            made = 0 <= born < half
+            found.append(
+                Allocation(
+                    CATEGORIES.index(category),
+                    Signed(self._parts[born] if made else -1),
+                    Signed(self.start + born if made else -1),
+                    nbytes,
+                    self.start + first,
+                    self.start + last,
+                )
+            )
         return found
 
     def place(self, total: Footprint, moment: int) -> str:
