@@ -21,6 +21,7 @@ from recoup.engine.tiers.half import Half
 from recoup.engine.tiers.host import Host
 from recoup.engine.tiers.packed import Packed
 from recoup.fitting.fit import fit
+from recoup.fitting.largest_batch import LargestBatch, largest_batch
 from recoup.fitting.managing.manager import CheckpointManager
 from recoup.fitting.measuring import frontier, measure
 from recoup.fitting.meter import Meter
@@ -50,6 +51,7 @@ __all__ = [
     "Host",
     "KeepCostly",
     "KeepSmall",
+    "LargestBatch",
     "Meter",
     "MixedPrecisionScope",
     "Packed",
@@ -64,6 +66,7 @@ __all__ = [
     "frontier",
     "grad_with_checkpointing",
     "keep",
+    "largest_batch",
     "measure",
     "plan",
     "recompute",

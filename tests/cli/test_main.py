@@ -149,6 +149,17 @@ number = 3
 """
 
 
+SIZED = """
+import torch
+from torch import nn
+
+def make(size):
+    layers = [nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16))]
+    layers += [nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16))]
+    return nn.Sequential(*layers), torch.ones(size, 16), torch.sum
+"""
+
+
 @pytest.fixture
 def steps(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -187,7 +198,7 @@ def test_the_entry_point_and_the_version_are_those_of_the_project():
 def test_help_names_every_command_and_every_exit_status():
     text = recoup("--help").stdout
     for command in COMMANDS:
-        assert f" {command.__name__} " in text
+        assert f" {command.__name__.replace('_', '-')} " in text
     for status in (0, 1, 2, 3, 4, 5, 130):
         assert str(status) in text
 
@@ -438,7 +449,21 @@ def test_a_budget_may_come_from_the_environment(steps, capsys, monkeypatch):
     assert json.loads(capsys.readouterr().out)["budget_bytes"] == 1 << 30
 
 
+def test_the_largest_batch_is_found(tmp_path, capsys):
+    file = tmp_path / "sized.py"
+    file.write_text(SIZED)
+    asked = ["largest-batch", f"{file}:make", "--budget", "200kB", "--slowdown", "9"]
+    assert run([*asked, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["size"] > found["plain_size"]
+    assert found["measured_peak_bytes"] <= found["budget_bytes"] == 200_000
+    assert run([*asked, "--limit", "3"]) == 0
+    assert capsys.readouterr().out.startswith("batch 3 ")
+
+
 WRONG = [
+    (["largest-batch", "steps.py:make", "--budget", "1MB"], TARGET, "raised TypeError"),
+    (["largest-batch", "steps.py:make", "--budget", "50%"], TARGET, "raised TypeError"),
     (["fit", "steps.py:make", "--budget", "8 bananas"], USAGE, "bananas"),
     (["fit", "steps.py:make", "--budget", "0"], USAGE, "must be positive"),
     (["fit", "steps.py:make", "--budget", "120%"], USAGE, "up to 100%"),

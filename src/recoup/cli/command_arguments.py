@@ -18,6 +18,14 @@ TargetName = Annotated[
         "and optimizer; or path/to/file.py:function.",
     ),
 ]
+SizedTargetName = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODULE:FUNCTION",
+        help="A function of yours that takes a batch size and returns (model, batch), "
+        "and optionally loss and optimizer; or path/to/file.py:function.",
+    ),
+]
 BudgetText = Annotated[
     str | None,
     typer.Option(

@@ -21,6 +21,7 @@ from recoup.cli.command_arguments import (
     PagePath,
     PlanPath,
     Points,
+    SizedTargetName,
     TargetName,
     check_budget_text,
     check_compile,
@@ -233,6 +234,28 @@ def measure(
             print(text, end="\n\n")
 
 
+def largest_batch(
+    target: SizedTargetName,
+    *,
+    budget: BudgetText = None,
+    slowdown: Annotated[
+        float, typer.Option(min=0, help="Accepted extra time of a step: 0.33 is 33%.")
+    ] = 0.33,
+    limit: Annotated[int, typer.Option(min=1, help="The largest size.")] = 1 << 16,
+    json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Find the largest batch that trains within a budget; checked on a real step."""
+    del debug
+    check_budget_text(budget)
+
+    from recoup.cli.targets import load_sized_target
+    from recoup.cli.work import largest_batch_of
+
+    found = largest_batch_of(load_sized_target(target), budget, slowdown, limit)
+    print(as_json({"target": target, **asdict(found)}) if json else found)
+
+
 def frontier(  # noqa: PLR0913 (one for each thing to be had)
     target: TargetName,
     *,
@@ -408,4 +431,15 @@ def doctor(*, json: AsJson = False, debug: Debug = False) -> int:
     return 0 if found["works"] else 1
 
 
-COMMANDS = (demo, fit, measure, frontier, compare, table, explain, report, doctor)
+COMMANDS = (
+    demo,
+    fit,
+    largest_batch,
+    measure,
+    frontier,
+    compare,
+    table,
+    explain,
+    report,
+    doctor,
+)

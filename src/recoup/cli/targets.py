@@ -52,6 +52,24 @@ def load_target(name: str, *, dry: bool = False) -> Target:
         CommandError: There is no such function, it raised, or it returned something
             else.
     """
+    function = _function(name)
+    if dry and (described := _without_memory(name, function)) is not None:
+        return described
+    return _called(name, function)
+
+
+def load_sized_target(name: str) -> Callable[[int], Target]:
+    """Import the user's function of a batch size; return what calls it.
+
+    Raises:
+        CommandError: As for `load_target`.
+    """
+    function = _function(name)
+    return lambda size: _called(name, function, size)
+
+
+def _function(name: str) -> Callable[..., object]:
+    """Import the user's function."""
     place, colon, function_name = name.rpartition(":")
     if not colon or not place or not function_name:
         raise CommandError(f"there is no function in {name!r}. {_FORM}", status=USAGE)
@@ -64,10 +82,12 @@ def load_target(name: str, *, dry: bool = False) -> Target:
             f"{place!r} has no function {function_name!r}.{listed} {_FORM}",
             status=USAGE,
         )
-    if dry and (described := _without_memory(name, function)) is not None:
-        return described
+    return function
+
+
+def _called(name: str, function: Callable[..., object], *args: int) -> Target:
     try:
-        returned = function()
+        returned = function(*args)
     except (Exception, SystemExit) as error:
         raise CommandError(
             f"{name} raised {type(error).__name__}: {first_line(error)}. Call it by "

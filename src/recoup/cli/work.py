@@ -1,6 +1,6 @@
 """The work behind the commands: everything that needs torch."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +20,7 @@ from recoup.fitting.collected_findings import frontier_and_rules, graph_findings
 from recoup.fitting.compiled_fit import CompiledFit
 from recoup.fitting.contest import Entry, contest
 from recoup.fitting.fit import Fit, fit
+from recoup.fitting.largest_batch import LargestBatch, largest_batch
 from recoup.fitting.measuring import measure
 from recoup.fitting.progress import bar
 from recoup.measurement.steps.optimizers import missing_state_bytes, state_bytes
@@ -63,6 +64,23 @@ def fit_compiled_target(target: Target, budget: str | None, how: str) -> Compile
             compile="exact" if how == "exact" else "inductor",
         )
     return fitted
+
+
+def largest_batch_of(
+    make: Callable[[int], Target], budget: str | None, slowdown: float, limit: int
+) -> LargestBatch:
+    """Find the largest batch for the user's model, which is made once."""
+    first = make(1)
+    with told_apart(first):
+        return largest_batch(
+            first.model,
+            lambda size: make(size).batch,
+            budget,
+            loss=first.loss,
+            slowdown=slowdown,
+            optimizer=first.optimizer,
+            limit=limit,
+        )
 
 
 @dataclass(frozen=True, slots=True)

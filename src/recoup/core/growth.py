@@ -308,6 +308,59 @@ def resized(
     )
 
 
+def on_line(graph: Graph, other: Graph, share: float) -> Graph | None:
+    """Return the step at a third size, its bytes on the line through two others.
+
+    Exact for what grows with the number of samples. Times are those of the first.
+
+    Args:
+        graph: The step at one size.
+        other: The step at another size.
+        share: Where on the line: 0 at the first size, 1 at the other.
+
+    Returns:
+        None if the two have other operators, or more than one pass.
+
+    Examples:
+        >>> from recoup.core.graph import Storage
+        >>> small, large = (Graph((), 1, (), (), (), (), (n,)) for n in (5, 7))
+        >>> on_line(small, large, 3.0).other_bytes
+        (11,)
+    """
+    if _shape_of(graph) != _shape_of(other) or graph.others:
+        return None
+
+    def at(first: int, second: int) -> int:
+        return max(0, math.ceil(first + (second - first) * share))
+
+    return replace(
+        graph,
+        operations=tuple(
+            replace(
+                one, workspace_bytes=at(one.workspace_bytes, another.workspace_bytes)
+            )
+            for one, another in zip(graph.operations, other.operations, strict=True)
+        ),
+        storages=tuple(
+            replace(one, bytes=at(one.bytes, another.bytes))
+            for one, another in zip(graph.storages, other.storages, strict=True)
+        ),
+        other_bytes=tuple(map(at, graph.other_bytes, other.other_bytes)),
+        own_bytes=tuple(map(at, graph.own_bytes, other.own_bytes)),
+    )
+
+
+def _shape_of(graph: Graph) -> tuple[object, ...]:
+    """Return what two steps have in common if they differ in sizes and times alone."""
+    return (
+        [operation.name for operation in graph.operations],
+        graph.values,
+        graph.saves,
+        graph.moments,
+        len(graph.own_bytes),
+    )
+
+
 def _growth_of(graph: Graph, operation: Operation, ratios: Sequence[float]) -> float:
     """Return the growth of the fastest growing storage that an operator uses."""
     used = (*operation.reads, *operation.makes)
