@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 from torch import fx
 
+from recoup.backend import capabilities
 from recoup.backend.compiler.joint_graphs import JointGraph, is_random, read_joint_graph
 from recoup.errors import UnsupportedError
 
@@ -123,7 +124,11 @@ def backend_for(partitioner: Partitioner, executor: Executor) -> dict[str, Any]:
 
     Blocks that share compiled code must share this as well: Dynamo compiles again for
     another backend.
+
+    Raises:
+        UnsupportedError: This torch lacks a part of its compiler that is needed.
     """
+    capabilities.require(capabilities.COMPILER)
     if executor == "inductor":
         from recoup.backend.compiler.inductor import InductorPartitioner
 

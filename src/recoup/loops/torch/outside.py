@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from recoup.backend.autograd.module_hooks import forward_pre_hooks
 from recoup.backend.memory.storages import version_of
 from recoup.backend.state.walk import reach
 from recoup.errors import CaptureError
@@ -130,7 +131,7 @@ def _made_by_hooks(function: Any) -> set[int]:
         id(value)
         for top in reach(function, kind=nn.Module)
         for module in top.modules()
-        if module._forward_pre_hooks  # noqa: SLF001 (there is no other way to ask)
+        if any(True for _ in forward_pre_hooks(module))
         for value in vars(module).values()
         if isinstance(value, Tensor)
     }
