@@ -33,6 +33,7 @@ class TestGradients:
         x = torch.ones(2, requires_grad=True)
         x.grad = gradient = torch.arange(2.0)
         gradients = Gradients([x])
+        gradients.take_off()
         assert x.grad is None
         x.grad = torch.ones(2)
         x.requires_grad_(False)
@@ -50,6 +51,7 @@ class TestGradients:
         address, size = x.grad.untyped_storage()._cdata, x.grad.nbytes
         before = torch.cuda.memory_allocated()
         gradients = Gradients([x, y])
+        gradients.take_off()
         assert torch.cuda.memory_allocated() == before - size
         gradients.restore()
         assert torch.cuda.memory_allocated() == before

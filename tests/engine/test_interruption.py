@@ -26,6 +26,7 @@ from recoup import (
 )
 from recoup.backend.autograd.saved_tensors import ambient_hooks
 from recoup.engine.recording.active import open_regions
+from tests.support.interrupts import Interrupter
 
 
 class Fatal(nn.Module):
@@ -267,3 +268,21 @@ def test_what_an_interrupted_module_computed_is_freed_once_its_region_is_closed(
     del y
     gc.collect()  # pytest keeps the frames of an exception in a cycle
     assert given() is None
+
+
+ENDING = ("region", "begin", "end", "_pop", "_end_entry", "_leave", "call_in_region")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("outer", [checkpoint, call_in_a_group])
+def test_an_interrupt_at_the_beginning_or_end_of_a_call_leaves_no_region(outer):
+    net = nn.Linear(4, 4)
+    outer(lambda: net(X))
+    for opcodes in (False, True):
+        for at in itertools.count():
+            interrupter = Interrupter(at, opcodes=opcodes, only=ENDING)
+            if not interrupter.run(lambda: outer(lambda: net(X))):
+                break
+            assert open_regions() == [], interrupter.where
+            assert ambient_hooks() is None, interrupter.where
+        assert at > 15

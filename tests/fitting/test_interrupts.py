@@ -11,6 +11,8 @@ from recoup.engine.recording.observers import observers
 from recoup.fitting.contest import contest
 from recoup.fitting.fit import fit
 from recoup.fitting.measuring import measure
+from tests.support.interrupted_fits import Fitting
+from tests.support.interrupts import interruptions_of_lines
 
 
 class Counted(nn.Module):
@@ -102,3 +104,15 @@ def test_an_interrupt_after_the_last_run_takes_the_plan_off(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         fit(model, torch.randn(64, 8), 0.8, loss=torch.sum)
     assert hooks_of(model) == 0
+
+
+def test_an_interrupt_at_a_line_of_the_driver_leaves_the_model_as_it_was():
+    fitting = Fitting(0.8)
+    files = r"/(fitting/fit|steps/training_step|core/restoring)\.py$"
+    tried = 0
+    for where in interruptions_of_lines(fitting, files=files, every=41):
+        assert fitting.faults() == [], where
+        tried += 1
+    assert tried > 2
+    fitting()
+    assert fitting.faults() == []

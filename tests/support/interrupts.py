@@ -1,11 +1,38 @@
 """Interrupts a scenario at every line, or every instruction, of recoup's own code."""
 
+import dis
+import functools
+import re
 import sys
 from collections.abc import Callable, Iterator
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 from tests.support.work import OURS
+
+
+@functools.cache
+def ends_of_blocks(code: CodeType) -> frozenset[int]:
+    """Return where Python calls `__exit__` at the end of a block without an error.
+
+    It looks for interrupts after calls and in loops. After the last call of the block,
+    which is inside, the next one is that of `__exit__`: nothing can come between. A
+    trace function can, and would leave any lock taken.
+    """
+    found = list(dis.get_instructions(code))
+    ends: set[int] = set()
+    for place in range(len(found) - 3):
+        nones = found[place : place + 3]
+        call = next(i for i in found[place + 3 :] if i.opname != "PRECALL")
+        if (
+            all(i.opname == "LOAD_CONST" and i.argval is None for i in nones)
+            and call.opname == "CALL"
+            and call.arg == 2
+        ):
+            ends.update(
+                i.offset for i in found if nones[0].offset <= i.offset <= call.offset
+            )
+    return frozenset(ends)
 
 
 class Interrupter:
@@ -57,7 +84,7 @@ class Interrupter:
         return self._local
 
     def _local(self, frame: FrameType, event: str, _argument: Any) -> Any:
-        if event == self._event:
+        if event == self._event and frame.f_lasti not in ends_of_blocks(frame.f_code):
             if self.count == self._at:
                 code = frame.f_code
                 self.where = f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
@@ -82,3 +109,77 @@ def interruptions(
         interrupter = Interrupter(at, opcodes=opcodes)
         if interrupter.run(scenario):
             yield interrupter.where
+
+
+Place = tuple[str, int]
+"""A file and a line in it."""
+
+
+class LineInterrupter:
+    """Collects the lines that run in files below a folder, or raises at one of them.
+
+    Args:
+        at: The line to raise at, the first time that it is reached; None: collect.
+        within: The folder.
+    """
+
+    def __init__(self, at: Place | None = None, within: str = OURS) -> None:
+        self._at = at
+        self._within = within
+        self.lines: dict[Place, None] = {}
+        self.is_done = False
+
+    def run(self, scenario: Callable[[], object]) -> bool:
+        """Run a scenario; return whether it was interrupted."""
+        before = sys.gettrace()
+        sys.settrace(self._enter)
+        try:
+            scenario()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(before)
+        return self.is_done
+
+    def _enter(self, frame: FrameType, _event: str, _argument: Any) -> Any:
+        code = frame.f_code
+        if not code.co_filename.startswith(self._within):
+            return None
+        if self._at is not None and not _has_line(code, self._at):
+            return None
+        return self._local
+
+    def _local(self, frame: FrameType, event: str, _argument: Any) -> Any:
+        if event != "line" or frame.f_lasti in ends_of_blocks(frame.f_code):
+            return self._local
+        place = frame.f_code.co_filename, frame.f_lineno
+        if self._at is None:
+            self.lines[place] = None
+        elif place == self._at and not self.is_done:
+            self.is_done = True
+            raise KeyboardInterrupt
+        return self._local
+
+
+@functools.cache
+def _has_line(code: CodeType, place: Place) -> bool:
+    file, line = place
+    return code.co_filename == file and any(at == line for *_, at in code.co_lines())
+
+
+def interruptions_of_lines(
+    scenario: Callable[[], object], *, files: str = "", every: int = 1
+) -> Iterator[str]:
+    """Run a scenario once for each line of recoup that it reaches, interrupted there.
+
+    Args:
+        scenario: What to run; it may reach other lines each time.
+        files: What the paths of the files match, if not all count.
+        every: Take every n-th line.
+    """
+    collector = LineInterrupter()
+    assert not collector.run(scenario), "nothing interrupts it"
+    wanted = [place for place in collector.lines if re.search(files, place[0])]
+    for place in wanted[::every]:
+        if LineInterrupter(place).run(scenario):
+            yield f"{place[0]}:{place[1]}"

@@ -1,9 +1,15 @@
-"""Steps interrupted at every line, and at every third instruction, of recoup's code."""
+"""Steps interrupted at every line, and at every third instruction, of recoup's code.
+
+And fits interrupted at every line once. `RECOUP_FILES` chooses files by a pattern.
+"""
+
+import os
 
 import pytest
 
+from tests.support.interrupted_fits import Fitting
 from tests.support.interrupted_steps import STEPS, X, faults, gradients, model
-from tests.support.interrupts import interruptions
+from tests.support.interrupts import interruptions, interruptions_of_lines
 
 pytestmark = [
     pytest.mark.sweep,
@@ -20,3 +26,17 @@ def test_an_interrupt_anywhere_leaves_nothing_behind(name, opcodes):
     step()
     for where in interruptions(step, opcodes=opcodes, every=3 if opcodes else 1):
         assert faults(step, expected) == [], where
+
+
+@pytest.mark.parametrize("budget", [0.8, 0.05], ids=["met", "infeasible"])
+def test_an_interrupt_at_any_line_of_fit_leaves_the_model_as_it_was(budget):
+    fitting = Fitting(budget)
+    files = os.environ.get("RECOUP_FILES", "")
+    tried = 0
+    for where in interruptions_of_lines(fitting, files=files):
+        assert fitting.faults() == [], where
+        tried += 1
+        if tried % 40 == 0:
+            fitting()
+            assert fitting.faults() == [], f"a second fit after {where}"
+    assert tried

@@ -20,6 +20,7 @@ from recoup.core.graph import Graph
 from recoup.core.plan import Plan
 from recoup.core.segments import Action
 from recoup.core.units import print_bytes, print_seconds
+from recoup.engine.applied.applied_plan import plans_in
 from recoup.engine.verification.replay_check import Verify, check_verify
 from recoup.errors import (
     BudgetWarning,
@@ -390,6 +391,34 @@ def fit(  # noqa: PLR0913 (a step can be described in several ways)
     advice = evaluation_advice(described.model)
     if advice is not None:
         warnings.warn(BudgetWarning(advice), stacklevel=user_stacklevel())
+    known = plans_in(described.model)
+    try:
+        report = _fitted(
+            described, budget, optimizers, allowed, verify, compile, blocks, progress
+        )
+        report.total_seconds = time.perf_counter() - started
+        if isinstance(report, Fit):
+            report.verify = verify
+        return model, report
+    except BaseException:
+        # Also an interrupt after the plan was applied, before the caller has it.
+        for applied in plans_in(described.model):
+            if applied not in known:
+                applied.remove()
+        raise
+
+
+def _fitted(  # noqa: PLR0913 (what the step and the budget are)
+    described: TrainingStep,
+    budget: Budget,
+    optimizers: Sequence[Optimizer],
+    allowed: frozenset[Action],
+    verify: Verify,
+    compile: Compile,  # noqa: A002
+    blocks: Sequence[str] | None,
+    progress: Progress | bool | None,  # noqa: FBT001
+) -> Fit | CompiledFit:
+    """Measure the step, then find and apply a plan that fits."""
     with (
         progress_for(progress, runs=_RUNS) as course,
         untouched(described) as repeated,
@@ -406,11 +435,7 @@ def fit(  # noqa: PLR0913 (a step can be described in several ways)
         eager = None
         if not compile or compile == "auto":
             eager = _eager(described.model, loop, asked_bytes, compiled)
-    report = _faster(eager, compiled)
-    report.total_seconds = time.perf_counter() - started
-    if isinstance(report, Fit):
-        report.verify = verify
-    return model, report
+    return _faster(eager, compiled)
 
 
 def _eager(
@@ -423,12 +448,8 @@ def _eager(
         if other is None:
             raise
         return None
-    try:
-        settled.attempt.adapted.finish_measuring()
-        return _report(model, loop, asked_bytes, settled)
-    except BaseException:
-        settled.attempt.adapted.remove()
-        raise
+    settled.attempt.adapted.finish_measuring()
+    return _report(model, loop, asked_bytes, settled)
 
 
 def _compiled(

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from recoup.backend.autograd.saved_tensors import is_parameter
 from recoup.backend.memory.ledger import StorageLedger
+from recoup.core.restoring import restoring
 from recoup.core.units import print_bytes
 from recoup.engine.recording.observers import Watched, subscribe, unsubscribe
 from recoup.engine.scopes.module import checkpoint_module, uncheckpoint_module
@@ -153,19 +155,19 @@ class _Watcher:
 
 @contextmanager
 def _in_regions(blocks: dict[str, nn.Module]) -> Iterator[None]:
-    try:
+
+    def take_off() -> None:
+        for block in blocks.values():
+            uncheckpoint_module(block)
+
+    with restoring(take_off):
         for name, block in blocks.items():
             checkpoint_module(block, name=name, verify="off")
         yield
-    finally:
-        for block in blocks.values():
-            uncheckpoint_module(block)
 
 
 @contextmanager
 def _watched_by(watcher: _Watcher) -> Iterator[None]:
-    subscribe(watcher)
-    try:
+    with restoring(partial(unsubscribe, watcher)):
+        subscribe(watcher)
         yield
-    finally:
-        unsubscribe(watcher)

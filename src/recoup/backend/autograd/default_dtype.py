@@ -1,12 +1,13 @@
 """The default type of floating-point numbers, and operators that go by it."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from recoup.backend.state.trees import tensors
+from recoup.core.restoring import restoring
 
 default_dtype: Callable[[], torch.dtype] = torch.get_default_dtype
 """Return the type that floating-point numbers get where nothing says another."""
@@ -33,18 +34,21 @@ def run_in_default(
         return run(*args, **kwargs)
 
 
-@contextmanager
-def in_default(dtype: torch.dtype) -> Iterator[None]:
-    """Run the block with a default type in force, on all threads.
+class in_default(restoring):  # noqa: N801 (used as a verb)
+    """Run the block with another default type, on all threads.
 
     Examples:
         >>> with in_default(torch.float64):
         ...     torch.ones(1).dtype
         torch.float64
     """
-    before = default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+
+    __slots__ = ("_dtype",)
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(partial(torch.set_default_dtype, default_dtype()))
+        self._dtype = dtype
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        torch.set_default_dtype(self._dtype)

@@ -7,6 +7,7 @@ still there; and somebody else may have come since.
 
 from typing import Any
 
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode_stack,
@@ -21,6 +22,8 @@ from recoup.backend.autograd.saved_tensors import (
     pop_hooks,
     push_hooks,
 )
+
+_TELL = "set_is_in_mode_without_ignore_compile_internals"
 
 
 class Footing:
@@ -81,8 +84,7 @@ class Footing:
         """Leave the dispatch mode that was entered here."""
         stack: list[Any] = _get_current_dispatch_mode_stack()
         if stack and stack[-1] is mode:
-            mode.__exit__(None, None, None)
-            return
+            return mode.__exit__(None, None, None)
         stack.reverse()
         place = _place_of(mode, stack)
         if place is not None:
@@ -93,6 +95,40 @@ class Footing:
             above: list[Any] = [_pop_mode() for _ in range(place + 1)]
             for entered in reversed(above[:-1]):
                 _push_mode(entered)
+        return None
+
+
+class StacksSnapshot:
+    """What is on this thread's stacks of saved-tensor hooks and dispatch modes."""
+
+    def __init__(self) -> None:
+        self._hooks = ambient_hooks()
+        self._modes: list[Any] = _get_current_dispatch_mode_stack()
+        flags = vars(_python_dispatch)
+        self._flags = {name: flags[name] for name in flags if name.startswith("_is_in")}
+
+    def restore(self) -> None:
+        """Take off what was put there since, as after an interrupt."""
+        for mode in reversed(_get_current_dispatch_mode_stack()):
+            if any(mode is known for known in self._modes):
+                break
+            # Not by `__exit__`: it may have been called and have popped another mode.
+            _pop_mode(vars(mode).get("_dispatch_key", vars(mode).get("_mode_key")))
+            for name, flag in self._flags.items():
+                setattr(_python_dispatch, name, flag)
+            tell_guards = getattr(_python_dispatch, _TELL, None)  # of later versions
+            if tell_guards is not None:
+                flag = self._flags["_is_in_any_mode_without_ignore_compile_internals"]
+                tell_guards(flag)
+        above: list[tuple[Pack, Unpack]] = []
+        hooks = ambient_hooks()
+        while hooks is not None and hooks != self._hooks:
+            above.append(hooks)
+            pop_hooks()
+            hooks = ambient_hooks()
+        if hooks != self._hooks:  # they were taken off since: the others may stay
+            for others in reversed(above):
+                push_hooks(*others)
 
 
 def enter_at_bottom(mode: TorchDispatchMode) -> None:

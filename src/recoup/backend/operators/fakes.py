@@ -23,6 +23,7 @@ from recoup.backend.memory.meters import StorageMeter
 from recoup.backend.memory.storages import has_storage
 from recoup.backend.operators.properties import facts_of
 from recoup.backend.state.trees import map_leaves
+from recoup.core.restoring import restoring
 from recoup.errors import UnsupportedError
 
 NEEDS_CONTENTS = (
@@ -141,14 +142,16 @@ class Shadows:
         added, or put in a buffer, is gone with the stand-ins.
         """
         before = [(module, dict(module.__dict__)) for module in model.modules()]
-        try:
-            for module, attributes in before:
-                module.__dict__.update(self._attributes(attributes))
-            yield
-        finally:
+
+        def restore() -> None:
             for module, attributes in before:
                 module.__dict__.clear()
                 module.__dict__.update(attributes)
+
+        with restoring(restore):
+            for module, attributes in before:
+                module.__dict__.update(self._attributes(attributes))
+            yield
 
     def _attributes(self, attributes: dict[str, Any]) -> dict[str, Any]:
         """Return those of a module's attributes that stand-ins replace."""

@@ -11,6 +11,7 @@ from recoup.backend.memory.storages import has_contents, has_storage
 from recoup.backend.operators.fingerprints import fingerprint
 from recoup.backend.operators.kernels import Kernel
 from recoup.backend.state.trees import tensors
+from recoup.core.restoring import restoring
 
 
 class FirstSight:
@@ -69,10 +70,12 @@ class FirstSight:
             for (_, tensor), copy in zip(self._suspects, self._copies, strict=True)
         }
         after = [tensor.detach().clone() for tensor in written]
-        for tensor in written:
-            tensor.detach().copy_(before[id(tensor)])
-        try:
-            yield
-        finally:
+
+        def redo() -> None:
             for tensor, contents in zip(written, after, strict=True):
                 tensor.detach().copy_(contents)
+
+        with restoring(redo):
+            for tensor in written:
+                tensor.detach().copy_(before[id(tensor)])
+            yield

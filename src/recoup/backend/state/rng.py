@@ -1,12 +1,14 @@
 """Random state: read, set and restore the generator an operator draws from."""
 
 import ctypes
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Generator, Tensor
+
+from recoup.core.restoring import restoring
 
 
 def generator_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Generator:
@@ -39,15 +41,21 @@ def same_state(before: Tensor, after: Tensor) -> bool:
     )
 
 
-@contextmanager
-def random_state(generator: Generator, state: Tensor) -> Iterator[None]:
+class random_state(restoring):  # noqa: N801 (used as a verb)
     """Run the block with the generator in `state`, then put it back as it was."""
-    before = generator.get_state()
-    generator.set_state(state)
-    try:
-        yield
-    finally:
-        generator.set_state(before)
+
+    __slots__ = ("_generator", "_state")
+
+    def __init__(self, generator: Generator, state: Tensor) -> None:
+        # As `super` does: replays wait for this.
+        self.restore = partial(generator.set_state, generator.get_state())
+        self.is_due = False
+        self._generator = generator
+        self._state = state
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._generator.set_state(self._state)
 
 
 def default_states(devices: Sequence[torch.device]) -> list[tuple[Generator, Tensor]]:

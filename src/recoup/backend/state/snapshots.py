@@ -41,6 +41,7 @@ from recoup.backend.state.global_generators import (
 )
 from recoup.backend.state.trees import tensors
 from recoup.backend.state.walk import reach
+from recoup.core.restoring import restoring
 
 
 class StateSnapshot:
@@ -240,17 +241,14 @@ def buffers_restored(*things: object) -> Iterator[None]:
         >>> norm.num_batches_tracked.item()
         0
     """
-    before = Buffers(reach(*things, kind=nn.Module))
-    try:
+    with restoring(Buffers(reach(*things, kind=nn.Module)).restore):
         yield
-    finally:
-        before.restore()
 
 
 class Gradients:
-    """The gradients of leaves, taken off; on an accelerator they wait on the CPU.
+    """The gradients of leaves, to be taken off and restored later.
 
-    A step makes new ones in their place.
+    On an accelerator they wait on the CPU: a step makes new ones in their place.
 
     Args:
         leaves: The leaves.
@@ -259,6 +257,7 @@ class Gradients:
         >>> weight = nn.Parameter(torch.ones(1))
         >>> weight.grad = torch.ones(1)
         >>> gradients = Gradients([weight])
+        >>> gradients.take_off()
         >>> weight.grad
         >>> gradients.restore()
         >>> weight.grad
@@ -269,6 +268,9 @@ class Gradients:
         self._known = [(leaf, leaf.grad, leaf.requires_grad) for leaf in leaves]
         self._received: set[int] = set()
         self._away: list[tuple[torch.UntypedStorage, Tensor, Tensor]] = []
+
+    def take_off(self) -> None:
+        """Take the gradients off, until `restore`."""
         gradients = [grad for _, grad, _ in self._known if grad is not None]
         storages = {
             id(grad.untyped_storage()): (grad, grad.untyped_storage())

@@ -137,29 +137,29 @@ class Applied:
         # A plan does not keep the model alive, unless parts of it are called.
         self._named = [item for item in roots if item[1]]
         self._whole = model if self._named else None
-        self._handles = [
-            root.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True)
-            for root, _ in roots
-        ]
-        self._follow(found)
-        self._handles += [
-            root.register_forward_hook(self._end, always_call=True) for root, _ in roots
-        ]
+        self._handles = []
+        add = self._handles.append
+        try:
+            for root, _ in roots:
+                lead = functools.partial(root.register_forward_pre_hook, prepend=True)
+                add(lead(self._begin, with_kwargs=True))
+            self._follow(found)
+            for root, _ in roots:
+                add(root.register_forward_hook(self._end, always_call=True))
+        except BaseException:
+            self.remove()
+            raise
 
     def _name_of(self, root: nn.Module) -> str:
         return next((name for known, name in self._named if known is root), "")
 
     def _follow(self, modules: Mapping[str, nn.Module]) -> None:
         """Be told when modules are entered and left."""
+        add = self._handles.append
         for name, module in modules.items():
-            self._handles += [
-                module.register_forward_pre_hook(
-                    functools.partial(_reach, self, name, True)
-                ),
-                module.register_forward_hook(
-                    functools.partial(_reach, self, name, False)
-                ),
-            ]
+            reach = functools.partial(functools.partial, _reach, self, name)
+            add(module.register_forward_pre_hook(reach(True)))
+            add(module.register_forward_hook(reach(False)))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs: torch cannot copy hooks of modules that died."""
@@ -274,11 +274,17 @@ class Applied:
             return
         if not _RUNS.stack or _RUNS.stack[-1][0] is not self:
             return
-        _, run, watch, _ = _RUNS.stack.pop()
-        if run is not None:
-            run.close()
-        if watch is not None:
-            watch.end(output, run.order if isinstance(run, Run) else None)
+        entry = _RUNS.stack[-1]
+        _, run, watch, _ = entry
+        try:
+            if run is not None:
+                run.close()
+            if watch is not None:
+                watch.end(output, run.order if isinstance(run, Run) else None)
+            _RUNS.stack.remove(entry)
+        except Exception:  # after an interrupt it stays: the next call closes it
+            _RUNS.stack.remove(entry)
+            raise
 
     def _close_interrupted(self) -> None:
         """Close what a call left open on this thread.
@@ -286,14 +292,14 @@ class Applied:
         After an exception torch calls the hooks that end a call, but not after an
         interrupt. (A model that calls itself is in no region from then on, and right.)
         """
-        mine = [item[1:3] for item in _RUNS.stack if item[0] is self]
-        if mine:
-            _RUNS.stack[:] = [item for item in _RUNS.stack if item[0] is not self]
-        for run, watch in reversed(mine):
+        mine = [item for item in _RUNS.stack if item[0] is self]
+        for entry in reversed(mine):
+            _, run, watch, _ = entry
             if run is not None:
                 run.close()
             if watch is not None:
                 watch.cancel()
+            _RUNS.stack.remove(entry)
 
     def reach(self, name: str, *, entering: bool, is_root: bool = False) -> None:
         """Begin and end what begins and ends where a module is entered or left."""
@@ -357,6 +363,11 @@ def plans_on(module: nn.Module) -> list[Applied]:
     """
     owners = [getattr(hook, "__self__", None) for hook in forward_pre_hooks(module)]
     return [owner for owner in owners if isinstance(owner, Applied)]
+
+
+def plans_in(model: nn.Module) -> list[Applied]:
+    """Return what is applied to a model and to its parts."""
+    return [applied for module in model.modules() for applied in plans_on(module)]
 
 
 def _is_sharded(module: nn.Module) -> bool:

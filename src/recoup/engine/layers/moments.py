@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -16,6 +17,7 @@ from recoup.backend.state.global_generators import (
 )
 from recoup.backend.state.rng import devices_in_use
 from recoup.backend.state.snapshots import buffers_restored
+from recoup.core.restoring import restoring
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +53,12 @@ class Moment:
     def again(self) -> Iterator[None]:
         """Run the block as at that moment, then put generators back as they are."""
         now = random_states(*self.devices)
-        restore_random_states(self.random, *self.devices)
-        try:
-            with autocast_as(self.autocast):
-                yield
-        finally:
-            restore_random_states(now, *self.devices)
+        with (
+            restoring(partial(restore_random_states, now, *self.devices)),
+            autocast_as(self.autocast),
+        ):
+            restore_random_states(self.random, *self.devices)
+            yield
 
 
 @contextmanager

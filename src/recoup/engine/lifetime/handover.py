@@ -2,9 +2,11 @@
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
 from recoup.backend.autograd.saved_tensors import ambient_hooks
 from recoup.backend.memory.storages import copy_storage, version_of
+from recoup.core.restoring import restoring
 from recoup.engine.lifetime.values import Hold, Value
 from recoup.engine.recording.observers import is_transparent
 
@@ -39,12 +41,10 @@ def hand_over(holds: Sequence[Hold]) -> None:
     hooks = ambient_hooks()
     if hooks is None or is_transparent(hooks[0]):
         return
-    _HANDING.over = True
-    try:
+    with restoring(partial(setattr, _HANDING, "over", False)):
+        _HANDING.over = True
         for hold in holds:
             hold.hand_over(*hooks)
-    finally:
-        _HANDING.over = False
 
 
 def apart(hold: Hold, kept: Mapping[int, Hold]) -> Hold:

@@ -1,15 +1,16 @@
 """The regions that are open on this thread, and how one is begun and ended."""
 
 import threading
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Callable, Hashable
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from recoup.backend.autograd.frames import is_running
 from recoup.backend.autograd.saved_tensors import hooks_refused, records_gradients
 from recoup.backend.autograd.transforms import outside_transforms
+from recoup.backend.compiler.recognition import leave_uncompiled
 from recoup.engine.recording.observers import observers
 from recoup.engine.recording.region import Region
 from recoup.engine.recording.region_options import Options
@@ -148,26 +149,94 @@ def begin(
         raise
 
 
-@contextmanager
-def region(
-    name: str, options: Options, key: Hashable, accounts: tuple[Account, ...] = ()
-) -> Iterator[Region | None]:
+class _Ending:
+    """What a `with` statement on an owner calls at the end of its block.
+
+    Only the statement refers to it. So its own end is that of the block, even if an
+    interrupt comes at the very moment at which the region would be closed.
+    """
+
+    __slots__ = ("_leave", "_owner", "_place")
+
+    def __init__(self, owner: object, leave: Callable[..., None]) -> None:
+        self._place = depth()
+        self._leave = leave
+        self._owner = owner
+
+    @leave_uncompiled
+    def __call__(self, *error: Any) -> None:
+        try:
+            self._leave(self._owner, *error)
+        except BaseException:
+            abandon_from(self._owner, self._place)
+            raise
+
+    def __del__(self) -> None:
+        owner = getattr(self, "_owner", None)
+        if owner is not None:
+            abandon_from(owner, self._place)
+
+
+class _Exit:
+    """Gives every `with` statement on an owner an `_Ending` of its own.
+
+    Args:
+        leave: The owner's method that ends the region, given the error of the block.
+    """
+
+    def __init__(self, leave: Callable[..., None]) -> None:
+        self._leave = leave
+
+    @leave_uncompiled
+    def __get__(self, owner: object, kind: type) -> Any:
+        if owner is None:
+            return self._leave
+        return _Ending(owner, self._leave)
+
+
+if TYPE_CHECKING:
+
+    def region_exit(leave: Callable[..., None]) -> Callable[..., None]:
+        """Make an `__exit__` from a method that ends a region, given the error."""
+        ...
+else:
+    region_exit = _Exit
+
+
+class region:  # noqa: N801 (used as a verb: `with region(...):`)
     """Run the block in a region, where there is something to do."""
-    owner = object()
-    opened = begin(owner, name, options, key, accounts)
-    try:
-        yield opened
-    except RuntimeError as error:
-        end(owner)
-        refuse_transform(name, error)
-        raise
-    except BaseException as error:
-        if not isinstance(error, Exception):
+
+    __slots__ = ("_accounts", "_key", "_name", "_options")
+
+    def __init__(
+        self,
+        name: str,
+        options: Options,
+        key: Hashable,
+        accounts: tuple[Account, ...] = (),
+    ) -> None:
+        self._name = name
+        self._options = options
+        self._key = key
+        self._accounts = accounts
+
+    def __enter__(self) -> Region | None:
+        return begin(self, self._name, self._options, self._key, self._accounts)
+
+    def _leave(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        traceback: TracebackType | None = None,
+    ) -> None:
+        del kind, traceback
+        if error is not None and not isinstance(error, Exception):
             # torch closes no region of a module after an exception that is no error.
-            abandon_inside(owner)
-        raise
-    finally:
-        end(owner)
+            abandon_inside(self)
+        end(self)
+        refuse_transform(self._name, error)
+
+    __exit__ = region_exit(_leave)
 
 
 def refuse_transform(name: str, error: BaseException | None) -> None:

@@ -1,7 +1,7 @@
 """Who watches regions: profilers and managers, told of every region that runs."""
 
-import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Protocol, TypeVar
 
 from torch import Tensor
@@ -65,8 +65,9 @@ class Tracer(Protocol[Traced]):
         ...
 
 
-_LOCK = threading.Lock()
 _OBSERVERS: list[Observer] = []
+"""Without a lock, which an interrupt could leave taken: a list grows and shrinks in
+one step."""
 
 
 def observers() -> tuple[Observer, ...]:
@@ -76,13 +77,12 @@ def observers() -> tuple[Observer, ...]:
 
 def subscribe(observer: Observer) -> None:
     """Tell the observer about every region from now on, on all threads."""
-    with _LOCK:
-        _OBSERVERS.append(observer)
+    _OBSERVERS.append(observer)
 
 
 def unsubscribe(observer: Observer) -> None:
-    """Stop telling the observer."""
-    with _LOCK:
+    """Stop telling the observer; do nothing if it is not told."""
+    with suppress(ValueError):
         _OBSERVERS.remove(observer)
 
 

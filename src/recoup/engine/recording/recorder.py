@@ -1,7 +1,7 @@
 """The recorder: sees each operator of a region and writes it on the tape."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -23,6 +23,7 @@ from recoup.backend.operators.repeatable import is_repeatable
 from recoup.backend.operators.undeclared import FirstSight
 from recoup.backend.state.rng import generator_of, same_state
 from recoup.backend.state.trees import tensors
+from recoup.core.restoring import restoring
 from recoup.engine.lifetime.past_contents import Indices
 from recoup.engine.lifetime.values import OUTSIDE, Operation, Value
 from recoup.engine.recording.operator_calls import (
@@ -52,15 +53,9 @@ class Recorder(OperatorMode):
         self.tape = tape
         self.paused = False
 
-    @contextmanager
-    def pausing(self) -> Iterator[None]:
+    def pausing(self) -> restoring:
         """Record nothing while the block runs."""
-        before = self.paused
-        self.paused = True
-        try:
-            yield
-        finally:
-            self.paused = before
+        return _Pausing(self)
 
     @leave_uncompiled
     def __torch_dispatch__(
@@ -425,6 +420,20 @@ class Recorder(OperatorMode):
         for target in targets:
             self.tape.forget(target)
         return out
+
+
+class _Pausing(restoring):
+    """Makes a recorder record nothing."""
+
+    __slots__ = ("_recorder",)
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__(partial(setattr, recorder, "paused", recorder.paused))
+        self._recorder = recorder
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._recorder.paused = True
 
 
 def _has_complex(args: tuple[Any, ...]) -> bool:

@@ -15,6 +15,7 @@ from recoup.backend.memory.storages import (
     writes_hidden,
 )
 from recoup.backend.state.buffers import BufferSlot, buffer_slots, put_in_place
+from recoup.core.restoring import restoring
 from recoup.engine.recording.region import STATE_BYTES
 from recoup.errors import ChangedTensorError, MismatchError
 
@@ -70,13 +71,15 @@ class KeptBuffers:
         contents = [(b, b.detach().clone()) for b, _ in self._copies]
         # Hidden: what autograd saved of a buffer is there again once it is put back.
         with writes_hidden(buffer for buffer, _ in self._copies):
-            put_in_place(self._slots)
-            _set_all(self._copies)
-            try:
-                yield
-            finally:
+
+            def restore() -> None:
                 put_in_place(slots)
                 _set_all(contents)
+
+            with restoring(restore):
+                put_in_place(self._slots)
+                _set_all(self._copies)
+                yield
         written = self._written_uncopied()
         if written is not None:
             raise MismatchError(

@@ -2,10 +2,10 @@
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from recoup.backend.compiler.recognition import leave_uncompiled
 from recoup.engine.recording.active import (
@@ -15,6 +15,7 @@ from recoup.engine.recording.active import (
     depth,
     end,
     refuse_transform,
+    region_exit,
     skip,
 )
 from recoup.engine.recording.region_options import Options, keeping_nothing
@@ -24,44 +25,6 @@ from recoup.engine.scopes.statistics import Account, NamedAccount, Statistics
 from recoup.engine.tiers.protocol import Tier
 from recoup.engine.verification.replay_check import Verify, check_verify
 from recoup.errors import UsageError
-
-
-class _Leaving:
-    """What `with` calls at its end: it refers to it until then, and nobody else does.
-
-    So its own end is that of the block, even if an interrupt comes at the very moment
-    at which the scope would be closed.
-    """
-
-    __slots__ = ("_place", "_scope")
-
-    def __init__(self, scope: "CheckpointScope") -> None:
-        self._place = depth()
-        self._scope = scope
-
-    @leave_uncompiled
-    def __call__(self, *error: Any) -> None:
-        try:
-            self._scope._leave(*error)  # noqa: SLF001 (of this module)
-        except BaseException:
-            abandon_from(self._scope, self._place)
-            raise
-
-    def __del__(self) -> None:
-        scope = getattr(self, "_scope", None)
-        if scope is not None:
-            abandon_from(scope, self._place)
-
-
-class _Exit:
-    """Gives every `with` a `_Leaving` of its own, and the class a plain method."""
-
-    def __init__(self, method: Callable[..., None]) -> None:
-        self._method = method
-
-    @leave_uncompiled
-    def __get__(self, scope: "CheckpointScope | None", kind: type) -> Any:
-        return self._method if scope is None else _Leaving(scope)
 
 
 class CheckpointScope:
@@ -230,16 +193,7 @@ class CheckpointScope:
         self.close()
         refuse_transform(self._name, error)
 
-    if TYPE_CHECKING:
-
-        def __exit__(
-            self,
-            kind: type[BaseException] | None,
-            error: BaseException | None,
-            traceback: TracebackType | None,
-        ) -> None: ...
-    else:
-        __exit__ = _Exit(_leave)
+    __exit__ = region_exit(_leave)
 
     def close(self) -> None:
         """End the recording that was begun last; do nothing if none is open.

@@ -65,6 +65,10 @@ class Repetition:
         self._set_up: tuple[Buffers, Numbers] | None = None
         self._runs = 0
 
+    def take_gradients(self) -> None:
+        """Take the gradients off, until `restore`."""
+        self._gradients.take_off()
+
     def watched(self, run: Callable[[], object]) -> Callable[[], object]:
         """Return a function that runs the step, and watches what the first run writes.
 

@@ -12,11 +12,15 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from recoup.backend.autograd.hook_stacks import StacksSnapshot
 from recoup.backend.state.snapshots import carry_gradients
 from recoup.backend.state.trees import tensors_within
 from recoup.backend.state.walk import reach
 from recoup.core.callers import calls_user
+from recoup.core.restoring import removing, restoring
 from recoup.engine.applied.applied_plan import refuse_scripted
+from recoup.engine.recording.active import abandon_above, depth
+from recoup.engine.recording.observers import observers, unsubscribe
 from recoup.errors import UsageError
 from recoup.measurement.steps.repetition import Repetition
 
@@ -182,11 +186,19 @@ def untouched(step: TrainingStep) -> Iterator[TrainingStep]:
         UsageError: A run calls an optimizer of the model.
     """
     repetition = Repetition(step.model, step.run, step.batch, _devices_of(step))
-    try:
-        with _optimizers_refused(step.model):
-            yield replace(step, run=repetition.watched(step.run), repetition=repetition)
-    finally:
+    stacks, opened, known = StacksSnapshot(), depth(), observers()
+
+    def restore() -> None:
+        abandon_above(opened)
+        stacks.restore()
+        for observer in observers():
+            if observer not in known:
+                unsubscribe(observer)
         repetition.restore()
+
+    with restoring(restore), _optimizers_refused(step.model):
+        repetition.take_gradients()
+        yield replace(step, run=repetition.watched(step.run), repetition=repetition)
 
 
 @contextmanager
@@ -204,11 +216,9 @@ def _optimizers_refused(model: nn.Module) -> Iterator[None]:
                 "forward and backward alone, and the optimizer as optimizer=."
             )
 
-    handle = register_optimizer_step_pre_hook(refuse)
-    try:
+    with removing() as handles:
+        handles.append(register_optimizer_step_pre_hook(refuse))
         yield
-    finally:
-        handle.remove()
 
 
 def _devices_of(step: TrainingStep) -> list[torch.device]:

@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from recoup.core.footprint import total_footprint
 from recoup.core.graph import Graph, Issuing
+from recoup.core.restoring import removing
 from recoup.core.segments import Segment
 from recoup.measurement.steps.training_step import TrainingStep
 from recoup.measurement.timing.pace import Pace, synchronize
@@ -42,15 +44,11 @@ class Calls:
     @contextmanager
     def noted(self, models: Sequence[nn.Module]) -> Iterator[None]:
         """Record the calls of models while the block runs."""
-        handles = [
-            model.register_forward_pre_hook(self._note, prepend=True, with_kwargs=True)
-            for model in models
-        ]
-        try:
+        with removing() as handles:
+            for model in models:
+                register = partial(model.register_forward_pre_hook, prepend=True)
+                handles.append(register(self._note, with_kwargs=True))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def again(self, step: TrainingStep) -> float:
         """Call the model so again without gradients; return the host's time for it.

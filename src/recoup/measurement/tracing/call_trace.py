@@ -43,9 +43,10 @@ class CallTrace(OperatorMode):
 
     def end(self) -> None:
         """Leave the mode, whatever an interrupt has left above it."""
-        footing, self._footing = self._footing, None
+        footing = self._footing
         if footing is not None:
-            footing.leave_mode(self)
+            # On one line: an interrupt must not come between leaving and knowing it.
+            self._footing = footing.leave_mode(self)
 
     def __torch_dispatch__(
         self,

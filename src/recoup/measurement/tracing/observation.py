@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
+from recoup.backend.autograd.hook_stacks import take_out_hooks
 from recoup.backend.autograd.saved_tensors import (
     is_in_backward,
-    pop_hooks,
     push_hooks,
     records_gradients,
 )
@@ -20,6 +19,7 @@ from recoup.backend.memory.ledger import storages_in
 from recoup.backend.memory.meters import MemoryMeter
 from recoup.backend.operators.timers import Timer
 from recoup.backend.state.trees import tensors
+from recoup.core.restoring import removing, restoring
 from recoup.engine.applied.applied_plan import Applied
 from recoup.engine.applied.model_blocks import block_names
 from recoup.engine.applied.planned_runs import Cuts
@@ -150,19 +150,18 @@ def _trace(
         meter.track(*step.resident(), *tensors(list(resident)))
         parameters = dict(step.model.named_parameters())
         tracer = Tracer(meter, timer, storages, parameters=parameters)
-        subscribe(tracer)
-        push_hooks(*tracer.plain_hooks())
-        try:
-            with (
-                _boundaries_noted(step.model, tracer),
-                _gradients_recorded(parameters, tracer),
-                cut(step, Cuts(cuts, policy=tracer)),
-                tracer,
-            ):
+        pack, unpack = tracer.plain_hooks()
+        with (
+            restoring(partial(unsubscribe, tracer)),
+            restoring(partial(take_out_hooks, pack)),
+            _boundaries_noted(step.model, tracer),
+            _gradients_recorded(parameters, tracer),
+            cut(step, Cuts(cuts, policy=tracer)),
+        ):
+            subscribe(tracer)
+            push_hooks(pack, unpack)
+            with tracer:
                 step.run()
-        finally:
-            pop_hooks()
-            unsubscribe(tracer)
         traces = tracer.close()
     step.drop_gradients()
     return traces, timer
@@ -171,11 +170,9 @@ def _trace(
 @contextmanager
 def cut(step: TrainingStep, cuts: Cuts) -> Iterator[None]:
     """Cut the step's model while the block runs."""
-    applied = Applied(step.model, cuts, roots=None)
-    try:
+    with removing() as handles:
+        handles.append(Applied(step.model, cuts, roots=None))
         yield
-    finally:
-        applied.remove()
 
 
 @contextmanager
@@ -216,21 +213,15 @@ def _boundaries_noted(model: nn.Module, tracer: Tracer) -> Iterator[None]:
         if not entering and module is root:
             root = None
 
-    handles: list[RemovableHandle] = []
-    for name, module in model.named_modules():
-        handles += [
-            module.register_forward_pre_hook(
-                partial(note, name, True), with_kwargs=True, prepend=True
-            ),
-            module.register_forward_hook(
-                partial(note, name, False), with_kwargs=True, always_call=True
-            ),
-        ]
-    try:
+    with removing() as handles:
+        add = handles.append
+        for name, module in model.named_modules():
+            before, after = partial(note, name, True), partial(note, name, False)
+            follow = partial(module.register_forward_hook, with_kwargs=True)
+            lead = partial(module.register_forward_pre_hook, with_kwargs=True)
+            add(lead(before, prepend=True))
+            add(follow(after, always_call=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
@@ -243,16 +234,12 @@ def _gradients_recorded(
         del parameter
         tracer.add_gradient(name)
 
-    handles = [
-        parameter.register_post_accumulate_grad_hook(partial(record, name))
-        for name, parameter in parameters.items()
-        if parameter.requires_grad
-    ]
-    try:
+    with removing() as handles:
+        for name, parameter in parameters.items():
+            if parameter.requires_grad:
+                hook = partial(record, name)
+                handles.append(parameter.register_post_accumulate_grad_hook(hook))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _are_leaves(model: nn.Module, names: Sequence[str]) -> bool:

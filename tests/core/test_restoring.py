@@ -1,0 +1,103 @@
+"""Cleanup runs whatever line an interrupt comes at, and once is enough."""
+
+import itertools
+
+import pytest
+
+from recoup.core.restoring import removing, restoring
+from tests.support.interrupts import Interrupter, interruptions
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)
+
+
+class Handle:
+    def __init__(self, hooks: set[object]) -> None:
+        self._hooks = hooks
+        hooks.add(self)
+
+    def remove(self) -> None:
+        self._hooks.discard(self)
+
+
+def test_an_interrupt_at_any_instruction_is_followed_by_the_cleanup():
+    state = ["clean"]
+
+    def clean() -> None:
+        state[:] = ["clean"]
+
+    class Soiling(restoring):
+        def __enter__(self) -> None:
+            super().__enter__()
+            state[:] = ["soiled"]
+
+    def scenario() -> None:
+        with Soiling(clean):
+            assert state == ["soiled"]
+
+    for opcodes in (False, True):
+        places = 0
+        for where in interruptions(scenario, opcodes=opcodes):
+            assert state == ["clean"], where
+            places += 1
+        assert places > 5
+
+
+def test_what_was_skipped_inside_is_restored_before_what_is_around_it():
+    order: list[str] = []
+    kept: list[BaseException] = []
+
+    def scenario() -> None:
+        order.clear()
+        with (
+            restoring(lambda: order.append("outer")),
+            restoring(lambda: order.append("inner")),
+        ):
+            pass
+
+    for at in itertools.count():
+        interrupter = Interrupter(at, only=("__enter__", "__exit__", "finish"))
+
+        def remembered() -> None:
+            try:
+                scenario()
+            except KeyboardInterrupt as error:
+                kept.append(error)  # its traceback keeps all frames alive
+                raise
+
+        if not interrupter.run(remembered):
+            break
+        kept.clear()
+        assert order in ([], ["outer"]) or order[-1] == "outer", interrupter.where
+        assert order == sorted(order), interrupter.where
+    assert at > 10
+
+
+def test_an_interrupt_at_any_line_removes_all_handles():
+    hooks: set[object] = set()
+
+    def scenario() -> None:
+        with removing() as handles:
+            for _ in range(3):
+                handles.append(Handle(hooks))
+            assert len(hooks) == 3
+
+    for where in interruptions(scenario):
+        assert not hooks, where
+
+
+def test_it_restores_once_and_an_error_of_its_own_is_raised():
+    calls: list[int] = []
+    with restoring(lambda: calls.append(1)):
+        assert not calls
+    assert calls == [1]
+    with pytest.raises(ZeroDivisionError), restoring(lambda: calls.append(1 // 0)):
+        pass
+    assert calls == [1]
+
+
+def test_one_that_is_never_entered_restores_nothing():
+    calls: list[int] = []
+    restoring(lambda: calls.append(1))
+    assert not calls
