@@ -56,7 +56,14 @@ class TestTargets:
 
     def test_errors_are_learned_from_steps_for_other_budgets(self):
         history = [ran(2000, 1900, 1950, budget=2000)]
+        history.append(ran(3000, 2900, 2920, budget=3000))
         assert decide(history, BUDGET) == Try(BUDGET - 50)
+
+    def test_without_a_plan_for_a_corrected_target_the_margin_is_given_up(self):
+        history = [ran(993, 990, 1010), Outcome(BUDGET, 973)]
+        assert decide(history, BUDGET, margin_bytes=7) == Try(980)
+        history.append(Outcome(BUDGET, 980))
+        assert decide(history, BUDGET, margin_bytes=7) == Try(None)
 
     def test_a_step_for_another_budget_is_not_accepted(self):
         fitted = ran(900, 900, 900, budget=900)

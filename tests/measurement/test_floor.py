@@ -17,8 +17,8 @@ from recoup.engine.applied.planned_runs import Cuts
 from recoup.measurement.steps import floor
 from recoup.measurement.steps.floor import measure_floor, run_step
 from recoup.measurement.steps.training_step import training_step
-from recoup.measurement.tracing.graphs import graph_of, recompute_all
-from recoup.measurement.tracing.observation import Instruments, observe
+from recoup.measurement.tracing.graphs import recompute_all
+from recoup.measurement.tracing.observation import observe
 
 NAMES = ["bert", "convnext", "densenet-121", "llama", "resnet-50", "u-net"]
 
@@ -88,10 +88,8 @@ def test_an_interruption_of_an_operator_that_may_not_run_again_does_not_count(na
 
     model, batch = nn.Sequential(*(block() for _ in range(4))), torch.randn(4, 8)
     step = training_step(model, batch, loss=lambda output: output.sum())
-    instruments = Instruments(
-        meter=lambda: device_meter(step.device), timer=lambda: Interrupted(name)
-    )
-    seen = observe(step, instruments)
-    graph = graph_of(seen.traces[0], seen.timer.seconds, blocks=seen.cuts)
+    graph = observe(
+        step, lambda: device_meter(step.device), lambda: Interrupted(name)
+    ).graph
     assert sum(op.name.startswith(name) for op in graph.operations) == 4
     assert graph.forward_seconds < 0.1

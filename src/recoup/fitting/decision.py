@@ -148,8 +148,6 @@ def decide(
         if is_first and may_improve and room_bytes >= _ROOM * budget_bytes:
             return Try(budget_bytes - last.error_bytes)
         return Accept(fitting[-1])
-    if last.measured_bytes is None and len(mine) > 1:
-        return Try(None)
     is_known = last.measured_bytes is None and last.target_bytes == target_bytes
     runs = sum(history[n].measured_bytes is not None for n in mine)
     return Try(None if is_known or runs >= _ROUNDS else target_bytes)

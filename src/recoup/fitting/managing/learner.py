@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -182,11 +183,12 @@ class RunningStep:
         nodes = [t.grad_fn for t in tensors(output) if t.grad_fn is not None]
         if nodes and number is not None:
             self._open.add(number)
-            mark = _Mark(self, number)
+            arrive = partial(self.reached, number)
+            weakref.finalize(arrive, self.dropped, number).atexit = False
             for node in nodes:
-                node.register_hook(mark)
+                node.register_hook(arrive)
 
-    def reached(self, number: int) -> None:
+    def reached(self, number: int, *_: object) -> None:
         """Record that backward arrives at a call."""
         self._reached.add(number)
         self.has_backward = True
@@ -196,18 +198,6 @@ class RunningStep:
     def dropped(self, number: int) -> None:
         """Record that the graph of a call was freed."""
         self._open.discard(number)
-
-
-class _Mark:
-    """A hook on the graph of a call that says when backward arrives there."""
-
-    def __init__(self, step: RunningStep, number: int) -> None:
-        self._step, self._number = step, number
-        weakref.finalize(self, step.dropped, number).atexit = False
-
-    def __call__(self, *gradients: object) -> None:
-        del gradients
-        self._step.reached(self._number)
 
 
 class _OfThread(threading.local):

@@ -279,7 +279,7 @@ def _by_call(graph: Graph, segments: Sequence[Segment]) -> dict[int, Plan]:
         found.setdefault(call, []).append(segment)
     plans = {call: plan_for(graph, mine) for call, mine in found.items()}
     return {
-        call: replace(plan, spans=tuple(map(_local_span, plan.spans)), model_calls=1)
+        call: Plan(tuple(map(_local_span, plan.spans)), plan.signature)
         for call, plan in plans.items()
     }
 

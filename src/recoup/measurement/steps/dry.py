@@ -15,8 +15,7 @@ from recoup.errors import RecoupError, UnsupportedError
 from recoup.measurement.steps.training_step import training_step, untouched
 from recoup.measurement.timing.recording_cost import recording_seconds
 from recoup.measurement.timing.roofline import Roofline
-from recoup.measurement.tracing.observation import Instruments, observe
-from recoup.measurement.tracing.passes import step_graph
+from recoup.measurement.tracing.observation import observe
 
 _HOST = torch.device("cpu")
 
@@ -47,20 +46,20 @@ def measure_dry(
         UnsupportedError: What the step does depends on numbers in its tensors.
     """
     training_step(model, batch, loss=loss, step=step)
+    # Next to a busy accelerator the host records in time that nobody waits for.
+    recording = recording_seconds() if figures.name == "cpu" else 0.0
     shadows = Shadows(_HOST)
-    instruments = Instruments(meter=FakeMeter, timer=lambda: Roofline(figures))
     given = shadows.within(batch)
     with shadows.instead_of(model), _explained(), shadows.mode:
         stood_in = training_step(model, given, loss=loss, step=step)
         with untouched(stood_in) as repeated:
-            seen = observe(repeated, instruments, names=names)
-    graph = step_graph(
-        seen.traces,
-        seen.timer.seconds,
-        blocks=seen.cuts,
-        # Next to a busy accelerator the host records in time that nobody waits for.
-        recording_seconds=recording_seconds() if figures.name == "cpu" else 0.0,
-    )
+            graph = observe(
+                repeated,
+                FakeMeter,
+                lambda: Roofline(figures),
+                recording_seconds=recording,
+                names=names,
+            ).graph
     return graph.map_passes(
         lambda each: replace(
             each,

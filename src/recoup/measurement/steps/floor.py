@@ -18,8 +18,7 @@ from recoup.measurement.timing.recording_cost import (
     least_recording_seconds,
     recording_seconds,
 )
-from recoup.measurement.tracing.observation import Instruments, cut, observe
-from recoup.measurement.tracing.passes import step_graph
+from recoup.measurement.tracing.observation import cut, observe
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,22 +75,19 @@ def measure_floor(
             "the model is on the meta device, where nothing can be computed. Make it "
             "on a real one, or measure it dry: recoup.measure(..., dry=True)."
         )
-    instruments = Instruments(
-        meter=lambda: device_meter(step.device),
-        timer=lambda: OperatorTimer(step.device),
-    )
-    seen = observe(step, instruments, names=names, resident=resident)
     is_host = step.device.type == "cpu"
-    graph = step_graph(
-        seen.traces,
-        seen.timer.seconds,
-        blocks=seen.cuts,
+    graph, cuts, model_calls = observe(
+        step,
+        lambda: device_meter(step.device),
+        lambda: OperatorTimer(step.device),
         recording_seconds=recording_seconds() if is_host else 0.0,
+        names=names,
+        resident=resident,
     )
-    calls = Calls(sum(trace.model_calls for trace in seen.traces))
-    roots = {name for trace in seen.traces for name in trace.roots}
+    calls = Calls(model_calls)
+    roots = {name for each in graph.passes for name in each.roots}
     with (
-        cut(step, Cuts(seen.cuts)),
+        cut(step, Cuts(cuts)),
         calls.noted([step.model.get_submodule(name) for name in sorted(roots)]),
     ):
         pace = pace_of(step)

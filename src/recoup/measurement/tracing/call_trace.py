@@ -1,40 +1,48 @@
 """One call of a model as it trains: its operators, and the bytes that they make."""
 
 from collections import defaultdict
+from functools import partial
 from typing import Any
 
 import torch
 
 from recoup.backend.autograd.hook_stacks import Footing
-from recoup.backend.memory.ledger import StorageLedger, rounded_up, storages_in
-from recoup.backend.memory.meters import BLOCK_BYTES
-from recoup.backend.operators.dispatch import OperatorMode
-from recoup.backend.operators.fakes import makes_no_memory
-from recoup.backend.operators.properties import Facts, facts_of
+from recoup.backend.memory.ledger import rounded_up
+from recoup.backend.memory.meters import BLOCK_BYTES, StorageMeter
+from recoup.backend.operators.properties import Facts
+from recoup.backend.operators.timers import OperatorTimer
 from recoup.core.graph import Graph
-from recoup.engine.replay.recomputing import is_recomputing
+from recoup.measurement.tracing.tracer import Ran, Tracer
 
 
-class CallTrace(OperatorMode):
-    """Write down the operators of one forward while it runs, with any plan.
+class CallTrace(Tracer):
+    """Trace one forward while it runs, with any plan.
 
-    Costs some ten microseconds an operator, and holds no tensor.
-
-    Attributes:
-        operators: The name of each operator, and the bytes of each storage it made.
+    Without a meter and a timer: it resets no peak of the user's, and costs some ten
+    microseconds an operator.
     """
 
     def __init__(self) -> None:
-        super().__init__()
-        self.operators: list[tuple[str, list[int]]] = []
-        self._ledger = StorageLedger()
-        self._facts: dict[Any, Facts] = {}
+        super().__init__(StorageMeter(), OperatorTimer("cpu"))  # neither is used
         self._footing: Footing | None = None
+
+    @property
+    def operators(self) -> list[tuple[str, list[int]]]:
+        """The name of each operator, and the bytes of each storage it made."""
+        made: dict[int, list[int]] = defaultdict(list)
+        for storage in self.trace.storages:
+            made[storage.born].append(storage.bytes)
+        return [(op.name, made[n]) for n, op in enumerate(self.trace.operations)]
 
     @property
     def live_bytes(self) -> int:
         """Bytes that the call has made and that are alive now."""
-        return self._ledger.live_bytes
+        self._lives.bury()
+        return sum(
+            storage.bytes
+            for storage in self.trace.storages
+            if storage.born >= 0 and storage.dies is None
+        )
 
     def begin(self) -> None:
         """Enter the mode."""
@@ -48,35 +56,14 @@ class CallTrace(OperatorMode):
             # On one line: an interrupt must not come between leaving and knowing it.
             self._footing = footing.leave_mode(self)
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Run the operator and write it down."""
-        kwargs = kwargs or {}
-        facts = self._facts.get(func)
-        if facts is None:
-            facts = self._facts[func] = facts_of(func)
-        out = func(*args, **kwargs)
-        if facts.passes or is_recomputing() or makes_no_memory(kwargs):
-            return out
-        given = {id(storage) for storage in storages_in((args, kwargs))}
-        made = [
-            _counted_bytes(storage)
-            for storage in storages_in(out)
-            if id(storage) not in given and self._ledger.add(storage)
-        ]
-        self.operators.append((facts.name, made))
-        return out
+    def _counted_bytes(self, storage: torch.UntypedStorage) -> int:
+        """Return what a storage counts in a measured step: allocators give blocks."""
+        block_bytes = 1 if storage.device.type == "cpu" else BLOCK_BYTES
+        return rounded_up(storage.nbytes(), block_bytes)
 
-
-def _counted_bytes(storage: torch.UntypedStorage) -> int:
-    """Return what a storage counts in a measured step: allocators give blocks."""
-    block_bytes = 1 if storage.device.type == "cpu" else BLOCK_BYTES
-    return rounded_up(storage.nbytes(), block_bytes)
+    def _run(self, facts: Facts, call: partial[Any]) -> Ran:
+        del facts
+        return Ran(call())
 
 
 def storage_bytes(

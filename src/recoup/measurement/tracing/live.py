@@ -6,9 +6,7 @@ torch's stacks: modes and hooks that the user enters and leaves meanwhile are ab
 """
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -20,8 +18,6 @@ from recoup.backend.autograd.hook_stacks import (
     enter_at_bottom,
     has_infrastructure_modes,
     leave_anywhere,
-    push_hooks_at_bottom,
-    take_out_hooks,
 )
 from recoup.backend.autograd.saved_tensors import (
     Pack,
@@ -32,12 +28,12 @@ from recoup.backend.autograd.saved_tensors import (
 from recoup.backend.memory.ledger import storages_in
 from recoup.backend.memory.meters import MemoryMeter, StorageMeter, device_meter
 from recoup.backend.operators.timers import OperatorTimer, Timer
-from recoup.backend.state.trees import tensors
 from recoup.core.graph import Graph
-from recoup.engine.recording.observers import Watched, subscribe, unsubscribe
+from recoup.engine.recording.observers import Watched
 from recoup.engine.recording.region import Region
 from recoup.measurement.timing.recording_cost import recording_seconds
-from recoup.measurement.tracing.graphs import graph_of, torn_blocks
+from recoup.measurement.tracing.graphs import torn_blocks
+from recoup.measurement.tracing.passes import step_graph
 from recoup.measurement.tracing.trace import Trace
 from recoup.measurement.tracing.tracer import Tracer
 
@@ -104,13 +100,8 @@ class LiveTracer(Tracer):
         return out
 
     def note_peak(self) -> None:
-        """Remember the peak before somebody resets it."""
+        """Remember the peak before it is reset."""
         self.highest_bytes = max(self.highest_bytes, self._meter.peak_bytes)
-
-    @property
-    def has_open_saves(self) -> bool:
-        """Whether autograd still holds something that was saved in the step."""
-        return any(save.released is None for save in self.trace.saves)
 
     def began(self, region: Watched) -> None:
         """Follow what is saved in a region of this thread."""
@@ -143,6 +134,7 @@ class LiveStep:
         traced: Trace the step; False: only count its bytes.
 
     Attributes:
+        tracer: The tracer, if the step is traced.
         start_bytes: Bytes in use before the step, without the gradients.
         peak_bytes: The most bytes that the step has added so far.
         fixed_bytes: What autograd saves in calls that no plan may change.
@@ -160,20 +152,16 @@ class LiveStep:
         self._gradients = gradients
         self._thread = threading.get_ident()
         meter = device_meter(device)
-        is_counting = isinstance(meter, StorageMeter)
-        self._meter = LiveMeter(device) if is_counting else meter
+        self._counts = isinstance(meter, StorageMeter)
+        self._meter = LiveMeter(device) if self._counts else meter
         self._timer = OperatorTimer(device)
         self._handles: list[RemovableHandle] = []
         self._followed: set[int] = set()
-        self._number: int | None = None
-        self._counts: Counter[tuple[str, bool]] = Counter()
+        self._prefix: str | None = None
         self.tracer = LiveTracer(self._meter, self._timer) if traced else None
         self._is_attached = True
         if self.tracer is not None:
-            self._hooks = self.tracer.plain_hooks()
-            push_hooks_at_bottom(*self._hooks)
-            subscribe(self.tracer)
-            enter_at_bottom(self.tracer)
+            self.tracer.attach(at_bottom=True)
         if isinstance(self._meter, LiveMeter):
             enter_at_bottom(self._meter)
         else:
@@ -194,42 +182,51 @@ class LiveStep:
 
         Where an allocator counts all of the process: at the end of its backward.
         """
-        if isinstance(self._meter, LiveMeter):
-            return self._left_now()
-        return self._left_bytes
+        return self._left_now() if self._counts else self._left_bytes
 
     def _left_now(self) -> int:
         live_bytes = self._meter.live_bytes - self.start_bytes
         return max(0, live_bytes - bytes_of(self._gradients()))
 
-    def call(self, model: nn.Module, number: int, args: object, kwargs: object) -> None:
-        """Note where modules begin and end in the call of a model that begins now."""
-        tracer = self.tracer
-        if tracer is None:
+    def call(self, model: nn.Module, number: int, *arguments: object) -> None:
+        """Record where modules begin and end in the call of a model that begins now.
+
+        Paths in the trace begin with the number of the call.
+        """
+        if self.tracer is None:
             return
-        tracer.call_model(str(number))
-        self._number, self._counts = number, Counter()
-        self._note("", True, model, args, kwargs)
+        self._prefix = str(number)
+        self.tracer.call_model(self._prefix)
+        self._record("", True, model, *arguments)
         if id(model) in self._followed:
             return
         self._followed.add(id(model))
         for name, module in model.named_modules():
+            enter, leave = (partial(self._record, name, way) for way in (True, False))
             if name:
-                enter = partial(self._note, name, True)
                 self._handles.append(
                     module.register_forward_pre_hook(
                         enter, with_kwargs=True, prepend=True
                     )
                 )
             self._handles.append(
-                module.register_forward_hook(
-                    partial(self._note, name, False), with_kwargs=True, prepend=True
-                )
+                module.register_forward_hook(leave, with_kwargs=True, prepend=True)
             )
 
+    def _record(
+        self,
+        name: str,
+        entering: bool,  # noqa: FBT001
+        _: nn.Module,
+        *passed: object,
+    ) -> None:
+        if self._prefix is not None and self.tracer is not None:
+            path = f"{self._prefix}.{name}" if name else self._prefix
+            self.tracer.reach(path, passed, entering=entering)
+
     def returned(self) -> None:
-        """Note that the call of the model is over."""
-        self._number = None
+        """End the call of the model."""
+        self._prefix = None
 
     def backward_ended(self) -> None:
         """Read the peak; stop tracing if autograd holds nothing of the step any more.
@@ -238,7 +235,8 @@ class LiveStep:
         """
         self._read_peak()
         self._left_bytes = self._left_now()
-        if self.tracer is not None and not self.tracer.has_open_saves:
+        saves = [] if self.tracer is None else self.tracer.trace.saves
+        if all(save.released is not None for save in saves):
             self._stop_tracing()
 
     def finish(self) -> None:
@@ -260,23 +258,41 @@ class LiveStep:
             return
         self._is_attached = False
         if self.tracer is not None:
-            take_out_hooks(self._hooks[0])
-            leave_anywhere(self.tracer)
+            self.tracer.detach()
         if isinstance(self._meter, LiveMeter):
             leave_anywhere(self._meter)
         else:
             self._meter.__exit__(None, None, None)
 
+    def _read_peak(self) -> None:
+        highest_bytes = self._meter.peak_bytes
+        if self.tracer is not None:
+            self.tracer.note_peak()
+            highest_bytes = self.tracer.highest_bytes
+        self.peak_bytes = max(self.peak_bytes, highest_bytes - self.start_bytes)
+
+    def _stop_tracing(self) -> None:
+        if self.tracer is None or self.tracer.is_over:
+            return
+        self.tracer.is_over = True
+        self.tracer.stop()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    @property
+    def _traced(self) -> LiveTracer:
+        assert self.tracer is not None, "the step was traced"
+        return self.tracer
+
     @property
     def planned_calls(self) -> set[int]:
         """The calls in which regions can begin and end."""
-        assert self.tracer is not None, "the step was traced"
-        return {boundary.model_call for boundary in self.tracer.trace.boundaries}
+        return {boundary.model_call for boundary in self._traced.trace.boundaries}
 
     def torn(self, cuts: Collection[str]) -> set[str]:
         """Return the cuts where a value is about to be written over."""
-        assert self.tracer is not None, "the step was traced"
-        return torn_blocks(self.tracer.trace, cuts)
+        return torn_blocks(self._traced.trace, cuts)
 
     def graph(self, cuts: Collection[str], fixed_calls: Collection[int]) -> Graph:
         """Return the graph of the step.
@@ -285,55 +301,13 @@ class LiveStep:
             cuts: The paths at which it was cut, each after the number of its call.
             fixed_calls: Calls that no plan may change: what they take is as measured.
         """
-        assert self.tracer is not None, "the step was traced"
-        [trace, *_] = self.tracer.close()
+        [trace, *_] = self._traced.close()
         self.fixed_bytes = _fix(trace, fixed_calls)
-        graph = graph_of(trace, self._timer.seconds, blocks=cuts)
-        backward = sum(map(self._timer.seconds, trace.backward_timings))
-        return replace(
-            graph,
-            step_seconds=graph.forward_seconds + backward,
+        return step_graph(
+            [trace],
+            self._timer.seconds,
+            blocks=cuts,
             recording_seconds=_recording_seconds(),
-        )
-
-    def _read_peak(self) -> None:
-        tracer = self.tracer
-        if tracer is not None:
-            tracer.note_peak()
-        highest = self._meter.peak_bytes if tracer is None else tracer.highest_bytes
-        self.peak_bytes = max(self.peak_bytes, highest - self.start_bytes)
-
-    def _stop_tracing(self) -> None:
-        tracer = self.tracer
-        if tracer is None or tracer.is_over:
-            return
-        tracer.is_over = True
-        unsubscribe(tracer)
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-
-    def _note(
-        self,
-        name: str,
-        entering: bool,  # noqa: FBT001
-        _: nn.Module,
-        args: object,
-        kwargs: object,
-        output: object = None,
-    ) -> None:
-        if self._number is None or self.tracer is None:
-            return
-        number = self._number
-        path = f"{number}.{name}" if name else str(number)
-        count = self._counts[name, entering]
-        self._counts[name, entering] += 1
-        self.tracer.reach(
-            path,
-            count,
-            entering=entering,
-            model_call=number,
-            passed=tensors([args, kwargs, output]),
         )
 
 

@@ -1,79 +1,64 @@
 """One observed step: traced while every block is recomputed."""
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from recoup.backend.autograd.hook_stacks import take_out_hooks
-from recoup.backend.autograd.saved_tensors import (
-    is_in_backward,
-    push_hooks,
-    records_gradients,
-)
+from recoup.backend.autograd.saved_tensors import is_in_backward, records_gradients
 from recoup.backend.memory.ledger import storages_in
 from recoup.backend.memory.meters import MemoryMeter
 from recoup.backend.operators.timers import Timer
 from recoup.backend.state.trees import tensors
+from recoup.core.graph import Graph
 from recoup.core.restoring import removing, restoring
 from recoup.engine.applied.applied_plan import Applied
 from recoup.engine.applied.model_blocks import block_names
 from recoup.engine.applied.planned_runs import Cuts
-from recoup.engine.recording.observers import subscribe, unsubscribe
 from recoup.errors import UsageError
 from recoup.measurement.steps.training_step import TrainingStep
 from recoup.measurement.tracing.graphs import torn_blocks
+from recoup.measurement.tracing.passes import step_graph
 from recoup.measurement.tracing.trace import Trace
 from recoup.measurement.tracing.tracer import Tracer
 
 
-@dataclass(frozen=True, slots=True)
-class Instruments:
-    """What a step is observed with.
+class Observation(NamedTuple):
+    """An observed step.
 
     Attributes:
-        meter: Makes a meter of the bytes in use.
-        timer: Makes a timer of operators.
+        graph: Its graph.
+        cuts: The paths of the modules at which it was cut.
+        model_calls: How often it calls the model, or parts of it, in all passes.
     """
 
-    meter: Callable[[], MemoryMeter]
-    timer: Callable[[], Timer]
-
-
-@dataclass(frozen=True, slots=True)
-class Observation:
-    """What was seen of a step.
-
-    Attributes:
-        traces: What happened in each of its passes.
-        timer: Says how long each operator took.
-        cuts: The paths of the modules at which the step was cut.
-    """
-
-    traces: list[Trace]
-    timer: Timer
+    graph: Graph
     cuts: tuple[str, ...]
+    model_calls: int
 
 
 def observe(
     step: TrainingStep,
-    instruments: Instruments,
+    meter: Callable[[], MemoryMeter],
+    timer: Callable[[], Timer],
     *,
+    recording_seconds: float = 0.0,
     names: Sequence[str] | None = None,
     resident: Sequence[object] = (),
 ) -> Observation:
-    """Run a step in which every block is recomputed, and return what was seen.
+    """Run a step in which every block is recomputed, and return its graph.
 
     Runs the step twice, or three times: once to warm up, then traced; once more if it
     must be cut elsewhere.
 
     Args:
         step: The step.
-        instruments: What it is observed with.
+        meter: Makes a meter of the bytes in use.
+        timer: Makes a timer of operators.
+        recording_seconds: What a region adds to each operator of forward.
         names: The paths of the modules that are its blocks; by default they are found.
         resident: What else is in memory during the step, as an optimizer's state.
 
@@ -95,7 +80,7 @@ def observe(
     with cut(step, Cuts(cuts)):
         step.begin()
         step.run()
-    traces, timer = _trace(step, cuts, resident, instruments)
+    traces, clock = _trace(step, cuts, resident, meter(), timer())
     if not any(trace.roots for trace in traces):
         raise UsageError(
             f"the step does not call this {type(step.model).__name__}, or only without "
@@ -105,8 +90,11 @@ def observe(
     torn = {name for trace in traces for name in torn_blocks(trace, cuts)}
     if torn:
         cuts = tuple(name for name in cuts if name not in torn)
-        traces, timer = _trace(step, cuts, resident, instruments)
-    return Observation(traces, timer, cuts)
+        traces, clock = _trace(step, cuts, resident, meter(), timer())
+    graph = step_graph(
+        traces, clock.seconds, blocks=cuts, recording_seconds=recording_seconds
+    )
+    return Observation(graph, cuts, sum(trace.model_calls for trace in traces))
 
 
 def called_blocks(model: nn.Module) -> tuple[str, ...]:
@@ -141,27 +129,24 @@ def _trace(
     step: TrainingStep,
     cuts: tuple[str, ...],
     resident: Sequence[object],
-    instruments: Instruments,
+    meter: MemoryMeter,
+    timer: Timer,
 ) -> tuple[list[Trace], Timer]:
-    timer = instruments.timer()
     step.begin()
     storages = storages_in((step.resident(), list(resident)))
-    with instruments.meter() as meter:
+    with meter:
         meter.track(*step.resident(), *tensors(list(resident)))
         parameters = dict(step.model.named_parameters())
         tracer = Tracer(meter, timer, storages, parameters=parameters)
-        pack, unpack = tracer.plain_hooks()
         with (
-            restoring(partial(unsubscribe, tracer)),
-            restoring(partial(take_out_hooks, pack)),
-            _boundaries_noted(step.model, tracer),
+            restoring(tracer.stop),
+            restoring(tracer.detach),
+            _boundaries_recorded(step.model, tracer),
             _gradients_recorded(parameters, tracer),
             cut(step, Cuts(cuts, policy=tracer)),
         ):
-            subscribe(tracer)
-            push_hooks(pack, unpack)
-            with tracer:
-                step.run()
+            tracer.attach()
+            step.run()
         traces = tracer.close()
     step.drop_gradients()
     return traces, timer
@@ -176,47 +161,31 @@ def cut(step: TrainingStep, cuts: Cuts) -> Iterator[None]:
 
 
 @contextmanager
-def _boundaries_noted(model: nn.Module, tracer: Tracer) -> Iterator[None]:
-    """Tell the tracer whenever a module is entered or left."""
-    calls: Counter[tuple[str, bool]] = Counter()
-    # What the step itself called last, until it returns: most often the model.
+def _boundaries_recorded(model: nn.Module, tracer: Tracer) -> Iterator[None]:
+    """Record in the trace where modules are entered and left."""
+    # The module that the step itself called, until it returns: most often the model.
     root: nn.Module | None = None
-    # Which call of the pass it is; None if no gradients are recorded for it.
-    model_call: int | None = None
 
-    def note(
+    def record(
         name: str,
         entering: bool,  # noqa: FBT001
         module: nn.Module,
-        args: object,
-        kwargs: object,
-        output: object = None,
+        *passed: object,
     ) -> None:
-        nonlocal model_call, root
+        nonlocal root
         # A part that is called in backward is recomputed by torch's own checkpointing.
         is_root = root is None and not (name and is_in_backward())
         if entering and (is_root or root is module):
             root = module
-            model_call = tracer.call_model(name) if records_gradients() else None
-            if model_call == 0:
-                calls.clear()
-        if model_call is not None:
-            call = calls[name, entering]
-            calls[name, entering] += 1
-            tracer.reach(
-                name,
-                call,
-                entering=entering,
-                model_call=model_call,
-                passed=tensors([args, kwargs, output]),
-            )
+            tracer.call_model(name if records_gradients() else None)
+        tracer.reach(name, passed, entering=entering)
         if not entering and module is root:
             root = None
 
     with removing() as handles:
         add = handles.append
         for name, module in model.named_modules():
-            before, after = partial(note, name, True), partial(note, name, False)
+            before, after = partial(record, name, True), partial(record, name, False)
             follow = partial(module.register_forward_hook, with_kwargs=True)
             lead = partial(module.register_forward_pre_hook, with_kwargs=True)
             add(lead(before, prepend=True))

@@ -65,25 +65,43 @@ class SavedBytes:
         pop_hooks()
         self._around = None
 
-    def _pack(self, tensor: Tensor) -> "_Kept | _Passed":
+    def _pack(self, tensor: Tensor) -> "KeptTensor | _Passed":
         self.tensors += 1
         for storage in storages_in(tensor):
             if not self._existing.refresh(storage):
                 self._ledger.add(storage)
         if self._around is None:
-            # Without its graph, which autograd knows: an operator that saves its own
-            # result would keep itself alive, in a cycle that no collector sees.
-            return _Kept(alias(tensor), version_of(tensor))
+            return KeptTensor(tensor)
         pack, unpack = self._around
         return _Passed(pack(tensor), unpack)
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """A saved tensor, with the version that was saved."""
+class KeptTensor:
+    """A saved tensor without its graph, and the version that was saved.
 
-    tensor: Tensor
-    version: int
+    With its graph, an operator that saves its own result would keep itself alive, in a
+    cycle that no collector sees. Autograd knows the graph.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor if tensor.is_leaf else alias(tensor)
+        self._version = version_of(tensor)
+
+    def fetch(self) -> Tensor:
+        """Return the tensor, unless it was written to: with hooks torch checks none.
+
+        Raises:
+            ChangedTensorError: It was written to.
+        """
+        tensor, version = self._tensor, version_of(self._tensor)
+        if version != self._version:
+            raise ChangedTensorError(
+                "one of the variables needed for gradient computation has been "
+                f"modified by an inplace operation: {tensor.dtype} "
+                f"{list(tensor.shape)} is at version {version}; expected version "
+                f"{self._version} instead. Write to a copy, or after backward."
+            )
+        return tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,16 +112,7 @@ class _Passed:
     unpack: Unpack
 
 
-def _unpack(saved: _Kept | _Passed) -> Tensor:
+def _unpack(saved: KeptTensor | _Passed) -> Tensor:
     if isinstance(saved, _Passed):
         return saved.unpack(saved.packed)
-    # Hooks switch autograd's own check off.
-    version = version_of(saved.tensor)
-    if version != saved.version:
-        raise ChangedTensorError(
-            "one of the variables needed for gradient computation has been modified by "
-            f"an inplace operation: {saved.tensor.dtype} {list(saved.tensor.shape)} is "
-            f"at version {version}; expected version {saved.version} instead. Write to "
-            "a copy, or after backward."
-        )
-    return saved.tensor
+    return saved.fetch()

@@ -1,32 +1,41 @@
 """Trace one training step: every operator, every saved tensor, every byte."""
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from recoup.backend.autograd.hook_stacks import (
+    enter_at_bottom,
+    leave_anywhere,
+    push_hooks_at_bottom,
+    take_out_hooks,
+)
 from recoup.backend.autograd.saved_tensors import (
     Pack,
     Unpack,
     ambient_hooks,
     current_backward,
+    push_hooks,
 )
 from recoup.backend.memory.ledger import storages_in
 from recoup.backend.memory.meters import MemoryMeter
-from recoup.backend.memory.storages import version_of
 from recoup.backend.operators.dispatch import OperatorMode
 from recoup.backend.operators.fakes import makes_no_memory
 from recoup.backend.operators.properties import Facts, facts_of
 from recoup.backend.operators.timers import Timer
+from recoup.backend.state.trees import tensors
 from recoup.core.graph import BEFORE
 from recoup.engine.lifetime.values import Hold
-from recoup.engine.recording.observers import Watched
+from recoup.engine.recording.observers import Watched, subscribe, unsubscribe
 from recoup.engine.recording.region import STATE_BYTES, Region
 from recoup.engine.replay.recomputing import is_recomputing
 from recoup.measurement.tracing.lives import Lives
+from recoup.measurement.tracing.saved import KeptTensor
 from recoup.measurement.tracing.trace import (
     Trace,
     TracedBoundary,
@@ -71,6 +80,33 @@ class Tracer(OperatorMode):
         self._facts: dict[Any, Facts] = {}
         self._lives = Lives(self.trace, self._resident)
         self._in_backward = False
+        self._plain_hooks = self._plain()
+        self._model_call: int | None = None
+        self._calls: Counter[tuple[str, bool]] = Counter()
+
+    def attach(self, *, at_bottom: bool = False) -> None:
+        """Trace what this thread runs, and what autograd saves in no region.
+
+        Args:
+            at_bottom: Stay below all modes and hooks of the thread, so that user code
+                may enter and leave its own meanwhile.
+        """
+        if at_bottom:
+            push_hooks_at_bottom(*self._plain_hooks)
+            enter_at_bottom(self)
+        else:
+            push_hooks(*self._plain_hooks)
+            self.__enter__()
+        subscribe(self)
+
+    def stop(self) -> None:
+        """Follow no more regions; may be called on any thread."""
+        unsubscribe(self)
+
+    def detach(self) -> None:
+        """Leave the stacks of this thread, wherever in them the tracer is."""
+        take_out_hooks(self._plain_hooks[0])
+        leave_anywhere(self)
 
     def __torch_dispatch__(
         self,
@@ -95,15 +131,11 @@ class Tracer(OperatorMode):
             }
         self._lives.bury()
         if self._in_backward:
-            self._meter.reset_peak()
-            before_bytes = self._meter.live_bytes
-            call = partial(func, *args, **kwargs)
-            out, timing = self._timer.run(call)
-            peak_bytes = self._meter.peak_bytes
-            self.trace.backward_bytes.append(peak_bytes)
-            self.trace.backward_own_bytes.append(peak_bytes - before_bytes)
-            self.trace.backward_timings.append(self._time_again(facts, call, timing))
-            return out
+            ran = self._run(facts, partial(func, *args, **kwargs))
+            self.trace.backward_bytes.append(ran.peak_bytes)
+            self.trace.backward_own_bytes.append(ran.own_bytes)
+            self.trace.backward_timings.append(ran.timing)
+            return ran.out
         return self._forward(facts, func, args, kwargs)
 
     def keeps(self, operator: str, nbytes: int) -> bool:
@@ -125,18 +157,22 @@ class Tracer(OperatorMode):
         """Return the region's hooks, which take note as well."""
         return self._noting(region.pack, region.unpack)
 
-    def plain_hooks(self) -> tuple[Pack, Unpack]:
+    def _plain(self) -> tuple[Pack, Unpack]:
         """Return hooks that take note and keep the tensor, for what is in no region."""
-        pack, unpack = self._noting(_Kept, _Kept.fetch)
+        pack, unpack = self._noting(KeptTensor, KeptTensor.fetch)
         pack.is_transparent = True  # pyright: ignore[reportFunctionMemberAccess]
         return pack, unpack
 
-    def call_model(self, root: str) -> int:
-        """Record a call of the model, or of a part; return its number in the pass.
+    def call_model(self, root: str | None) -> None:
+        """Record a call of the model, or of a part, that begins now.
 
         Args:
-            root: The path of the module that is called.
+            root: The path of the module that is called; None: without gradients, so
+                that nothing of the call can be planned.
         """
+        if root is None:
+            self._model_call = None
+            return
         if self._in_backward and current_backward() == -1:
             self._lives.bury()
             self.trace = Trace()
@@ -145,8 +181,9 @@ class Tracer(OperatorMode):
             self._in_backward = False
         if not self.trace.roots:
             self.trace.gradients = dict.fromkeys(self._carried(), BEFORE)
+            self._calls.clear()
+        self._model_call = len(self.trace.roots)
         self.trace.roots.append(root)
-        return len(self.trace.roots) - 1
 
     def _carried(self) -> list[str]:
         """Return the paths of the parameters that have a gradient now."""
@@ -156,30 +193,24 @@ class Tracer(OperatorMode):
         """Record that backward has added to the gradient of a parameter."""
         self.trace.gradients.setdefault(name, self.trace.moment)
 
-    def reach(
-        self,
-        module: str,
-        call: int,
-        *,
-        entering: bool,
-        model_call: int = 0,
-        passed: Iterable[Tensor] = (),
-    ) -> None:
-        """Take note that a module is entered or left.
+    def reach(self, module: str, passed: object, *, entering: bool) -> None:
+        """Record that a module is entered or left.
 
         Not inside hooks of the model's own, where no region may begin or end.
 
         Args:
             module: Its path.
-            call: Which call of it.
+            passed: Its arguments, or its output.
             entering: It is entered; False: left.
-            model_call: Which call of the model it happens in.
-            passed: What it is called with, or returns.
         """
+        if self._model_call is None:
+            return
+        call = self._calls[module, entering]
+        self._calls[module, entering] += 1
         hooks = ambient_hooks()
         if not self._in_backward and hooks and getattr(hooks[0], "is_noting", False):
             trace = self.trace
-            for tensor in passed:
+            for tensor in tensors(passed):
                 self._lives.follow(tensor)
             trace.boundaries.append(
                 TracedBoundary(
@@ -188,7 +219,7 @@ class Tracer(OperatorMode):
                     module,
                     call,
                     entering,
-                    model_call,
+                    self._model_call,
                 )
             )
 
@@ -257,32 +288,40 @@ class Tracer(OperatorMode):
         # A replay makes a tensor like another without the other.
         given = storages_in((args[1:] if facts.shape_only else args, kwargs))
         reads = [self._lives.value_in(storage) for storage in given]
-        self._meter.reset_peak()
-        before_bytes = self._meter.live_bytes
-        call = partial(func, *args, **kwargs)
-        out, timing = self._timer.run(call)
-        peak_bytes = self._meter.peak_bytes
-        workspace_bytes = peak_bytes - self._meter.live_bytes
+        ran = self._run(facts, partial(func, *args, **kwargs))
         states = _state_sizes(facts, args)
         written = _written(facts, args, kwargs)
         makes = [self._lives.overwrite(storage, moment) for storage in written]
-        for storage in storages_in(out):
+        for storage in storages_in(ran.out):
             if not self._lives.knows(storage):
-                nbytes = self._meter.counted_bytes(storage.nbytes())
+                nbytes = self._counted_bytes(storage)
                 makes.append(self._lives.admit(storage, nbytes=nbytes, born=moment))
         trace.operations.append(
             TracedOperation(
                 name=facts.name,
                 reads=list(dict.fromkeys(reads)),
                 makes=makes,
-                timing=self._time_again(facts, call, timing),
-                peak_bytes=peak_bytes,
-                own_bytes=peak_bytes - before_bytes,
-                workspace_bytes=max(0, workspace_bytes),
+                timing=ran.timing,
+                peak_bytes=ran.peak_bytes,
+                own_bytes=ran.own_bytes,
+                workspace_bytes=ran.workspace_bytes,
                 state_bytes=sum(map(self._meter.counted_bytes, states)),
             )
         )
-        return out
+        return ran.out
+
+    def _run(self, facts: Facts, call: partial[Any]) -> "Ran":
+        """Run an operator, and measure it."""
+        self._meter.reset_peak()
+        before_bytes = self._meter.live_bytes
+        out, timing = self._timer.run(call)
+        peak_bytes = self._meter.peak_bytes
+        workspace_bytes = max(0, peak_bytes - self._meter.live_bytes)
+        timing = self._time_again(facts, call, timing)
+        return Ran(out, timing, peak_bytes, peak_bytes - before_bytes, workspace_bytes)
+
+    def _counted_bytes(self, storage: torch.UntypedStorage) -> int:
+        return self._meter.counted_bytes(storage.nbytes())
 
     def _time_again(self, facts: Facts, call: partial[Any], timing: int) -> int:
         """Return the timing of an operator, which its first run makes too long.
@@ -303,24 +342,14 @@ class Tracer(OperatorMode):
         return known
 
 
-class _Kept:
-    """A saved tensor in no region, without its graph, which it would keep alive."""
+class Ran(NamedTuple):
+    """An operator that has run, and its measurements."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor if tensor.is_leaf else tensor.detach()
-        self._version = version_of(tensor)
-
-    def fetch(self) -> Tensor:
-        """Return the tensor, unless it was written to: with hooks torch checks none."""
-        version = version_of(self._tensor)
-        if version != self._version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been "
-                "modified by an inplace operation: a tensor of shape "
-                f"{tuple(self._tensor.shape)} is at version {version}; "
-                f"expected version {self._version} instead."
-            )
-        return self._tensor
+    out: Any
+    timing: int = 0
+    peak_bytes: int = 0
+    own_bytes: int = 0
+    workspace_bytes: int = 0
 
 
 def _release(trace: Trace, number: int) -> None:
