@@ -22,11 +22,32 @@ REFERENCE = "".join(
     page.read_text(encoding="utf-8") for page in ROOT.glob("docs/reference/*.md")
 )
 
+TUTORIALS = {
+    "diffusion.md": (),
+    "gan.md": (),
+    "hugging-face.md": ("transformers",),
+    "lora.md": ("transformers", "peft"),
+    "neural-ode.md": (),
+}
+"""The tutorials, and the packages that each needs besides torch."""
+
 
 @pytest.mark.parametrize("name", recoup.__all__)
 def test_a_public_name_has_its_place_in_the_reference(name):
     found = re.findall(rf"^::: recoup\.{name}$", REFERENCE, flags=re.MULTILINE)
     assert len(found) == 1, f"write '::: recoup.{name}' on one page of docs/reference"
+
+
+@pytest.mark.parametrize(
+    "part",
+    ["checkpointing", "errors", "loops", "precision", "results", "tiers", "train"],
+)
+def test_a_name_of_a_part_has_its_place_in_the_reference(part):
+    names = set(getattr(recoup, part).__all__) - set(recoup.__all__)
+    missing = [name for name in sorted(names) if f"{part}.{name}\n" not in REFERENCE]
+    assert missing == [], (
+        f"write '::: recoup.{part}.<name>' on a page of docs/reference"
+    )
 
 
 def test_the_listed_pages_exist():
@@ -56,7 +77,21 @@ def test_every_block_of_code_is_run():
         )
         if ">>>" not in block
     }
-    assert without == {"start.md", "guides/fit.md", "guides/distributed.md"}
+    tutorials = {page for page in without if page.startswith("tutorials/")}
+    assert tutorials == {f"tutorials/{page}" for page in TUTORIALS}
+    others = without - tutorials
+    assert others == {"start.md", "guides/fit.md", "guides/distributed.md"}
+
+
+@pytest.mark.parametrize("page", TUTORIALS)
+def test_a_tutorial_runs_from_top_to_bottom(page):
+    """Its blocks are pasted one after the other; they end with assertions."""
+    text = (ROOT / "docs" / "tutorials" / page).read_text(encoding="utf-8")
+    code = "\n".join(re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL))
+    for package in TUTORIALS[page]:
+        pytest.importorskip(package)
+    assert "assert " in code
+    exec(compile(code, page, "exec"), {"__name__": page})
 
 
 def test_the_file_of_the_first_page_is_measured(tmp_path, capsys):

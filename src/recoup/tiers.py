@@ -1,6 +1,6 @@
 """Tiers: where a kept value is stored, and how many bytes are there."""
 
-from recoup.engine.tiers.account import Usage, tier_usage
+from recoup.engine.tiers.account import tier_usage
 from recoup.engine.tiers.device import Device
 from recoup.engine.tiers.disk import Disk
 from recoup.engine.tiers.eight_bit import EightBit
@@ -20,6 +20,5 @@ __all__ = [
     "Packed",
     "Stored",
     "Tier",
-    "Usage",
     "tier_usage",
 ]
