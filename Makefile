@@ -17,7 +17,7 @@ help: ## Say what each target does
 
 demo: $(PACKAGES) ## Train a small GPT plainly and with recoup, and compare them
 	@mkdir -p build
-	$(RUN) -m recoup.cli.demo --page build/demo.html $(ARGS)
+	$(RUN) -m recoup.cli.main demo --page build/demo.html $(ARGS)
 
 test: $(INTEGRATIONS) ## Run the tests (on a GPU too, if there is one)
 	$(RUN) -m pytest $(ARGS)

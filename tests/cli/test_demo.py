@@ -11,8 +11,10 @@ import sys
 import pytest
 import torch
 
-from recoup.cli import demo
 from recoup.cli import demo_training as training
+from recoup.cli import work
+from recoup.cli.main import run
+from recoup.cli.statuses import FAILED, INTERRUPTED, USAGE
 from recoup.errors import UsageError
 
 
@@ -24,10 +26,12 @@ def row(output, name):
 
 def test_one_table_with_equal_runs_and_status_zero(capsys, tmp_path):
     page = tmp_path / "demo.html"
-    assert demo.main(["--small", "--steps", "3", "--page", str(page)]) == 0
+    assert run(["demo", "--small", "--steps", "3", "--page", str(page)]) == 0
     output = capsys.readouterr().out
     assert "demo.html" in output.replace("\n", "")
     assert page.read_text(encoding="utf-8").lower().startswith("<!doctype html>")
+    assert output.lstrip().startswith("Fits in half the memory")
+    assert "losses and gradients equal in every bit" in " ".join(output.split())
     assert output.count("┏") == 1
     assert row(output, "loss curves equal")[1] == "yes"
     assert row(output, "gradients bitwise equal")[1] == "yes"
@@ -41,7 +45,7 @@ def test_one_table_with_equal_runs_and_status_zero(capsys, tmp_path):
 
 
 def test_one_object_for_programs(capsys):
-    assert demo.main(["--small", "--steps", "2", "--json"]) == 0
+    assert run(["demo", "--small", "--steps", "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["losses_equal"] is True
     assert found["gradients_equal"] is True
@@ -56,7 +60,7 @@ def test_one_object_for_programs(capsys):
 )
 def test_other_work_is_told_of_where_times_suffer(monkeypatch, load, device, is_busy):
     monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
-    warning = demo.other_work(torch.device(device))
+    warning = work.other_work(torch.device(device))
     assert ("load 1000.0" in warning) is is_busy
     assert bool(warning) is is_busy
 
@@ -71,7 +75,7 @@ def test_a_wrong_gradient_is_shown_and_gives_status_one(capsys, monkeypatch):
         )
 
     monkeypatch.setattr(training, "fit_to_budget", wrong)
-    assert demo.main(["--small", "--steps", "1"]) == 1
+    assert run(["demo", "--small", "--steps", "1"]) == 1
     output = capsys.readouterr().out
     assert row(output, "loss curves equal")[1] == "yes"
     assert row(output, "gradients bitwise equal")[1] == "no"
@@ -82,7 +86,7 @@ def test_a_wrong_loss_is_shown_and_gives_status_one(capsys, monkeypatch):
         torch.rand(1)
 
     monkeypatch.setattr(training, "fit_to_budget", wrong)
-    assert demo.main(["--small", "--steps", "2"]) == 1
+    assert run(["demo", "--small", "--steps", "2"]) == 1
     assert row(capsys.readouterr().out, "loss curves equal")[1] == "no"
 
 
@@ -92,33 +96,33 @@ def test_a_kernel_that_does_not_repeat_is_noted(capsys, monkeypatch):
         torch.zeros(4).put_(torch.tensor([0]), torch.ones(1), accumulate=False)
 
     monkeypatch.setattr(training, "fit_to_budget", unrepeatable)
-    assert demo.main(["--small", "--steps", "1"]) == 0
+    assert run(["demo", "--small", "--steps", "1"]) == 0
     output = " ".join(capsys.readouterr().out.split())
     assert "put_" in output.split("Some bits may differ by chance:")[1]
 
 
 @pytest.mark.parametrize("steps", ["0", "-1", "many", "1.5"])
 def test_a_wrong_number_of_steps_is_refused_in_one_sentence(capsys, steps):
-    with pytest.raises(SystemExit) as stopped:
-        demo.main([f"--steps={steps}"])
-    assert stopped.value.code == 2
-    message = capsys.readouterr().err.splitlines()[-1]
-    assert f"{steps!r} is not a positive whole number" in message
+    assert run(["demo", f"--steps={steps}"]) == USAGE
+    message = capsys.readouterr().err
+    assert "--steps" in message
+    assert "Invalid value" in message
+    assert message.count("\n") == 1
 
 
 @pytest.mark.parametrize(
-    ("error", "sentence"),
+    ("error", "sentence", "status"),
     [
-        (UsageError("a [scope] needs a name."), "a [scope] needs a name."),
-        (torch.OutOfMemoryError("many lines\n" * 9), "try again with --small."),
+        (UsageError("a [scope] needs a name."), "a [scope] needs a name.", USAGE),
+        (torch.OutOfMemoryError("many\n" * 9), "try again with --small.", FAILED),
     ],
 )
-def test_an_error_is_one_sentence_and_status_one(capsys, monkeypatch, error, sentence):
+def test_an_error_is_one_sentence(capsys, monkeypatch, error, sentence, status):
     def fail(settings, budget_bytes, model, optimizer, text):
         raise error
 
     monkeypatch.setattr(training, "fit_to_budget", fail)
-    assert demo.main(["--small", "--steps", "1"]) == 1
+    assert run(["demo", "--small", "--steps", "1"]) == status
     message = capsys.readouterr().err
     assert message.endswith(f"{sentence}\n")
     assert message.count("\n") == 1
@@ -128,7 +132,15 @@ def test_an_error_is_one_sentence_and_status_one(capsys, monkeypatch, error, sen
 def test_an_interrupt_leaves_a_clean_terminal_and_status_130():
     screen, terminal = os.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-m", "recoup.cli.demo", "--small", "--steps", "100000"],
+        [
+            sys.executable,
+            "-m",
+            "recoup.cli.main",
+            "demo",
+            "--small",
+            "--steps",
+            "100000",
+        ],
         stdout=terminal,
         stderr=terminal,
         env={**os.environ, "TERM": "xterm", "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -146,8 +158,8 @@ def test_an_interrupt_leaves_a_clean_terminal_and_status_130():
     except OSError:  # how Linux says that the other end is closed
         pass
     os.close(screen)
-    assert process.wait() == demo.INTERRUPTED
+    assert process.wait() == INTERRUPTED
     assert b"Traceback" not in shown
-    assert b"Interrupted" in shown
+    assert b"recoup: interrupted." in shown
     # The cursor that the progress bar hid is shown again.
     assert shown.rfind(b"\x1b[?25h") > shown.rfind(b"\x1b[?25l")

@@ -30,9 +30,8 @@ BudgetText = Annotated[
     str | None,
     typer.Option(
         "--budget",
-        help="Peak bytes, everything counted: 8GiB, 600MB, or a share of the plain "
-        "peak: 60% or 0.6. "
-        "By default what the device has.",
+        help="Peak bytes, everything counted: 8GiB, 8Gi, 8G, 600MB; or a share of the "
+        "plain peak: 60% or 0.6. By default what the device has.",
         envvar="RECOUP_BUDGET",
     ),
 ]
@@ -70,7 +69,7 @@ DeviceName = Annotated[
     typer.Option(
         "--device",
         help="With --dry: whose times are estimated: h200, h100, a100, rtx4090, or "
-        "this processor.",
+        "this CPU.",
     ),
 ]
 Points = Annotated[int, typer.Option(min=2, max=64, help="How many budgets to try.")]
@@ -86,6 +85,13 @@ ChartPath = Annotated[
 MemoryPath = Annotated[
     Path | None,
     typer.Option(help="Write the memory over the step there, as .svg or .png."),
+]
+TracePath = Annotated[
+    Path | None,
+    typer.Option(
+        help="Write the step there for a viewer: .json for Perfetto, .pickle for "
+        "pytorch.org/memory_viz."
+    ),
 ]
 
 

@@ -23,6 +23,7 @@ from recoup.cli.command_arguments import (
     Points,
     SizedTargetName,
     TargetName,
+    TracePath,
     check_budget_text,
     check_compile,
     check_device,
@@ -31,6 +32,8 @@ from recoup.cli.output_files import (
     as_json,
     check_figure,
     check_writable,
+    print_texts,
+    print_verdict,
     read_text,
     write_picture,
     write_whole,
@@ -61,11 +64,23 @@ def options(
     del version
 
 
-def demo(context: typer.Context) -> int:
-    """Train a small GPT plainly and with recoup, and compare them."""
-    from recoup.cli.demo import main
+def demo(
+    *,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 20,
+    small: Annotated[
+        bool, typer.Option("--small", help="A tiny model: seconds on any machine.")
+    ] = False,
+    page: PagePath = None,
+    json: AsJson = False,
+    debug: Debug = False,
+) -> int:
+    """Train a small GPT plainly and in half the memory, and compare every bit."""
+    del debug
+    check_writable(page)
 
-    return main(list(context.args), program="recoup demo")
+    from recoup.cli.demo import demonstrate
+
+    return demonstrate(steps, page, is_small=small, in_json=json)
 
 
 def fit(  # noqa: PLR0913 (one for each thing to be had)
@@ -84,22 +99,20 @@ def fit(  # noqa: PLR0913 (one for each thing to be had)
     """Fit a model into a budget: measure, plan, check on a real step, and say so."""
     del debug  # read by `recoup.cli.main`
     check_budget_text(budget)
-    refused = {"--offload": offload, "--page": page, "--findings": findings}
-    check_compile(compile, refused)
+    check_compile(compile, {"--offload": offload})
     for path in (page, plan, findings):
         check_writable(path)
-    if compile is not None:
-        _fit_compiled(target, budget, compile, plan=plan, json=json)
-        return
 
     from recoup.cli.targets import load_target
-    from recoup.cli.work import fit_target
+    from recoup.cli.work import fit_target, noise
     from recoup.report.files import to_json
     from recoup.report.pages import page as page_of
     from recoup.report.texts import comparison_text, frontier_text, summary_text
 
+    loaded = load_target(target)
+    busy = noise(loaded)
     fitted, found = fit_target(
-        load_target(target), budget, offload=offload, points=points
+        loaded, budget, offload=offload, points=points, compile=compile
     )
     if page is not None:
         write_whole(page, page_of(found))
@@ -108,72 +121,14 @@ def fit(  # noqa: PLR0913 (one for each thing to be had)
     if findings is not None:
         write_whole(findings, to_json(found))
     if json:
-        print(
-            as_json(
-                {
-                    "target": target,
-                    "budget_bytes": fitted.budget_bytes,
-                    "floor_bytes": fitted.floor_bytes,
-                    "plain_peak_bytes": fitted.plain_peak_bytes,
-                    "plain_seconds": fitted.plain_seconds,
-                    "predicted_peak_bytes": fitted.predicted_peak_bytes,
-                    "predicted_seconds": fitted.predicted_seconds,
-                    "measured_peak_bytes": fitted.measured_peak_bytes,
-                    "measured_seconds": fitted.measured_seconds,
-                    "planner": fitted.planner,
-                    "planning_seconds": fitted.planning_seconds,
-                    "total_seconds": fitted.total_seconds,
-                    "regions": len(fitted.plan.spans),
-                    "held": fitted.plan.count(),
-                }
-            )
-        )
+        print(as_json({"target": target, **fitted.numbers(), "busy": busy}))
         return
-    for text in (summary_text(found), frontier_text(found), comparison_text(found)):
-        print(text, end="\n\n")
+    print_verdict(found)
+    front = frontier_text(found) if len(found.plans) > 2 else ""
+    print_texts(summary_text(found), front, comparison_text(found), busy)
     for path in (page, plan, findings):
         if path is not None:
             print(f"wrote {path}")
-
-
-def _fit_compiled(
-    target: str, budget: str | None, how: str, *, plan: Path | None, json: bool
-) -> None:
-    from recoup.cli.targets import load_target
-    from recoup.cli.work import fit_compiled_target
-
-    fitted = fit_compiled_target(load_target(target), budget, how)
-    if plan is not None:
-        write_whole(plan, fitted.plan.to_json())
-    if json:
-        compiled = [block.module for block in fitted.plan.blocks if block.digest]
-        print(
-            as_json(
-                {
-                    "target": target,
-                    "executor": fitted.plan.executor,
-                    "budget_bytes": fitted.budget_bytes,
-                    "floor_bytes": fitted.floor_bytes,
-                    "plain_peak_bytes": fitted.plain_peak_bytes,
-                    "plain_seconds": fitted.plain_seconds,
-                    "predicted_peak_bytes": fitted.predicted_peak_bytes,
-                    "predicted_seconds": fitted.predicted_seconds,
-                    "measured_peak_bytes": fitted.measured_peak_bytes,
-                    "measured_seconds": fitted.measured_seconds,
-                    "difference": fitted.difference,
-                    "noise": fitted.noise,
-                    "total_seconds": fitted.total_seconds,
-                    "compiled": compiled,
-                    "eager": dict(fitted.eager),
-                }
-            )
-        )
-        return
-    print(fitted)
-    for name, why in fitted.eager.items():
-        print(f"not compiled: {name}: {why}")
-    if plan is not None:
-        print(f"wrote {plan}")
 
 
 def measure(
@@ -191,7 +146,7 @@ def measure(
     check_device(device, dry=dry)
 
     from recoup.cli.targets import load_target
-    from recoup.cli.work import Way, measure_findings, step_numbers
+    from recoup.cli.work import Way, measure_findings, noise, step_numbers
     from recoup.report.texts import (
         alive_text,
         blocks_text,
@@ -201,14 +156,15 @@ def measure(
     from recoup.report.texts import table as table_of
     from recoup.report.timeline import timeline
 
-    graph, found = measure_findings(
-        load_target(target, dry=dry), Way(dry=dry, device=device), budget
-    )
+    loaded = load_target(target, dry=dry)
+    busy = "" if dry else noise(loaded)
+    graph, found = measure_findings(loaded, Way(dry=dry, device=device), budget)
     numbers, view = step_numbers(graph, found), found.plan
     drawn = timeline(found.step, view)
     if json:
-        print(as_json({"target": target, **numbers}))
+        print(as_json({"target": target, **numbers, "busy": busy}))
         return
+    print_verdict(found)
     rows = [
         ["operators of forward", str(numbers["operators"])],
         ["saved for backward", print_bytes(numbers["saved_bytes"])],
@@ -223,15 +179,14 @@ def measure(
             ["peak with the plan", print_bytes(view.peak_bytes)],
             ["time with the plan", print_seconds(view.seconds)],
         ]
-    for text in (
+    print_texts(
         table_of([target, ""], rows),
         estimate_words(found.estimated_for),
-        timeline_text(drawn),
+        f"Memory over the step\n{timeline_text(drawn)}",
         alive_text(drawn),
         blocks_text(found.step, view),
-    ):
-        if text:
-            print(text, end="\n\n")
+        busy,
+    )
 
 
 def largest_batch(
@@ -273,12 +228,14 @@ def frontier(  # noqa: PLR0913 (one for each thing to be had)
     check_figure(chart)
 
     from recoup.cli.targets import load_target
-    from recoup.cli.work import Way, frontier_findings
+    from recoup.cli.work import Way, frontier_findings, noise
     from recoup.report.charts import frontier_chart
     from recoup.report.texts import estimate_words, frontier_text
 
+    loaded = load_target(target, dry=dry)
+    busy = "" if dry else noise(loaded)
     found = frontier_findings(
-        load_target(target, dry=dry),
+        loaded,
         points,
         offload=offload,
         way=Way(dry=dry, device=device),
@@ -290,14 +247,11 @@ def frontier(  # noqa: PLR0913 (one for each thing to be had)
             {"peak_bytes": view.peak_bytes, "seconds": view.seconds}
             for view in found.plans
         ]
-        estimated_for = found.estimated_for
-        print(
-            as_json({"target": target, "estimated_for": estimated_for, "plans": plans})
-        )
+        told = {"estimated_for": found.estimated_for, "busy": busy}
+        print(as_json({"target": target, **told, "plans": plans}))
         return
-    print(frontier_text(found))
-    if found.estimated_for:
-        print(f"\n{estimate_words(found.estimated_for)}")
+    print_verdict(found)
+    print_texts(frontier_text(found), estimate_words(found.estimated_for), busy)
 
 
 def compare(
@@ -308,22 +262,24 @@ def compare(
     json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Measure recoup beside PyTorch's own ways on your model: peak, time, gradients."""
+    """Measure recoup and PyTorch's own tools on your model: peak, time, gradients."""
     del debug
     for text in budget or ():
         check_budget_text(text)
 
     from recoup.cli.targets import load_target
-    from recoup.cli.work import compare_target
+    from recoup.cli.work import compare_target, noise
     from recoup.report.texts import contest_text
 
-    entries = compare_target(load_target(target), budget or (), offload=offload)
+    loaded = load_target(target)
+    busy = noise(loaded)
+    entries = compare_target(loaded, budget or (), offload=offload)
     if json:
         rows = [asdict(entry) for entry in entries]
-        print(as_json({"target": target, "contenders": rows}))
+        print(as_json({"target": target, "contenders": rows, "busy": busy}))
         return
-    print(contest_text(entries))
-    print("\nMeasured here, one after the other in one process: forward and backward.")
+    how = "Measured here, one after the other in one process: forward and backward."
+    print_texts(contest_text(entries), how, busy)
 
 
 def table(
@@ -343,18 +299,21 @@ def table(
     del debug
 
     from recoup.cli.targets import load_target
-    from recoup.cli.work import table_target
+    from recoup.cli.work import noise, table_target
 
-    found = table_target(load_target(target), precision, segment_size)
+    loaded = load_target(target)
+    busy = noise(loaded)
+    found = table_target(loaded, precision, segment_size)
     if json:
         rows = [
             {"name": row.name, "peak_bytes": row.peak_bytes, "seconds": row.seconds}
             for row in found.rows
         ]
-        print(as_json({"target": target, "precision": found.precision, "rows": rows}))
+        told = {"precision": found.precision, "busy": busy}
+        print(as_json({"target": target, **told, "rows": rows}))
         return
-    print(found)
-    print(f"\nMixed precision computes in {found.precision}; measured on this machine.")
+    how = f"Mixed precision computes in {found.precision}; measured on this machine."
+    print_texts(str(found), how, busy)
 
 
 def explain(
@@ -366,10 +325,9 @@ def explain(
     """Say in words what a plan does; needs neither torch nor the model."""
     del debug
 
-    from recoup.core.plan import Plan
-    from recoup.report.plan_text import plan_numbers, plan_text
+    from recoup.report.plan_text import plan_numbers, plan_text, read_plan
 
-    plan = Plan.from_json(read_text(path))
+    plan = read_plan(read_text(path))
     print(as_json(plan_numbers(plan)) if json else plan_text(plan))
 
 
@@ -385,6 +343,7 @@ def report(  # noqa: PLR0913 (one for each thing to be had)
     out: Annotated[Path, typer.Option(help="The page.")] = Path("recoup.html"),
     chart: ChartPath = None,
     memory: MemoryPath = None,
+    trace: TracePath = None,
     budget: BudgetText = None,
     json: AsJson = False,
     debug: Debug = False,
@@ -399,8 +358,12 @@ def report(  # noqa: PLR0913 (one for each thing to be had)
     from recoup.report.charts import frontier_chart, memory_chart
     from recoup.report.files import from_json
     from recoup.report.pages import page
-    from recoup.report.texts import verdict
+    from recoup.report.traces import check_trace
+    from recoup.report.traces import trace as trace_of
 
+    if trace is not None:
+        check_trace(trace)
+        check_writable(trace)
     if source.endswith(".json"):
         found = from_json(read_text(Path(source)))
     else:
@@ -414,10 +377,15 @@ def report(  # noqa: PLR0913 (one for each thing to be had)
         if path is not None:
             write_picture(path, draw(found))
             written.append(path)
+    if trace is not None:
+        write_whole(trace, trace_of(found, trace.suffix.lower()))
+        written.append(trace)
     if json:
         print(as_json({"page": str(out), "written": list(map(str, written))}))
-    else:
-        print("\n".join([verdict(found), *(f"wrote {path}" for path in written)]))
+        return
+    print_verdict(found)
+    for path in written:
+        print(f"wrote {path}")
 
 
 def doctor(*, json: AsJson = False, debug: Debug = False) -> int:

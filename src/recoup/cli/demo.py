@@ -1,9 +1,5 @@
 """Train a small GPT plainly and in half the memory, and show how the two compare."""
 
-import argparse
-import os
-import sys
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -22,40 +18,63 @@ from recoup.cli.demo_training import (
     losses_equal,
 )
 from recoup.cli.gpt import Shape
-from recoup.cli.output_files import as_json
+from recoup.cli.output_files import as_json, write_whole
+from recoup.cli.statuses import FAILED, CommandError
+from recoup.cli.work import other_work
 from recoup.core.units import print_bytes, print_seconds
-from recoup.errors import RecoupError
-from recoup.fitting.fit import Fit
-
-INTERRUPTED = 130
-"""The exit status of a program ended by Ctrl-C: 128 and the number of the signal."""
+from recoup.report.pages import page as page_of
 
 
-def main(
-    arguments: Sequence[str] | None = None,
-    *,
-    program: str = "python -m recoup.cli.demo",
-) -> int:
-    """Run the demonstration; return 0 if both runs agree to the last bit.
+def demonstrate(steps: int, page: Path | None, *, is_small: bool, in_json: bool) -> int:
+    """Run the demonstration; return 0 if both runs agree to the last bit, else 1.
 
     Args:
-        arguments: What was asked for; by default what the process was started with.
-        program: How it was started, for its help.
+        steps: How many steps each run trains.
+        page: Where to write a page about the plan.
+        is_small: Train a tiny model.
+        in_json: Print one JSON object, not a table.
 
-    Returns:
-        1 if they differ or something failed, 130 if it was interrupted.
+    Raises:
+        CommandError: The device has too little memory.
     """
-    options = _parser(program).parse_args(arguments)
+    settings = _settings(steps, is_small=is_small)
+    # With JSON, standard output is for that alone.
+    console = Console(stderr=in_json)
+    busy = other_work(settings.device)
     try:
-        return _demonstrate(_settings(options), options.page, in_json=options.json)
-    except KeyboardInterrupt:
-        _complain("Interrupted: nothing was written, there is nothing to clean up.")
-        return INTERRUPTED
+        with Progress(
+            TextColumn("{task.description:>6}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            console=console,
+            transient=True,
+        ) as progress:
+            plain, fitted, note = compare_repeatably(settings, progress)
     except torch.OutOfMemoryError:
-        _complain("The GPU has too little free memory: try again with --small.")
-    except RecoupError as error:
-        _complain(str(error))
-    return 1
+        raise CommandError(
+            "the GPU has too little free memory: try again with --small", status=FAILED
+        ) from None
+    same = losses_equal(plain, fitted) and gradients_equal(plain, fitted)
+    if in_json:
+        print(as_json(comparison_numbers(settings, plain, fitted)))
+    else:
+        words, style = ("equal in every bit", "green") if same else ("NOT equal", "red")
+        said = (
+            f"Fits in half the memory: peak {print_bytes(fitted.cost.peak_bytes)}, "
+            f"plain {print_bytes(plain.cost.peak_bytes)}; losses and gradients {words}."
+        )
+        console.print(said, style=f"bold {style}", highlight=False)
+        console.print(comparison_table(settings, plain, fitted))
+    said = [busy, note and f"Some bits may differ by chance: {note}"]
+    if fitted.report is not None:
+        said.insert(0, f"The plan: {fitted.report}")
+        if page is not None:
+            found = fitted.report.findings(title="GPT of the demonstration")
+            write_whole(page, page_of(found))
+            said.insert(1, f"The page: {page}")
+    for line in filter(None, said):
+        console.print(line, highlight=False, markup=False)
+    return 0 if same else 1
 
 
 def comparison_table(settings: Settings, plain: Outcome, fitted: Outcome) -> Table:
@@ -108,94 +127,15 @@ def device_name(device: torch.device) -> str:
     """Return what a person calls the device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return "the processor" if device.type == "cpu" else str(device)
+    return "the CPU" if device.type == "cpu" else str(device)
 
 
-def other_work(device: torch.device) -> str:
-    """Return a warning if the processors are at work for others, where times suffer."""
-    processors = os.cpu_count() or 1
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    if device.type != "cpu" or load < processors / 2:
-        return ""
-    return (
-        f"Other programs were running when this began (load {load:.1f} on {processors} "
-        "processors), and threads wait for each other: the times say little."
-    )
-
-
-def _demonstrate(settings: Settings, target: Path | None, *, in_json: bool) -> int:
-    # With JSON, standard output is for that alone.
-    console = Console(stderr=in_json)
-    busy = other_work(settings.device)
-    with Progress(
-        TextColumn("{task.description:>6}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        console=console,
-        transient=True,
-    ) as progress:
-        plain, fitted, note = compare_repeatably(settings, progress)
-    if in_json:
-        print(as_json(comparison_numbers(settings, plain, fitted)))
-    else:
-        console.print(comparison_table(settings, plain, fitted))
-    if fitted.report is not None:
-        console.print(f"The plan: {fitted.report}", highlight=False, markup=False)
-        _write_page(fitted.report, target, console)
-    if busy:
-        console.print(busy, markup=False, highlight=False)
-    if note:
-        console.print(f"Some bits may differ by chance: {note}", markup=False)
-    same = losses_equal(plain, fitted) and gradients_equal(plain, fitted)
-    return 0 if same else 1
-
-
-def _write_page(report: Fit, target: Path | None, console: Console) -> None:
-    if target is None:
-        return
-    try:
-        report.write_page(target, title="GPT of the demonstration")
-    except OSError as error:
-        _complain(f"The page was not written: {error}.")
-    else:
-        console.print(f"The page: {target}", highlight=False, markup=False)
-
-
-def _parser(program: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=program,
-        description=(
-            "Train a small GPT plainly and within half the memory of that, on a GPU if "
-            "there is one, and compare memory, time and every bit of the result."
-        ),
-    )
-    parser.add_argument(
-        "--steps", type=_positive, default=20, help="training steps (default: 20)"
-    )
-    parser.add_argument(
-        "--small", action="store_true", help="a tiny model: seconds on any machine"
-    )
-    parser.add_argument(
-        "--page", type=Path, help="write a page about the plan to this file (HTML)"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object, not a table"
-    )
-    return parser
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
-    return int(text)
-
-
-def _settings(options: argparse.Namespace) -> Settings:
+def _settings(steps: int, *, is_small: bool) -> Settings:
     vocabulary = len(set(read_text()))
     device = torch.accelerator.current_accelerator(check_available=True)
     shape = Shape(6, 128, 4, vocabulary, context=128, dropout=0.1)
-    settings = Settings(shape, 16, options.steps, device or torch.device("cpu"))
-    if options.small:
+    settings = Settings(shape, 16, steps, device or torch.device("cpu"))
+    if is_small:
         small = replace(shape, layers=3, width=64, context=64)
         return replace(settings, batch=32, shape=small)
     if device is not None:
@@ -211,11 +151,3 @@ def _print_flops(flops: int) -> str:
 
 def _yes_or_no(claim: bool) -> str:  # noqa: FBT001 (it is the claim that is printed)
     return "[green]yes[/]" if claim else "[red]no[/]"
-
-
-def _complain(message: str) -> None:
-    Console(stderr=True, soft_wrap=True).print(message, markup=False, highlight=False)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -66,14 +66,7 @@ def _application() -> typer.Typer:
     )
     application.callback()(commands.options)
     for command in commands.COMMANDS:
-        application.command(
-            # The demonstration has a parser and a help of its own.
-            add_help_option=command is not commands.demo,
-            context_settings={
-                "allow_extra_args": command is commands.demo,
-                "ignore_unknown_options": command is commands.demo,
-            },
-        )(command)
+        application.command()(command)
     return application
 
 

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import tempfile
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from recoup.cli.statuses import FILE, CommandError
 
 if TYPE_CHECKING:
     from recoup.report.drawing import Picture
+    from recoup.report.findings import Findings
 
 
 def check_writable(path: Path | None) -> None:
@@ -94,6 +96,31 @@ def read_text(path: Path) -> str:
         raise CommandError(
             f"{str(path)!r} cannot be read: {reason}. Name another file.", status=FILE
         ) from error
+
+
+def print_verdict(found: "Findings") -> None:
+    """Print the one sentence that a reader must not miss, in colour where there is."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from recoup.report.texts import WIDTH, fits_words, verdict
+
+    peak_bytes = found.measured_peak_bytes or found.plan.peak_bytes
+    styles = {"yes": "bold green", "no": "bold red", "-": "bold"}
+    console = Console()
+    style = styles[fits_words(peak_bytes, found.budget_bytes)]
+    console.print(Text(verdict(found), style), width=min(console.width, WIDTH))
+    console.print()
+
+
+def print_texts(*texts: str) -> None:
+    """Print texts with a line between them; a sentence is wrapped, a table is not."""
+    shown = [
+        textwrap.fill(line, 80) if line.endswith(".") else line
+        for text in filter(None, texts)
+        for line in (*text.splitlines(), "")
+    ]
+    print("\n".join(shown))
 
 
 def as_json(data: Mapping[str, Any]) -> str:

@@ -1,9 +1,10 @@
 """The work behind the commands: everything that needs torch."""
 
+import os
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
 from rich.console import Console
@@ -33,10 +34,14 @@ from recoup.train.budgeting.comparison import Comparison, compare_configurations
 
 
 def fit_target(
-    target: Target, budget: str | None, *, offload: bool, points: int
-) -> tuple[Fit, Findings]:
+    target: Target,
+    budget: str | None,
+    *,
+    offload: bool,
+    points: int,
+    compile: str | None = None,  # noqa: A002 (the option's name)
+) -> tuple[Fit | CompiledFit, Findings]:
     """Fit the user's model, and return what was found."""
-    allow = {Action.KEEP, Action.OFFLOAD} if offload else {Action.KEEP}
     with told_apart(target):
         _, fitted = fit(
             target.model,
@@ -45,25 +50,12 @@ def fit_target(
             loss=target.loss,
             step=target.step,
             optimizer=target.optimizer,
-            allow=allow,
+            allow=_allowed(offload=offload),
+            # One of several, by what the user wrote: then the result is of either kind.
+            compile=cast("Literal['auto']", compile or False),
         )
     with _status(f"planning for {points} other budgets"):
         return fitted, fitted.findings(title=target.name, points=points)
-
-
-def fit_compiled_target(target: Target, budget: str | None, how: str) -> CompiledFit:
-    """Fit the user's model with compiled blocks."""
-    with told_apart(target):
-        _, fitted = fit(
-            target.model,
-            target.batch,
-            budget,
-            loss=target.loss,
-            step=target.step,
-            optimizer=target.optimizer,
-            compile="exact" if how == "exact" else "inductor",
-        )
-    return fitted
 
 
 def largest_batch_of(
@@ -89,7 +81,7 @@ class Way:
 
     Attributes:
         dry: Without computing it.
-        device: The device whose times are estimated, if dry; None: this processor.
+        device: The device whose times are estimated, if dry; None: this CPU.
     """
 
     dry: bool = False
@@ -291,6 +283,23 @@ def step_numbers(graph: Graph, found: Findings) -> dict[str, Any]:
 
 def _allowed(*, offload: bool) -> frozenset[Action]:
     return frozenset({Action.KEEP, Action.OFFLOAD} if offload else {Action.KEEP})
+
+
+def other_work(device: torch.device) -> str:
+    """Return a warning if the CPU works for other programs too, where times suffer."""
+    cores = os.cpu_count() or 1
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if device.type != "cpu" or load < cores / 2:
+        return ""
+    return (
+        f"Noise: other programs were running when this began (load {load:.1f} on "
+        f"{cores} cores); the times say little."
+    )
+
+
+def noise(target: Target) -> str:
+    """Return a warning if times that are measured now say little."""
+    return other_work(device_of(target.model))
 
 
 @contextmanager

@@ -8,12 +8,15 @@ by dynamic programming, compile and measure what was chosen, check it on a real 
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from recoup.backend.compiler.partitioning import Executor, saved_bytes
 from recoup.core.block_options import BlockOption, BlockStep, SavedSet
 from recoup.core.compiled_plan import BlockPartition, CompiledPlan
+from recoup.core.graph import Graph
 from recoup.core.units import print_bytes, print_seconds
 from recoup.engine.applied.applied_plan import digest_of
 from recoup.engine.applied.compiled_blocks import (
@@ -25,8 +28,9 @@ from recoup.engine.applied.compiled_blocks import (
 from recoup.engine.applied.model_blocks import block_names, repeated_names
 from recoup.engine.applied.planned_runs import Cuts
 from recoup.errors import InfeasibleError, UnsupportedError
+from recoup.fitting.environment import environment, resident_bytes
 from recoup.fitting.progress import Progress
-from recoup.measurement.steps.training_step import TrainingStep
+from recoup.measurement.steps.training_step import TrainingStep, device_of
 from recoup.measurement.timing.block_bench import (
     BlockBench,
     BlockKinds,
@@ -44,11 +48,27 @@ from recoup.measurement.timing.pace import pace_of
 from recoup.measurement.tracing.observation import cut
 from recoup.planners.block_choice import choose_options
 from recoup.planners.joint_front import saved_sets
+from recoup.report.compiled_view import BlockPeak, compose_compiled
+from recoup.report.composition import Known
+from recoup.report.findings import Findings
+from recoup.report.pages import fragment, page
 
 _ROUNDS = 4
 """How often a choice that misses the budget is corrected by the measured peak."""
 
 _BENCH_ROUNDS = 5
+
+COSTS = (
+    "budget_bytes",
+    "floor_bytes",
+    "plain_peak_bytes",
+    "plain_seconds",
+    "predicted_peak_bytes",
+    "predicted_seconds",
+    "measured_peak_bytes",
+    "measured_seconds",
+)
+"""What every result of `fit` says about costs."""
 
 
 @dataclass
@@ -76,6 +96,10 @@ class CompiledFit:
             ones, as any model compiled by Inductor does; then `difference` says little.
         total_seconds: How long all of `fit` took.
         rounds: How many choices were tried on a real step.
+        graph: The eager step, as it was measured.
+        blocks: The predicted peaks while each block runs, and what it holds.
+        outside_bytes: Those before the blocks, between their forward and backward, and
+            after them.
     """
 
     model: nn.Module
@@ -95,6 +119,9 @@ class CompiledFit:
     draws_otherwise: bool
     total_seconds: float
     rounds: int
+    graph: Graph = field(repr=False)
+    blocks: tuple[BlockPeak, ...] = field(repr=False)
+    outside_bytes: tuple[int, int, int] = field(repr=False)
     _applied: CompiledBlocks | None = field(default=None, repr=False)
 
     def apply(self) -> nn.Module:
@@ -109,6 +136,59 @@ class CompiledFit:
             self._applied.remove()
             self._applied = None
         return self.model
+
+    def numbers(self) -> dict[str, Any]:
+        """Return what it costs as plain data, for other programs."""
+        names = (*COSTS, "difference", "noise", "total_seconds")
+        return {
+            **{name: getattr(self, name) for name in names},
+            "executor": self.plan.executor,
+            "compiled": [block.module for block in self.plan.blocks if block.digest],
+            "eager": dict(self.eager),
+        }
+
+    def findings(self, *, title: str = "", points: int = 0) -> Findings:
+        """Return all that was found, for `recoup.report`.
+
+        Args:
+            title: What the report is about; by default the kind of the model.
+            points: Ignored: of compiled blocks one plan is known.
+        """
+        del points
+        peak = (
+            f"measured on a real step: {self.measured_peak_bytes} B, budget "
+            f"{self.budget_bytes} B"
+        )
+        return compose_compiled(
+            self.graph,
+            self.plan,
+            self.blocks,
+            self.outside_bytes,
+            Known(
+                title=title or type(self.model).__name__,
+                budget_bytes=self.budget_bytes,
+                floor_bytes=self.floor_bytes,
+                measured_peak_bytes=self.measured_peak_bytes,
+                measured_seconds=self.measured_seconds,
+                resident=resident_bytes(self.model),
+                reserved_bytes=self.reserved_bytes,
+                environment=environment(device_of(self.model)),
+                checks=(
+                    ("peak memory", peak),
+                    ("gradients", self._gradients()),
+                    *((f"{n} is not compiled", why) for n, why in self.eager.items()),
+                ),
+            ),
+        )
+
+    def write_page(self, path: str | Path, *, title: str = "") -> Path:
+        """Write one self-contained HTML page: memory, plan, blocks, baselines."""
+        target = Path(path)
+        target.write_text(page(self.findings(title=title)), encoding="utf-8")
+        return target
+
+    def _repr_html_(self) -> str:
+        return fragment(self.findings())
 
     def __str__(self) -> str:
         share = self.measured_seconds / self.plain_seconds - 1
@@ -176,12 +256,14 @@ class PlainStep:
     Attributes:
         peak_bytes: Its predicted peak.
         seconds: Its predicted time.
+        graph: The step, as it was measured.
         resident: What else is in memory, as an optimizer's state.
         reserved_bytes: Kept free for optimizer state that does not exist yet.
     """
 
     peak_bytes: int
     seconds: float
+    graph: Graph
     resident: Sequence[object] = ()
     reserved_bytes: int = 0
 
@@ -411,7 +493,33 @@ def fit_compiled(
         draws_otherwise=search.draws and executor == "inductor",
         total_seconds=time.perf_counter() - started,
         rounds=len(search.peaks),
+        graph=plain.graph,
+        blocks=_block_peaks(search.order, reference, options),
+        outside_bytes=(
+            reference.outside_bytes[0],
+            reference.outside_bytes[-1] + _added_bytes(reference, options),
+            reference.outside_bytes[0],
+        ),
     )
+
+
+def _added_bytes(step: BlockStep, options: Sequence[BlockOption]) -> int:
+    pairs = zip(step.frames, options, strict=True)
+    return sum(frame.added_bytes(option) for frame, option in pairs)
+
+
+def _block_peaks(
+    names: Sequence[str], step: BlockStep, options: Sequence[BlockOption]
+) -> tuple[BlockPeak, ...]:
+    """Return the predicted peak of the step while each block runs."""
+    found: list[BlockPeak] = []
+    added = 0
+    for name, frame, option in zip(names, step.frames, options, strict=True):
+        forward = frame.forward_bytes(option) + added
+        added += frame.added_bytes(option)
+        backward = frame.backward_bytes(option) + added
+        found.append(BlockPeak(name, forward, backward, option.held_bytes))
+    return tuple(found)
 
 
 def _infeasible(asked: int, floor: int) -> InfeasibleError:

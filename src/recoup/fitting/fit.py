@@ -32,7 +32,7 @@ from recoup.fitting.arguments import actions_of, one_model, optimizers_of
 from recoup.fitting.budgets import Budget, budget_bytes, check_budget, told_bytes
 from recoup.fitting.closed_loop import ClosedLoop, Settled
 from recoup.fitting.collected_findings import fit_findings
-from recoup.fitting.compiled_fit import CompiledFit, PlainStep, fit_compiled
+from recoup.fitting.compiled_fit import COSTS, CompiledFit, PlainStep, fit_compiled
 from recoup.fitting.following.adaptation import Adapted
 from recoup.fitting.following.adapted_passes import AdaptedPasses
 from recoup.fitting.progress import Progress, progress_for
@@ -203,6 +203,15 @@ class Fit:
             if is_out_of_memory(error):
                 error.add_note(_RAN_TWICE)
             raise
+
+    def numbers(self) -> dict[str, Any]:
+        """Return what it costs as plain data, for other programs."""
+        names = (*COSTS, "planner", "planning_seconds", "total_seconds")
+        return {
+            **{name: getattr(self, name) for name in names},
+            "regions": self.plan.regions,
+            "held": self.plan.count(),
+        }
 
     def findings(self, *, title: str = "", points: int = 7) -> Findings:
         """Return all that was found, for `recoup.report`; see `fit_findings`."""
@@ -468,6 +477,7 @@ def _compiled(
             plain=PlainStep(
                 loop.search.plain_bytes + loop.reserved_bytes,
                 loop.search.plain_seconds,
+                loop.graph,
                 loop.resident,
                 loop.reserved_bytes,
             ),

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from recoup.core.footprint import Footprint, total_footprint
-from recoup.core.graph import Graph, Save
+from recoup.core.graph import Graph
 from recoup.core.memory_use import REMADE, SPIKE, MemoryUse
 from recoup.core.plan import plan_for_step
 from recoup.core.segments import Segment
@@ -29,7 +29,13 @@ from recoup.report.findings import (
     Signed,
     Step,
 )
-from recoup.report.modules import Block, block_of, module_paths, named_blocks
+from recoup.report.modules import (
+    Block,
+    block_of,
+    module_paths,
+    named_blocks,
+    next_needed,
+)
 
 Plans = Sequence[Sequence[Segment]]
 """The segments of each pass of a step; empty: plain."""
@@ -275,7 +281,7 @@ class _Pass:
             numbers[block_of(self._blocks, number).name, path]
             for number, path in enumerate(module_paths(graph))
         ]
-        self._needed = self._next_needed()
+        self._needed = next_needed(graph)
 
     def moments(self, names: dict[str, int]) -> list[Moment]:
         graph, half = self.graph, len(self.graph.operations)
@@ -389,22 +395,6 @@ class _Pass:
             return "at the end of backward"
         name = block_of(self._blocks, producer).name
         return f"in backward, about to use what {name} made"
-
-    def _next_needed(self) -> list[int | None]:
-        """Return for each moment whose saved result backward needs next, if any."""
-        graph = self.graph
-
-        def producer(save: Save) -> int:
-            return graph.values[save.value].producer
-
-        saves = sorted((s.used, producer(s)) for s in graph.saves if producer(s) >= 0)
-        found: list[int | None] = []
-        position = 0
-        for moment in range(graph.moments):
-            while position < len(saves) and saves[position][0] < moment:
-                position += 1
-            found.append(saves[position][1] if position < len(saves) else None)
-        return found
 
     def _saved(self) -> list[int]:
         """Return the storages of forward that autograd saves."""

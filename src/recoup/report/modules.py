@@ -94,6 +94,34 @@ def module_paths(graph: Graph) -> list[str]:
     return paths
 
 
+def next_needed(graph: Graph) -> list[int | None]:
+    """Return for each moment whose saved result backward needs next, if any.
+
+    Examples:
+        >>> from recoup.core.graph import Operation, Save, Storage, Value
+        >>> graph = Graph(
+        ...     operations=(Operation("exp", 1.0, (), (0,)),),
+        ...     backward=2,
+        ...     storages=(Storage(8, 0, 0),),
+        ...     values=(Value(0, 0),),
+        ...     saves=(Save(0, 1, 1),),
+        ...     boundaries=(),
+        ...     other_bytes=(0,) * 3,
+        ... )
+        >>> next_needed(graph)
+        [0, 0, None]
+    """
+    producers = [(save.used, graph.values[save.value].producer) for save in graph.saves]
+    saves = sorted(pair for pair in producers if pair[1] >= 0)
+    found: list[int | None] = []
+    position = 0
+    for moment in range(graph.moments):
+        while position < len(saves) and saves[position][0] < moment:
+            position += 1
+        found.append(saves[position][1] if position < len(saves) else None)
+    return found
+
+
 def block_rows(
     step: Step, view: PlanView, *, alike: bool = False
 ) -> tuple[BlockRow, ...]:

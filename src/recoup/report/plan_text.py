@@ -1,82 +1,175 @@
 """A stored plan in words."""
 
+import textwrap
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
-from recoup.core.plan import Plan, Span
+from recoup.core.compiled_plan import FORMAT, CompiledPlan
+from recoup.core.plan import Place, Plan, Span
 from recoup.core.units import print_bytes, print_seconds
-from recoup.report.texts import table
+from recoup.report.texts import WIDTH
 
 
-def plan_text(plan: Plan) -> str:
-    """Return what a plan does, region by region.
+def plan_text(plan: Plan | CompiledPlan) -> str:
+    """Return in words what a plan does, region by region; equal neighbours once.
 
     Examples:
         >>> print(plan_text(Plan()))
-        A plan without regions: everything is kept, as plain autograd does.
+        This plan recomputes nothing: everything is kept, as plain autograd does.
+        >>> spans = [
+        ...     Span(Place(f"h.{n}", 0, True), Place(f"h.{n}", 0, False))
+        ...     for n in range(3)
+        ... ]
+        >>> print(plan_text(Plan(tuple(spans))).splitlines()[-1])
+        What is in none of these regions is kept, as plain autograd does.
+        >>> print(plan_text(Plan(tuple(spans))).splitlines()[-3])
+        - h.0, and 2 more up to h.2: keeps nothing, recomputes everything.
     """
-    if not plan.spans:
-        return "A plan without regions: everything is kept, as plain autograd does."
-    budget = f"for a budget of {print_bytes(plan.budget_bytes)}"
-    head = (
-        f"A plan {budget if plan.budget_bytes else 'without a budget'}: predicted peak "
-        f"{print_bytes(plan.peak_bytes)}, predicted step {print_seconds(plan.seconds)}."
+    if isinstance(plan, CompiledPlan):
+        return _compiled_text(plan)
+    if not plan.regions:
+        return (
+            "This plan recomputes nothing: everything is kept, as plain autograd does."
+        )
+    kept = sum(held.bytes for _, span in _all(plan) for held in span.held)
+    regions = (
+        f"Forward has {plan.regions} regions. Of what is made in them "
+        f"{print_bytes(kept)} are held; backward recomputes the rest, by region."
     )
-    rows = [
-        [
-            "  " * depth + span.start.label,
-            span.stop.label,
-            _held_words(span),
-        ]
-        for depth, span in _all(plan.spans)
-    ]
+    made = f"Made for the step with the signature {plan.signature or 'unknown'}."
+    lines = [_head(plan), regions, made, ""]
+    for number, part in enumerate(plan.parts, 1):
+        if len(plan.parts) > 1:
+            lines.append(f"Pass {number} (forward and backward) of {len(plan.parts)}:")
+        lines += _spans_text(part.spans, 0)
+    lines += ["", "What is in none of these regions is kept, as plain autograd does."]
     return "\n".join(
-        [
-            head,
-            f"Made for a step with the signature {plan.signature or 'none'}.",
-            "",
-            table(["region from", "to", "held; the rest is computed again"], rows),
-            "",
-            "What is in no region is kept, as plain autograd keeps it.",
-        ]
+        textwrap.fill(line, WIDTH) if line[:1] != " " else line for line in lines
     )
 
 
-def plan_numbers(plan: Plan) -> dict[str, Any]:
+def read_plan(text: str) -> Plan | CompiledPlan:
+    """Return the plan that a JSON text describes, of either kind.
+
+    Raises:
+        PlanError: The text is no plan, is damaged, or is of another version.
+
+    Examples:
+        >>> read_plan(Plan().to_json()) == Plan()
+        True
+    """
+    if f'"{FORMAT}"' in text[:200]:
+        return CompiledPlan.from_json(text)
+    return Plan.from_json(text)
+
+
+def plan_numbers(plan: Plan | CompiledPlan) -> dict[str, Any]:
     """Return the main numbers of a plan.
 
     Examples:
         >>> plan_numbers(Plan())["regions"]
         0
     """
-    return {
-        "signature": plan.signature,
+    costs = {
         "budget_bytes": plan.budget_bytes,
         "peak_bytes": plan.peak_bytes,
         "seconds": plan.seconds,
-        "regions": sum(1 for _ in _all(plan.spans)),
+    }
+    if isinstance(plan, CompiledPlan):
+        held_bytes = sum(block.held_bytes for block in plan.blocks)
+        blocks = [block.module for block in plan.blocks]
+        return {
+            **costs,
+            "executor": plan.executor,
+            "blocks": blocks,
+            "held_bytes": held_bytes,
+        }
+    spans = [span for _, span in _all(plan)]
+    return {
+        **costs,
+        "signature": plan.signature,
+        "regions": len(spans),
         "held": plan.count(),
-        "held_bytes": sum(
-            held.bytes for _, span in _all(plan.spans) for held in span.held
-        ),
+        "held_bytes": sum(held.bytes for span in spans for held in span.held),
     }
 
 
-def _all(spans: tuple[Span, ...], depth: int = 0) -> Iterator[tuple[int, Span]]:
-    for span in spans:
-        yield depth, span
-        yield from _all(span.inner, depth + 1)
+def _head(plan: Plan | CompiledPlan) -> str:
+    budget = f"Plan for a budget of {print_bytes(plan.budget_bytes)}"
+    return (
+        f"{budget if plan.budget_bytes else 'Plan without a budget'}: predicted peak "
+        f"{print_bytes(plan.peak_bytes)}, predicted step {print_seconds(plan.seconds)}."
+    )
 
 
-def _held_words(span: Span) -> str:
+def _compiled_text(plan: CompiledPlan) -> str:
+    lines = [_head(plan), f"Compiled blocks ({plan.executor}) that save for backward:"]
+    for (names, nbytes), group in groupby(
+        plan.blocks, key=lambda block: (block.saves, block.held_bytes)
+    ):
+        blocks = list(group)
+        more = f", and {len(blocks) - 1} more up to {blocks[-1].module}"
+        said = f"{len(names)} results" if names else "nothing but their inputs"
+        lines.append(
+            f"- {blocks[0].module}{more if len(blocks) > 1 else ''}: {said}, "
+            f"{print_bytes(nbytes)} each."
+        )
+    lines.append("The other blocks run as they were written.")
+    return "\n".join(textwrap.fill(line, WIDTH) for line in lines)
+
+
+def _all(plan: Plan) -> Iterator[tuple[int, Span]]:
+    def inside(spans: Sequence[Span], depth: int) -> Iterator[tuple[int, Span]]:
+        for span in spans:
+            yield depth, span
+            yield from inside(span.inner, depth + 1)
+
+    for part in plan.parts:
+        yield from inside(part.spans, 0)
+
+
+def _spans_text(spans: Sequence[Span], depth: int) -> list[str]:
+    indent = "  " * depth
+    lines: list[str] = []
+    for _, group in groupby(spans, key=lambda span: (span.held, len(span.inner))):
+        alike = list(group)
+        more = f", and {len(alike) - 1} more up to {_place(alike[-1].stop)}"
+        said = (
+            f"- {_extent(alike[0])}{more if len(alike) > 1 else ''}: "
+            f"{_held_words(alike[0], each=len(alike) > 1)}."
+        )
+        lines.append(
+            textwrap.fill(
+                said, WIDTH, initial_indent=indent, subsequent_indent=f"{indent}  "
+            )
+        )
+        lines += _spans_text(alike[0].inner, depth + 1)
+    return lines
+
+
+def _extent(span: Span) -> str:
+    if span.start.module == span.stop.module and not span.stop.entering:
+        return _place(span.start)
+    start = "" if span.start.entering else "the end of "
+    stop = "the beginning" if span.stop.entering else "the end"
+    return f"from {start}{_place(span.start)} to {stop} of {_place(span.stop)}"
+
+
+def _place(place: Place) -> str:
+    call = f" (call {place.call + 1})" if place.call else ""
+    return f"{place.module or 'the model'}{call}"
+
+
+def _held_words(span: Span, *, each: bool) -> str:
     if not span.held:
-        return "nothing"
+        return "keeps nothing, recomputes everything"
     counts = Counter((held.operator, held.action.value) for held in span.held)
     total = print_bytes(sum(held.bytes for held in span.held))
     said = ", ".join(
-        f"{action} {count} of {operator}"
-        for (operator, action), count in counts.most_common(3)
+        f"{action}s {count} of {name.removeprefix('aten.').removesuffix('.default')}"
+        for (name, action), count in counts.most_common(3)
     )
-    more = f", and {len(counts) - 3} more kinds" if len(counts) > 3 else ""
-    return f"{total}: {said}{more}"
+    rest = f", and {len(counts) - 3} more kinds" if len(counts) > 3 else ""
+    return f"holds {total}{' each' * each} ({said}{rest}), recomputes the rest"

@@ -219,18 +219,18 @@ def contest_text(entries: Sequence[Entry]) -> str:
         >>> plain = Entry("plain", 2048, 1.0, 0.0)
         >>> other = Entry("other", 1024, 1.5, 0.25)
         >>> print(contest_text([plain, other, Entry("large", failure="out of memory")]))
-        contender   peak  of first   step  slower     gradients
-        ---------  -----  --------  -----  ------  ------------
-        plain      2 KiB      100%    1 s       -     same bits
-        other      1 KiB       50%  1.5 s  +50.0%  2.5e-01 away
-        large          -         -      -       -        note 1
+        contender   peak  share   step  slower     gradients
+        ---------  -----  -----  -----  ------  ------------
+        plain      2 KiB   100%    1 s       -     same bits
+        other      1 KiB    50%  1.5 s  +50.0%  2.5e-01 away
+        large          -      -      -       -        note 1
         <BLANKLINE>
         1: out of memory
     """
     base = next((entry for entry in entries if not entry.failure), None)
     notes = list(dict.fromkeys(entry.failure for entry in entries if entry.failure))
     rows = [_contender(entry, base, notes) for entry in entries]
-    headings = ["contender", "peak", "of first", "step", "slower", "gradients"]
+    headings = ["contender", "peak", "share", "step", "slower", "gradients"]
     said = [f"{number}: {note}" for number, note in enumerate(notes, 1)]
     return "\n\n".join([table(headings, rows), *said])
 

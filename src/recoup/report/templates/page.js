@@ -430,10 +430,10 @@
     $("choice").value = String(plan);
     $("choice").setAttribute("aria-valuetext", words);
     document.querySelector(".slider output").textContent = words;
-    const text = plans[plan].plan, kind = text.includes("compiled plan") ? "CompiledPlan" : "Plan";
+    const text = plans[plan].plan, kind = text.includes("compiled plan") ? "results.CompiledPlan" : "Plan";
     $("apply").hidden = !text;
     $("apply").querySelector("code").textContent = plan === plain ? "# The plain step: nothing to apply." :
-      `import pathlib, recoup\n\nplan = recoup.${kind}.from_json(pathlib.Path("plan.json").read_text())\n` +
+      `import pathlib\nimport recoup${kind === "Plan" ? "" : ".results"}\n\nplan = recoup.${kind}.from_json(pathlib.Path("plan.json").read_text())\n` +
       `applied = recoup.apply_plan(model, plan)  # applied.remove() takes it off\n\n` +
       `# Or have it measured and checked here:\n# model, report = recoup.fit(model, batch, budget=${found.budget_bytes && plan === found.chosen ? found.budget_bytes : plans[plan].peak_bytes})`;
     drawFrontier();

@@ -1,0 +1,195 @@
+"""Findings about compiled blocks: a step as its blocks, forward and backward."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from recoup.core.compiled_plan import CompiledPlan
+from recoup.core.graph import Graph
+from recoup.core.simulation import simulate
+from recoup.core.units import print_bytes
+from recoup.report.composition import Known, compose
+from recoup.report.findings import (
+    CATEGORIES,
+    Allocation,
+    Findings,
+    Moment,
+    Part,
+    PartCost,
+    PlanView,
+    Signed,
+    Step,
+)
+from recoup.report.modules import module_paths, next_needed
+
+_HELD, _RUNNING = CATEGORIES.index("held"), CATEGORIES.index("running")
+_OUTSIDE = "outside the blocks"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPeak:
+    """What a block takes in a step with a plan.
+
+    Attributes:
+        module: The path of the block.
+        forward_bytes: The peak of the step while its forward runs.
+        backward_bytes: The peak of the step while its backward runs.
+        held_bytes: What it holds in between.
+    """
+
+    module: str
+    forward_bytes: int
+    backward_bytes: int
+    held_bytes: int
+
+
+def compose_compiled(
+    graph: Graph,
+    plan: CompiledPlan,
+    blocks: Sequence[BlockPeak],
+    outside: tuple[int, int, int],
+    known: Known,
+) -> Findings:
+    """Return the findings about a step with compiled blocks, and the plain eager one.
+
+    What happens inside a compiled block is not known: a moment is a block's forward or
+    backward, with the peak while it runs. The rules are of the eager step.
+
+    Args:
+        graph: The eager step, as measured.
+        plan: The plan.
+        blocks: What each block takes with it, in the order of forward.
+        outside: The peaks before the first block, between the last block's forward and
+            its backward, and after the first block's backward.
+        known: What else is known.
+    """
+    eager = compose(graph, (), (), known)
+    names = [block.module for block in blocks]
+    before, turn, end = outside
+    totals = [
+        before,
+        *(block.forward_bytes for block in blocks),
+        turn,
+        *(block.backward_bytes for block in reversed(blocks)),
+        end,
+    ]
+    plain_totals = _plain_totals(graph, names)
+    parts = [_part(eager.step, ""), *(_part(eager.step, name) for name in names)]
+    base = min(*totals, *plain_totals)
+    step = replace(eager.step, parts=tuple(parts))
+    step = _sections(step, graph, base)
+    held = [block.held_bytes for block in blocks]
+    compiled = _view(step, totals, held, known, base)
+    compiled = replace(
+        compiled,
+        name=f"compiled plan of {print_bytes(compiled.peak_bytes)}",
+        seconds=plan.seconds,
+        plan=json.dumps(json.loads(plan.to_json())),
+    )
+    plain = _view(step, plain_totals, [p.saved_bytes for p in parts[1:]], known, base)
+    plain = replace(plain, name="plain", seconds=eager.plain_seconds)
+    views = sorted((compiled, plain), key=lambda view: view.peak_bytes)
+    return replace(eager, step=step, plans=tuple(views), chosen=views.index(compiled))
+
+
+def _plain_totals(graph: Graph, names: Sequence[str]) -> list[int]:
+    """Return the peak of the eager step in each section, in whichever pass."""
+    count = len(names)
+    totals = [0] * (2 * count + 3)
+    for each in graph.passes:
+        half, section = len(each.operations), 0
+        owners = [_owner(path, names) for path in module_paths(each)]
+        last_owned = max((n for n, owner in enumerate(owners) if owner), default=-1)
+        bytes_at = simulate(each, ()).bytes_at
+        for moment, producer in enumerate(next_needed(each)):
+            if moment < half:
+                section = owners[moment] or section
+                if moment > last_owned:
+                    section = count + 1
+            elif producer is None:
+                section = 2 * count + 2
+            else:
+                reached = 2 * count + 2 - owners[producer] if owners[producer] else 0
+                section = max(section, reached, count + 1)
+            totals[section] = max(totals[section], bytes_at[moment])
+    for number in range(1, len(totals)):
+        totals[number] = totals[number] or totals[number - 1]
+    return totals
+
+
+def _owner(path: str, names: Sequence[str]) -> int:
+    """Return the number of the block that a module is in, from 1; 0: none."""
+    for number, name in enumerate(names, 1):
+        if path == name or path.startswith(f"{name}."):
+            return number
+    return 0
+
+
+def _part(step: Step, name: str) -> Part:
+    """Return all that the eager step has in one block, or outside of them."""
+    mine = [part for part in step.parts if name and _owner(part.module, [name])]
+    return Part(
+        f"block {name}" if name.isdigit() else name or _OUTSIDE,
+        name,
+        sum(part.operators for part in mine),
+        sum(part.seconds for part in mine),
+        sum(part.saved_bytes for part in mine),
+    )
+
+
+def _sections(step: Step, graph: Graph, base: int) -> Step:
+    """Return a step whose moments are its blocks, forward and backward."""
+    count = len(step.parts) - 1
+    order = [0, *range(1, count + 1), 0, *range(count, 0, -1), 0]
+    backward = max(graph.step_seconds - graph.forward_seconds, 0.0) / max(count, 1)
+    moments: list[Moment] = []
+    for number, part in enumerate(order):
+        is_forward = number <= count
+        seconds = step.parts[part].seconds if is_forward else backward * bool(part)
+        moments.append(Moment(int(bool(part)), part, Signed(base), seconds))
+    return replace(
+        step,
+        operators=(_OUTSIDE, "the block"),
+        moments=tuple(moments),
+        phases=(("forward", 0), ("backward", count + 1)),
+    )
+
+
+def _view(
+    step: Step, totals: Sequence[int], held: Sequence[int], known: Known, base: int
+) -> PlanView:
+    """Return a plan as totals of sections, and what blocks hold between theirs."""
+    count = len(held)
+    left = [total - base for total in totals]
+    allocations: list[Allocation] = []
+    costs = [PartCost(0, 0, 0.0)]
+    for number, wanted in enumerate(held, 1):
+        first, last = number, 2 * count + 2 - number
+        # A section that took less than what was held then decides.
+        nbytes = min(wanted, *left[first : last + 1])
+        if nbytes:
+            part = Signed(number)
+            allocations.append(Allocation(_HELD, part, part, nbytes, first, last))
+        for section in range(first, last + 1):
+            left[section] -= nbytes
+        saved = step.parts[number].saved_bytes
+        costs.append(PartCost(min(wanted, saved), 0, 0.0))
+    for section, nbytes in enumerate(left):
+        if nbytes:
+            part = Signed(step.moments[section].part)
+            at = Signed(section)
+            allocations.append(Allocation(_RUNNING, part, at, nbytes, section, section))
+    peak = max(totals)
+    moment = totals.index(peak)
+    phase = "backward" if moment > count else "forward"
+    return PlanView(
+        name="",
+        peak_bytes=peak + known.reserved_bytes,
+        seconds=0.0,
+        host_bytes=0,
+        peak_moment=moment,
+        peak_place=f"in {phase}, {step.parts[step.moments[moment].part].block}",
+        allocations=tuple(allocations),
+        reruns=(),
+        costs=tuple(costs),
+    )
