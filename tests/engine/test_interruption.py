@@ -1,5 +1,6 @@
 """An interrupted call of a checkpointed module leaves no region open for long."""
 
+import contextlib
 import copy
 import gc
 import itertools
@@ -286,3 +287,77 @@ def test_an_interrupt_at_the_beginning_or_end_of_a_call_leaves_no_region(outer):
             assert open_regions() == [], interrupter.where
             assert ambient_hooks() is None, interrupter.where
         assert at > 15
+
+
+class Keeping(nn.Module):
+    """Keeps what it computes, and is interrupted then, if it is."""
+
+    def __init__(self, *, is_fatal: bool) -> None:
+        super().__init__()
+        self.is_fatal = is_fatal
+        self.kept = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x
+        for _ in range(150):
+            y = y.sin() * 1.1
+        self.kept = y
+        if self.is_fatal:
+            raise KeyboardInterrupt
+        return y
+
+
+def test_a_backward_through_an_interrupted_module_is_right_and_closes_nothing():
+    found: list[Tensor] = []
+    for is_fatal in (False, True):
+        x = X.clone().requires_grad_()
+        model = checkpoint_module(Keeping(is_fatal=is_fatal))
+        with contextlib.suppress(KeyboardInterrupt):
+            model(x)
+        # Its graph saves hundreds of tensors: by then the region asks who is there.
+        (first,) = torch.autograd.grad(model.kept.sum(), x, create_graph=True)
+        found += torch.autograd.grad(first.square().sum(), x)
+        x.sin()  # the first saved tensor after a backward
+        assert open_regions() == []
+    assert torch.equal(*found)
+
+
+def call_in_a_scope(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    with CheckpointScope("outer"):
+        return function(x)
+
+
+def call_by_a_group(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return CheckpointGroup("outer").checkpoint_fn(x, function)
+
+
+OUTER = (call_in_a_scope, checkpoint, call_by_a_group, None)
+
+
+# A function that ends with an interrupt would do so when it is called again, too.
+@pytest.mark.parametrize(
+    ("outer", "is_caught_inside"),
+    [*((outer, caught) for outer in OUTER for caught in (True, False)), (rerun, True)],
+)
+def test_what_an_interrupted_module_computed_can_be_used(outer, is_caught_inside):
+    def gradient(*, is_fatal: bool) -> Tensor:
+        x = X.clone().requires_grad_()
+        model = checkpoint_module(Keeping(is_fatal=is_fatal))
+
+        def function(given: Tensor) -> Tensor:
+            with contextlib.suppress(*([KeyboardInterrupt] * is_caught_inside)):
+                model(given)
+            return model.kept.exp() * given.cos()
+
+        y = model.kept
+        with contextlib.suppress(KeyboardInterrupt):
+            y = function(x) if outer is None else outer(function, x)
+            if outer is not None:
+                assert open_regions() == []
+                assert ambient_hooks() is None
+        y = model.kept * y if is_caught_inside else model.kept.tanh()
+        (y * x.tanh()).sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    assert torch.equal(gradient(is_fatal=True), gradient(is_fatal=False))

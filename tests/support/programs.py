@@ -143,7 +143,7 @@ ALL_NAMES = (
     *("close" for _ in range(25)),
 )
 
-SAVES = 500
+SAVES = 5000
 """More tensors than are saved until the last of nested regions knows it was left."""
 
 # The phase that explains a failure line by line takes longer than all the others.
@@ -243,13 +243,11 @@ class Machine:
         return self.seen
 
     def run_pure(
-        self, position: int, body: list[Node], given: tuple[Tensor, ...]
+        self, body: list[Node], given: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
         """Run a block on tensors it does not change; return the tensors it makes."""
         self.slots = list(given)
         self._given = given
-        self._depth = 1
-        self._region_number = 1 + position
         self._run(body)
         known = set(map(id, given))
         return tuple(tensor for tensor in self.slots if id(tensor) not in known)
@@ -298,10 +296,7 @@ class Machine:
 
     def _in_region(self, node: Node) -> None:
         name, run = f"program {node.position}", lambda: self._run(node.body)
-        # Inside a block that is called again, what a tier takes depends on what else is
-        # alive, and so does what is left for the second call to save.
-        tiered = self.program.tiers and self._given is None
-        choices = (*OPTIONS, *TIERED) if tiered else OPTIONS
+        choices = (*OPTIONS, *TIERED) if self.program.tiers else OPTIONS
         options = choices[node.line.second % len(choices)]
         is_plain = self.region in (plain, idle)
         match node.line.name:
@@ -330,20 +325,22 @@ class Machine:
             machine = Machine(program, region, left_out, layer=layer)
             if is_plain:
                 machines.append(machine)
-            return machine.run_pure(node.position, node.body, given)
+            return machine.run_pure(node.body, given)
 
         given = tuple(self.slots)
         # The second call needs its arguments, even if a region around has them.
         self._note_use(*given, number=-1 - node.position)
-        if is_plain:
-            with self.region("rerun"):
-                made = pure(*given)
-        else:
-            made = rerun(pure, *given)
+        try:
+            if is_plain:
+                with self.region("rerun"):
+                    made = pure(*given)
+            else:
+                made = rerun(pure, *given)
+        finally:
+            for machine in machines:
+                self.refused |= machine.refused
+                self.written_after_use |= machine.written_after_use
         self.slots += made
-        for machine in machines:
-            self.refused |= machine.refused
-            self.written_after_use |= machine.written_after_use
 
     def _execute(self, position: int, line: Instruction) -> None:
         name = line.name
@@ -391,8 +388,7 @@ class Machine:
                 # For the twin too: PyTorch refuses to show some views' graph.
                 _ = tensor.grad_fn
                 if self.region is not plain:
-                    stored = self.program.tiers and self._given is None
-                    stored = stored and line.second % 3 == 0
+                    stored = self.program.tiers and line.second % 3 == 0
                     store = STORES[line.second % len(STORES)] if stored else None
                     _mark(line.name, tensor, store)
 
@@ -480,10 +476,7 @@ class Machine:
         return found[-1 - number % len(found)] if found else None
 
     def _may_write(self, tensor: Tensor) -> bool:
-        # Regions inside a block that is called again do not get back what they wrote
-        # over: recoup refuses it, with an error.
-        if self._given is not None and self._depth > 1:
-            return False
+        # What a block is given that is called again must be there for the second call.
         given = {t.untyped_storage()._cdata for t in self._given or ()}
         return tensor.untyped_storage()._cdata not in given
 
@@ -512,8 +505,10 @@ def save_some() -> None:
     that nobody else closes its region, up to the next call of a module with regions.
     """
     x = torch.ones(1, requires_grad=True)
-    while _len_torch_dispatch_stack() and x.item() < SAVES:
-        x = x * x.detach() / x.detach() + 1
+    saves = 0
+    while _len_torch_dispatch_stack() and saves < SAVES:
+        torch.addcmul(x, x, x)  # saves two
+        saves += 2
 
 
 def as_tree(lines: Sequence[Instruction]) -> list[Node]:
@@ -532,25 +527,28 @@ def as_tree(lines: Sequence[Instruction]) -> list[Node]:
     return outermost
 
 
-def repaired(program: Program, **how: Any) -> tuple[frozenset[int], Machine]:
+def repaired(
+    program: Program, run: Callable[[Machine], object] = Machine.run, **how: Any
+) -> tuple[frozenset[int], Machine]:
     """Find which writes plain autograd accepts; leave the others out.
 
     Args:
         program: The program.
+        run: Runs a machine.
         **how: `around`, as for a machine.
 
     Returns:
         The lines to leave out, and the plain machine that ran the rest.
     """
     writes = [i for i, line in enumerate(program.lines) if line.name in CHANGES]
-    machine = _attempt(program, frozenset(), how)
+    machine = _attempt(program, frozenset(), run, how)
     if machine is not None:
         return frozenset(machine.refused), machine
     left_out = frozenset(writes)
-    machine = _attempt(program, left_out, how)
+    machine = _attempt(program, left_out, run, how)
     assert machine is not None, "a program without writes runs"
     for position in writes:
-        attempt = _attempt(program, left_out - {position}, how)
+        attempt = _attempt(program, left_out - {position}, run, how)
         if attempt is not None:
             machine, left_out = attempt, left_out - {position}
     return left_out | machine.refused, machine
@@ -571,11 +569,14 @@ def as_step(
 
 
 def _attempt(
-    program: Program, left_out: frozenset[int], how: dict[str, Any]
+    program: Program,
+    left_out: frozenset[int],
+    run: Callable[[Machine], object],
+    how: dict[str, Any],
 ) -> Machine | None:
     machine = Machine(program, plain, left_out, **how)
     try:
-        machine.run()
+        run(machine)
     except RuntimeError:
         return None
     return machine

@@ -73,10 +73,12 @@ class Wrapped:
     """The wrapped tensors of a program, which do not mix with the others."""
 
     tensors: list[Tensor] = field(default_factory=list)
+    _unwrapped: list[torch.UntypedStorage] = field(default_factory=list)
 
     def clear(self) -> None:
         """Forget them all."""
         self.tensors.clear()
+        self._unwrapped.clear()
 
     def locals(self) -> list[Tensor]:
         """Return what they are made of."""
@@ -119,6 +121,11 @@ class Wrapped:
         if not self.tensors:
             return []
         target = self._at(first)
+        # PyTorch counts no version of what a wrapper is made of. Operators that have
+        # read that itself could not be recomputed, and nobody could notice.
+        own = {part.untyped_storage()._cdata for part in parts_of([target])}
+        if any(storage._cdata in own for storage in self._unwrapped):
+            return []
         if second % 2:
             target.mul_(0.5)
         else:
@@ -130,6 +137,7 @@ class Wrapped:
         if not self.tensors:
             return []
         wrapped = self._at(first)
+        self._unwrapped += [part.untyped_storage() for part in parts_of([wrapped])]
         if isinstance(wrapped, DTensor):
             return [wrapped.to_local() * 2]
         a, b = Parts.apply(wrapped)

@@ -3,8 +3,11 @@
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from typing import Any, Protocol
 
-from recoup.backend.autograd.saved_tensors import ambient_hooks
+from torch import Tensor
+
+from recoup.backend.autograd.saved_tensors import Unpack, ambient_hooks
 from recoup.backend.memory.storages import copy_storage, version_of
 from recoup.core.restoring import restoring
 from recoup.engine.lifetime.values import Hold, Value
@@ -30,6 +33,40 @@ def is_watched_from_around() -> bool:
     """Return whether there are saved-tensor hooks to hand anything over to."""
     hooks = ambient_hooks()
     return hooks is not None and not is_transparent(hooks[0])
+
+
+class Collector(Protocol):
+    """Collects what autograd saves in the second call of a function."""
+
+    def take(self, tensor: Tensor, packed: Any, unpack: Unpack) -> None:
+        """Take the next saved tensor, which a region inside has packed.
+
+        Args:
+            tensor: The tensor.
+            packed: What stands for it.
+            unpack: Returns the tensor, given `packed`.
+        """
+        ...
+
+
+def role_around() -> tuple[bool, Collector | None]:
+    """Return what a function does around here that is called again in backward.
+
+    Its first call forgets all that autograd saves, so a region has nothing to do there.
+    Its second call must find the same tensors in the same order, whatever regions
+    inside keep of them: the regions work, and tell the collector of each tensor. What a
+    region holds would not do instead. That depends on what else is alive, and is not
+    the same in both calls.
+
+    Returns:
+        Whether this is the first call, and the collector if it is the second.
+    """
+    hooks = ambient_hooks()
+    pack: Any = None if hooks is None else hooks[0]
+    around = getattr(pack, "__self__", pack)
+    if getattr(around, "forgets", False):
+        return True, None
+    return False, getattr(around, "collector", None)
 
 
 def hand_over(holds: Sequence[Hold]) -> None:

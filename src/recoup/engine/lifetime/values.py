@@ -335,6 +335,11 @@ class Hold:
         return [self] if self.past is None else self.past.holds()
 
     @property
+    def has_parts_elsewhere(self) -> bool:
+        """Whether hooks around the region keep the value, or pieces of it."""
+        return any(part.unpack is not None for part in self.parts())
+
+    @property
     def is_at_hand(self) -> bool:
         """Whether it can be fetched by itself: no foreign hooks keep it."""
         return not (self.tensor is None and self.stored is None and self.past is None)

@@ -231,8 +231,7 @@ class region:  # noqa: N801 (used as a verb: `with region(...):`)
     ) -> None:
         del kind, traceback
         if error is not None and not isinstance(error, Exception):
-            # torch closes no region of a module after an exception that is no error.
-            abandon_inside(self)
+            end_inside(self)
         end(self)
         refuse_transform(self._name, error)
 
@@ -309,6 +308,8 @@ def _end_inside(owner: object) -> bool:
     idle: list[tuple[object, Region | None]] = []
     while stack[-1][0] is not owner:
         inner, region = stack[-1]
+        if isinstance(inner, Call) and inner.end_if_left():
+            continue
         if region is None and not isinstance(inner, Yielding):
             idle.append(stack.pop())
             continue
@@ -357,12 +358,34 @@ def depth() -> int:
     return len(_OPEN.stack)
 
 
-def abandon_inside(owner: object) -> None:
-    """Abandon all that was begun inside what the owner began last."""
-    stack = _OPEN.stack
-    if is_open(owner):
-        while stack[-1][0] is not owner:
-            _abandon(stack[-1])
+def end_inside(owner: object) -> None:
+    """End all inside what the owner began last, after an exception that is no error."""
+    for place, (other, _) in reversed(list(enumerate(_OPEN.stack))):
+        if other is owner:
+            end_above(place + 1)
+            return
+
+
+def end_above(place: int) -> None:
+    """End what was begun at a depth and deeper, after an exception that is no error.
+
+    Torch runs no hooks of a module then, so that nobody else closes its region. What
+    was computed in it may still be used: the exception may be caught. What is no call,
+    or cannot be closed, is abandoned.
+    """
+    try:
+        end_left(place)
+    except Exception:  # noqa: BLE001 (of closing; the other one is on its way)
+        pass
+    finally:
+        abandon_above(place)
+
+
+def end_left(place: int) -> None:
+    """End what interrupted calls have begun at a depth and deeper."""
+    for owner, _ in reversed(_OPEN.stack[place:]):
+        if isinstance(owner, Call):
+            owner.end_if_left()
 
 
 def abandon_above(place: int) -> None:

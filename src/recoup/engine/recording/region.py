@@ -4,14 +4,17 @@ import threading
 from collections.abc import Callable, Container, Generator, Hashable, Mapping
 from functools import partial
 from time import perf_counter
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn
 
 from torch import Tensor
 
 from recoup.backend.autograd.hook_stacks import Footing
 from recoup.backend.autograd.saved_tensors import (
+    Pack,
+    Unpack,
     current_backward,
     follow_backward,
+    is_in_backward,
     pop_hooks,
     push_hooks,
 )
@@ -19,12 +22,14 @@ from recoup.backend.autograd.wrappers import is_wrapper
 from recoup.backend.compiler.recognition import leave_uncompiled
 from recoup.backend.memory.storages import alias, has_storage
 from recoup.engine.lifetime.handover import (
+    Collector,
     apart,
     copy_small,
     hand_over,
     is_handing_over,
     is_watched_from_around,
     part_holds,
+    role_around,
 )
 from recoup.engine.lifetime.placement import placement_of
 from recoup.engine.lifetime.values import (
@@ -39,6 +44,7 @@ from recoup.engine.recording.observers import Listener, Tracer, tell
 from recoup.engine.recording.recorder import Recorder
 from recoup.engine.recording.region_options import Options
 from recoup.engine.recording.tape import Tape
+from recoup.engine.replay.nested_replays import Request, run_nested
 from recoup.engine.replay.program import Live, Program, derived_from_lossy, number
 from recoup.engine.replay.recall import Recall, Saved, Uses, wanted_of
 from recoup.engine.scopes.statistics import Account
@@ -54,11 +60,6 @@ next region will write again. Larger ones are held by reference and checked."""
 
 _LOOK_EVERY = 256
 """After how many saved tensors a region looks whether what it is part of still runs."""
-
-Request = tuple["Region", Saved]
-"""What a replay needs of a region around its own."""
-
-Brought = TypeVar("Brought")
 
 
 class Region:
@@ -80,6 +81,8 @@ class Region:
         around: The regions around it, if these are to keep what it keeps.
         accounts: What it adds its counts to.
         recall: What the last backward through it has recomputed.
+        collector: Collects what autograd saves in it, if it runs in the second call of
+            a function that is called again.
     """
 
     # What is seldom asked for: it is set where it differs.
@@ -88,6 +91,8 @@ class Region:
     tracer: "Tracer[Region] | None" = None
     around: "tuple[Region, ...]" = ()
     accounts: tuple[Account, ...] = ()
+    collector: Collector | None = None
+    _is_forgotten = False
     _is_counted = False
     _roots: list[Value] | None = None
     _program: Program | None = None
@@ -116,30 +121,44 @@ class Region:
 
         What closes it if it was left by an interrupt, and says so, is asked now and
         then, where nobody else may come to close it.
+
+        In the first call of a function that is called again the hooks of that call
+        stay: they forget all. The operators run below a recorder all the same, because
+        the second call must save what the first does.
         """
         self._close_if_left = close_if_left
         self._is_inside_hooks = is_watched_from_around()
         self._footing = Footing()
+        if self._is_inside_hooks:
+            self._is_forgotten, self.collector = role_around()
+            if self._is_forgotten:
+                self.tape = Tape(placement_of(None, None))
         self._recorder = Recorder(self.tape)
         self._recorder.__enter__()
-        tracer = self.tracer
-        if tracer is None:
-            push_hooks(self.pack, self.unpack)
-        else:
-            push_hooks(*tracer.hooks(self))
+        if not self._is_forgotten:
+            tracer = self.tracer
+            push_hooks(*(self.hooks() if tracer is None else tracer.hooks(self)))
+
+    def hooks(self) -> tuple[Pack, Unpack]:
+        """Return the saved-tensor hooks of the region."""
+        return (self.pack if self.collector is None else self.collect), self.unpack
 
     def close(self, *, is_left: bool = False) -> None:
         """Stop recording; drop what neither backward nor a replay needs.
 
         One that was left by an interrupt has others around it than when it was opened.
         """
-        if self.tracer is None:
-            self._footing.take_off_hooks(self.pack)
-        else:
+        if self.tracer is not None and not self._is_forgotten:
             pop_hooks()
+        elif not self._is_forgotten:
+            self._footing.take_off_hooks(self.hooks()[0])
         self._footing.leave_mode(self._recorder)
         del self._recorder, self._footing, self._close_if_left
         self.around = ()
+        if self._is_forgotten:
+            ran, self.tape = self.tape, Tape(placement_of(None, None))
+            self.tape.unrecorded = ran.unrecorded
+            return
         self._program = self._settle()
         self._uses = None
         if not is_left and is_watched_from_around():
@@ -158,7 +177,7 @@ class Region:
         recorder = self.__dict__.get("_recorder")
         if recorder is not None:
             recorder.paused = True
-        Footing.drop(self.pack, recorder)
+        Footing.drop(self.hooks()[0], recorder)
         for name in ("_recorder", "_footing", "_close_if_left"):
             self.__dict__.pop(name, None)
 
@@ -240,6 +259,15 @@ class Region:
             self._store(value)
         return Saved(self, value, layout)
 
+    @leave_uncompiled
+    def collect(self, tensor: Tensor) -> Saved | Hold | Wrapped:
+        """Take a tensor as `pack` does, and pass it to the collector around."""
+        packed = self.pack(tensor)
+        if not is_handing_over():
+            assert self.collector is not None, "these hooks are used with one only"
+            self.collector.take(tensor, packed, self.unpack)
+        return packed
+
     def _tell(self, tensor: Tensor) -> None:
         """Show a saved tensor to listeners; let the regions around keep it, too."""
         tell(self.listeners, tensor)
@@ -270,6 +298,11 @@ class Region:
         if self._cleared:
             self.abandon()
             return True
+        if is_in_backward():
+            # Torch would put the hooks and the mode back at its end, and a replay of
+            # this very region may be under way. The first one after it looks.
+            self._packs = -1
+            return False
         close_if_left = self.__dict__.get("_close_if_left")
         return close_if_left is not None and close_if_left()
 
@@ -500,7 +533,7 @@ class Region:
         if not (at_once or needs_all) or not recall.is_untouched:
             return None
         wanted = wanted_of(self.tape.saved)
-        # Fewer are wanted than at first if autograd has let go of some by now.
+        # Fewer are wanted than at first if autograd has freed some by now.
         if program is not None and len(wanted) == len(program.wanted):
             return program
         return Program(self.tape.operations, wanted) if at_once else None
@@ -564,34 +597,3 @@ class Region:
         made = [v for v in program.wanted if v not in known and v.demand > 0]
         check.compare(self.name, self.tape, {value: live[value] for value in made})
         return live
-
-
-def run_nested(bringing: Generator[Request, Tensor, Brought]) -> Brought:
-    """Return what a generator brings back from any depth of regions.
-
-    A replay starts from what regions around its own recompute. These are run from here
-    one by one, so that Python's stack does not limit the depth of nesting.
-    """
-    stack: list[Generator[Request, Tensor, Any]] = [bringing]
-    given: Any = None
-    error: BaseException | None = None
-    try:
-        while stack:
-            try:
-                if error is None:
-                    region, saved = stack[-1].send(given)
-                else:
-                    region, saved = stack[-1].throw(error)
-                given = error = None
-                stack.append(region.unpacking(saved))
-            except StopIteration as result:
-                stack.pop()
-                given, error = result.value, None
-            except BaseException as raised:  # noqa: BLE001 (shown to whoever asked)
-                stack.pop()
-                given, error = None, raised
-        if error is not None:
-            raise error
-        return given
-    finally:
-        error = None  # it refers to this frame

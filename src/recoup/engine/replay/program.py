@@ -113,7 +113,10 @@ class Program:
         copies = self._copies
         # What hooks around the region keep: they may run anything to give it back.
         for value in self.roots:
-            if value.hold is not None and value.hold.unpack and value not in live:
+            hold = value.hold
+            if hold is None or value in live:
+                continue
+            if hold.unpack or (hold.past is not None and hold.has_parts_elsewhere):
                 live[value] = _held(value, "a replay")
         # Backward may be run for a batch of gradients at once. What is replayed does
         # not depend on them, and random operators refuse to run there.

@@ -22,14 +22,26 @@ from recoup.backend.autograd.saved_tensors import (
     push_hooks,
 )
 from recoup.backend.autograd.transforms import outside_transforms
+from recoup.backend.autograd.wrappers import inner_tensors
 from recoup.backend.compiler.recognition import leave_uncompiled, original_of
-from recoup.backend.memory.storages import alias, has_contents, has_storage, version_of
+from recoup.backend.memory.storages import (
+    NO_VERSION,
+    alias,
+    has_contents,
+    has_storage,
+    version_of,
+)
 from recoup.backend.operators.fingerprints import fingerprint
 from recoup.backend.state.rng import default_states, random_state
 from recoup.backend.state.trees import leaves, map_leaves, tensors
 from recoup.backend.state.walk import reach
 from recoup.backend.training.optimizer_steps import STEPS
-from recoup.engine.lifetime.handover import hand_over, is_handing_over
+from recoup.engine.lifetime.handover import (
+    Collector,
+    hand_over,
+    is_handing_over,
+    role_around,
+)
 from recoup.engine.lifetime.values import (
     Hold,
     activation_bytes,
@@ -37,12 +49,13 @@ from recoup.engine.lifetime.values import (
     written_in_backward,
 )
 from recoup.engine.recording.active import (
-    abandon_above,
     depth,
+    end_above,
+    end_left,
     is_recordable,
     refuse_transform,
 )
-from recoup.engine.recording.observers import Listener, observers
+from recoup.engine.recording.observers import Listener, observers, tell
 from recoup.engine.replay.captured_variables import Captures
 from recoup.engine.replay.kept_buffers import KeptBuffers
 from recoup.engine.replay.recomputing import recomputing
@@ -51,6 +64,9 @@ from recoup.engine.verification.replay_check import RECOMPUTED
 from recoup.engine.verification.verdicts import Verdict, hand_in
 from recoup.engine.verification.verified import LEDGER
 from recoup.errors import ClearedError, MismatchError
+
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)
+"""Tells the tensors that a wrapper is made of by their order."""
 
 
 def rerun(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -90,12 +106,15 @@ def rerun(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """
     if not is_recordable(_name_of(function)):
         return function(*args, **kwargs)
-    call = Rerun(function, args, kwargs)
+    is_forgotten, collector = role_around()
+    if is_forgotten:
+        return function(*args, **kwargs)
+    call = Rerun(function, args, kwargs, collector)
     for observer in observers():
         observer.began(call)
     for account in call.accounts:
         account.calls += 1
-    with _hooks(call.pack, call.unpack):
+    with _hooks(call.pack if collector is None else call.collect, call.unpack):
         try:
             result = function(*args, **kwargs)
         except RuntimeError as error:
@@ -121,13 +140,27 @@ class Slot:
 
 
 class Rerun:
-    """One call of a function that will be called again in backward."""
+    """One call of a function that will be called again in backward.
+
+    Args:
+        function: The function.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        collector: Collects what autograd saves in the call, if it is itself made in
+            the second call of another function.
+
+    Attributes:
+        forgets: What autograd saves in the call is forgotten: see `role_around`.
+    """
+
+    forgets = True
 
     def __init__(
         self,
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        collector: Collector | None = None,
     ) -> None:
         given = tensors((args, kwargs))
         devices = [t.device for t in given if t.device.type != "cpu"]
@@ -154,7 +187,8 @@ class Rerun:
         self._prints: list[Tensor | None] = []
         self._count = 0
         self._task = -1
-        self._found: dict[int, tuple[Tensor, int]] = {}
+        self._found: dict[int, _Found] = {}
+        self._collector = collector
         self._lock = threading.RLock()
         STEPS.begin(self)
 
@@ -173,15 +207,21 @@ class Rerun:
     @leave_uncompiled
     def pack(self, tensor: Tensor) -> Slot:
         """Forget a tensor that the first call saves."""
-        if not is_handing_over():
-            for listener in self.listeners:
-                listener(tensor)
+        tell(self.listeners, tensor)
         place = self._count
         self._count += 1
         if self.accounts and not is_parameter(tensor):
             self._saved_bytes += tensor.nbytes if has_storage(tensor) else 0
         self._prints.append(self._fingerprint(tensor))
         return Slot(place, tensor)
+
+    @leave_uncompiled
+    def collect(self, tensor: Tensor) -> Slot:
+        """Forget a tensor, and pass it to the collector of the call around this one."""
+        slot = self.pack(tensor)
+        assert self._collector is not None, "these hooks are used with one only"
+        self._collector.take(tensor, slot, self.unpack)
+        return slot
 
     @leave_uncompiled
     def unpack(self, slot: Slot) -> Tensor:
@@ -195,11 +235,10 @@ class Rerun:
                 self._task = task
                 if task != -1:
                     follow_backward(self)
-            tensor, version = self._found.pop(slot.place)
-            if version_of(tensor) != version:
-                raise written_in_backward(tensor)
-            self._require_alike(slot, tensor)
-            return tensor
+            found = self._found.pop(slot.place)
+        tensor = found.fetch()
+        self._require_alike(slot, tensor)
+        return tensor
 
     def holds(self) -> list[Hold]:
         """Return the arguments that are held for the second call."""
@@ -221,7 +260,7 @@ class Rerun:
 
     def recompute(self) -> tuple[Tensor, ...]:
         """Call the function again now and return what it saves."""
-        return tuple(tensor for tensor, _ in self._call_again().found.values())
+        return tuple(found.fetch() for found in self._call_again().found.values())
 
     def clear(self) -> None:
         """Drop the arguments; a later backward through the call is an error."""
@@ -261,13 +300,10 @@ class Rerun:
         with outside_transforms(), self._as_before(), hooks, suppress(_Complete):
             self._function(*args, **kwargs)
         self.replays += 1
-        found = [
-            tensor for tensor, _ in collected.found.values() if has_storage(tensor)
-        ]
         for account in self.accounts:
             account.replays += 1
             account.replay_seconds += perf_counter() - start
-            account.recomputed_bytes += sum(tensor.nbytes for tensor in found)
+            account.recomputed_bytes += collected.nbytes
         if len(collected.found) < self._count:
             raise MismatchError(
                 f"{self.name!r} saved {self._count} tensors in forward, but only "
@@ -292,14 +328,14 @@ class Rerun:
     def _fingerprint(self, tensor: Tensor) -> Tensor | None:
         # Taken while the call runs, both times: a buffer may move on after that.
         # Bytes are workspaces with padding (oneDNN's), never activations.
-        if (
-            self._verifies
-            and has_storage(tensor)
-            and has_contents(tensor)
-            and tensor.dtype != torch.uint8
-        ):
-            return fingerprint(tensor)
-        return None
+        if not self._verifies:
+            return None
+        found: Tensor | None = None
+        for part in inner_tensors(tensor):
+            if has_storage(part) and has_contents(part) and part.dtype != torch.uint8:
+                one = fingerprint(part)
+                found = one if found is None else found * _ODD + one
+        return found
 
     def _require_alike(self, slot: Slot, tensor: Tensor) -> None:
         before = (slot.shape, slot.dtype, slot.device)
@@ -334,20 +370,54 @@ def _hooks(pack: Pack, unpack: Unpack) -> Iterator[None]:
         yield
     except BaseException as error:
         if not isinstance(error, Exception):
-            # torch closes no region of a module after an exception that is no error.
-            # Its hooks would be taken off here instead of ours.
-            abandon_above(opened)
+            end_above(opened)
         raise
     finally:
-        pop_hooks()
+        # A module's region that an interrupt has left open, if the function has caught
+        # it: the hooks of that would be taken off here instead of these.
+        try:
+            end_left(opened)
+        finally:
+            pop_hooks()
 
 
 class _Complete(Exception):  # noqa: N818 (a signal, not an error)
     """Stops the second call once it has saved everything."""
 
 
+class _Found:
+    """A tensor that the second call has saved, or what a region made of it.
+
+    Args:
+        packed: The tensor, or what stands for it.
+        unpack: Returns the tensor, if something else stands for it.
+    """
+
+    __slots__ = ("_packed", "_unpack", "_version")
+
+    def __init__(self, packed: Any, unpack: Unpack | None) -> None:
+        self._packed = packed
+        self._unpack = unpack
+        self._version = version_of(packed) if unpack is None else NO_VERSION
+
+    def fetch(self) -> Tensor:
+        """Return the tensor."""
+        if self._unpack is not None:
+            return self._unpack(self._packed)
+        if version_of(self._packed) != self._version:
+            raise written_in_backward(self._packed)
+        return self._packed
+
+
 class _Collector:
-    """Collects what the second call saves."""
+    """Collects what the second call saves.
+
+    Attributes:
+        found: What autograd has saved, by place.
+        prints: The fingerprints of that.
+        nbytes: The bytes of all that.
+        collector: Itself: the regions in the call find it here.
+    """
 
     def __init__(
         self,
@@ -358,8 +428,13 @@ class _Collector:
         self._count = count
         self._look = look
         self._buffers = buffers
-        self.found: dict[int, tuple[Tensor, int]] = {}
+        self.found: dict[int, _Found] = {}
         self.prints: list[Tensor | None] = []
+        self.nbytes = 0
+
+    @property
+    def collector(self) -> Collector:
+        return self
 
     @leave_uncompiled
     def pack(self, tensor: Tensor) -> Tensor:
@@ -367,11 +442,23 @@ class _Collector:
         kept = tensor.detach()
         if self._buffers.are_behind(kept):
             kept = kept.clone()  # it is put back before backward uses this
-        self.found[len(self.found)] = kept, version_of(kept)
-        self.prints.append(self._look(kept))
-        if len(self.found) == self._count:
-            raise _Complete
+        if not is_handing_over():
+            self._add(kept, _Found(kept, None))
         return kept
+
+    def take(self, tensor: Tensor, packed: Any, unpack: Unpack) -> None:
+        """Take a tensor that a region in the call has packed."""
+        self._add(tensor, _Found(packed, unpack))
+
+    def _add(self, tensor: Tensor, found: _Found) -> None:
+        place = len(self.found)
+        if place == self._count:
+            return  # the function has caught what was to stop it
+        self.found[place] = found
+        self.prints.append(self._look(tensor))
+        self.nbytes += tensor.nbytes if has_storage(tensor) else 0
+        if place + 1 == self._count:
+            raise _Complete
 
     @leave_uncompiled
     def unpack(self, tensor: Tensor) -> Tensor:

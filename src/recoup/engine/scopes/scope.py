@@ -10,10 +10,10 @@ from typing import Any, Self
 from recoup.backend.compiler.recognition import leave_uncompiled
 from recoup.engine.recording.active import (
     abandon_from,
-    abandon_inside,
     begin,
     depth,
     end,
+    end_inside,
     refuse_transform,
     region_exit,
     skip,
@@ -189,7 +189,7 @@ class CheckpointScope:
         del kind, traceback
         if error is not None and not isinstance(error, Exception):
             # An interrupt may have come just before one inside was closed.
-            abandon_inside(self)
+            end_inside(self)
         self.close()
         refuse_transform(self._name, error)
 

@@ -121,7 +121,10 @@ class LiveTracer(Tracer):
             self._replay_bytes = max(self._replay_bytes, above_bytes)
             return found
 
-        return self._noting(region.pack, unpack, is_plannable=False)
+        pack, _ = region.hooks()
+        return self._noting(
+            pack, unpack, is_plannable=False, collector=region.collector
+        )
 
 
 class LiveStep:

@@ -30,6 +30,7 @@ from recoup.backend.operators.properties import Facts, facts_of
 from recoup.backend.operators.timers import Timer
 from recoup.backend.state.trees import tensors
 from recoup.core.graph import BEFORE
+from recoup.engine.lifetime.handover import Collector
 from recoup.engine.lifetime.values import Hold
 from recoup.engine.recording.observers import Watched, subscribe, unsubscribe
 from recoup.engine.recording.region import STATE_BYTES, Region
@@ -155,7 +156,7 @@ class Tracer(OperatorMode):
 
     def hooks(self, region: Region) -> tuple[Pack, Unpack]:
         """Return the region's hooks, which take note as well."""
-        return self._noting(region.pack, region.unpack)
+        return self._noting(*region.hooks(), collector=region.collector)
 
     def _plain(self) -> tuple[Pack, Unpack]:
         """Return hooks that take note and keep the tensor, for what is in no region."""
@@ -243,6 +244,7 @@ class Tracer(OperatorMode):
         unpack: Callable[[Any], Tensor],
         *,
         is_plannable: bool = True,
+        collector: Collector | None = None,
     ) -> tuple[Pack, Unpack]:
         """Return hooks that take note; what is not plannable is saved as no value."""
         # By identity: what stands for a saved tensor need not be hashable by value.
@@ -278,6 +280,7 @@ class Tracer(OperatorMode):
             return found
 
         note.is_noting = is_plannable  # pyright: ignore[reportFunctionMemberAccess]
+        note.collector = collector  # pyright: ignore[reportFunctionMemberAccess]
         return note, fetch
 
     def _forward(
