@@ -1,6 +1,7 @@
 """The shape of the source tree: small, described modules with telling names."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,18 @@ def faults(module: Path) -> list[str]:
 
 def test_the_source_tree_is_found():
     assert SOURCE / "errors.py" in MODULES
+
+
+@pytest.mark.parametrize("page", ["ARCHITECTURE.md", "CONTRIBUTING.md"])
+def test_the_modules_that_a_page_names_exist(page):
+    text = (SOURCE.parents[1] / page).read_text(encoding="utf-8")
+    named = re.findall(r"`((?:[a-z_]+/)+[a-z_]+\.py)`", text)
+    missing = [
+        name
+        for name in named
+        if not (SOURCE / name).exists() and not (SOURCE.parents[1] / name).exists()
+    ]
+    assert missing == []
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda m: str(m.relative_to(SOURCE)))
