@@ -1,4 +1,4 @@
-"""What regions inside regions take is predicted, and never less than they take."""
+"""What regions take is predicted to the byte; inside others, never less than that."""
 
 import random
 from itertools import pairwise
@@ -64,6 +64,40 @@ def test_nested_regions_take_what_was_predicted(normalised, held):
     predicted, measured = peaks_of(
         stack(normalised=normalised), lambda graph: nested(graph, held)
     )
+    assert predicted == measured
+
+
+class Tail(nn.Module):
+    """Drops the output of its first layer, and uses the most memory after that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 64)
+        self.wide = nn.Linear(64, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.first(x)
+        kept = first * 2
+        del first
+        scale = float(torch.ones(50_000).mean())  # which backward does not need
+        return self.wide(kept.sin() * scale)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_an_open_region_holds_what_it_reads_from_outside(keeps):
+    """Also what no replay will start from: that is known when the region closes."""
+
+    def after_the_first_layer(graph) -> tuple[Segment, ...]:
+        start = next(
+            number
+            for number, place in enumerate(graph.boundaries)
+            if place.module == "first" and not place.entering
+        )
+        (kept,) = graph.operations[graph.boundaries[start].operation].makes
+        actions = {kept: Action.KEEP} if keeps else {}
+        return (Segment(start, len(graph.boundaries) - 1, actions),)
+
+    predicted, measured = peaks_of(Tail(), after_the_first_layer)
     assert predicted == measured
 
 

@@ -105,6 +105,18 @@ class Region:
     def makes(self, value: int) -> bool:
         return self.machine.graph.values[value].producer in self.inside
 
+    @property
+    def touched(self) -> set[int]:
+        """The storages that it holds while it is open: what it reads from outside."""
+        graph = self.machine.graph
+        return {
+            graph.values[value].storage
+            for number in self.inside
+            if graph.operations[number].replayable
+            for value in graph.operations[number].reads
+            if not self.records(value)
+        }
+
     def records(self, value: int) -> bool:
         producer = self.machine.graph.values[value].producer
         return self.makes(value) and self.machine.graph.operations[producer].replayable
@@ -277,5 +289,8 @@ class Machine:
                 block.take()
                 dying.setdefault(save.released, []).append(block.let_go)
         for region in self.regions:
+            if storage in region.touched:
+                block.take()
+                dying.setdefault(region.inside.stop - 1, []).append(block.let_go)
             if any(graph.values[value].storage == storage for value in region.held):
                 region.blocks.append(block.take())

@@ -1,7 +1,10 @@
 """Architectures of transformers and timm at the peak of their own checkpointing.
 
 The budget is what the model's authors' own checkpointing takes. A plan must exist,
-hold, give bitwise the gradients and buffers of the plain step, and use the budget.
+hold, and give bitwise the gradients and buffers of the plain step. It uses 97 % of the
+budget, unless it keeps all that it can: no recomputed result could be kept in addition,
+by the simulator, and all that is recomputed is within a tenth of forward of what any
+plan must recompute (docs/design/planning.md, "The last bytes").
 """
 
 import pytest
@@ -9,11 +12,6 @@ import pytest
 from tests.support.zoo import TIMM, TRANSFORMERS, Entry, result_of
 
 pytestmark = pytest.mark.sweep
-
-USED = 0.97
-NOTHING_TO_GAIN = 0.03
-"""Memory may be left over if the proven bound says that it could buy no more time than
-this share of a step."""
 
 
 def test_there_are_enough_architectures():
@@ -29,9 +27,4 @@ def test_the_peak_of_its_own_checkpointing_is_a_budget_that_holds(entry: Entry):
     package = pytest.importorskip(entry.package)
     if entry.package == "transformers":
         package.logging.set_verbosity_error()
-    found = result_of(entry)
-    assert found.floor_bytes <= found.budget_bytes, "it is feasible"
-    assert 0 < found.peak_bytes <= found.budget_bytes
-    assert found.differences == ()
-    if found.is_tight:
-        assert found.used >= USED or found.gap <= NOTHING_TO_GAIN
+    assert result_of(entry).faults == []

@@ -1,9 +1,11 @@
 """Footprints: what segments hold, drop and replay. The rules are those of the engine.
 
-A region holds what was made outside and is read by its replay until the last tensor
-saved in it is released; so it holds what it was told to keep. Its replay runs when
-backward first asks for a value that it does not hold, makes everything that is asked
-for later at once, and frees what is only needed on the way at its last use.
+While a region is open, it holds all that was made outside and that its operators read:
+any of it may be what a replay starts from. When it closes, it drops what no replay
+reads; the rest it holds until the last tensor saved in it is released. So it holds what
+the plan keeps. Its replay runs when backward first asks for a value that it does not
+hold, makes everything that is asked for later at once, and frees what is only needed on
+the way at its last use.
 
 What an inner region holds it passes on to the one around it, which holds it or drops it
 again. So nothing is at hand there: whatever it is asked for, be it only on the way to a
@@ -250,6 +252,8 @@ def _add_innermost(
         alone, replays = Footprint(), list[_Planned]()
         known[key] = alone, replays, _add_region(graph, region, alone, replays)
     alone, replays, claims = known[key]
+    for storage, last in alone.holds.items():
+        total.hold_until(storage, last)
     total.recorded += alone.recorded
     total.remade += alone.remade
     total.starts += alone.starts
@@ -269,6 +273,8 @@ def _add_region(
     segment, depth = region
     inside = graph.operations_between(segment.start, segment.stop)
     total.recorded += recorded_operators(len(inside), depth)
+    for storage in graph.dying_inputs(inside):
+        total.hold_until(storage, inside.stop - 1)
     claims, kept = _own_claims(graph, region)
     for inner in segment.inner:
         within = _Region(inner, depth + 1)

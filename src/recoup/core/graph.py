@@ -5,7 +5,7 @@ Everything else refers to them by number.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -342,6 +342,40 @@ class Graph:
         found = [(s.bytes, max(s.born, 0), s.dies) for s in self.storages]
         columns = np.array(found, dtype=np.int64).reshape(-1, 3).T
         return StorageArrays(*np.ascontiguousarray(columns))
+
+    def dying_inputs(self, inside: range) -> Iterator[int]:
+        """Yield storages that die in a stretch of operations, and come from outside.
+
+        Operators there read them that may run again, and none of those made them.
+        """
+        operations = self.operations
+        for moment in inside[:-1]:
+            for storage in self._dying.get(moment, ()):
+                if any(
+                    reader in inside
+                    and (producer not in inside or not operations[producer].replayable)
+                    for reader, producer in self._readers[storage]
+                ):
+                    yield storage
+
+    @cached_property
+    def _readers(self) -> dict[int, list[tuple[int, int]]]:
+        """Who reads each storage in forward, if it may run again; and who made that."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        for number, operation in enumerate(self.operations):
+            for value in operation.reads if operation.replayable else ():
+                read = self.values[value]
+                found.setdefault(read.storage, []).append((number, read.producer))
+        return found
+
+    @cached_property
+    def _dying(self) -> dict[int, list[int]]:
+        """The storages that somebody reads, by the moment of forward they die at."""
+        found: dict[int, list[int]] = {}
+        for storage in self._readers:
+            if self.storages[storage].bytes:
+                found.setdefault(self.storages[storage].dies, []).append(storage)
+        return found
 
     def bytes_of(self, value: int) -> int:
         """Return the bytes of a value's storage."""

@@ -1,25 +1,39 @@
-"""The last bytes: hold other values, one by one, while it still fits."""
+"""The last bytes: hold other values, one by one, until no other one fits."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
 
-from recoup.core.graph import Graph
-from recoup.core.memory_use import MemoryUse
+from recoup.core.graph import Graph, Integers
+from recoup.core.memory_use import MemoryUse, held_until
 from recoup.core.segments import Action, Segment
 from recoup.planners.options import Option, footprints_of, kept_around, nested
 
 _FILLS = 24
+"""How many values are tried in place of one that is dropped."""
+
 _SWAPS = 32
 
 
 def refine(
-    graph: Graph, segments: Sequence[Segment], budget_bytes: int
+    graph: Graph, segments: Sequence[Segment], budget_bytes: int, *, swaps: bool = True
 ) -> tuple[Segment, ...]:
     """Return a plan that is not slower than another and fits into the same budget.
 
-    More values are held where there is room, those whose operators take longest first;
-    then values that are cheap to make again are given up for dearer ones. Segments with
-    others inside stay as they are. Costs a few hundred footprints and profiles.
+    The results of more operators are held, those that take longest first, until the
+    result of no other one would fit. Before that, values that are cheap to make again
+    are dropped for others that take longer. Segments with others inside stay as they
+    are.
+
+    Costs a footprint and the bytes at all moments for each value that may fit, and a
+    few hundred of both for the exchange.
+
+    Args:
+        graph: The step.
+        segments: The plan.
+        budget_bytes: The most bytes in use at any moment.
+        swaps: Whether to exchange values too.
 
     Examples:
         >>> refine(Graph((), 0, (), (), (), (), ()), (), 0)
@@ -28,15 +42,33 @@ def refine(
     around = kept_around(graph, [(s.start, s.stop) for s in segments])
     refiner = _Refiner(graph, MemoryUse(graph, [around]), budget_bytes)
     options = [nested(graph, segment) for segment in segments]
-    if refiner.room_bytes(options) < 0:
+    if refiner.room_at(options).min(initial=0) < 0:
         return tuple(segments)
     options = refiner.filled(options)
-    for number, value in refiner.held(options)[:_SWAPS]:
+    for number, value in refiner.held(options)[: _SWAPS if swaps else 0]:
         without = refiner.replaced(options, number, drop=value)
-        trial = refiner.filled(without)
+        trial = refiner.filled(without, most=_FILLS)
         if _seconds(trial) < _seconds(options):
-            options = trial
+            options = refiner.filled(trial)
     return tuple(option.segments[0] for option in options)
+
+
+class _More(NamedTuple):
+    """What an operator makes, which may be held in addition.
+
+    Attributes:
+        order: What is tried first comes first: the negative seconds of the operator.
+        values: What it makes that something needs.
+        until: A moment of backward until which holding it changes nothing else.
+        storages: Where the values are.
+        least_bytes: What it takes at least, if nobody else holds the storages.
+    """
+
+    order: float
+    values: tuple[int, ...]
+    until: int
+    storages: frozenset[int]
+    least_bytes: int
 
 
 @dataclass(frozen=True)
@@ -44,25 +76,38 @@ class _Refiner:
     graph: Graph
     use: MemoryUse
     budget_bytes: int
+    _known: dict[int, tuple[Option, list[_More]]] = field(
+        default_factory=dict[int, tuple[Option, list[_More]]]
+    )
 
-    def room_bytes(self, options: Sequence[Option]) -> int:
-        """Return what is left of the budget."""
-        return self.budget_bytes - self.use.peak_bytes(footprints_of(options))
+    def room_at(self, options: Sequence[Option]) -> Integers:
+        """Return what is left of the budget at each moment."""
+        return self.budget_bytes - self.use.bytes_at(footprints_of(options))
 
-    def filled(self, options: list[Option]) -> list[Option]:
-        """Return options that hold more, as long as it fits."""
-        room = self.room_bytes(options)
+    def filled(self, options: list[Option], *, most: int | None = None) -> list[Option]:
+        """Return options that hold more: as much as fits.
+
+        Args:
+            options: What to begin with.
+            most: How many values are tried; None: until no other one fits.
+        """
         tried = 0
-        for number, values in self.replayed(options):
-            if tried >= _FILLS:
-                break
-            if sum(self.graph.bytes_of(value) for value in values) > room:
-                continue
-            tried += 1
-            trial = self.replaced(options, number, keep=values)
-            left = self.room_bytes(trial)
-            if left >= 0 and trial[number].seconds < options[number].seconds:
-                options, room = trial, left
+        found = True
+        while found and (most is None or tried < most):
+            found = False
+            room = _Room(self, options)
+            for more, number in self.recomputed(options):
+                if most is not None and tried >= most:
+                    break
+                if not room.may_hold(more):
+                    continue
+                tried += 1
+                trial = self.replaced(options, number, keep=more.values)
+                if trial[number].seconds >= options[number].seconds:
+                    continue
+                if self.room_at(trial).min(initial=0) >= 0:
+                    options, found = trial, True
+                    room = _Room(self, options)
         return options
 
     def replaced(
@@ -80,21 +125,45 @@ class _Refiner:
         option = nested(self.graph, Segment(segment.start, segment.stop, actions))
         return [*options[:number], option, *options[number + 1 :]]
 
-    def replayed(
-        self, options: Sequence[Option]
-    ) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """Yield what operators make again, with the segment, the dearest first."""
+    def recomputed(self, options: Sequence[Option]) -> list[tuple[_More, int]]:
+        """Return what operators make again, with the option, the longest first."""
+        found: list[tuple[_More, int]] = []
+        for number, option in enumerate(options):
+            if option.segments[0].inner:
+                continue
+            if id(option) not in self._known:
+                self._known[id(option)] = option, list(self._made_again(option))
+            found += [(more, number) for more in self._known[id(option)][1]]
+        return sorted(found, key=lambda one: one[0].order)
+
+    def _made_again(self, option: Option) -> Iterator[_More]:
         graph = self.graph
-        found = [
-            (graph.operations[place].seconds, number, place)
-            for number, option in enumerate(options)
-            if not option.segments[0].inner
-            for replay in option.footprint.replays
-            for place in replay.operations
-        ]
-        for _, number, place in sorted(found, reverse=True):
-            made = graph.operations[place].makes
-            yield number, tuple(v for v in made if graph.values[v].holdable)
+        freed = _freed(graph, option, self._saved)
+        for replay in option.footprint.replays:
+            for place in replay.operations:
+                operation = graph.operations[place]
+                values = tuple(v for v in operation.makes if v in self._used)
+                storages = frozenset(graph.values[v].storage for v in values)
+                nbytes = sum(graph.storages[s].bytes for s in storages)
+                if values:
+                    yield _More(
+                        -operation.seconds,
+                        values,
+                        replay.moment,
+                        storages,
+                        nbytes - freed[place],
+                    )
+
+    @cached_property
+    def _saved(self) -> frozenset[int]:
+        return frozenset(save.value for save in self.graph.saves)
+
+    @cached_property
+    def _used(self) -> set[int]:
+        """The values that may be held and that something needs."""
+        graph = self.graph
+        used = self._saved.union(*(each.reads for each in graph.operations))
+        return {value for value in used if graph.values[value].holdable}
 
     def held(self, options: Sequence[Option]) -> list[tuple[int, int]]:
         """Return values that are held, with their segments, the cheapest first."""
@@ -112,6 +181,57 @@ class _Refiner:
             if action is Action.KEEP and graph.bytes_of(value)
         ]
         return [(number, value) for _, number, value in sorted(found)]
+
+
+class _Room:
+    """What certainly does not fit, without working out what it would change."""
+
+    def __init__(self, refiner: _Refiner, options: Sequence[Option]) -> None:
+        self._storages = refiner.graph.storages
+        until = held_until(refiner.use.until, footprints_of(options))
+        self._until: list[int] = until.tolist()
+        self._room = refiner.room_at(options)
+        self._half = refiner.use.half
+        self._last_room = int(self._room[self._half - 1])
+
+    def may_hold(self, more: _More) -> bool:
+        """Return whether there is room until the first moment that it changes."""
+        new = [s for s in more.storages if self._until[s] < self._half - 1]
+        there_bytes = sum(
+            self._storages[s].bytes for s in more.storages.difference(new)
+        )
+        least_bytes = more.least_bytes - there_bytes
+        if not new or least_bytes <= 0:
+            return True
+        if least_bytes > self._last_room:
+            return False
+        first = max(0, *(self._until[s] + 1 for s in new))
+        return least_bytes <= int(self._room[first : more.until].min())
+
+
+def _freed(graph: Graph, option: Option, saved: Set[int]) -> dict[int, int]:
+    """Return the bytes that a segment may drop if an operator's results are held.
+
+    What only that operator, and those that lead to it, start from; at the most.
+    """
+    ((_, roots),) = option.footprint.starts
+    starts = {value: 0 for value in roots if value not in saved}
+    leads: dict[int, int] = {}
+    numbers = [n for replay in option.footprint.replays for n in replay.operations]
+    for bit, number in enumerate(numbers):
+        leads[number] = 1 << bit
+        for value in graph.operations[number].reads:
+            leads[number] |= leads.get(graph.values[value].producer, 0)
+            if value in starts:
+                starts[value] |= 1 << bit
+    return {
+        number: sum(
+            graph.bytes_of(value)
+            for value, readers in starts.items()
+            if not readers & ~before
+        )
+        for number, before in leads.items()
+    }
 
 
 def _seconds(options: Sequence[Option]) -> float:

@@ -34,6 +34,9 @@ smallest budget for which no nesting is needed it may still pay."""
 
 _TARGETS = 4
 
+_REFINEMENTS = 8
+"""How often a plan is refined at most, as long as that makes it faster."""
+
 _HOST_WEIGHTS = (0.1, 0.5)
 """How much the host's time counts in the lenses for steps that wait for the host: as
 much as to record half for some tenths of a percent of the device's time; and enough to
@@ -87,8 +90,7 @@ class Search:
         self._solve_for_device(budget_bytes, bound, until)
         if not self._is_late(until):
             self.solve_for_host(budget_bytes)
-        if not self._is_late(until):
-            self._refine(budget_bytes)
+        self._refine(budget_bytes, until)
         return self.best(budget_bytes)
 
     def solve_for_host(self, budget_bytes: int) -> Plan | None:
@@ -250,15 +252,21 @@ class Search:
         best = self.best(budget_bytes)
         return best is not None and _paced(best[1]) > best[1].device_seconds
 
-    def _refine(self, budget_bytes: int) -> None:
-        """Spend what room the best plan leaves."""
-        best = self.best(budget_bytes)
-        if best is None or Action.KEEP not in self.allow:
+    def _refine(self, budget_bytes: int, until: float | None) -> None:
+        """Hold more in the best plan, until nothing else fits, however late it is."""
+        if Action.KEEP not in self.allow:
             return
-        segments, costs, planner = best
-        if costs.seconds > self.known[0][1].seconds:
-            graph = self._lens(0.0).graph
-            self.add(refine(graph, segments, budget_bytes), planner)
+        graph = self._lens(0.0).graph
+        for round_ in range(_REFINEMENTS):
+            best = self.best(budget_bytes)
+            if best is None or best[1].seconds <= self.known[0][1].seconds:
+                return
+            segments, costs, planner = best
+            swaps = not round_ and not self._is_late(until)
+            refined = refine(graph, segments, budget_bytes, swaps=swaps)
+            # Narrower segments hold values for less time, which leaves room again.
+            if self.add(refined, planner).device_seconds >= costs.device_seconds:
+                return
 
     def _try_everything(self, lens: Lens, budget_bytes: int) -> None:
         """Look at all plans over the blocks, if there are few."""
