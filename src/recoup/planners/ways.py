@@ -182,12 +182,18 @@ class Ways:
         """Return what an option takes.
 
         What is read after the stretch is charged here, once, whoever holds it; what is
-        read from before it has been charged there.
+        read from before it has been charged there. What only an open region holds is
+        not counted: the plan as a whole is simulated in the end.
         """
         graph, half = self.graph, self._memory_use.half
         until = self._memory_use.until.copy()
         crossing = {graph.values[value].storage for value in stretch.crossing}
-        held = {s for s, released in option.footprint.holds.items() if released >= half}
+        held: set[int] = set()
+        for storage, released in option.footprint.holds.items():
+            if released >= half:
+                held.add(storage)
+            else:
+                until[storage] = max(int(until[storage]), released)
         held_bytes = 0
         for storage in held | crossing:
             if graph.storages[storage].born not in stretch.inside:
