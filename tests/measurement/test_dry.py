@@ -1,6 +1,9 @@
 """The dry step: the graph of the real one to the byte, without its memory."""
 
+import dataclasses
 import resource
+import threading
+from collections import UserDict
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from torch.nn import functional
 from benchmarks.zoo import decoders
 from benchmarks.zoo.case import token_loss
 from benchmarks.zoo.cases import CASES
+from recoup.backend.state.trees import tensors_within
 from recoup.cli.gpt import Shape
 from recoup.core.simulation import simulate
 from recoup.engine.scopes.module import checkpoint_module
@@ -53,6 +57,59 @@ def test_a_model_on_the_meta_device_is_measured_as_on_the_processor(name):
     dry = measure(model, batch, loss=case.loss, dry=True, device="a100")
     assert timeless(dry) == timeless(real)
     assert all(p.is_meta and p.grad is None for p in model.parameters())
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    x: Tensor
+    teacher: nn.Module = dataclasses.field(default_factory=lambda: nn.Linear(4, 4))
+
+
+class Slotted:
+    __slots__ = ("inner",)
+
+    def __init__(self, inner: object) -> None:
+        self.inner = inner
+
+
+WRAPPERS = {
+    "dataclass": Sample,
+    "slots": Slotted,
+    "mapping": lambda x: UserDict(x=x),
+    "nested": lambda x: [{"batch": Slotted(Sample(x))}],
+}
+
+
+class Unwrapping(nn.Module):
+    """Takes a tensor out of whatever it is in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1))
+
+    def forward(self, batch: object) -> Tensor:
+        (x,) = tensors_within(batch)
+        return self.layers(x).sum()
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_tensors_in_any_object_have_stand_ins(wrap):
+    model, x = Unwrapping(), torch.ones(16, 8)
+    batch = wrap(x)
+    dry = measure(model, (batch,), dry=True)
+    assert timeless(dry) == timeless(measure(model, (batch,)))
+    assert tensors_within(batch) == [x], "the batch is as it was"
+    with torch.device("meta"):
+        away = measure(Unwrapping(), (wrap(torch.empty(16, 8)),), dry=True)
+    assert timeless(away) == timeless(dry)
+
+
+def test_an_object_with_tensors_that_cannot_be_copied_is_refused():
+    batch = Slotted((torch.ones(16, 8), threading.Lock()))
+    with pytest.raises(UnsupportedError, match="got a Slotted that holds tensors"):
+        measure(Unwrapping(), (batch,), dry=True)
+    lock = threading.Lock()  # which is no part of an object with tensors
+    measure(Unwrapping(), ([torch.ones(16, 8), lock],), dry=True)
 
 
 # The one is another model each time; the other writes to a part of a tensor.

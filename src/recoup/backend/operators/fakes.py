@@ -1,6 +1,7 @@
 """Tensors without memory, on which operators compute shapes and nothing else."""
 
 import collections
+import copy
 import functools
 import logging
 import math
@@ -22,7 +23,7 @@ from recoup.backend.memory.ledger import storages_in
 from recoup.backend.memory.meters import StorageMeter
 from recoup.backend.memory.storages import has_storage
 from recoup.backend.operators.properties import facts_of
-from recoup.backend.state.trees import map_leaves
+from recoup.backend.state.trees import map_leaves, parts_within
 from recoup.core.restoring import restoring
 from recoup.errors import UnsupportedError
 
@@ -133,6 +134,36 @@ class Shadows:
     def within(self, tree: Any) -> Any:
         """Return a structure with stand-ins for the tensors in it."""
         return map_leaves(lambda x: self.of(x) if isinstance(x, Tensor) else x, tree)
+
+    def of_batch(self, batch: Any) -> Any:
+        """Return a batch with stand-ins, also for tensors that objects in it hold.
+
+        Such an object is copied; modules in it are not.
+
+        Raises:
+            UnsupportedError: An object that holds tensors cannot be copied.
+        """
+
+        def stand_in(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                return self.of(leaf)
+            held = [thing for _, thing in parts_within(leaf)]
+            memo: dict[int, Any] = {
+                id(thing): self.of(thing) if isinstance(thing, Tensor) else thing
+                for thing in held
+            }
+            if not any(isinstance(thing, Tensor) for thing in held):
+                return leaf
+            try:
+                return copy.deepcopy(leaf, memo)
+            except Exception as error:
+                raise UnsupportedError(
+                    f"expected a batch that can be copied, got a {type(leaf).__name__} "
+                    f"that holds tensors and cannot be ({error}); measure it for real: "
+                    "leave out dry=True."
+                ) from error
+
+        return map_leaves(stand_in, batch)
 
     @contextmanager
     def instead_of(self, model: nn.Module) -> Iterator[None]:

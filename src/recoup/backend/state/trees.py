@@ -58,8 +58,10 @@ _DEPTH = 8
 _DULL = (
     *(str, bytes, int, float, complex, type(None), type, slice, range),
     *(FunctionType, BuiltinFunctionType, MethodType, ModuleType),
-    *(torch.dtype, torch.device, torch.Size, torch.Generator, nn.Module),
+    *(torch.dtype, torch.device, torch.Size, torch.Generator),
 )
+
+_WHOLE = (Tensor, nn.Module)
 
 
 def named_tensors(tree: Any) -> list[tuple[str, Tensor]]:
@@ -77,11 +79,21 @@ def named_tensors(tree: Any) -> list[tuple[str, Tensor]]:
         >>> named_tensors(((Batch(ids), 1), {"mask": ids > 0}))
         [('1.mask', tensor([True, True])), ('0.0.ids', tensor([1., 1.]))]
     """
-    found: dict[int, tuple[str, Tensor]] = {}
+    return [
+        (path, part) for path, part in parts_within(tree) if isinstance(part, Tensor)
+    ]
+
+
+def parts_within(tree: Any) -> list[tuple[str, Tensor | nn.Module]]:
+    """Return the tensors and modules of a batch and where each is, each once.
+
+    It looks into any object but modules.
+    """
+    found: dict[int, tuple[str, Tensor | nn.Module]] = {}
     seen: set[int] = set()
     waiting: list[tuple[str, Any, int]] = [("", tree, 0)]
     for path, thing, depth in waiting:
-        if isinstance(thing, Tensor):
+        if isinstance(thing, _WHOLE):
             found.setdefault(id(thing), (path, thing))
         elif not isinstance(thing, _DULL) and id(thing) not in seen:
             seen.add(id(thing))

@@ -49,7 +49,7 @@ def measure_dry(
     # Next to a busy accelerator the host records in time that nobody waits for.
     recording = recording_seconds() if figures.name == "cpu" else 0.0
     shadows = Shadows(_HOST)
-    given = shadows.within(batch)
+    given = shadows.of_batch(batch)
     with shadows.instead_of(model), _explained(), shadows.mode:
         stood_in = training_step(model, given, loss=loss, step=step)
         with untouched(stood_in) as repeated:
