@@ -10,7 +10,7 @@ RUN := .venv/bin/python
 INSTALL := $(RUN) -m pip install --quiet -c .venv/constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu check docs sweep bench clean
+.PHONY: help demo test test-gpu check docs coverage sweep bench clean
 
 help: ## Say what each target does
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
@@ -35,6 +35,11 @@ check: $(TOOLS) ## Check format, lint, types, layers, spelling and documentation
 
 docs: $(TOOLS) ## Build the documentation site in build/site
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict $(ARGS)
+
+coverage: $(TOOLS) $(INTEGRATIONS) ## Run the tests once more, and require 95 % of all branches
+	$(INSTALL) coverage
+	$(RUN) -m coverage run -m pytest $(ARGS)
+	$(RUN) -m coverage report --skip-covered
 
 sweep: $(INTEGRATIONS) ## Run the long tests: the operator database, every model at every budget
 	RECOUP_EXAMPLES=random $(RUN) -m pytest -m sweep tests/sweep $(ARGS)

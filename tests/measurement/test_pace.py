@@ -24,6 +24,26 @@ class Issued:
         self.given: list[str] = []
 
 
+class Clock:
+    """A clock that moves only when somebody sleeps by it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", clock.perf_counter)
+    return clock
+
+
 def test_beside_a_device_steps_are_timed_in_a_row_after_one_that_does_not_count(
     monkeypatch,
 ):
@@ -54,7 +74,7 @@ def test_beside_a_device_steps_are_timed_in_a_row_after_one_that_does_not_count(
         (0.055, 0.03),  # it waits for the host, and for that too
     ],
 )
-def test_putting_a_step_back_is_no_part_of_it(monkeypatch, lap, expected):
+def test_putting_a_step_back_is_no_part_of_it(monkeypatch, clock, lap, expected):
     class Known(Laps):
         def mark(self) -> None: ...
 
@@ -63,25 +83,25 @@ def test_putting_a_step_back_is_no_part_of_it(monkeypatch, lap, expected):
 
     class Slow:
         def begin(self, *, waiting: bool) -> None:
-            time.sleep(0.025)
+            clock.sleep(0.025)
 
     monkeypatch.setattr(pace, "Laps", Known)
     step = training_step(nn.Linear(2, 2), torch.ones(1, 2), loss=torch.sum)
     step = replace(
-        step, run=lambda: time.sleep(0.03), device=Issued(), repetition=Slow()
+        step, run=lambda: clock.sleep(0.03), device=Issued(), repetition=Slow()
     )
     found = pace_of(step)
-    assert 0.03 <= found.host_seconds < 0.045
-    assert expected <= found.seconds < 1.5 * expected
+    assert found.host_seconds == pytest.approx(0.03)
+    assert found.seconds == pytest.approx(expected)
 
 
-def test_on_the_cpu_host_and_device_are_one(monkeypatch):
+def test_on_the_cpu_host_and_device_are_one(clock):
     naps = iter([0.03, 0.01, 0.02])
     step = training_step(nn.Linear(2, 2), torch.ones(1, 2), loss=torch.sum)
-    step = replace(step, run=lambda: time.sleep(next(naps)))
+    step = replace(step, run=lambda: clock.sleep(next(naps)))
     found = pace_of(step, repeats=3)
     assert found.seconds == found.host_seconds
-    assert 0.01 <= found.seconds < 0.02
+    assert found.seconds == pytest.approx(0.01)
     assert found.is_bound_by_host
 
 
