@@ -3,6 +3,7 @@
 # pyright: reportMissingImports=false
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,16 @@ def versions_of(text: str) -> tuple[str, str]:
     return "\n".join(before), "\n".join(after)
 
 
-def run_both(guide: str, make: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def run_both(
+    guide: str, make: Any, words: Mapping[str, str] | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """The variables of a guide's script after it ran, without and with recoup."""
     found = []
     for script in versions_of((GUIDES / guide).read_text(encoding="utf-8")):
-        torch.manual_seed(3)
+        for word, other in (words or {}).items():
+            script = script.replace(word, other)
         variables = make()
+        torch.manual_seed(3)
         exec(compile(script, guide, "exec"), variables)
         found.append(variables)
     return found[0], found[1]
@@ -75,6 +80,54 @@ def test_the_guide_to_transformers(tmp_path):
     ]
     assert logged["recoup_measured_peak_bytes"] <= logged["recoup_budget_bytes"]
     assert logged["recoup_budget_bytes"] < logged["recoup_plain_peak_bytes"]
+
+
+def test_the_guide_to_accelerate():
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    from tests.support.trainings import Rows, small_stack
+
+    def make() -> dict[str, Any]:
+        for shared in (AcceleratorState, GradientState, PartialState):
+            shared._reset_state()
+        model = small_stack()
+        return {
+            "model": model,
+            "optimizer": torch.optim.Adam(model.parameters()),
+            "loader": torch.utils.data.DataLoader(Rows(256), 64, shuffle=True),
+            "loss_function": torch.nn.functional.mse_loss,
+        }
+
+    # The share of the guide is for models with larger activations.
+    plain, ours = run_both("accelerate.md", make, {'"60%"': '"80%"'})
+    assert_same_model(plain["model"], ours["model"])
+
+
+def test_the_guide_to_lightning(tmp_path, monkeypatch):
+    pytest.importorskip("lightning", reason="lightning is not installed")
+    import lightning
+
+    from tests.support.trainings import Rows, small_stack
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = small_stack()
+
+        def training_step(self, batch: Any) -> Any:
+            return torch.nn.functional.mse_loss(self.model(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters())
+
+    def make() -> dict[str, Any]:
+        loader = torch.utils.data.DataLoader(Rows(256), 64, shuffle=True)
+        return {"module": Module(), "loader": loader, "steps": 4}
+
+    monkeypatch.chdir(tmp_path)
+    plain, ours = run_both("lightning.md", make)
+    assert_same_model(plain["module"], ours["module"])
 
 
 @pytest.mark.parametrize("count", [0, MOST_ADDED + 1])

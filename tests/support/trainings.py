@@ -36,3 +36,31 @@ class Tokens(Dataset[Any]):
     def __getitem__(self, index: int) -> dict[str, Any]:
         tokens = [(index * 7 + place * place) % 64 for place in range(48)]
         return {"input_ids": tokens, "labels": tokens}
+
+
+def small_stack() -> nn.Module:
+    """Return layers with dropout and normalisation, the same each time."""
+    torch.manual_seed(11)
+    return nn.Sequential(*(_layer() for _ in range(4)))
+
+
+def _layer() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(16, 64), nn.BatchNorm1d(64), nn.Dropout(0.1), nn.Linear(64, 16)
+    )
+
+
+class Rows(Dataset[Any]):
+    """Pairs of vectors, made when they are read: no memory of a step."""
+
+    def __init__(self, count: int = 1600) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> Any:
+        if index >= self._count:
+            raise IndexError
+        row = torch.arange(16.0) * (index % 17) / 16
+        return row.sin(), row.cos()

@@ -3,9 +3,11 @@
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -16,6 +18,7 @@ from recoup.fitting.arguments import actions_of
 from recoup.fitting.budgets import Budget, budget_or_environment
 from recoup.fitting.compiled_fit import CompiledFit
 from recoup.fitting.fit import Compile, Fit, check_compile
+from recoup.measurement.steps.training_step import loss_function
 from recoup.train.budgeting.process_budget import fit_together
 from recoup.train.budgeting.sharded_units import UnitPlan
 from recoup.train.processes import Processes, unwrapped
@@ -89,7 +92,8 @@ class FirstStep:
             unwrapped(called),
             rehearse,
             self.budget,
-            optimizer=optimizer,
+            # Frameworks wrap the optimizer, and keep it under this name.
+            optimizer=getattr(optimizer, "optimizer", optimizer),
             processes=processes,
             accumulate=accumulate,
             allow=self.allow,
@@ -112,6 +116,55 @@ class FirstStep:
         if not isinstance(report, UnitPlan):
             names += ["plain_peak_bytes", "plain_seconds", "measured_seconds"]
         return {f"recoup_{name}": getattr(report, name) for name in names}
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A user's own loop around a model that a framework has prepared.
+
+    Attributes:
+        backward: Runs backward from a loss.
+        model: The model as the loop calls it.
+        inner: The model in the wrappers of torch alone.
+    """
+
+    backward: Callable[[Tensor], object]
+    model: nn.Module
+    inner: nn.Module
+
+
+_FITTED: WeakKeyDictionary[nn.Module, FirstStep] = WeakKeyDictionary()
+
+
+def fit_loop(
+    loop: Loop,
+    batch: Any,
+    first: FirstStep,
+    *,
+    loss: Callable[..., Tensor] | None,
+    optimizer: Optimizer | None,
+    accumulate: bool,
+) -> Fit | CompiledFit | UnitPlan:
+    """Fit the model of a loop if that was not done; return what was done.
+
+    Raises:
+        InfeasibleError: No plan fits.
+        UsageError: The arguments describe no step.
+    """
+    known = _FITTED.get(loop.inner)
+    if known is not None and known.report is not None:
+        return known.report
+    loss_of_a_call = loss_function(loop.model, batch, loss)
+
+    def run(model: nn.Module) -> None:
+        del model
+        # A loop has a name for its loss: that keeps the graph through backward.
+        loss = loss_of_a_call()
+        loop.backward(loss)
+
+    report = first.fit(loop.inner, run, optimizer=optimizer, accumulate=accumulate)
+    _FITTED[loop.inner] = first
+    return report
 
 
 def eager(model: nn.Module) -> nn.Module:

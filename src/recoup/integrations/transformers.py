@@ -125,12 +125,11 @@ class RecoupCallback(TrainerCallback, ExportableState):
             training_step(called, copy.copy(inputs), *args, **kwargs)
 
         eager(model).train()
-        optimizer = trainer.optimizer
         try:
             self._first.fit(
                 model,
                 run,
-                optimizer=getattr(optimizer, "optimizer", optimizer),
+                optimizer=trainer.optimizer,
                 accumulate=trainer.args.gradient_accumulation_steps > 1,
             )
         except InfeasibleError as error:

@@ -132,24 +132,27 @@ def training_step(
             "a step needs something to run on: got no batch. Give batch=, or step= "
             "with a function that runs forward and backward."
         )
-    loss_of_a_call = _loss_of_a_call(model, batch, loss)
+    loss_of_a_call = loss_function(model, batch, loss)
 
     @calls_user
     def run() -> None:
-        _check_loss(loss_of_a_call()).backward()
+        loss_of_a_call().backward()
 
     found = tensors_within(batch)
     captured = tuple(reach(loss, kind=(nn.Module, Tensor)))
     return TrainingStep(model, run, found, where, captured, accumulate)
 
 
-def _loss_of_a_call(
+def loss_function(
     model: nn.Module, batch: Any, loss: Callable[..., Tensor] | None
-) -> Callable[[], Any]:
+) -> Callable[[], Tensor]:
     """Return a function that calls the model and returns the loss alone.
 
     The output ends with that call, as in a training loop: during backward the loss is
     referenced, and not the logits.
+
+    Raises:
+        UsageError: The batch is no pair, and the loss takes a target.
     """
     inputs, target = batch, None
     with_target = loss is not None and takes_target(loss)
@@ -162,11 +165,11 @@ def _loss_of_a_call(
         inputs, target = batch
 
     @calls_user
-    def call() -> Any:
+    def call() -> Tensor:
         output = _call(model, inputs)
         if loss is None:
-            return _loss_in(output)
-        return loss(output, target) if with_target else loss(output)
+            return _check_loss(_loss_in(output))
+        return _check_loss(loss(output, target) if with_target else loss(output))
 
     return call
 

@@ -1,0 +1,60 @@
+"""Hugging Face accelerate: one call in a loop that an Accelerator has prepared."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from recoup.core.segments import Action
+from recoup.fitting.budgets import Budget
+from recoup.fitting.compiled_fit import CompiledFit
+from recoup.fitting.fit import Compile, Fit
+from recoup.integrations.first_step import FirstStep, Loop, fit_loop
+from recoup.train.budgeting.sharded_units import UnitPlan
+
+
+def fit_once(  # noqa: PLR0913 (as `fit`)
+    accelerator: Any,
+    model: nn.Module,
+    batch: Any,
+    budget: Budget = None,
+    *,
+    loss: Callable[..., Tensor] | None = None,
+    optimizer: Optimizer | None = None,
+    accumulate: bool | None = None,
+    compile: Compile = False,  # noqa: A002 (torch's own word)
+    allow: Iterable[Action | str] = (Action.KEEP,),
+) -> Fit | CompiledFit | UnitPlan:
+    """Fit a model that `Accelerator.prepare` returned, the first time it is called.
+
+    Call it in the loop before the model: on later batches it returns the report at
+    once. All processes must call it.
+
+    Args:
+        accelerator: The Accelerator; its `backward` is called.
+        model: The model as `Accelerator.prepare` returned it.
+        batch: As for `recoup.fit`.
+        budget: The most bytes on the device, as for `recoup.fit`: "8GiB", a number, or
+            a share of the plain peak such as 0.6 (one process only). None reads the
+            environment variable `RECOUP_BUDGET`; without that, what the device has.
+        loss: Computes the loss from the output (and the target), as for `recoup.fit`.
+        optimizer: Room is left for its state.
+        accumulate: Gradients of earlier batches are there when a step begins; None: if
+            the Accelerator accumulates.
+        compile: As for `recoup.fit`.
+        allow: As for `recoup.fit`.
+
+    Raises:
+        InfeasibleError: No plan fits.
+        UsageError: The arguments describe no step, or no budget.
+    """
+    accumulates = accelerator.gradient_accumulation_steps > 1
+    return fit_loop(
+        Loop(accelerator.backward, model, model),
+        batch,
+        FirstStep(budget, compile, allow),
+        loss=loss,
+        optimizer=optimizer,
+        accumulate=accumulates if accumulate is None else accumulate,
+    )

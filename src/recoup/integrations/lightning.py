@@ -1,0 +1,159 @@
+"""Lightning: a callback for its Trainer, and one call for loops with Fabric."""
+
+# pyright: reportMissingImports=false, reportMissingModuleSource=false
+# pyright: reportUntypedBaseClass=false, reportGeneralTypeIssues=false
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from lightning.pytorch import Callback
+from lightning.pytorch.trainer import call
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from recoup.core.segments import Action
+from recoup.errors import UnsupportedError
+from recoup.fitting.budgets import Budget
+from recoup.fitting.compiled_fit import CompiledFit
+from recoup.fitting.fit import Compile, Fit
+from recoup.integrations.first_step import FirstStep, Loop, fit_loop
+from recoup.train.budgeting.sharded_units import UnitPlan
+
+
+class RecoupCallback(Callback):
+    """Fit the module of a `lightning.Trainer` into a memory budget.
+
+    The plan is found on the first batch, by the strategy's own `training_step` and
+    `backward`: with its precision and with gradients of earlier batches. Parameters,
+    gradients, logged metrics and random generators are then as before, and the
+    training goes on with gradients that are bitwise those without the callback. The
+    plan is removed when training ends.
+
+    The report goes to the loggers as `recoup_budget_bytes`,
+    `recoup_measured_peak_bytes` and so on, and into checkpoints.
+
+    Args:
+        budget: The most bytes on the device, as for `recoup.fit`: "8GiB", a number, or
+            a share of the plain peak such as 0.6 (one process only). None reads the
+            environment variable `RECOUP_BUDGET`; without that, what the device has.
+        compile: Who runs the blocks, as for `recoup.fit`.
+        allow: What may be done with a value besides recomputing it.
+
+    Raises:
+        UsageError: An argument is out of range.
+    """
+
+    def __init__(
+        self,
+        budget: Budget = None,
+        *,
+        compile: Compile = False,  # noqa: A002 (torch's own word)
+        allow: Iterable[Action | str] = (Action.KEEP,),
+    ) -> None:
+        self._first = FirstStep(budget, compile, allow)
+        self._is_waiting = False
+        self._numbers: dict[str, float] = {}
+
+    @property
+    def report(self) -> Fit | CompiledFit | UnitPlan | None:
+        """What `recoup.fit` did; None before the first batch."""
+        return self._first.report
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the report for a checkpoint."""
+        return dict(self._numbers)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Wait for the first batch."""
+        del trainer
+        self._first.remove()
+        if not pl_module.automatic_optimization:
+            raise UnsupportedError(
+                "expected automatic optimization, got a module that calls its "
+                "optimizer in training_step; call recoup.fit with step= a function "
+                "that runs forward and backward."
+            )
+        self._is_waiting = True
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Fit the module on the first batch."""
+        if not self._is_waiting:
+            return
+        self._is_waiting = False
+        optimizer = trainer.optimizers[0]
+        takes_number = len(inspect.signature(pl_module.training_step).parameters) > 1
+        given = (batch, batch_idx) if takes_number else (batch,)
+
+        def run(model: nn.Module) -> None:
+            del model  # the strategy has it
+            # By this function `self.log` knows where it is called.
+            output = call._call_strategy_hook(trainer, "training_step", *given)  # noqa: SLF001
+            loss = output if isinstance(output, Tensor) else output["loss"]
+            loss = loss / trainer.accumulate_grad_batches
+            trainer.strategy.backward(loss, optimizer)
+
+        # Lightning drops the gradients of a step after the forward of the next one.
+        self._first.fit(
+            trainer.strategy.model, run, optimizer=optimizer, accumulate=True
+        )
+        self._numbers = self._first.numbers()
+        for logger in trainer.loggers:
+            logger.log_metrics(dict(self._numbers), step=trainer.global_step)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Take the plan off the module."""
+        del trainer, pl_module
+        self._first.remove()
+
+    def on_exception(
+        self, trainer: Any, pl_module: Any, exception: BaseException
+    ) -> None:
+        """Take the plan off the module."""
+        del trainer, pl_module, exception
+        self._first.remove()
+
+
+def fit_once(  # noqa: PLR0913 (as `fit`)
+    fabric: Any,
+    model: nn.Module,
+    batch: Any,
+    budget: Budget = None,
+    *,
+    loss: Callable[..., Tensor] | None = None,
+    optimizer: Optimizer | None = None,
+    accumulate: bool = False,
+    compile: Compile = False,  # noqa: A002 (torch's own word)
+    allow: Iterable[Action | str] = (Action.KEEP,),
+) -> Fit | CompiledFit | UnitPlan:
+    """Fit a model that `Fabric.setup` returned, the first time that this is called.
+
+    Call it in the loop before the model: on later batches it returns the report at
+    once. All processes must call it.
+
+    Args:
+        fabric: The Fabric; its `backward` is called.
+        model: The model as `Fabric.setup` returned it.
+        batch: As for `recoup.fit`.
+        budget: As for `RecoupCallback`.
+        loss: Computes the loss from the output (and the target), as for `recoup.fit`.
+        optimizer: Room is left for its state.
+        accumulate: Gradients of earlier batches are there when a step begins.
+        compile: As for `recoup.fit`.
+        allow: As for `recoup.fit`.
+
+    Raises:
+        InfeasibleError: No plan fits.
+        UsageError: The arguments describe no step, or no budget.
+    """
+    inner = dict(model.named_children()).get("_forward_module", model)
+    return fit_loop(
+        Loop(fabric.backward, model, inner),
+        batch,
+        FirstStep(budget, compile, allow),
+        loss=loss,
+        optimizer=optimizer,
+        accumulate=accumulate,
+    )

@@ -1,0 +1,131 @@
+"""A loop that accelerate prepares: the same training, within the budget."""
+
+# pyright: reportMissingImports=false
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from recoup.backend.memory.meters import StorageMeter
+from tests.support.bits import tree_differences
+from tests.support.processes import together
+from tests.support.trainings import Rows, small_stack
+
+pytest.importorskip("accelerate", reason="accelerate is not installed")
+
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+
+from recoup.integrations.accelerate import fit_once
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("error::recoup.errors.BudgetWarning"),
+]
+
+
+def train(
+    budget: float | int | None,
+    *,
+    save: Path | None = None,
+    resume: Path | None = None,
+    stop: int = 24,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Train one epoch, or the part of it before or after a saved state."""
+    for shared in (AcceleratorState, GradientState, PartialState):
+        shared._reset_state()
+    accelerator = Accelerator(cpu=True, **settings)
+    model = small_stack()
+    model, optimizer, loader = accelerator.prepare(
+        model,
+        torch.optim.Adam(model.parameters(), lr=1e-2),
+        DataLoader(Rows(), 64, shuffle=True, generator=torch.Generator()),
+    )
+    first = 0
+    if resume is not None:
+        accelerator.load_state(str(resume))
+        first = 12
+        loader = accelerator.skip_first_batches(loader, first)
+    found: dict[str, Any] = {"losses": [], "peaks": [], "reports": []}
+    for number, (inputs, targets) in enumerate(loader, start=first):
+        if number == stop:
+            break
+        if budget is not None:
+            found["reports"].append(
+                fit_once(
+                    accelerator,
+                    model,
+                    (inputs, targets),
+                    budget,
+                    loss=nn.functional.mse_loss,
+                    optimizer=optimizer,
+                )
+            )
+        with accelerator.accumulate(model):
+            with StorageMeter("cpu") as meter:
+                meter.track(model)
+                for each in (inputs, targets, *(p.grad for p in model.parameters())):
+                    if each is not None:
+                        meter.track(each)
+                for state in optimizer.state.values():
+                    for value in state.values():
+                        meter.track(value)
+                loss = nn.functional.mse_loss(model(inputs), targets)
+                accelerator.backward(loss)
+            found["peaks"].append(meter.peak_bytes)
+            found["losses"].append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+    if save is not None:
+        accelerator.save_state(str(save))
+    found["state"] = dict(accelerator.unwrap_model(model).state_dict())
+    return found
+
+
+def test_a_loop_that_is_saved_and_resumed_is_bitwise_the_plain_one(tmp_path):
+    settings = {"gradient_accumulation_steps": 2, "mixed_precision": "bf16"}
+    plain = train(None, **settings)
+    begun = train(0.8, save=tmp_path, stop=12, **settings)
+    resumed = train(0.8, resume=tmp_path, **settings)
+    assert begun["losses"] + resumed["losses"] == plain["losses"]
+    states = plain["state"], resumed["state"]
+    assert list(tree_differences(*states, where="")) == []
+    report = begun["reports"][0]
+    assert all(each is report for each in begun["reports"]), "it was fitted once"
+    assert max(begun["peaks"]) <= report.budget_bytes < max(plain["peaks"])
+    assert max(resumed["peaks"]) <= resumed["reports"][0].budget_bytes
+
+
+def train_in_process(rank: int, budget: int | None) -> Any:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", ACCELERATE_USE_CPU="true"
+    )
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29500")
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    found = train(budget, stop=22)
+    # In its second step DDP replaces its buckets, and the meter sees the new ones only.
+    del found["peaks"][1]
+    plans = [report.plan.to_json() for report in found.pop("reports")[:1]]
+    state = {name: value.tolist() for name, value in found.pop("state").items()}
+    return {**found, "plans": plans, "state": state}
+
+
+def test_two_processes_agree_and_train_bitwise_as_without(tmp_path):
+    plain = together(train_in_process, tmp_path, None)
+    budget = int(0.85 * max(plain[0]["peaks"]))
+    ours = together(train_in_process, tmp_path, budget)
+    for mine, expected in zip(ours, plain, strict=True):
+        assert mine["losses"] == expected["losses"]
+        assert mine["state"] == expected["state"]
+        assert max(mine["peaks"]) <= budget < max(expected["peaks"])
+    assert ours[0]["plans"] == ours[1]["plans"] != []

@@ -1,0 +1,211 @@
+"""Lightning's Trainer and Fabric: the same training, within the budget."""
+
+# pyright: reportMissingImports=false
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from recoup.backend.memory.meters import StorageMeter
+from recoup.errors import UnsupportedError
+from tests.support.bits import tree_differences
+from tests.support.trainings import Rows, small_stack
+
+pytest.importorskip("lightning", reason="lightning is not installed")
+
+import lightning
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+
+from recoup.integrations.lightning import RecoupCallback, fit_once
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore:ModelCheckpoint.*:RuntimeWarning"),
+    pytest.mark.filterwarnings("error::recoup.errors.BudgetWarning"),
+]
+
+STEPS = 20
+
+
+class Regression(lightning.LightningModule):
+    """Logs, counts and draws, so that a rehearsal that leaves a trace is seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = small_stack()
+        self.peaks: list[int] = []
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        inputs, targets = batch
+        loss = nn.functional.mse_loss(self.model(inputs), targets)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        inputs, targets = batch
+        self.log("checked", nn.functional.mse_loss(self.model(inputs), targets))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=1e-2)
+
+
+class Metered(lightning.Callback):
+    """Measures forward and backward of every training batch."""
+
+    def __init__(self) -> None:
+        self.meter: StorageMeter | None = None
+
+    def on_train_batch_start(self, trainer: Any, module: Any, *rest: Any) -> None:
+        self.meter = StorageMeter("cpu").__enter__()
+        self.meter.track(module)
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                self.meter.track(parameter.grad)
+        for state in trainer.optimizers[0].state.values():
+            for value in state.values():
+                self.meter.track(value)
+        for tensor in rest[0]:
+            self.meter.track(tensor)
+
+    def on_after_backward(self, trainer: Any, module: Any) -> None:
+        if self.meter is None:
+            return  # a rehearsal
+        self.meter.__exit__(None, None, None)
+        module.peaks.append(self.meter.peak_bytes)
+
+
+def train(
+    folder: Path,
+    callback: RecoupCallback | None = None,
+    *,
+    resume: Path | None = None,
+    steps: int = STEPS,
+    **settings: Any,
+) -> tuple[Any, Any]:
+    lightning.seed_everything(7, verbose=False)
+    module = Regression()
+    # The meter comes last: it does not see the rehearsals of the other.
+    callbacks = [*([callback] if callback else []), Metered()]
+    options: dict[str, Any] = {
+        "max_steps": steps,
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "val_check_interval": 5,
+        "check_val_every_n_epoch": None,
+        **settings,
+    }
+    trainer = lightning.Trainer(
+        default_root_dir=folder,
+        callbacks=[*callbacks, *options.pop("callbacks", [])],
+        **options,
+    )
+    data = DataLoader(Rows(), batch_size=64, shuffle=True)
+    check = DataLoader(Rows(32), batch_size=16)
+    trainer.fit(module, data, check, ckpt_path=resume and str(resume))
+    return trainer, module
+
+
+def assert_same_run(ours: tuple[Any, Any], plain: tuple[Any, Any]) -> None:
+    (trainer, module), (other, expected) = ours, plain
+    states = dict(expected.state_dict()), dict(module.state_dict())
+    assert list(tree_differences(*states, where="")) == []
+    assert trainer.callback_metrics == other.callback_metrics
+
+
+def test_a_run_is_bitwise_the_plain_one_and_within_the_budget(tmp_path):
+    settings = {"accumulate_grad_batches": 2, "precision": "bf16-mixed"}
+    plain = train(tmp_path, **settings)
+    callback = RecoupCallback(0.8)
+    logger = CSVLogger(tmp_path, name="log")
+    ours = train(tmp_path, callback, **settings, logger=logger)
+    report = callback.report
+    assert report is not None
+    assert_same_run(ours, plain)
+    assert ours[1].losses == plain[1].losses, "rehearsals leave no trace"
+    assert max(ours[1].peaks) <= report.budget_bytes < max(plain[1].peaks)
+    assert not any(each._forward_hooks for each in ours[1].modules())
+    logged = Path(logger.log_dir, "metrics.csv").read_text()
+    assert "recoup_budget_bytes" in logged
+
+
+def interrupted(folder: Path, budget: float | None) -> Any:
+    """A run that is saved at step 12 and goes on in another process, as it were."""
+    saving = ModelCheckpoint(folder, every_n_train_steps=12, save_last=True)
+    settings: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [saving]}
+    callbacks = [budget and RecoupCallback(budget) for _ in range(2)]
+    begun = train(folder, callbacks[0], steps=12, **settings)
+    resumed = train(folder, callbacks[1], resume=folder / "last.ckpt")
+    return begun, resumed, callbacks
+
+
+def test_a_run_that_is_saved_and_resumed_is_bitwise_the_plain_one(tmp_path):
+    # Lightning itself does not resume the order of the data within an epoch.
+    begun, plain, _ = interrupted(tmp_path / "plain", None)
+    ours, resumed, callbacks = interrupted(tmp_path / "ours", 0.8)
+    saved = torch.load(tmp_path / "ours" / "last.ckpt", weights_only=False)
+    assert saved["callbacks"]["RecoupCallback"] == callbacks[0].state_dict() != {}
+    assert_same_run(ours, begun)
+    assert_same_run(resumed, plain)
+    assert resumed[1].losses == plain[1].losses
+    assert len(resumed[1].losses) == STEPS - 12
+    for each, callback in zip((ours, resumed), callbacks, strict=True):
+        assert max(each[1].peaks) <= callback.report.budget_bytes
+    assert callbacks[0].report.budget_bytes < max(plain[1].peaks)
+
+
+def test_manual_optimization_is_refused():
+    module = Regression()
+    module.automatic_optimization = False
+    with pytest.raises(UnsupportedError, match="step="):
+        RecoupCallback(0.5).on_train_start(None, module)
+
+
+def train_with_fabric(budget: float | None, **settings: Any) -> Any:
+    fabric = lightning.Fabric(accelerator="cpu", devices=1, **settings)
+    fabric.seed_everything(7, verbose=False)
+    model = small_stack()
+    model, optimizer = fabric.setup(model, torch.optim.Adam(model.parameters()))
+    losses, reports = [], []
+    loader = fabric.setup_dataloaders(DataLoader(Rows(), 64, shuffle=True))
+    for batch in loader:
+        if budget is not None:
+            reports.append(
+                fit_once(
+                    fabric,
+                    model,
+                    batch,
+                    budget,
+                    loss=nn.functional.mse_loss,
+                    optimizer=optimizer,
+                )
+            )
+        loss = nn.functional.mse_loss(model(batch[0]), batch[1])
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return model, losses, reports
+
+
+def test_a_loop_with_fabric_is_bitwise_the_plain_one():
+    plain, expected, _ = train_with_fabric(None, precision="bf16-mixed")
+    model, losses, reports = train_with_fabric(0.8, precision="bf16-mixed")
+    assert len(losses) >= STEPS
+    assert losses == expected
+    states = dict(plain.state_dict()), dict(model.state_dict())
+    assert list(tree_differences(*states, where="")) == []
+    report = reports[0]
+    assert all(each is report for each in reports), "it was fitted once"
+    assert report.measured_peak_bytes <= report.budget_bytes < report.plain_peak_bytes
