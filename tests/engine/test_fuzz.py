@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +11,22 @@ from torch.autograd.graph import saved_tensors_hooks
 from recoup import CheckpointScope
 from recoup.engine.recording.active import Call, begin
 from recoup.engine.recording.region_options import Options
-from tests.support.fuzz import Case, case_of, examine, reduced, run_seeds
-from tests.support.programs import BLOCKS, CHANGES, Instruction, Program
+from tests.support.fuzz import (
+    Case,
+    _keeps_itself,
+    case_of,
+    examine,
+    reduced,
+    run_seeds,
+)
+from tests.support.programs import (
+    BLOCKS,
+    CHANGES,
+    Instruction,
+    Program,
+    as_step,
+    repaired,
+)
 from tests.support.wrapping import COLLECTIVES, begin_fake_group, end_fake_group
 
 PROGRAMS = 300
@@ -102,6 +117,21 @@ def test_a_region_left_alive_is_found():
     verdict = examine(LINES, holding)
     assert verdict.kind == "wrong"
     assert "alive: {'Region': 1" in verdict.detail
+
+
+def test_what_plain_pytorch_keeps_alive_itself_is_no_failure():
+    # A tensor is written to with what was computed from it and depends on a view of it
+    # that autograd saved. The backward does not come by there.
+    case = program(
+        *[("bernoulli", 6, 5), ("product", 4, 1), ("rerun", 5, 2), ("where", 8, 4)],
+        *[("close", 0, 0), ("assign_diagonal", 3, 0), ("sigmoid", 8, 3)],
+    )
+    case = replace(case, program=replace(case.program, backwards=((0, 10, 6),)))
+    left_out, _ = repaired(case.program)
+    assert not left_out
+    assert _keeps_itself(as_step(case.program, left_out))
+    assert examine(case).kind == "equal"
+    assert not _keeps_itself(as_step(LINES.program, frozenset()))
 
 
 def test_a_failure_names_its_seed():

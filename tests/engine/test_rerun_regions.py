@@ -21,8 +21,10 @@ from recoup import (
     rerun,
 )
 from recoup.backend.memory.meters import StorageMeter
+from recoup.backend.operators.timers import OperatorTimer
 from recoup.checkpointing import is_recomputing
 from recoup.errors import MismatchError
+from recoup.measurement.tracing.tracer import Tracer
 from tests.support.steps import gradient
 from tests.support.twin import plain
 from tests.support.watching import saved_bytes
@@ -230,3 +232,23 @@ def test_wrappers_are_compared_by_what_they_are_made_of(wrap):
     assert torch.equal(*gradients(rerun, steady), *expected)
     with pytest.raises(MismatchError, match="did not give what forward computed"):
         gradients(rerun, drifting)
+
+
+def test_a_step_that_is_traced_is_right_too():
+    def nested(scope: Any, x: Tensor) -> Tensor:
+        with scope("around"):
+            return blocks(scope, x)
+
+    def traced(x: Tensor) -> Tensor:
+        return rerun(nested, CheckpointScope, x)
+
+    expected = gradient(lambda x: nested(plain, x), X)
+    with StorageMeter() as meter:
+        tracer = Tracer(meter, OperatorTimer("cpu"), reruns=False)
+        tracer.attach()
+        try:
+            found = gradient(traced, X)
+        finally:
+            tracer.stop()
+            tracer.detach()
+    assert torch.equal(found, expected)

@@ -344,6 +344,7 @@ def run_seeds(
     *,
     report: Callable[[str], None] = lambda _: None,
     most: int = 400,
+    tally: Tally | None = None,
 ) -> Tally:
     """Examine the programs of seeds; describe those that fail.
 
@@ -352,8 +353,9 @@ def run_seeds(
         region: Makes the regions of the programs.
         report: Called with each failure as it is found.
         most: How many times a program that fails is run to reduce it.
+        tally: What came of others, to be added to.
     """
-    tally = Tally()
+    tally = tally or Tally()
     with _small_heap():
         for seed in seeds:
             tally.kinds[_judge(seed, region, tally, report, most)] += 1
