@@ -28,7 +28,7 @@ from recoup.fitting.meter import Meter
 from recoup.loops.gradients import grad_with_checkpointing
 from recoup.loops.loop import checkpointed_loop
 from recoup.measurement.advice import suggest
-from recoup.planners.plan import plan
+from recoup.planners.planner import plan
 from recoup.precision.mixed_precision import MixedPrecisionScope
 from recoup.precision.scaler import GradientScaler
 from recoup.train.settings import TrainerSettings

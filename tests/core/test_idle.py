@@ -6,9 +6,9 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.graphs import Kernel, step_graph
-from recoup.core.idle import is_idle
 from recoup.core.segments import Action, Segment
 from recoup.core.simulation import simulate
+from recoup.core.trim_segments import is_idle
 from tests.support.graphs import graphs, plans
 
 

@@ -9,7 +9,7 @@ from recoup.core.plan import Place, Plan, Span, plan_for
 from recoup.core.segments import Action, Segment
 from recoup.core.simulation import simulate
 from recoup.errors import PlanError
-from recoup.planners.plan import frontier
+from recoup.planners.planner import frontier
 from tests.support.findings import small_graph
 
 

@@ -28,7 +28,7 @@ from recoup.errors import (
     UsageError,
 )
 from recoup.measurement.timing.joint_costs import KernelTimes, costed
-from recoup.planners.joint_front import saved_sets
+from recoup.planners.cut.saved_sets import saved_sets
 
 pytestmark = [
     pytest.mark.slow,

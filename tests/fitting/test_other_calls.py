@@ -20,7 +20,7 @@ from recoup.core.growth import Growth, group_of, resized
 from recoup.core.plan import plan_for, segments_of
 from recoup.core.simulation import simulate
 from recoup.fitting.following.adaptation import Adapted
-from recoup.planners.plan import floor
+from recoup.planners.planner import floor
 
 WIDTH = 16
 

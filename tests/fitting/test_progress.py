@@ -12,7 +12,7 @@ from recoup.fitting import progress as shown
 from recoup.fitting.fit import fit
 from recoup.fitting.measuring import measure
 from recoup.fitting.progress import Course, progress_for
-from recoup.planners.plan import frontier
+from recoup.planners.planner import frontier
 
 
 def model_of(layers: int = 6) -> nn.Module:

@@ -26,7 +26,7 @@ from recoup.errors import (
 from recoup.fitting.fit import fit
 from recoup.fitting.measuring import measure
 from recoup.measurement.steps.optimizers import missing_state_bytes
-from recoup.planners.plan import frontier, plan
+from recoup.planners.planner import frontier, plan
 from tests.support.graphs import timeless
 from tests.support.odd_models import ODD, odd_batch
 

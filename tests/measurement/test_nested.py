@@ -11,12 +11,12 @@ import recoup
 from benchmarks.zoo.cases import CASES
 from benchmarks.zoo.problem import Problem
 from recoup.backend.memory.meters import StorageMeter
-from recoup.core.idle import without_idle_actions
 from recoup.core.plan import plan_for
 from recoup.core.segments import Action, Segment
 from recoup.core.simulation import simulate
+from recoup.core.trim_segments import without_idle_actions
 from recoup.engine.applied.applied_plan import Applied
-from recoup.planners.recursion import holds
+from recoup.planners.dp.nesting import holds
 
 
 def stack(*, normalised: bool) -> nn.Sequential:

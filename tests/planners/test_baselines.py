@@ -5,11 +5,13 @@ import pytest
 from benchmarks.graphs import transformer_graph
 from recoup.core.simulation import simulate
 from recoup.errors import UsageError
-from recoup.planners.every_kth import every_kth
-from recoup.planners.greedy import greedy
-from recoup.planners.recompute_all import recompute_all
-from recoup.planners.square_root import square_root
-from recoup.planners.store_all import store_all
+from recoup.planners.baselines import (
+    every_kth,
+    greedy,
+    recompute_all,
+    square_root,
+    store_all,
+)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recoup.core.block_options import BlockFrame, BlockOption, BlockStep
-from recoup.planners.block_choice import choose_options
+from recoup.planners.dp.block_choice import choose_options
 
 BYTES = st.integers(0, 20)
 

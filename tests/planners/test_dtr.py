@@ -10,7 +10,7 @@ import pytest
 from benchmarks.traces import BASELINES, CELLS, percent
 from recoup.core.segments import Action
 from recoup.core.simulation import simulate
-from recoup.planners.plan import plan
+from recoup.planners.planner import plan
 from tests.support.dtr import has_traces, read_trace
 
 KEEP = frozenset({Action.KEEP})

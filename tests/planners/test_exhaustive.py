@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from recoup.core.segments import Action, Segment
 from recoup.core.simulation import simulate
 from recoup.errors import InfeasibleError
-from recoup.planners.blocks import blocks_of
+from recoup.planners.baselines import blocks_of
 from recoup.planners.exhaustive import exhaustive
-from recoup.planners.one_level import OneLevel
-from recoup.planners.plan import plan
+from recoup.planners.lp.one_level import OneLevel
+from recoup.planners.planner import plan
 from tests.support.graphs import graphs, hold_sets
 
 KEEP = frozenset({Action.KEEP})

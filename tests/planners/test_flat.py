@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.graphs import transformer_graph
+from recoup.core import batch_footprint as flat
+from recoup.core.batch_footprint import Costs, costs_of_holding
 from recoup.core.graph import Graph
-from recoup.planners import flat
-from recoup.planners.flat import Costs, costs_of_holding
-from recoup.planners.memory import Memory
-from recoup.planners.options import holding
-from recoup.planners.ways import Ways
+from recoup.planners.dp.stretch_memory import Memory
+from recoup.planners.dp.stretch_options import Ways
+from recoup.planners.option import holding
 from tests.support.graphs import graphs, hold_sets
 
 

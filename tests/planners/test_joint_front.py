@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from recoup.core.block_options import JointForward
 from recoup.core.graph import BEFORE, Graph, Operation, Storage, Value
-from recoup.planners.joint_front import saved_sets
+from recoup.planners.cut.saved_sets import saved_sets
 
 
 @st.composite

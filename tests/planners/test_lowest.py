@@ -10,7 +10,7 @@ from benchmarks.graphs import transformer_graph
 from recoup.core.graph import Graph
 from recoup.core.segments import Action
 from recoup.core.simulation import simulate
-from recoup.planners.plan import plan
+from recoup.planners.planner import plan
 from recoup.planners.search import Search
 from tests.support.graphs import graphs
 

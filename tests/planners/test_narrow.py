@@ -9,7 +9,7 @@ from benchmarks.graphs import Kernel, step_graph
 from recoup.core.footprint import total_footprint
 from recoup.core.segments import Action, Segment
 from recoup.core.simulation import simulate
-from recoup.planners.narrow import narrowed
+from recoup.core.trim_segments import narrowed
 from tests.support.graphs import graphs, plans
 from tests.support.interpreter import Machine
 

@@ -7,7 +7,7 @@ import recoup
 from benchmarks.zoo.cases import CASES
 from recoup.core.graph import Graph
 from recoup.core.segments import Action
-from recoup.planners.plan import plan
+from recoup.planners.planner import plan
 from recoup.planners.search import Search
 
 KEEP = frozenset({Action.KEEP})

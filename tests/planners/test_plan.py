@@ -13,14 +13,11 @@ from recoup.core.footprint import footprint, total_footprint
 from recoup.core.graph import Issuing
 from recoup.core.segments import REGION_OPERATORS, Action
 from recoup.core.simulation import simulate
+from recoup.core.trim_segments import narrowed
 from recoup.errors import InfeasibleError
-from recoup.planners.every_kth import every_kth
-from recoup.planners.greedy import greedy
-from recoup.planners.narrow import narrowed
-from recoup.planners.plan import floor, frontier, plan, plan_with
-from recoup.planners.recompute_all import recompute_all
+from recoup.planners.baselines import every_kth, greedy, recompute_all, square_root
+from recoup.planners.planner import floor, frontier, plan, plan_with
 from recoup.planners.search import Search
-from recoup.planners.square_root import square_root
 from tests.support.graphs import graphs
 
 KEEP = frozenset({Action.KEEP})

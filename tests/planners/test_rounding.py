@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recoup.planners.highs import System, mixture, whole
-from recoup.planners.rounding import Guide, near
+from recoup.planners.lp.highs import System, mixture, whole
+from recoup.planners.lp.rounding import Guide, near
 
 
 def make_system(

@@ -6,10 +6,8 @@ import pytest
 
 from recoup.core.segments import Action, Segment
 from recoup.core.simulation import simulate
-from recoup.planners.every_kth import every_kth
-from recoup.planners.plan import frontier
-from recoup.planners.recompute_all import recompute_all
-from recoup.planners.square_root import square_root
+from recoup.planners.baselines import every_kth, recompute_all, square_root
+from recoup.planners.planner import frontier
 from recoup.report.composition import Known, compose
 from recoup.report.modules import block_rows
 from recoup.report.timeline import BANDS, COLUMNS, Timeline, timeline

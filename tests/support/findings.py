@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from recoup.core.graph import Boundary, Graph, Operation, Save, Storage, Value
 from recoup.fitting.collected_findings import graph_findings
 from recoup.fitting.measuring import measure
-from recoup.planners.plan import frontier
+from recoup.planners.planner import frontier
 from recoup.planners.solution import Solution
 from recoup.report.findings import Findings
 

@@ -26,7 +26,7 @@ from recoup.fitting.measuring import measure
 from recoup.fitting.progress import bar
 from recoup.measurement.steps.optimizers import missing_state_bytes, state_bytes
 from recoup.measurement.steps.training_step import device_of, takes_target
-from recoup.planners.plan import plan_with
+from recoup.planners.planner import plan_with
 from recoup.planners.search import Search
 from recoup.report.composition import Plans
 from recoup.report.findings import Findings

@@ -34,7 +34,7 @@ from recoup.measurement.steps.optimizers import missing_state_bytes, state_tenso
 from recoup.measurement.steps.training_step import TrainingStep
 from recoup.measurement.timing.correction import compared, corrected
 from recoup.measurement.timing.pace import Pace, pace_of
-from recoup.planners.plan import (
+from recoup.planners.planner import (
     floor_with,
     infeasible_with_search,
     plan_beside,

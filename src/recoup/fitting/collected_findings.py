@@ -12,7 +12,7 @@ from recoup.core.segments import Action
 from recoup.core.units import print_seconds
 from recoup.engine.applied.applied_plan import digest_of
 from recoup.fitting.environment import environment, resident_bytes
-from recoup.planners.plan import frontier_with, plan_with
+from recoup.planners.planner import frontier_with, plan_with
 from recoup.planners.search import Search
 from recoup.planners.solution import Solution
 from recoup.report.composition import Known, Plans, compose, rule_peaks

@@ -42,7 +42,7 @@ from recoup.measurement.steps.training_step import (
     training_step,
     untouched,
 )
-from recoup.planners.plan import EXACT
+from recoup.planners.planner import EXACT
 from recoup.planners.search import Search
 from recoup.report.findings import Findings
 from recoup.report.pages import fragment, page

@@ -15,8 +15,8 @@ from recoup.measurement.steps.dry import measure_dry
 from recoup.measurement.steps.floor import measure_floor
 from recoup.measurement.steps.training_step import training_step, untouched
 from recoup.measurement.timing.roofline import here
-from recoup.planners.plan import check_points
-from recoup.planners.plan import frontier as frontier_of
+from recoup.planners.planner import check_points
+from recoup.planners.planner import frontier as frontier_of
 from recoup.planners.solution import Solution
 
 

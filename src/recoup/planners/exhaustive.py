@@ -5,10 +5,9 @@ from math import prod
 
 from recoup.core.graph import Graph
 from recoup.core.memory_use import MemoryUse
-from recoup.core.segments import Segment
-from recoup.planners.options import (
+from recoup.core.segments import Segment, Stretch
+from recoup.planners.option import (
     Option,
-    Stretch,
     footprints_of,
     holding,
     keep_all,

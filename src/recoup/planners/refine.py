@@ -8,7 +8,7 @@ from typing import NamedTuple
 from recoup.core.graph import Graph, Integers
 from recoup.core.memory_use import MemoryUse, held_until
 from recoup.core.segments import Action, Segment
-from recoup.planners.options import Option, footprints_of, kept_around, nested
+from recoup.planners.option import Option, footprints_of, kept_around, nested
 
 _FILLS = 24
 """How many values are tried in place of one that is dropped."""

@@ -5,19 +5,18 @@ from dataclasses import replace
 from functools import cached_property
 from time import perf_counter
 
-from recoup.core.call_order import within_calls
 from recoup.core.graph import Graph
-from recoup.core.idle import is_idle, without_idle_actions
-from recoup.core.segments import Action, Segment
+from recoup.core.segments import Action, Segment, within_calls
 from recoup.core.simulation import Simulation, simulate
-from recoup.planners.blocks import blocks_of
-from recoup.planners.bounds import bound_seconds
+from recoup.core.trim_segments import is_idle, narrowed, without_idle_actions
+from recoup.planners.baselines import blocks_of
+from recoup.planners.cost_weighting import Lens
+from recoup.planners.cut.bounds import bound_seconds
+from recoup.planners.dp.min_peak import lowest_plan
+from recoup.planners.dp.partition import Partition, Path
+from recoup.planners.dp.stretch_memory import Memory
 from recoup.planners.exhaustive import exhaustive
-from recoup.planners.lens import Lens
-from recoup.planners.lowest import lowest_plan
-from recoup.planners.narrow import narrowed
-from recoup.planners.options import segments_of
-from recoup.planners.partition import Partition, Path
+from recoup.planners.option import segments_of
 from recoup.planners.refine import refine
 
 Plan = tuple[tuple[Segment, ...], Simulation, str]
@@ -102,7 +101,8 @@ class Search:
         for weight in _HOST_WEIGHTS:
             if not self._waits_for_host(budget_bytes):
                 break
-            self._solve_blocks(self._lens(weight), budget_bytes)
+            lens = self._lens(weight)
+            self._solve_partition(lens, lens.partition, budget_bytes)
         return self.best(budget_bytes)
 
     def with_times_of(self, graph: Graph) -> "Search":
@@ -205,7 +205,9 @@ class Search:
     def _lens(self, host_weight: float) -> Lens:
         lens = self._lenses.get(host_weight)
         if lens is None:
-            lens = Lens(self.graph, self.allow, host_weight=host_weight)
+            # Bytes do not depend on times: all lenses know the same stretches.
+            memory = self._lens(0.0).memory if host_weight else Memory()
+            lens = Lens(self.graph, self.allow, host_weight=host_weight, memory=memory)
             self._lenses[host_weight] = lens
         return lens
 

@@ -11,11 +11,8 @@ from recoup.core.plan import plan_for_step
 from recoup.core.segments import Segment
 from recoup.core.simulation import Simulation, simulate
 from recoup.core.units import print_bytes
-from recoup.planners.every_kth import every_kth
-from recoup.planners.greedy import greedy
-from recoup.planners.recompute_all import recompute_all
+from recoup.planners.baselines import every_kth, greedy, recompute_all, square_root
 from recoup.planners.solution import Solution
-from recoup.planners.square_root import square_root
 from recoup.report.findings import (
     CATEGORIES,
     Allocation,

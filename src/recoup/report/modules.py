@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise, takewhile
 
 from recoup.core.graph import Boundary, Graph
-from recoup.planners.blocks import blocks_of
+from recoup.planners.baselines import blocks_of
 from recoup.report.findings import BlockRow, Part, PartCost, PlanView, Step
 
 

@@ -35,7 +35,7 @@ from recoup.engine.verification.replay_check import Verify
 from recoup.errors import BudgetWarning, InfeasibleError
 from recoup.fitting.following.loop_memory import LoopMemory, advice_for, reasons_of
 from recoup.measurement.tracing.call_trace import CallTrace, storage_bytes
-from recoup.planners.plan import floor_with, plan_with
+from recoup.planners.planner import floor_with, plan_with
 from recoup.planners.search import Search
 
 _TIGHTER = 0.9

@@ -12,7 +12,7 @@ from recoup.core.simulation import Simulation
 from recoup.core.units import print_bytes
 from recoup.errors import InfeasibleError
 from recoup.fitting.decision import Accept, Outcome, Try, decide
-from recoup.planners.plan import frontier_with, plan_with
+from recoup.planners.planner import frontier_with, plan_with
 from recoup.planners.search import Search
 
 _POINTS = 9

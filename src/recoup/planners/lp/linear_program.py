@@ -2,10 +2,9 @@
 
 The bytes in use at a moment are, but for storages that two stretches hold, a sum over
 the options chosen. So the choice is a linear programme with one row for each moment
-that could be the peak; rows are added as they are broken. Its prices, the duals, tell
-each stretch what its bytes cost when, and a minimum cut with those prices finds the
-option that is missing. The last step is in whole options, checked as the simulator
-counts.
+that could be the peak; rows are added as they are broken. Its prices, the duals, say
+which options are worth trying when the mixture is rounded to whole ones, which are then
+checked as the simulator counts.
 """
 
 import itertools
@@ -17,9 +16,9 @@ from numpy.typing import NDArray
 
 from recoup.core.graph import Floats, Graph, Integers
 from recoup.core.memory_use import MemoryUse, Spans
-from recoup.planners.highs import System, mixture, whole
-from recoup.planners.options import Option, footprints_of
-from recoup.planners.rounding import Guide, near
+from recoup.planners.lp.highs import System, mixture, whole
+from recoup.planners.lp.rounding import Guide, near
+from recoup.planners.option import Option, footprints_of
 
 _WINDOWS = 64
 _FIRST_WINDOWS = 16
@@ -206,24 +205,6 @@ class Programme:
             gain = now.seconds - option.seconds
             if gain > 0 and bool((other - use <= room).all()):
                 yield gain, option
-
-    def cost(self, relaxed: Relaxation, option: Option) -> float:
-        """Return what an option costs at the prices of a mixture."""
-        use = self.use.added(option.footprint, self.until).at(relaxed.rows)
-        host = relaxed.host_price * self._host_bytes(option)
-        return option.seconds + float(use @ relaxed.prices) + host
-
-    def least_cost(self, relaxed: Relaxation, stretch: int) -> float:
-        """Return what the best known option of a stretch costs at those prices."""
-        count = len(relaxed.rows)
-        return min(
-            option.seconds
-            + float(use[:count] @ relaxed.prices)
-            + relaxed.host_price * self._host_bytes(option)
-            for option, use in zip(
-                self.options[stretch], self._uses[stretch], strict=True
-            )
-        )
 
     def _watch_broken(
         self,

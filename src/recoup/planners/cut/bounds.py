@@ -15,7 +15,13 @@ import numpy as np
 
 from recoup.core.graph import Graph
 from recoup.core.simulation import simulate
-from recoup.planners.cut import Choice, Demand, choose, evaluate, free_values
+from recoup.planners.cut.min_cut import (
+    Choice,
+    Demand,
+    choose,
+    evaluate,
+    free_values,
+)
 
 _CANDIDATES = 16
 _CUTS = 10

@@ -8,21 +8,20 @@ from typing import NamedTuple
 
 import numpy as np
 
+from recoup.core.batch_footprint import Costs, costs_of_holding
 from recoup.core.footprint import Innermost
 from recoup.core.graph import Graph
 from recoup.core.memory_use import MemoryUse
 from recoup.core.segments import Segment
-from recoup.planners.alike import Part
-from recoup.planners.flat import Costs, costs_of_holding
-from recoup.planners.memory import Memory
-from recoup.planners.options import (
+from recoup.planners.dp.nesting import holds, nestings
+from recoup.planners.dp.places import Finer
+from recoup.planners.dp.stretch_memory import Memory, Part
+from recoup.planners.option import (
     Option,
     holding,
     keep_all,
     nested,
 )
-from recoup.planners.places import Finer
-from recoup.planners.recursion import holds, nestings
 
 Make = Callable[[], Option]
 

@@ -3,19 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from recoup.core.call_order import within_calls
 from recoup.core.graph import Graph
-from recoup.core.idle import without_idle_actions
-from recoup.core.segments import Action, Segment
+from recoup.core.segments import Segment, within_calls
 from recoup.core.simulation import simulate
-from recoup.planners.blocks import blocks_of
+from recoup.core.trim_segments import without_idle_actions
+from recoup.planners.baselines import blocks_of, recompute_all, square_root
+from recoup.planners.dp.partition import Partition
+from recoup.planners.dp.stretch_memory import Memory
 from recoup.planners.exhaustive import smallest
-from recoup.planners.memory import Memory
-from recoup.planners.one_level import OneLevel
-from recoup.planners.options import segments_of
-from recoup.planners.partition import Partition
-from recoup.planners.recompute_all import recompute_all
-from recoup.planners.square_root import square_root
+from recoup.planners.option import segments_of
 
 
 def lowest_plan(
@@ -45,8 +41,6 @@ def lowest_plan(
     counted = timed_alike(graph)
     blocks = blocks_of(counted)
     plans = [recompute_all(counted), square_root(counted)]
-    level = OneLevel(counted, blocks, frozenset({Action.KEEP}), cuts=0)
-    plans.append(segments_of(level.floor().options))
     plans.append(smallest(counted, blocks) or ())
     memory = Memory() if memory is None else memory
     for nest in (False, True):

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recoup.core.graph import Floats, Integers
-from recoup.planners.highs import System
+from recoup.planners.lp.highs import System
 
 _KICKS = 48
 """Exchanges that are forced on the search."""
@@ -79,7 +79,7 @@ def near(system: System, guide: Guide) -> Integers | None:
         >>> near(system, guide).tolist()
         [0, 3]
     """
-    swaps = _Swaps(system)
+    swaps = Swaps(system)
     now = swaps.repaired(guide.start)
     if now is None:
         return None
@@ -110,7 +110,7 @@ def near(system: System, guide: Guide) -> Integers | None:
     return now
 
 
-class _Swaps:
+class Swaps:
     """The columns of a programme, and exchanges of them."""
 
     def __init__(self, system: System) -> None:

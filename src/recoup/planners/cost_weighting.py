@@ -6,14 +6,13 @@ from dataclasses import replace
 from functools import cached_property
 
 from recoup.core.graph import Graph
-from recoup.core.segments import Action
-from recoup.planners.blocks import blocks_of
-from recoup.planners.lowest import nested_reach
-from recoup.planners.memory import Memory
-from recoup.planners.one_level import OneLevel
-from recoup.planners.options import Stretch
-from recoup.planners.partition import Partition
-from recoup.planners.places import ends_of_calls, narrow_places
+from recoup.core.segments import Action, Stretch
+from recoup.planners.baselines import blocks_of
+from recoup.planners.dp.min_peak import nested_reach
+from recoup.planners.dp.partition import Partition
+from recoup.planners.dp.places import ends_of_calls, narrow_places
+from recoup.planners.dp.stretch_memory import Memory
+from recoup.planners.lp.one_level import OneLevel
 
 _EFFORT = 20_000
 """Operators in stretches of two or three places: what the partition may look at."""
@@ -36,14 +35,20 @@ class Lens:
         graph: One step.
         allow: What may be done with values besides recomputing them.
         host_weight: How much the host's time counts, from 0 to 1.
+        memory: What is known of the stretches of the step.
     """
 
     def __init__(
-        self, graph: Graph, allow: frozenset[Action], *, host_weight: float
+        self,
+        graph: Graph,
+        allow: frozenset[Action],
+        *,
+        host_weight: float,
+        memory: Memory,
     ) -> None:
         self.graph = weighed(graph, host_weight)
         self.allow = allow
-        self.memory = Memory()
+        self.memory = memory
         self._levels: dict[tuple[Stretch, ...], OneLevel] = {}
 
     @cached_property

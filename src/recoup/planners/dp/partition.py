@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from recoup.core.graph import Floats, Graph, Integers
-from recoup.planners.memory import Memory
-from recoup.planners.options import Option, Stretch
-from recoup.planners.ways import Way, Ways
+from recoup.core.segments import Stretch
+from recoup.planners.dp.stretch_memory import Memory
+from recoup.planners.dp.stretch_options import Way, Ways
+from recoup.planners.option import Option
 
 Path = tuple[tuple[Stretch, Option], ...]
 """Stretches in order, and what is done with each."""

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from recoup.core.block_options import JointForward, SavedSet
 from recoup.core.graph import BEFORE
-from recoup.planners.cut import Choice, Demand, choose, evaluate
+from recoup.planners.cut.min_cut import Choice, Demand, choose, evaluate
 
 _NOTHING = 1e-15
 

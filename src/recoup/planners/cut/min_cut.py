@@ -77,7 +77,7 @@ class Choice:
     Attributes:
         held: The values that are held although they could be replayed.
         held_bytes: What all held values cost, the forced ones included.
-        seconds: What is replayed, and penalties for it.
+        seconds: What is replayed.
     """
 
     held: frozenset[int]
@@ -85,18 +85,12 @@ class Choice:
     seconds: float
 
 
-def choose(
-    demand: Demand,
-    price: Callable[[int], float],
-    *,
-    penalty: Mapping[int, float] | None = None,
-) -> frozenset[int]:
+def choose(demand: Demand, price: Callable[[int], float]) -> frozenset[int]:
     """Return the values to hold for which prices and replayed seconds are least.
 
     Args:
         demand: What is needed.
         price: What holding a value costs, in seconds.
-        penalty: Seconds to add to operations if they are replayed.
 
     Costs one maximum flow over the operations that what is demanded depends on.
     """
@@ -105,11 +99,7 @@ def choose(
     extra = demand.operation_seconds
     return network.held_at(
         [price(value) for value in network.values],
-        [
-            operations[number].seconds
-            + (penalty.get(number, 0.0) if penalty else extra)
-            for number in network.operations
-        ],
+        [operations[number].seconds + extra for number in network.operations],
     )
 
 

@@ -12,9 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recoup.core.graph import Claim, Floats, Graph, Integers
-from recoup.core.segments import recorded_operators
-from recoup.planners.narrow import operators_around
-from recoup.planners.options import Stretch
+from recoup.core.segments import Stretch, recorded_operators
+from recoup.core.trim_segments import operators_around
 
 _MOST = 60
 """Sets that are worked out at once: the bits of a machine's integer."""

@@ -6,11 +6,8 @@ from functools import cached_property
 
 from recoup.core.footprint import Footprint, Innermost, footprint
 from recoup.core.graph import Graph
-from recoup.core.segments import Action, Segment
-from recoup.planners.narrow import recorded_narrowly
-
-Stretch = tuple[int, int]
-"""Two boundaries, and what lies between."""
+from recoup.core.segments import Action, Segment, Stretch
+from recoup.core.trim_segments import recorded_narrowly
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """One level of segments: a stretch is kept whole, or replayed from what it holds."""
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,8 +9,9 @@ from recoup.core.graph import Graph
 from recoup.core.memory_use import MemoryUse
 from recoup.core.segments import Action
 from recoup.core.simulation import stall_seconds
-from recoup.planners.cut import Demand, choose, frontier_of
-from recoup.planners.options import (
+from recoup.planners.cut.min_cut import Demand, frontier_of
+from recoup.planners.lp.linear_program import Programme, Relaxation
+from recoup.planners.option import (
     Option,
     Stretch,
     footprints_of,
@@ -20,9 +20,7 @@ from recoup.planners.options import (
     kept_around,
     with_actions,
 )
-from recoup.planners.programme import Programme, Relaxation
 
-_COLUMN_ROUNDS = 3
 _ROUNDINGS = 5
 _TRIALS = 32
 
@@ -66,8 +64,6 @@ class OneLevel:
         self.use = MemoryUse(graph, [kept_around(graph, self.stretches)])
         pure = [holding(graph, a, b, ()) for a, b in self.stretches]
         self.programme = Programme(graph, self.use, pure)
-        self._demands = [self._demand(stretch) for stretch in self.stretches]
-        self._signatures = [_signature(demand) for demand in self._demands]
         self._offer_cuts(cuts)
 
     def offer(self, options: Sequence[Option]) -> None:
@@ -76,25 +72,10 @@ class OneLevel:
             if option.segments:
                 self.programme.offer(number, option)
 
-    def floor(self) -> Choice:
-        """Return the choice with the lowest peak among the simplest ones."""
-        candidates = [
-            [options[0] for options in self.programme.options],
-            [options[1] for options in self.programme.options],
-        ]
-        return min(map(self._weigh, candidates), key=lambda c: c.peak_bytes)
-
     def solve(self, budget_bytes: int, *, nodes: int = 200) -> Choice | None:
         """Return the fastest choice found whose exact peak is within the budget."""
         relaxed = self.programme.relaxed(budget_bytes)
-        for _ in range(_COLUMN_ROUNDS):
-            if relaxed is None or not self._price(relaxed):
-                break
-            relaxed = self.programme.relaxed(budget_bytes)
-        best = None if relaxed is None else self._rounded(relaxed, budget_bytes, nodes)
-        if best is None:
-            floor = self.floor()
-            best = floor if floor.peak_bytes <= budget_bytes else None
+        best = relaxed and self._rounded(relaxed, budget_bytes, nodes)
         return best and self._improved(best, budget_bytes)
 
     def _rounded(
@@ -171,10 +152,9 @@ class OneLevel:
     def _offer_cuts(self, limit: int) -> None:
         """Offer to keep each stretch whole, and the cuts for all prices of a byte."""
         known: dict[object, list[tuple[int, ...]]] = {}
-        for number, (stretch, demand) in enumerate(
-            zip(self.stretches, self._demands, strict=True)
-        ):
-            names, signature = self._signatures[number]
+        for number, stretch in enumerate(self.stretches):
+            demand = self._demand(stretch)
+            names, signature = _signature(demand)
             if signature not in known:
                 places = {value: place for place, value in enumerate(names)}
                 known[signature] = [
@@ -182,117 +162,25 @@ class OneLevel:
                     for choice in reversed(frontier_of(demand, limit=limit))
                 ]
             for held in known[signature]:
-                values = [names[place] for place in held]
-                if Action.KEEP in self.allow or not values:
-                    self.programme.offer(number, holding(self.graph, *stretch, values))
+                self._offer_holding(number, [names[place] for place in held])
             if Action.KEEP in self.allow:
                 self.programme.offer(number, keep_all(self.graph, *stretch))
 
-    def _price(self, relaxed: Relaxation) -> bool:
-        """Offer the options that are best at the prices of a mixture.
-
-        Returns:
-            Whether there was a new one that is cheaper than those known.
-        """
-        prices = _Prices(relaxed)
-        new = False
-        solved: dict[object, tuple[int, ...]] = {}
-        second = self.graph.forward_seconds / 1e3
-        for number, demand in enumerate(self._demands):
-            actions = self._best_actions(demand, number, prices, solved)
-            option = with_actions(self.graph, *self.stretches[number], actions)
-            known = self.programme.least_cost(relaxed, number)
-            tolerance = 1e-6 * (abs(known) + second)
-            if self.programme.cost(relaxed, option) < known - tolerance:
-                self.programme.offer(number, option)
-                new = True
-        return new
-
-    def _best_actions(
-        self,
-        demand: Demand,
-        number: int,
-        prices: "_Prices",
-        solved: dict[object, tuple[int, ...]],
-    ) -> dict[int, Action]:
-        """Return what to hold, and how, at the prices of bytes at moments.
-
-        Stretches that look alike and have the same prices are solved once.
-        """
-        graph, half = self.graph, self.use.half
-        until = self.programme.until
-        made = [
-            save
-            for save in graph.saves_between(*self.stretches[number])
-            if graph.values[save.value].producer in demand.inside
-        ]
-        end = max((save.released for save in made), default=half)
-        used = {save.value: save.used for save in made}
-        first = min(used.values(), default=half)
-
-        def keeping(value: int) -> float:
-            after = int(until[graph.values[value].storage]) + 1
-            return graph.bytes_of(value) * prices.between(after, end)
-
-        def offloading(value: int) -> float:
-            storage = graph.values[value].storage
-            if until[storage] >= half:
-                return float("inf")
-            back = max(used.get(value, first) - 1, half)
-            device = prices.between(int(until[storage]) + 1, demand.inside.stop - 1)
-            device += prices.between(back, end)
-            return graph.bytes_of(value) * (device + prices.host)
-
-        def price(value: int) -> float:
-            if demand.is_forced(value):
-                return 0.0
-            ways = [keeping(value)] if Action.KEEP in self.allow else []
-            ways += [offloading(value)] if self._may_offload else []
-            return min(ways, default=float("inf"))
-
-        penalty: dict[int, float] = {}
-        for save in made:
-            producer = graph.values[save.value].producer
-            seconds = graph.bytes_of(save.value) * prices.between(
-                save.used, save.released
-            )
-            penalty[producer] = penalty.get(producer, 0.0) + seconds
-        names, signature = self._signatures[number]
-        paid = tuple(f"{price(v):.9g}" for v in names)
-        key = (signature, paid, tuple(f"{p:.9g}" for p in penalty.values()))
-        if key not in solved:
-            places = {value: place for place, value in enumerate(names)}
-            chosen = choose(demand, price, penalty=penalty)
-            solved[key] = tuple(places[value] for value in chosen)
-        held = [names[place] for place in solved[key]]
-        return {
-            value: Action.OFFLOAD
-            if self._may_offload and offloading(value) < keeping(value)
-            else Action.KEEP
-            for value in held
-        }
+    def _offer_holding(self, number: int, values: Sequence[int]) -> None:
+        """Offer to hold some values of a stretch, on the device and on the host."""
+        graph, stretch = self.graph, self.stretches[number]
+        if Action.KEEP in self.allow or not values:
+            self.programme.offer(number, holding(graph, *stretch, values))
+        until, half = self.programme.until, self.use.half
+        away = [v for v in values if until[graph.values[v].storage] < half]
+        if away and self._may_offload:
+            actions = dict.fromkeys(values, Action.KEEP)
+            actions |= dict.fromkeys(away, Action.OFFLOAD)
+            self.programme.offer(number, with_actions(graph, *stretch, actions))
 
     @property
     def _may_offload(self) -> bool:
         return Action.OFFLOAD in self.allow and self.graph.link_bytes_per_second > 0
-
-
-class _Prices:
-    """What a byte costs in a span of moments."""
-
-    def __init__(self, relaxed: Relaxation) -> None:
-        order = np.argsort(relaxed.rows)
-        self.host = relaxed.host_price
-        self._rows = relaxed.rows[order].tolist()
-        self._sums = [0.0, *np.cumsum(relaxed.prices[order]).tolist()]
-
-    def between(self, first: int, last: int) -> float:
-        """Return what a byte costs from a first moment to a last."""
-        if last < first:
-            return 0.0
-        low = bisect_left(self._rows, first)
-        high = bisect_right(self._rows, last)
-        return self._sums[high] - self._sums[low]
 
 
 def _signature(demand: Demand) -> tuple[list[int], object]:
