@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.graphs import Kernel, step_graph
+from recoup.planners.cut import min_cut as cut
 from recoup.planners.cut.min_cut import Demand, choose, evaluate, frontier_of
-from recoup.planners.cut.min_cut import min_cut as cut
 from tests.support.graphs import graphs, hold_sets
 
 

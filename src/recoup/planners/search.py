@@ -280,7 +280,7 @@ class Search:
     def _solve_blocks(self, lens: Lens, budget_bytes: int) -> None:
         found = lens.block_level.solve(budget_bytes)
         if found is not None:
-            self.add(segments_of(found.options), "blocks")
+            self.add(segments_of(found), "blocks")
 
     def _solve_partition(
         self, lens: Lens, partition: Partition, budget_bytes: int
@@ -306,7 +306,7 @@ class Search:
         level.offer([option for _, option in path])
         found = level.solve(budget_bytes)
         if found is not None:
-            self.add(segments_of(found.options), "partition")
+            self.add(segments_of(found), "partition")
 
 
 def _is_no_worse(one: Simulation, other: Simulation) -> bool:

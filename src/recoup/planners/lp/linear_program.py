@@ -8,15 +8,14 @@ checked as the simulator counts.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from recoup.core.graph import Floats, Graph, Integers
 from recoup.core.memory_use import MemoryUse, Spans
-from recoup.planners.lp.highs import System, mixture, whole
+from recoup.planners.lp.highs import System, mixture
 from recoup.planners.lp.rounding import Guide, near
 from recoup.planners.option import Option, footprints_of
 
@@ -90,44 +89,23 @@ class Programme:
                 break
         return found
 
-    def rounded(
-        self,
-        budget_bytes: int,
-        relaxed: Relaxation,
-        *,
-        start: Sequence[int] | None = None,
-        twice: Integers | None = None,
-        nodes: int,
-    ) -> list[int] | None:
-        """Return whole options near a mixture that fit, as the rows count bytes.
+    def rounded(self, budget_bytes: int, relaxed: Relaxation) -> list[int] | None:
+        """Return whole options near a mixture that fit, or None.
 
-        Where exchanging options finds none that fit, a search looks for them.
-
-        Args:
-            budget_bytes: The most bytes in use.
-            relaxed: The best mixture for that budget.
-            start: Where to begin; None: at the largest shares of the mixture.
-            twice: Bytes that rows count twice, at every moment.
-            nodes: How much that search may look at.
+        Rows count storages that two stretches hold twice: the exact peak is no higher.
         """
-        if twice is None:
-            twice = np.zeros_like(self.base)
         first = np.cumsum([0, *(len(options) for options in self.options)])[:-1]
-        if start is None:
-            start = [int(share.argmax()) for share in relaxed.shares]
-        now = first + np.array(start)
-        # More room where bytes are counted twice, at its price.
-        bound = relaxed.seconds - float(relaxed.prices @ twice[relaxed.rows])
+        now = first + np.array([int(share.argmax()) for share in relaxed.shares])
         for _ in range(_ROUNDS):
-            system = self._system(budget_bytes, twice)
+            system = self._system(budget_bytes)
             excess = self._excess(system, budget_bytes, relaxed)
-            found = near(system, Guide(now, excess, bound))
+            found = near(system, Guide(now, excess, relaxed.seconds))
             if found is None:
-                return self._searched(budget_bytes, relaxed, twice, nodes=nodes)
+                return None
             now = found
             x = np.zeros(len(system.objective))
             x[found] = 1.0
-            if not self._watch_broken(self._by_stretch(x), budget_bytes, twice):
+            if not self._watch_broken(self._by_stretch(x), budget_bytes):
                 return [int(number) for number in found - first]
         return None
 
@@ -139,83 +117,13 @@ class Programme:
         cost += copy_price * system.upper[-1, :-2]
         return np.concatenate([c - c.min() for c in self._by_stretch(cost)])
 
-    def counted_twice(self, numbers: Sequence[int]) -> Integers:
-        """Return at every moment what rows count beyond the exact bytes of a choice."""
-        total = self.base.astype(np.float64)
-        for known, number in zip(self._spans, numbers, strict=True):
-            total += known[number].at_all(self.graph.moments)
-        exact = self.use.bytes_at(footprints_of(self.chosen(numbers)))
-        return np.rint(total).astype(np.int64) - exact
-
-    def _searched(
-        self, budget_bytes: int, relaxed: Relaxation, twice: Integers, *, nodes: int
-    ) -> list[int] | None:
-        """Return whole options near a mixture that fit, found by branching.
-
-        A mixture has few stretches with more than one option: about one for each row
-        that is tight. These are decided by a search, with some others to make up for
-        it; the rest stay as they are.
-        """
-        free = 12
-        for _ in range(_ROUNDS):
-            open_columns = self._open_columns(relaxed, free)
-            found = whole(
-                self._system(budget_bytes, twice).restricted(open_columns),
-                nodes=nodes,
-            )
-            if found is None:
-                if open_columns.all():
-                    return None
-                free *= 4
-                continue
-            x = np.zeros(len(open_columns))
-            x[open_columns] = found
-            shares = self._by_stretch(np.rint(x))
-            if not self._watch_broken(shares, budget_bytes, twice):
-                return [int(share.argmax()) for share in shares]
-        return None
-
-    def _open_columns(self, relaxed: Relaxation, free: int) -> NDArray[np.bool_]:
-        """Return which columns a search looks at: all those of `free` stretches."""
-        doubt = np.array([1 - share.max() for share in relaxed.shares])
-        searched = set(np.argsort(-doubt, kind="stable")[:free].tolist())
-        result: list[bool] = []
-        for number, share in enumerate(relaxed.shares):
-            best = int(share.argmax())
-            searching = number in searched
-            result += [searching or place == best for place in range(len(share))]
-        return np.array([*result, True, True])
-
     def chosen(self, numbers: Sequence[int]) -> list[Option]:
         """Return the options of a choice."""
         return [o[n] for o, n in zip(self.options, numbers, strict=True)]
 
-    def in_rows(self, options: Sequence[Option]) -> Floats:
-        """Return the exact bytes in use at the moments that are watched."""
-        return self.use.bytes_at(footprints_of(options))[self._rows].astype(np.float64)
-
-    def faster(
-        self, stretch: int, now: Option, room: Floats
-    ) -> Iterator[tuple[float, Option]]:
-        """Yield faster options that seem to fit in the room at the rows."""
-        use = self.use.added(now.footprint, self.until).at(self._rows)
-        for option, other in zip(
-            self.options[stretch], self._uses[stretch], strict=True
-        ):
-            gain = now.seconds - option.seconds
-            if gain > 0 and bool((other - use <= room).all()):
-                yield gain, option
-
-    def _watch_broken(
-        self,
-        shares: Sequence[Floats],
-        budget_bytes: int,
-        twice: Integers | None = None,
-    ) -> bool:
+    def _watch_broken(self, shares: Sequence[Floats], budget_bytes: int) -> bool:
         """Add rows where a mixture does not fit; return whether there are any."""
         total = self.base.astype(np.float64)
-        if twice is not None:
-            total -= twice
         for known, share in zip(self._spans, shares, strict=True):
             for number in np.flatnonzero(share > 1e-9):
                 total += share[number] * known[number].at_all(self.graph.moments)
@@ -226,7 +134,7 @@ class Programme:
             self.watch(broken)
         return len(broken) > 0
 
-    def _system(self, budget_bytes: int, twice: Integers | None = None) -> System:
+    def _system(self, budget_bytes: int) -> System:
         """Return the programme as numbers.
 
         The last two columns are the seconds that copies out and in are waited for.
@@ -235,8 +143,7 @@ class Programme:
         every = [option for options in self.options for option in options]
         unit = float(max(budget_bytes, 1))
         rows = np.array([use for uses in self._uses for use in uses]).T / unit
-        base = self.base if twice is None else self.base - twice
-        limits = (budget_bytes - base[self._rows]) / unit
+        limits = (budget_bytes - self.base[self._rows]) / unit
         link = self.graph.link_bytes_per_second
         host = np.array([self._host_bytes(option) for option in every])
         copy = host / link if link else np.zeros(len(every))
@@ -253,7 +160,6 @@ class Programme:
             upper=np.hstack([np.vstack([rows, copy, copy]), waits]),
             limits=np.concatenate([limits, [third, 2 * third]]),
             ones=ones,
-            whole=np.array([1.0] * len(every) + [0.0, 0.0]),
         )
 
     def _host_bytes(self, option: Option) -> int:

@@ -1,43 +1,19 @@
 """One level of segments: a stretch is kept whole, or replayed from what it holds."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-import numpy as np
 
 from recoup.core.graph import Graph
 from recoup.core.memory_use import MemoryUse
-from recoup.core.segments import Action
-from recoup.core.simulation import stall_seconds
+from recoup.core.segments import Action, Stretch
 from recoup.planners.cut.min_cut import Demand, frontier_of
-from recoup.planners.lp.linear_program import Programme, Relaxation
+from recoup.planners.lp.linear_program import Programme
 from recoup.planners.option import (
     Option,
-    Stretch,
-    footprints_of,
     holding,
     keep_all,
     kept_around,
     with_actions,
 )
-
-_ROUNDINGS = 5
-_TRIALS = 32
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Options for all stretches, with what they come to.
-
-    Attributes:
-        options: One for each stretch.
-        peak_bytes: The most bytes in use.
-        seconds: What is run again and waited for.
-    """
-
-    options: tuple[Option, ...]
-    peak_bytes: int
-    seconds: float
 
 
 class OneLevel:
@@ -72,64 +48,11 @@ class OneLevel:
             if option.segments:
                 self.programme.offer(number, option)
 
-    def solve(self, budget_bytes: int, *, nodes: int = 200) -> Choice | None:
-        """Return the fastest choice found whose exact peak is within the budget."""
+    def solve(self, budget_bytes: int) -> list[Option] | None:
+        """Return the fastest options found whose exact peak is within the budget."""
         relaxed = self.programme.relaxed(budget_bytes)
-        best = relaxed and self._rounded(relaxed, budget_bytes, nodes)
-        return best and self._improved(best, budget_bytes)
-
-    def _rounded(
-        self, relaxed: Relaxation, budget_bytes: int, nodes: int
-    ) -> Choice | None:
-        """Return whole options near a mixture whose exact peak is within the budget.
-
-        Rows count storages that two stretches hold twice: what a choice has too much
-        there is room for the next.
-        """
-        best = None
-        numbers = None
-        twice = np.zeros_like(self.programme.base)
-        for _ in range(_ROUNDINGS):
-            before = numbers
-            numbers = self.programme.rounded(
-                budget_bytes, relaxed, start=before, twice=twice, nodes=nodes
-            )
-            if numbers is None or numbers == before:
-                break
-            found = self._weigh(self.programme.chosen(numbers))
-            room = budget_bytes - found.peak_bytes
-            fits = room >= 0
-            if fits and (best is None or found.seconds < best.seconds):
-                best = found
-            if (fits and room <= budget_bytes // 2000) or found.seconds == 0:
-                break
-            more = self.programme.counted_twice(numbers)
-            twice = more if fits else np.minimum(twice, more)
-        return best
-
-    def _improved(self, choice: Choice, budget_bytes: int) -> Choice:
-        """Return the choice with faster options where they still fit."""
-        room = budget_bytes - self.programme.in_rows(choice.options)
-        gains = [
-            (gain, number, option)
-            for number, now in enumerate(choice.options)
-            for gain, option in self.programme.faster(number, now, room)
-        ]
-        for _, number, other in sorted(gains, key=lambda gain: -gain[0])[:_TRIALS]:
-            if other.seconds >= choice.options[number].seconds:
-                continue
-            options = list(choice.options)
-            options[number] = other
-            found = self._weigh(options)
-            if found.peak_bytes <= budget_bytes and found.seconds < choice.seconds:
-                choice = found
-        return choice
-
-    def _weigh(self, options: Sequence[Option]) -> Choice:
-        footprints = footprints_of(options)
-        seconds = sum(option.seconds for option in options)
-        seconds += stall_seconds(self.graph, self.use.host_bytes(footprints))
-        return Choice(tuple(options), self.use.peak_bytes(footprints), seconds)
+        numbers = relaxed and self.programme.rounded(budget_bytes, relaxed)
+        return None if numbers is None else self.programme.chosen(numbers)
 
     def _demand(self, stretch: Stretch) -> Demand:
         """Return what backward needs of a stretch; what is there anyway is free."""

@@ -73,7 +73,6 @@ def near(system: System, guide: Guide) -> Integers | None:
         ...     ),
         ...     limits=np.array([1.0, 1.0, 2.0]),
         ...     ones=np.array([[1.0, 1, 0, 0, 0, 0], [0.0, 0, 1, 1, 0, 0]]),
-        ...     whole=np.array([1.0, 1, 1, 1, 0, 0]),
         ... )
         >>> guide = Guide(np.array([1, 3]), np.zeros(4), 0.0)
         >>> near(system, guide).tolist()
