@@ -65,10 +65,7 @@ STAGES: Mapping[str, Sequence[tuple[Any, str, Any]]] = {
     "everything": (),
     "exhaustive": [(Search, "_try_everything", _nothing)],
     "programme over blocks": [(Search, "_solve_blocks", _nothing)],
-    "programme after the partition": [
-        (OneLevel, "solve", _nothing),
-        (Search, "_try_everything", _nothing),
-    ],
+    "linear programme": [(OneLevel, "solve", _nothing)],
     "offloaded copies": [(OneLevel, "_may_offload", False)],
     "exchanges of pairs": [(rounding.Swaps, "_pairs", lambda *_: (_NONE,) * 3)],
     "partition": [(Search, "_solve_partition", _nothing)],

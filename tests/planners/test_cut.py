@@ -4,10 +4,8 @@ import itertools
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from benchmarks.graphs import Kernel, step_graph
-from recoup.planners.cut import min_cut as cut
 from recoup.planners.cut.min_cut import Demand, choose, evaluate, frontier_of
 from tests.support.graphs import graphs, hold_sets
 
@@ -75,25 +73,3 @@ def test_what_cannot_run_again_is_held_and_paid_for():
     corners = frontier_of(Demand(graph, range(2), (1, 2), {}))
     assert corners[-1].held_bytes == 100
     assert corners[-1].seconds == 1.0
-
-
-@st.composite
-def networks(draw: st.DrawFn) -> tuple[int, list[tuple[int, int]], list[int]]:
-    size = draw(st.integers(2, 8))
-    nodes = st.integers(0, size - 1)
-    edges = draw(
-        st.lists(
-            st.tuples(nodes, nodes).filter(lambda edge: edge[0] != edge[1]),
-            unique=True,
-            max_size=20,
-        )
-    )
-    capacities = draw(
-        st.lists(st.integers(0, 9), min_size=len(edges), max_size=len(edges))
-    )
-    return size, edges, capacities
-
-
-@given(network=networks())
-def test_small_networks_are_cut_as_scipy_cuts_them(network):
-    assert cut.reached_by_paths(*network) == cut._reached_by_scipy(*network)

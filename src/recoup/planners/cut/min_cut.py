@@ -16,13 +16,11 @@ import numpy as np
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-from recoup.core.graph import Graph
+from recoup.core.graph import Graph, Integers
 
 # SciPy's flows are 32-bit integers. The sum of all finite capacities stays below this,
 # so that no flow overflows; prices are exact to one part in 2**30 of their sum.
 _SCALE = 2**30
-
-_FEW_EDGES = 512
 
 
 @dataclass(frozen=True)
@@ -76,13 +74,40 @@ class Choice:
 
     Attributes:
         held: The values that are held although they could be replayed.
+        starts: These and the values that are held in any case, as far as needed.
         held_bytes: What all held values cost, the forced ones included.
         seconds: What is replayed.
     """
 
     held: frozenset[int]
+    starts: frozenset[int]
     held_bytes: int
     seconds: float
+
+
+def demand_between(
+    graph: Graph, first: int, last: int, until: Sequence[int] | Integers
+) -> Demand:
+    """Return what backward needs of a stretch; what is there anyway is free.
+
+    Args:
+        graph: The step.
+        first: The boundary where the stretch begins.
+        last: The boundary where it ends.
+        until: The last moment at which each storage is in use in any case.
+    """
+    inside = graph.operations_between(first, last)
+    half = len(graph.operations)
+    saved = (save.value for save in graph.saves_between(first, last))
+    values = dict.fromkeys(v for v in saved if graph.values[v].producer in inside)
+    free: dict[int, int] = {}
+    for number in inside:
+        operation = graph.operations[number]
+        for value in (*operation.reads, *operation.makes):
+            found = graph.values[value]
+            if found.producer not in inside or until[found.storage] >= half:
+                free[value] = 0
+    return Demand(graph, inside, tuple(values), free)
 
 
 def choose(demand: Demand, price: Callable[[int], float]) -> frozenset[int]:
@@ -126,6 +151,7 @@ def evaluate(demand: Demand, held: Iterable[int]) -> Choice:
         by_storage[storage] = max(by_storage.get(storage, 0), demand.bytes_of(value))
     return Choice(
         frozenset(used - forced),
+        frozenset(used),
         sum(by_storage.values()),
         sum(graph.operations[number].seconds for number in replayed)
         + demand.operation_seconds * len(replayed),
@@ -278,8 +304,7 @@ class Network:
         boundless = int(whole.sum()) + 1
         amounts = [*whole.tolist(), *([boundless] * len(infinite))]
         edges += infinite
-        search = reached_by_paths if len(edges) <= _FEW_EDGES else _reached_by_scipy
-        reached = search(self._size, edges, amounts)
+        reached = _reached(self._size, edges, amounts)
         return frozenset(
             value
             for value, (node, operation) in zip(self.values, self._finite, strict=False)
@@ -287,77 +312,10 @@ class Network:
         )
 
 
-def reached_by_paths(
+def _reached(
     size: int, edges: Sequence[tuple[int, int]], capacities: Sequence[int]
 ) -> set[int]:
-    """Return what node 0 reaches beside a maximum flow to node 1 (Dinitz).
-
-    For small networks this is faster than to hand them to SciPy.
-
-    Examples:
-        >>> reached_by_paths(4, [(0, 2), (2, 3), (3, 1)], [5, 2, 7])
-        {0, 2}
-    """
-    heads: list[int] = []
-    room: list[int] = []
-    leaving: list[list[int]] = [[] for _ in range(size)]
-    for number, (tail, head) in enumerate(edges):
-        heads += (head, tail)
-        room += (capacities[number], 0)
-        leaving[tail].append(2 * number)
-        leaving[head].append(2 * number + 1)
-    while True:
-        levels = [-1] * size
-        levels[_SOURCE] = 0
-        queue = [_SOURCE]
-        for node in queue:
-            for edge in leaving[node]:
-                if room[edge] and levels[heads[edge]] < 0:
-                    levels[heads[edge]] = levels[node] + 1
-                    queue.append(heads[edge])
-        if levels[_SINK] < 0:
-            return set(queue)
-        _fill(heads, room, leaving, levels)
-
-
-def _fill(
-    heads: list[int], room: list[int], leaving: list[list[int]], levels: list[int]
-) -> None:
-    """Send as much as fits along paths from level to level, none of them twice."""
-    tried = [0] * len(leaving)
-    path: list[int] = []
-    node = _SOURCE
-    while True:
-        if node == _SINK:
-            flow = min(room[edge] for edge in path)
-            full = len(path)
-            for place in range(len(path) - 1, -1, -1):
-                room[path[place]] -= flow
-                room[path[place] ^ 1] += flow
-                if not room[path[place]]:
-                    full = place
-            node = heads[path[full] ^ 1]
-            del path[full:]
-            continue
-        edges, next_level = leaving[node], levels[node] + 1
-        for number in range(tried[node], len(edges)):
-            edge = edges[number]
-            if room[edge] and levels[heads[edge]] == next_level:
-                tried[node] = number
-                path.append(edge)
-                node = heads[edge]
-                break
-        else:
-            tried[node] = len(edges)
-            if not path:
-                return
-            node = heads[path.pop() ^ 1]
-            tried[node] += 1
-
-
-def _reached_by_scipy(
-    size: int, edges: Sequence[tuple[int, int]], capacities: Sequence[int]
-) -> set[int]:
+    """Return the nodes that node 0 reaches beside a maximum flow to node 1."""
     ends = np.array(edges, dtype=np.int32).reshape(-1, 2)
     graph = csr_array(
         (np.array(capacities, dtype=np.int32), (ends[:, 0], ends[:, 1])),

@@ -55,7 +55,7 @@ def _at(joint: JointForward, demand: Demand, price: float) -> SavedSet:
     def cost(value: int) -> float:
         return price * demand.bytes_of(value) + joint.save_seconds[value]
 
-    return _set_of(joint, evaluate(demand, choose(demand, cost)), demand)
+    return _set_of(joint, evaluate(demand, choose(demand, cost)))
 
 
 def _fastest(joint: JointForward, demand: Demand) -> SavedSet:
@@ -74,36 +74,14 @@ def _all_seconds(joint: JointForward) -> float:
     return recomputed + sum(joint.save_seconds)
 
 
-def _set_of(joint: JointForward, choice: Choice, demand: Demand) -> SavedSet:
+def _set_of(joint: JointForward, choice: Choice) -> SavedSet:
     values = joint.graph.values
-    forced = demand.network.forced
-    needed = choice.held | _needed(joint, choice, forced)
-    saved = sorted(value for value in needed if values[value].producer != BEFORE)
+    saved = sorted(v for v in choice.starts if values[v].producer != BEFORE)
     return SavedSet(
         tuple(joint.names[value] for value in saved),
         choice.held_bytes,
-        choice.seconds + sum(joint.save_seconds[value] for value in needed),
+        choice.seconds + sum(joint.save_seconds[value] for value in choice.starts),
     )
-
-
-def _needed(
-    joint: JointForward, choice: Choice, forced: Iterable[int]
-) -> frozenset[int]:
-    """Return the values that cannot be recomputed and that this choice reads."""
-    graph, ends = joint.graph, set(forced)
-    found: set[int] = set()
-    seen: set[int] = set()
-    pending = list(joint.demanded)
-    while pending:
-        value = pending.pop()
-        if value in seen or value in choice.held:
-            continue
-        seen.add(value)
-        if value in ends:
-            found.add(value)
-        else:
-            pending.extend(graph.operations[graph.values[value].producer].reads)
-    return frozenset(found)
 
 
 def _pareto(sets: Iterable[SavedSet]) -> list[SavedSet]:

@@ -6,7 +6,7 @@ from recoup.core.batch_footprint import Costs, Mentions
 from recoup.core.footprint import Innermost
 from recoup.core.graph import BEFORE, Graph, Integers
 from recoup.core.segments import Segment
-from recoup.planners.cut.min_cut import Demand, frontier_of
+from recoup.planners.cut.min_cut import demand_between, frontier_of
 
 _SETS = 16
 _LONG = 1000
@@ -160,20 +160,6 @@ class Memory:
 
 def _held_sets(graph: Graph, first: int, last: int) -> list[frozenset[int]]:
     """Return what is worth holding at several prices of a byte, all in one stretch."""
-    inside = graph.operations_between(first, last)
-    saved = dict.fromkeys(
-        save.value
-        for save in graph.saves_between(first, last)
-        if graph.values[save.value].producer in inside
-    )
-    half = len(graph.operations)
-    free: dict[int, int] = {}
-    for number in inside:
-        operation = graph.operations[number]
-        for value in (*operation.reads, *operation.makes):
-            storage = graph.storages[graph.values[value].storage]
-            if graph.values[value].producer not in inside or storage.dies >= half:
-                free[value] = 0
-    limit = _SETS if len(inside) < _LONG else _SETS // 2
-    choices = frontier_of(Demand(graph, inside, tuple(saved), free), limit=limit)
-    return [choice.held for choice in choices]
+    demand = demand_between(graph, first, last, graph.arrays.dies)
+    limit = _SETS if len(demand.inside) < _LONG else _SETS // 2
+    return [choice.held for choice in frontier_of(demand, limit=limit)]

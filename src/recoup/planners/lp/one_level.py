@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from recoup.core.graph import Graph
 from recoup.core.memory_use import MemoryUse
 from recoup.core.segments import Action, Stretch
-from recoup.planners.cut.min_cut import Demand, frontier_of
+from recoup.planners.cut.min_cut import Demand, demand_between, frontier_of
 from recoup.planners.lp.linear_program import Programme
 from recoup.planners.option import (
     Option,
@@ -54,29 +54,11 @@ class OneLevel:
         numbers = relaxed and self.programme.rounded(budget_bytes, relaxed)
         return None if numbers is None else self.programme.chosen(numbers)
 
-    def _demand(self, stretch: Stretch) -> Demand:
-        """Return what backward needs of a stretch; what is there anyway is free."""
-        graph = self.graph
-        inside = graph.operations_between(*stretch)
-        saved = [save.value for save in graph.saves_between(*stretch)]
-        values = dict.fromkeys(v for v in saved if graph.values[v].producer in inside)
-        free: dict[int, int] = {}
-        for number in inside:
-            operation = graph.operations[number]
-            for value in (*operation.reads, *operation.makes):
-                storage = graph.values[value].storage
-                if (
-                    graph.values[value].producer not in inside
-                    or self.programme.until[storage] >= self.use.half
-                ):
-                    free[value] = 0
-        return Demand(graph, inside, tuple(values), free)
-
     def _offer_cuts(self, limit: int) -> None:
         """Offer to keep each stretch whole, and the cuts for all prices of a byte."""
         known: dict[object, list[tuple[int, ...]]] = {}
         for number, stretch in enumerate(self.stretches):
-            demand = self._demand(stretch)
+            demand = demand_between(self.graph, *stretch, self.programme.until)
             names, signature = _signature(demand)
             if signature not in known:
                 places = {value: place for place, value in enumerate(names)}
