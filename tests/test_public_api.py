@@ -70,7 +70,7 @@ def test_importing_everything_draws_no_random_number():
 
 def test_torch_is_imported_only_when_a_name_needs_it():
     code = (
-        "import sys, recoup, recoup.report.pages, recoup.planners.plan\n"
+        "import sys, recoup, recoup.report.pages, recoup.planners.planner\n"
         "before = 'torch' in sys.modules\n"
         "recoup.CheckpointScope\n"
         "print(before, 'torch' in sys.modules)"

@@ -46,8 +46,8 @@ from recoup.measurement.timing.block_frames import (
 from recoup.measurement.timing.joint_costs import KernelTimes, costed
 from recoup.measurement.timing.pace import pace_of
 from recoup.measurement.tracing.observation import cut
-from recoup.planners.block_choice import choose_options
-from recoup.planners.joint_front import saved_sets
+from recoup.planners.cut.saved_sets import saved_sets
+from recoup.planners.dp.block_choice import choose_options
 from recoup.report.compiled_view import BlockPeak, compose_compiled
 from recoup.report.composition import Known
 from recoup.report.findings import Findings

@@ -20,7 +20,7 @@ from recoup.fitting.fit import fit
 from recoup.measurement.steps.floor import measure_floor
 from recoup.measurement.steps.optimizers import missing_state_bytes, state_tensors
 from recoup.measurement.steps.training_step import device_of, training_step, untouched
-from recoup.planners.plan import plan_with
+from recoup.planners.planner import plan_with
 from recoup.planners.search import Search
 
 _SIZE: Axis = ("size", 0)
