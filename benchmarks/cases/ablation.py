@@ -252,7 +252,7 @@ def _row(
         "largest loss": round(worst, 3),
         "where": where if worst > 0 else None,
         "mean loss": round(sum(loss for loss, _ in found) / len(found), 3),
-        "largest gain": round(-min(found)[0], 3),
+        "largest gain": max(0.0, round(-min(found)[0], 3)),
         "planning time": round(spent[key] / spent.get(("everything", kind), 1.0), 2),
     }
 
