@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from benchmarks.graphs import transformer_graph
 from recoup.core.segments import Action
 from recoup.core.simulation import simulate
-from recoup.planners.plan import floor, plan, plan_with
-from recoup.planners.recompute_all import recompute_all
+from recoup.planners.baselines import recompute_all
+from recoup.planners.planner import floor, plan, plan_with
 from recoup.planners.refine import refine
 from recoup.planners.search import Search
 from tests.support.graphs import graphs, plans
