@@ -5,6 +5,7 @@ and no recovery from interrupts: none of these may slow down a step.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from hypothesis import given
 from torch import Tensor, nn
 
-from recoup import CheckpointScope, Plan, apply_plan, checkpoint_module
+from recoup import CheckpointScope, KeepCostly, Plan, apply_plan, checkpoint_module
 from recoup.core.plan import Place, Span
 from recoup.engine.replay.recall import Recall
 from tests.engine.test_partial_replay import (
@@ -57,6 +58,10 @@ def scopes(dropout: float) -> nn.Module:
     return Stack(dropout, CheckpointScope)
 
 
+def costly(dropout: float) -> nn.Module:
+    return Stack(dropout, partial(CheckpointScope, policy=KeepCostly()))
+
+
 def modules(dropout: float) -> nn.Module:
     model = Stack(dropout)
     for block in model.blocks:
@@ -88,6 +93,7 @@ def calls_of_a_step(model: nn.Module) -> Calls:
 BOUNDS = {
     (scopes, 0.0): Calls(5734, 2773),
     (scopes, 0.1): Calls(11974, 3829),
+    (costly, 0.0): Calls(6742, 2425),
     (modules, 0.0): Calls(5710, 2773),
     (modules, 0.1): Calls(11950, 3829),
     (plan, 0.0): Calls(5909, 2773),
@@ -124,6 +130,63 @@ def test_a_program_has_one_end_if_its_last_operation_needs_all_others(graph):
             needed.update(program.operations[place] for place in made)
     assert program.has_one_end == (needed == set(program.operations))
     del outputs
+
+
+@given(graph=graphs(kinds=tuple(SHARES)))
+def test_a_part_is_what_its_last_operation_needs_and_nothing_else_does(graph):
+    x = torch.linspace(0.1, 0.9, 3, requires_grad=True)
+    outputs, region = in_region(graph, x, verify="off")
+    program = None if region is None else region._program
+    if program is None:
+        return
+    makers = [
+        {value.producer for value in operation.reads() if value.hold is None}
+        for operation in program.operations
+    ]
+    for place in range(len(makers)):
+        needed = {place}
+        for other in range(place, -1, -1):
+            if other in needed:
+                needed |= makers[other]
+        others = set(range(len(makers))) - needed
+        is_apart = all(makers[other].isdisjoint(needed) for other in others)
+        is_last = not any(place in read for read in makers)
+        part = program.part_at(place)
+        assert (part is not None) == (is_apart and is_last)
+        assert part is None or list(part) == sorted(needed)
+    del outputs
+
+
+def test_parts_that_a_policy_cuts_are_replayed_without_a_search(monkeypatch):
+    def search(*_):
+        raise AssertionError("searched")
+
+    monkeypatch.setattr(Recall, "plan", search)
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(4)))
+    x = torch.ones(2, 4, requires_grad=True)
+    expected = torch.autograd.grad(net(x).sum(), list(net.parameters()))
+    with CheckpointScope("cut", policy=KeepCostly(), verify="off") as scope:
+        y = net(x)
+    found = torch.autograd.grad(y.sum(), list(net.parameters()))
+    assert all(map(torch.equal, found, expected))
+    assert scope.statistics.replays == 1
+    assert scope.statistics.replayed_operators == 3  # nobody saves the last
+
+
+def test_a_scope_that_is_gone_is_not_counted_for_and_one_that_lives_is():
+    x = torch.ones(3, requires_grad=True)
+    counts = []
+    for lives in (False, True):
+        scope = CheckpointScope("counted", verify="off")
+        with scope:
+            y = x.sin().sin().sum()
+        if not lives:
+            del scope
+        counts.append(calls_of(y.backward))
+        if lives:
+            assert scope.statistics.recomputed_bytes == 12
+            assert scope.statistics.freed_bytes == 12
+    assert counts[0] < counts[1]
 
 
 @pytest.mark.parametrize("before", [0, 3])

@@ -25,6 +25,9 @@ PLAN = Plan(
     )
 )
 
+GENERATOR: list[Tensor] = []
+"""The state of the generator when the backward of a random step began, if it did."""
+
 Step = Callable[[], Sequence[Tensor]]
 
 
@@ -67,6 +70,24 @@ def nested_step() -> Step:
     return step
 
 
+def random_step() -> Step:
+    net = model()
+
+    def step() -> Sequence[Tensor]:
+        GENERATOR.clear()
+        torch.manual_seed(3)
+        with CheckpointScope("random", verify="off"):
+            hidden = net[1](net[0](X))
+            # Ones, but a replay has to draw them.
+            hidden = hidden * (torch.rand_like(hidden) >= 0).float()
+            out = net[3](net[2](hidden))
+        torch.rand(1)
+        GENERATOR.append(torch.get_rng_state())
+        return gradients(net, out)
+
+    return step
+
+
 def module_step() -> Step:
     net = checkpoint_module(model(), verify="off")
     return lambda: gradients(net, net(X))
@@ -99,6 +120,7 @@ def applied_step() -> Step:
 STEPS: dict[str, Callable[[], Step]] = {
     "scope": scope_step,
     "nested": nested_step,
+    "random": random_step,
     "module": module_step,
     "function": function_step,
     "planned": planned_step,
@@ -108,8 +130,10 @@ STEPS: dict[str, Callable[[], Step]] = {
 
 def faults(step: Step, expected: Sequence[Tensor]) -> list[str]:
     """List what is not whole after an interrupt: a plain step, then the step itself."""
-    plain = model()
     found: list[str] = []
+    if GENERATOR and not torch.equal(GENERATOR[0], torch.get_rng_state()):
+        found.append("backward has moved the generator")
+    plain = model()
     if not all(same(gradients(plain, plain(X)), expected) for _ in range(2)):
         found.append("a plain step gives other gradients")
     found += leftovers()

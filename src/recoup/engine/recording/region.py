@@ -5,6 +5,7 @@ from collections.abc import Callable, Container, Generator, Hashable, Mapping
 from functools import partial
 from time import perf_counter
 from typing import NoReturn
+from weakref import ref
 
 from torch import Tensor
 
@@ -80,6 +81,8 @@ class Region:
         tracer: Gives the saved-tensor hooks that are used instead of its own.
         around: The regions around it, if these are to keep what it keeps.
         accounts: What it adds its counts to.
+        own_accounts: Likewise, those of its scope and node, as long as these live:
+            nobody can read them afterwards, and a backward does not wait for that.
         recall: What the last backward through it has recomputed.
         collector: Collects what autograd saves in it, if it runs in the second call of
             a function that is called again.
@@ -93,7 +96,9 @@ class Region:
     accounts: tuple[Account, ...] = ()
     collector: Collector | None = None
     _is_forgotten = False
+    own_accounts: "tuple[ref[Account], ...]" = ()
     _is_counted = False
+    _is_handed_over = False
     _roots: list[Value] | None = None
     _program: Program | None = None
     _uses: Uses | None = None
@@ -163,6 +168,7 @@ class Region:
         self._uses = None
         if not is_left and is_watched_from_around():
             part_holds(self._roots or (), self._kept)
+            self._is_handed_over = True
             hand_over(self.holds())
             self._program = None  # what was handed over is wanted too
         self.tape.finish()
@@ -390,6 +396,8 @@ class Region:
         if self._is_counted:
             return
         self._is_counted = True
+        if self.own_accounts:
+            self._find_own_accounts()
         freed = bytes_of(
             [v for v in self.tape.saved if v.demand > 0 and v.hold is None]
         )
@@ -398,8 +406,17 @@ class Region:
             account.freed_bytes += freed
             account.kept_bytes += kept
 
+    def _find_own_accounts(self) -> None:
+        for known in self.own_accounts:
+            account = known()
+            if account is not None:
+                self.accounts += (account,)
+        self.own_accounts = ()
+
     def _count_replay(self) -> None:
         self.replays += 1
+        if self.own_accounts:
+            self._find_own_accounts()
         if self.accounts:
             self.count_bytes()
             for account in self.accounts:
@@ -457,7 +474,34 @@ class Region:
                 tensor = recall.give(saved, task)
                 if tensor is not None:
                     return tensor
+                program = self._program
+                if program is not None and program.has_parts and self._check is None:
+                    with self._lock:
+                        tensor = self._part(recall, saved, task)
+                    if tensor is not None:
+                        return tensor
         return run_nested(self._recomputing(saved))
+
+    def _part(self, recall: Recall, saved: Saved, task: int) -> Tensor | None:
+        """Recompute another part of the region, where that takes no search.
+
+        What `_extend` does, in fewer steps: a policy may cut a region in many parts. A
+        region that has its program has given nothing to hooks around it, and records
+        no more. None: it takes a search.
+        """
+        value = saved.value
+        if recall.has_served(value) or self._stores or self.options.at_once:
+            return None
+        program = self._all_of(recall, value)
+        if program is None:
+            return None
+        self.replayed_operators += len(program.operations)
+        start = perf_counter()
+        live = program.run()
+        if self.accounts:
+            self._count_run(program, (), perf_counter() - start)
+        recall.take(program.wanted, live)
+        return recall.give(saved, task)
 
     def unpacking(self, saved: Saved) -> Generator[Request, Tensor, Tensor]:
         """Do what `unpack` does; yield what is needed of regions around this one."""
@@ -521,14 +565,22 @@ class Region:
             recall.take(program.wanted, live)
 
     def _all_of(self, recall: Recall, value: Value) -> Program | None:
-        """Return the program that recomputes everything, if that is to be run."""
+        """Return the program that recomputes everything, or a part, without a search.
+
+        None: it takes one to find what the value needs.
+        """
         program = self._program
         at_once = self.options.at_once
+        if not at_once and (program is None or value.hold is not None):
+            return None
+        if not at_once and program is not None and not program.has_one_end:
+            part = program.part_at(value.producer)
+            if part is None or not recall.begin(part):
+                return None
+            wanted = [v for v in program.wanted if v.producer in part and v.demand > 0]
+            return Program(program.operations, wanted, part)
         needs_all = (
-            program is not None
-            and program.has_one_end
-            and value.hold is None
-            and value.producer == len(program.operations) - 1
+            program is not None and value.producer == len(program.operations) - 1
         )
         if not (at_once or needs_all) or not recall.is_untouched:
             return None
@@ -579,7 +631,7 @@ class Region:
         self, program: Program, given: Live
     ) -> Generator[Request, Tensor, Live]:
         known = set(given)
-        for value in program.roots:
+        for value in program.roots if self._is_handed_over else ():
             hold = value.hold
             if hold is not None and value not in known and type(hold.packed) is Saved:
                 around = getattr(hold.unpack, "__self__", None)

@@ -13,11 +13,14 @@ from recoup.backend.autograd.saved_tensors import below_autograd
 from recoup.backend.autograd.transforms import outside_transforms
 from recoup.backend.memory.storages import copy_storage
 from recoup.backend.state.rng import random_state
-from recoup.engine.lifetime.values import OUTSIDE, Layout, Operation, Value
+from recoup.engine.lifetime.values import OUTSIDE, Layout, Operation, Value, reads_of
 from recoup.engine.replay.recomputing import recomputing
 
 Live = dict[Value | Layout, Tensor]
 """Tensors of a replay: those of values, and views of them by layout."""
+
+Part = dict[int, list[Value]]
+"""Places of operations, in order, with what each reads."""
 
 Observe = Callable[[Value, Tensor, str], None]
 """Called with a replayed value, its tensor and the operator that made it."""
@@ -42,13 +45,17 @@ class Program:
         roots: The held values that they use, in the order of their last use.
         has_one_end: Whether the last operation needs all others. If not, some of the
             values can be computed without it.
+        has_parts: Whether `part_at` was asked and has found some.
     """
+
+    has_parts = False
+    _parts: dict[int, Part] | None = None
 
     def __init__(
         self,
         operations: Sequence[Operation],
         wanted: Sequence[Value],
-        among: dict[int, list[Value]] | None = None,
+        among: Part | None = None,
         given: Container[Value] = (),
     ) -> None:
         # One mark for each operation, and one that is the mark at `OUTSIDE`.
@@ -96,6 +103,18 @@ class Program:
         self._frees = freed
         self._copies = copies
 
+    def part_at(self, place: int) -> Part | None:
+        """Return the operations that the one at a place needs, with itself.
+
+        Only where no other operation needs that one, and nothing outside of the part
+        needs any of it. Then to run the part takes no search. The places are those
+        that `number` gave.
+        """
+        if self._parts is None:
+            self._parts = _parts_of(self.operations)
+            self.has_parts = bool(self._parts)
+        return self._parts.get(place)
+
     def run(self, observe: Observe | None = None, given: Live | None = None) -> Live:
         """Run the operations again and return the wanted values.
 
@@ -135,6 +154,33 @@ class Program:
                 if value not in live:
                     live[value] = _held(value, "a backward operator")
         return live
+
+
+def _parts_of(operations: Sequence[Operation]) -> dict[int, Part]:
+    """Return the parts of a program that have nothing in common, by their last place.
+
+    Those with several ends are left out.
+    """
+    reads = reads_of(operations)
+    ends = [-1] * len(operations)
+    joined: set[int] = set()
+    for place in range(len(operations) - 1, -1, -1):
+        end = ends[place]
+        if end < 0:
+            end = ends[place] = place
+        for value in reads[place]:
+            if value.hold is None:
+                other = ends[value.producer]
+                if other < 0:
+                    ends[value.producer] = end
+                elif other != end:
+                    joined.add(other)
+                    joined.add(end)
+    parts: dict[int, Part] = {}
+    for place, end in enumerate(ends):
+        if end not in joined:
+            parts.setdefault(end, {})[place] = reads[place]
+    return parts
 
 
 def _note_writes(

@@ -6,7 +6,7 @@ with its ancestors, and with nothing else. What these give on the way stays whil
 autograd, or a value that may still be asked for, needs it. So no operation runs twice.
 """
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -176,6 +176,13 @@ class Recall:
         """Return whether autograd may ask for a value that was not recomputed yet."""
         return value not in self._served and is_wanted(value)
 
+    def begin(self, places: Collection[int]) -> bool:
+        """Note that operations are about to run, unless one of them was run."""
+        if not self._run.isdisjoint(places):
+            return False
+        self._run.update(places)
+        return True
+
     @property
     def is_untouched(self) -> bool:
         """Whether nothing was recomputed so far."""
@@ -196,17 +203,29 @@ class Recall:
                 this is another one that needs the value.
         """
         value, layout = saved.value, saved.layout
-        whole = self.live.get(value)
+        live, pending = self.live, self._pending
+        whole = live.get(value)
         if whole is None:
             return None
         viewed = None
         if layout is not None:
-            viewed = self.live.get(layout)
+            viewed = live.get(layout)
             if viewed is None:
                 viewed = layout.view(whole)
         if value in self._given:
             self._check(value)
-        left = self._pending.get(value, 0)
+        left = pending.get(value, 0)
+        is_alone = self._uses is None and value not in self._shared
+        if left == 1 and is_alone and saved.task != task:
+            # The last use, and no other value needs this one; as `use` does.
+            saved.task = task
+            pending.pop(value, None)
+            live.pop(value, None)
+            if self._given:
+                self._given.pop(value, None)
+            if value.layouts:
+                free(value, live)
+            return whole if viewed is None else viewed
         if self._lasting or self._uses is not None or left > 1:
             # Only the last view is looked at, so that many take no more than linear
             # time.
@@ -214,15 +233,9 @@ class Recall:
         if saved.task != task:
             saved.task = task
             if left > 1:
-                self._pending[value] = left - 1
-            elif left == 0 or self._uses is not None or value in self._shared:
+                pending[value] = left - 1
+            else:
                 self.use(value)
-            else:  # as `use` does
-                self._pending.pop(value, None)
-                self._given.pop(value, None)
-                self.live.pop(value, None)
-                if value.layouts:
-                    free(value, self.live)
         return whole if viewed is None else viewed
 
     def _check(self, value: Value) -> None:
@@ -313,6 +326,12 @@ class Recall:
     def take(self, wanted: Iterable[Value], live: Live) -> None:
         """Take values that were recomputed, with their tensors."""
         pending, served = self._pending, self._served
+        if not served and not self._later and not self._lasting:
+            # All at once, as nearly always.
+            pending.update([(v, v.demand) for v in wanted if v.demand > 0])
+            served.update(pending)
+            self.live = live if not self.live else {**self.live, **live}
+            return
         for value in wanted:
             if value not in served and value.demand > 0:
                 served.add(value)

@@ -2,6 +2,7 @@
 
 import threading
 import weakref
+from threading import get_ident
 from time import perf_counter
 
 
@@ -9,27 +10,9 @@ class _Thread(threading.local):
     replays: "tuple[weakref.ref[recomputing], ...]" = ()
 
 
-class _Clock:
-    """Adds up the time that replays take on all threads.
-
-    Each thread has its own sum, so there is no lock that an interrupt could leave
-    taken.
-    """
-
-    def __init__(self) -> None:
-        self._seconds: dict[int, float] = {}
-
-    def add(self, seconds: float) -> None:
-        thread = threading.get_ident()
-        self._seconds[thread] = self._seconds.get(thread, 0.0) + seconds
-
-    @property
-    def seconds(self) -> float:
-        return sum(list(self._seconds.values()))
-
-
 _THREAD = _Thread()
-_CLOCK = _Clock()
+_SECONDS: dict[int, float] = {}
+"""How long replays took, by thread."""
 
 
 def is_recomputing() -> bool:
@@ -59,7 +42,7 @@ def replay_seconds() -> float:
         >>> replay_seconds() > before
         True
     """
-    return _CLOCK.seconds
+    return sum(list(_SECONDS.values()))
 
 
 class recomputing:  # noqa: N801 (used as a verb: `with recomputing():`)
@@ -72,11 +55,15 @@ class recomputing:  # noqa: N801 (used as a verb: `with recomputing():`)
     __slots__ = ("__weakref__", "_started")
 
     def __enter__(self) -> None:
-        running = [ref for ref in _THREAD.replays if ref() is not None]
+        running = _THREAD.replays
+        if running:
+            running = tuple(ref for ref in running if ref() is not None)
         self._started = None if running else perf_counter()
         _THREAD.replays = (*running, weakref.ref(self))
 
     def __exit__(self, *error: object) -> None:
         _THREAD.replays = _THREAD.replays[:-1]
         if self._started is not None:
-            _CLOCK.add(perf_counter() - self._started)
+            # As a sum for each thread: no lock that an interrupt could leave taken.
+            thread, seconds = get_ident(), perf_counter() - self._started
+            _SECONDS[thread] = _SECONDS.get(thread, 0.0) + seconds

@@ -6,6 +6,7 @@ from collections.abc import Hashable
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
+from weakref import ref
 
 from recoup.backend.compiler.recognition import leave_uncompiled
 from recoup.engine.recording.active import (
@@ -107,7 +108,7 @@ class CheckpointScope:
         self._nodes: list[CheckpointNode] = []
         self._prune_at = 16
         self._account = NamedAccount(name)
-        self._accounts: tuple[Account, ...] = (self._account,)
+        self._accounts: tuple[Account, ...] = ()
         self._kept_operators: Counter[str] | None = None
         self.is_enabled = enabled
         self.use_recomputation = use_recomputation
@@ -157,7 +158,7 @@ class CheckpointScope:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy has: the options and the counts, but no regions."""
-        return {**self.__dict__, "_nodes": [], "_accounts": (self._account,)}
+        return {**self.__dict__, "_nodes": [], "_accounts": ()}
 
     @leave_uncompiled
     def __enter__(self) -> Self:
@@ -173,7 +174,8 @@ class CheckpointScope:
                     self._prune_at = 2 * len(self.nodes) + 16
                 node = CheckpointNode(region=region)
                 self._nodes.append(node)
-                region.accounts = (*region.accounts, node)
+                self._account.calls += 1
+                region.own_accounts = ref(self._account), ref(node)
             return self
         except BaseException:  # `with` does not exit what was not entered
             abandon_from(self, place)
