@@ -25,9 +25,6 @@ PLAN = Plan(
     )
 )
 
-GENERATOR: list[Tensor] = []
-"""The state of the generator when the backward of a random step began, if it did."""
-
 Step = Callable[[], Sequence[Tensor]]
 
 
@@ -70,11 +67,20 @@ def nested_step() -> Step:
     return step
 
 
-def random_step() -> Step:
-    net = model()
+class RandomStep:
+    """A step whose replay draws numbers.
 
-    def step() -> Sequence[Tensor]:
-        GENERATOR.clear()
+    Attributes:
+        generator: The state of the generator when the backward began, if it did.
+    """
+
+    def __init__(self) -> None:
+        self._net = model()
+        self.generator: Tensor | None = None
+
+    def __call__(self) -> Sequence[Tensor]:
+        net = self._net
+        self.generator = None
         torch.manual_seed(3)
         with CheckpointScope("random", verify="off"):
             hidden = net[1](net[0](X))
@@ -82,10 +88,8 @@ def random_step() -> Step:
             hidden = hidden * (torch.rand_like(hidden) >= 0).float()
             out = net[3](net[2](hidden))
         torch.rand(1)
-        GENERATOR.append(torch.get_rng_state())
+        self.generator = torch.get_rng_state()
         return gradients(net, out)
-
-    return step
 
 
 def module_step() -> Step:
@@ -120,7 +124,7 @@ def applied_step() -> Step:
 STEPS: dict[str, Callable[[], Step]] = {
     "scope": scope_step,
     "nested": nested_step,
-    "random": random_step,
+    "random": RandomStep,
     "module": module_step,
     "function": function_step,
     "planned": planned_step,
@@ -131,7 +135,8 @@ STEPS: dict[str, Callable[[], Step]] = {
 def faults(step: Step, expected: Sequence[Tensor]) -> list[str]:
     """List what is not whole after an interrupt: a plain step, then the step itself."""
     found: list[str] = []
-    if GENERATOR and not torch.equal(GENERATOR[0], torch.get_rng_state()):
+    before = getattr(step, "generator", None)
+    if before is not None and not torch.equal(before, torch.get_rng_state()):
         found.append("backward has moved the generator")
     plain = model()
     if not all(same(gradients(plain, plain(X)), expected) for _ in range(2)):
