@@ -1,11 +1,10 @@
 """Regions: a stretch of forward whose saved tensors are forgotten and replayed."""
 
 import threading
-from collections.abc import Callable, Container, Generator, Hashable, Mapping
+from collections.abc import Callable, Generator, Hashable, Mapping
 from functools import partial
 from time import perf_counter
 from typing import NoReturn
-from weakref import ref
 
 from torch import Tensor
 
@@ -37,18 +36,16 @@ from recoup.engine.lifetime.values import (
     Hold,
     Layout,
     Value,
-    activation_bytes,
-    bytes_of,
 )
 from recoup.engine.lifetime.wrapped import Wrapped
 from recoup.engine.recording.observers import Listener, Tracer, tell
 from recoup.engine.recording.recorder import Recorder
+from recoup.engine.recording.region_counts import Counted
 from recoup.engine.recording.region_options import Options
 from recoup.engine.recording.tape import Tape
 from recoup.engine.replay.nested_replays import Request, run_nested
 from recoup.engine.replay.program import Live, Program, derived_from_lossy, number
 from recoup.engine.replay.recall import Recall, Saved, Uses, wanted_of
-from recoup.engine.scopes.statistics import Account
 from recoup.engine.tiers.protocol import Tier
 from recoup.engine.verification.replay_check import check_for, take_note
 from recoup.errors import ClearedError
@@ -63,7 +60,7 @@ _LOOK_EVERY = 256
 """After how many saved tensors a region looks whether what it is part of still runs."""
 
 
-class Region:
+class Region(Counted):
     """One run of a scope, a function or a module under recoup's control.
 
     Between `open` and `close` it records. From then on it lives as long as autograd
@@ -75,29 +72,19 @@ class Region:
         key: What tells this region from others, for verification at first use.
 
     Attributes:
-        replays: How many times it has been replayed.
-        replayed_operators: How many operators that ran in all.
         listeners: Called with every tensor that autograd saves in it.
         tracer: Gives the saved-tensor hooks that are used instead of its own.
         around: The regions around it, if these are to keep what it keeps.
-        accounts: What it adds its counts to.
-        own_accounts: Likewise, those of its scope and node, as long as these live:
-            nobody can read them afterwards, and a backward does not wait for that.
         recall: What the last backward through it has recomputed.
         collector: Collects what autograd saves in it, if it runs in the second call of
             a function that is called again.
     """
 
     # What is seldom asked for: it is set where it differs.
-    replays = 0
-    replayed_operators = 0
     tracer: "Tracer[Region] | None" = None
     around: "tuple[Region, ...]" = ()
-    accounts: tuple[Account, ...] = ()
     collector: Collector | None = None
     _is_forgotten = False
-    own_accounts: "tuple[ref[Account], ...]" = ()
-    _is_counted = False
     _is_handed_over = False
     _roots: list[Value] | None = None
     _program: Program | None = None
@@ -351,7 +338,7 @@ class Region:
             if self._cleared:
                 self._refuse()
             wanted = wanted_of(self.tape.saved)
-            self._count_replay()
+            self.count_replay()
             program = Program(self.tape.operations, wanted)
             live = run_nested(self._run(program, {}))
             return tuple(live[value] for value in wanted)
@@ -382,60 +369,6 @@ class Region:
                 found.update((id(part), part) for part in hold.parts())
         found.update(self._kept)
         return list(found.values())
-
-    def random_bytes(self) -> int:
-        """Return the bytes of the generator states kept for random operators."""
-        kept = [operation.random for operation in self.tape.operations]
-        return sum([random[1].nbytes for random in kept if random is not None])
-
-    def count_bytes(self) -> None:
-        """Add to the accounts what it keeps and frees, once.
-
-        It is done when somebody asks, or in backward: recording takes no longer.
-        """
-        if self._is_counted:
-            return
-        self._is_counted = True
-        if self.own_accounts:
-            self._find_own_accounts()
-        freed = bytes_of(
-            [v for v in self.tape.saved if v.demand > 0 and v.hold is None]
-        )
-        kept = activation_bytes(self.holds()) + self.random_bytes()
-        for account in self.accounts:
-            account.freed_bytes += freed
-            account.kept_bytes += kept
-
-    def _find_own_accounts(self) -> None:
-        for known in self.own_accounts:
-            account = known()
-            if account is not None:
-                self.accounts += (account,)
-        self.own_accounts = ()
-
-    def _count_replay(self) -> None:
-        self.replays += 1
-        if self.own_accounts:
-            self._find_own_accounts()
-        if self.accounts:
-            self.count_bytes()
-            for account in self.accounts:
-                account.replays += 1
-
-    def _count_run(
-        self, program: Program, known: Container[Value | Layout], seconds: float
-    ) -> None:
-        made = bytes_of(
-            [
-                value
-                for value in program.wanted
-                if value.demand > 0 and value.hold is None and value not in known
-            ]
-        )
-        for account in self.accounts:
-            account.replayed_operators += len(program.operations)
-            account.replay_seconds += seconds
-            account.recomputed_bytes += made
 
     def end(self, task: int) -> None:
         """Drop what a backward left behind."""
@@ -499,7 +432,7 @@ class Region:
         start = perf_counter()
         live = program.run()
         if self.accounts:
-            self._count_run(program, (), perf_counter() - start)
+            self.count_run(program, (), perf_counter() - start)
         recall.take(program.wanted, live)
         return recall.give(saved, task)
 
@@ -531,7 +464,7 @@ class Region:
 
     def _alone(self, saved: Saved) -> Generator[Request, Tensor, Tensor]:
         """Return one saved tensor, recomputed for itself."""
-        self._count_replay()
+        self.count_replay()
         program = Program(self.tape.operations, [saved.value])
         live = yield from self._run(program, {})
         whole = live[saved.value]
@@ -543,7 +476,7 @@ class Region:
             recall, lasting = self.recall, self.options.cache
             if recall is not None and recall.serves(task):
                 return recall
-            self._count_replay()
+            self.count_replay()
             recall = Recall(-1 if lasting else task, lasting=lasting)
             self.recall = recall
             if not lasting:
@@ -643,7 +576,7 @@ class Region:
         observe = None if check is None else partial(check.observe, self.name)
         live = program.run(observe, given)
         if self.accounts:
-            self._count_run(program, known, perf_counter() - start)
+            self.count_run(program, known, perf_counter() - start)
         if check is None:
             return live
         made = [v for v in program.wanted if v not in known and v.demand > 0]
