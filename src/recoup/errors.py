@@ -3,6 +3,10 @@
 Each message says what was asked, what was found and what to do.
 """
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 __all__ = [
     "BudgetWarning",
     "CaptureError",
@@ -99,12 +103,15 @@ class InfeasibleError(RecoupError, RuntimeError):
         reason: Why no less will do, in words; part of the message.
         moment: Where the peak of the smallest plan is, among the step's moments.
         holders: What is in use there: a description and its bytes, largest first.
+        advice: What else to do; part of the message.
+        page: Makes the report page about the smallest plan; None: not known here.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (all by keyword)
         self,
         message: str,
         *,
+        advice: str = "",
         budget_bytes: int = 0,
         floor_bytes: int = 0,
         reason: str = "",
@@ -117,6 +124,27 @@ class InfeasibleError(RecoupError, RuntimeError):
         self.reason = reason
         self.moment = moment
         self.holders = holders
+        self.advice = advice
+        self.page: Callable[[], str] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # What makes the page has the model in it, which stays in its process.
+        return type(self), self.args, {**self.__dict__, "page": None}
+
+    def write_page(self, path: str | Path) -> Path:
+        """Write the report page about the smallest plan: where the memory goes.
+
+        Raises:
+            UsageError: The error does not come from `recoup.fit`.
+        """
+        if self.page is None:
+            raise UsageError(
+                "expected an error of recoup.fit to write a page about, got one "
+                "without a measured step; call recoup.fit."
+            )
+        target = Path(path)
+        target.write_text(self.page(), encoding="utf-8")
+        return target
 
 
 class TierError(RecoupError, RuntimeError):

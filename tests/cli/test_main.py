@@ -645,6 +645,15 @@ def test_a_fault_of_ours_during_a_step_says_so(steps, capsys, monkeypatch, fault
     assert "may be the fault of recoup" in capsys.readouterr().err
 
 
+def test_a_budget_that_cannot_be_met_still_writes_the_page(steps, tmp_path, capsys):
+    asked = ["fit", f"{steps}:named", "--budget", "5%", "--page", "why.html"]
+    assert run(asked) == INFEASIBLE
+    wrote, said = capsys.readouterr().err.splitlines()
+    assert wrote == "wrote why.html"
+    assert "a budget of 5% of the plain peak" in said
+    assert "Does not fit" in (tmp_path / "why.html").read_text()
+
+
 def test_a_bad_command_in_a_process_of_its_own(steps, tmp_path):
     done = recoup("fit", "steps.py:raises", "--page", "page.html", cwd=tmp_path)
     assert done.returncode == TARGET

@@ -1,5 +1,6 @@
 """The commands of `recoup`, one function each; what needs torch is imported inside."""
 
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -40,6 +41,7 @@ from recoup.cli.output_files import (
 )
 from recoup.core.units import print_bytes, print_seconds
 from recoup.core.version import VERSION
+from recoup.errors import InfeasibleError
 
 
 def _print_version(wanted: bool) -> None:  # noqa: FBT001 (as typer calls it)
@@ -111,9 +113,15 @@ def fit(  # noqa: PLR0913 (one for each thing to be had)
 
     loaded = load_target(target)
     busy = noise(loaded)
-    fitted, found = fit_target(
-        loaded, budget, offload=offload, points=points, compile=compile
-    )
+    try:
+        fitted, found = fit_target(
+            loaded, budget, offload=offload, points=points, compile=compile
+        )
+    except InfeasibleError as error:
+        if page is not None and error.page is not None:
+            write_whole(page, error.page())
+            print(f"wrote {page}", file=sys.stderr)
+        raise
     if page is not None:
         write_whole(page, page_of(found))
     if plan is not None:

@@ -26,6 +26,7 @@ from recoup.fitting.measuring import measure
 from recoup.fitting.progress import bar
 from recoup.measurement.steps.optimizers import missing_state_bytes, state_bytes
 from recoup.measurement.steps.training_step import device_of, takes_target
+from recoup.planners.infeasible import in_units_of
 from recoup.planners.planner import plan_with
 from recoup.planners.search import Search
 from recoup.report.composition import Plans
@@ -124,7 +125,10 @@ def measure_findings(
         plain_bytes = search.plain_bytes + room.reserved_bytes
         asked_bytes = budget_bytes(budget, plain_bytes, torch.device("cpu"))
         with _status(f"planning for {print_bytes(asked_bytes)}"):
-            chosen = _chosen(search, asked_bytes, room)
+            try:
+                chosen = _chosen(search, asked_bytes, room)
+            except InfeasibleError as error:
+                raise in_units_of(error, budget, plain_bytes) from None
     found = graph_findings(
         graph,
         target.model,

@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
+from recoup.core.units import print_bytes, print_seconds
 from recoup.errors import PlanError
 
 FORMAT = "recoup compiled plan"
@@ -35,7 +36,7 @@ class BlockPartition:
     held_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class CompiledPlan:
     """What the blocks of a model save for backward, and who runs them.
 
@@ -60,6 +61,14 @@ class CompiledPlan:
     budget_bytes: int = 0
     peak_bytes: int = 0
     seconds: float = 0.0
+
+    def __repr__(self) -> str:
+        budget = print_bytes(self.budget_bytes) if self.budget_bytes else "none"
+        return (
+            f"CompiledPlan({len(self.blocks)} blocks, {self.executor}: budget "
+            f"{budget}, predicted peak {print_bytes(self.peak_bytes)}, step "
+            f"{print_seconds(self.seconds)})"
+        )
 
     def to_json(self) -> str:
         """Return the plan as JSON text."""

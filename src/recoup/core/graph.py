@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from recoup.core.units import print_bytes, print_seconds
 from recoup.errors import UsageError
 
 Integers = NDArray[np.int64]
@@ -216,7 +217,7 @@ class Issuing:
         return self.plain_seconds + recording + replayed * self.replaying_seconds
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Graph:
     """One training step, as it was measured.
 
@@ -287,6 +288,29 @@ class Graph:
                 f"a graph of {self.moments} moments needs as many figures of what "
                 f"operators take, or none: got {len(self.own_bytes)}."
             )
+
+    def __repr__(self) -> str:
+        passes = f", {len(self.passes)} passes" if self.others else ""
+        device = f" on {self.estimated_for}, estimated" if self.estimated_for else ""
+        return (
+            f"Graph({len(self.operations)} operators in {max(len(self.blocks) - 1, 1)} "
+            f"blocks{passes}: plain peak {print_bytes(self.peak_bytes)}, saved for "
+            f"backward {print_bytes(self.saved_bytes)}, step "
+            f"{print_seconds(self.step_seconds)}{device})"
+        )
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """The most bytes in use at any moment of the plain step, in whichever pass.
+
+        Examples:
+            >>> Graph((), 1, (), (), (), (), (8,)).peak_bytes
+            8
+        """
+        # The simulation knows graphs, not the other way round.
+        from recoup.core.simulation import simulate
+
+        return max(simulate(each, ()).peak_bytes for each in self.passes)
 
     @property
     def moments(self) -> int:

@@ -14,6 +14,7 @@ from typing import Any, cast
 from recoup.core.graph import BEFORE, Boundary, Graph
 from recoup.core.readings import MOST, is_amount, is_duration, is_printable
 from recoup.core.segments import Action, Segment
+from recoup.core.units import print_bytes, print_seconds
 from recoup.errors import PlanError, UsageError
 
 FORMAT = "recoup plan"
@@ -78,7 +79,7 @@ class Span:
     inner: tuple["Span", ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Plan:
     """What is done with everything that autograd would keep of one step.
 
@@ -117,6 +118,15 @@ class Plan:
     roots: tuple[str, ...] = ("",)
     passes: tuple["Plan", ...] = ()
     order: tuple[int, ...] = ()
+
+    def __repr__(self) -> str:
+        held = ", ".join(f"{action} {n}" for action, n in self.count().items())
+        budget = print_bytes(self.budget_bytes) if self.budget_bytes else "none"
+        return (
+            f"Plan({self.regions} regions{f' that {held}' if held else ''}: budget "
+            f"{budget}, predicted peak {print_bytes(self.peak_bytes)}, step "
+            f"{print_seconds(self.seconds)})"
+        )
 
     @property
     def parts(self) -> tuple["Plan", ...]:

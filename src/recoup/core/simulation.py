@@ -15,9 +15,10 @@ from recoup.core.footprint import Footprint, Replay, total_footprint
 from recoup.core.graph import BEFORE, Graph
 from recoup.core.memory_use import SPIKE, MemoryUse
 from recoup.core.segments import Segment, check_order
+from recoup.core.units import print_bytes, print_seconds
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Simulation:
     """What a plan costs.
 
@@ -45,6 +46,13 @@ class Simulation:
     recording_seconds: float = 0.0
     issuing_seconds: float = 0.0
     plain_issuing_seconds: float = 0.0
+
+    def __repr__(self) -> str:
+        return (
+            f"Simulation(peak {print_bytes(self.peak_bytes)}, step "
+            f"{print_seconds(self.seconds)}, of that {len(self.replays)} replays "
+            f"{print_seconds(self.replay_seconds)})"
+        )
 
     @property
     def peak_bytes(self) -> int:

@@ -129,7 +129,8 @@ def infeasible_with(
     reason = why + error.reason
     return InfeasibleError(
         f"a budget of {print_bytes(budget_bytes)} cannot be met: {reason} Give it "
-        f"{floor_bytes} bytes, or a smaller batch, or smaller blocks.",
+        f"{floor_bytes} bytes, {error.advice}",
+        advice=error.advice,
         budget_bytes=budget_bytes,
         floor_bytes=floor_bytes,
         reason=reason,

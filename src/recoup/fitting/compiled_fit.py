@@ -52,6 +52,7 @@ from recoup.report.compiled_view import BlockPeak, compose_compiled
 from recoup.report.composition import Known
 from recoup.report.findings import Findings
 from recoup.report.pages import fragment, page
+from recoup.report.texts import slower_words
 
 _ROUNDS = 4
 """How often a choice that misses the budget is corrected by the measured peak."""
@@ -71,7 +72,7 @@ COSTS = (
 """What every result of `fit` says about costs."""
 
 
-@dataclass
+@dataclass(repr=False)
 class CompiledFit:
     """What `fit` with `compile=` did to a model, and what it costs.
 
@@ -189,6 +190,21 @@ class CompiledFit:
 
     def _repr_html_(self) -> str:
         return fragment(self.findings())
+
+    def __repr__(self) -> str:
+        slower = slower_words(self.measured_seconds, self.plain_seconds)
+        compiled = sum(1 for block in self.plan.blocks if block.digest)
+        return (
+            f"CompiledFit of {type(self.model).__name__}: peak "
+            f"{print_bytes(self.measured_peak_bytes)} (measured), budget "
+            f"{print_bytes(self.budget_bytes)}, plain "
+            f"{print_bytes(self.plain_peak_bytes)}\n"
+            f"  step {print_seconds(self.measured_seconds)} measured, {slower} against "
+            "the plain step\n"
+            f"  {compiled} blocks compiled ({self.plan.executor}), {len(self.eager)} "
+            f"not; gradients {self._gradients()}\n"
+            "  .write_page(path), .plan, .remove()"
+        )
 
     def __str__(self) -> str:
         share = self.measured_seconds / self.plain_seconds - 1
@@ -524,10 +540,11 @@ def _block_peaks(
 
 def _infeasible(asked: int, floor: int) -> InfeasibleError:
     reason = f"the smallest partitions of all blocks need {print_bytes(floor)}."
+    advice = "a smaller batch, or compile=False, which recomputes blocks together."
     return InfeasibleError(
         f"a budget of {print_bytes(asked)} cannot be met with compiled blocks: "
-        f"{reason} Give it {floor} bytes, a smaller batch, or compile=False, which can "
-        "recompute several blocks together.",
+        f"{reason} Give it {floor} bytes, {advice}",
+        advice=advice,
         budget_bytes=asked,
         floor_bytes=floor,
         reason=reason,

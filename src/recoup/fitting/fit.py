@@ -4,7 +4,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
@@ -31,7 +31,11 @@ from recoup.errors import (
 from recoup.fitting.arguments import actions_of, one_model, optimizers_of
 from recoup.fitting.budgets import Budget, budget_bytes, check_budget, told_bytes
 from recoup.fitting.closed_loop import ClosedLoop, Settled
-from recoup.fitting.collected_findings import fit_findings
+from recoup.fitting.collected_findings import (
+    fit_findings,
+    frontier_and_rules,
+    graph_findings,
+)
 from recoup.fitting.compiled_fit import COSTS, CompiledFit, PlainStep, fit_compiled
 from recoup.fitting.following.adaptation import Adapted
 from recoup.fitting.following.adapted_passes import AdaptedPasses
@@ -42,10 +46,12 @@ from recoup.measurement.steps.training_step import (
     training_step,
     untouched,
 )
-from recoup.planners.planner import EXACT
+from recoup.planners.infeasible import in_units_of
+from recoup.planners.planner import EXACT, floor_with
 from recoup.planners.search import Search
 from recoup.report.findings import Findings
 from recoup.report.pages import fragment, page
+from recoup.report.texts import slower_words
 
 Compile = Literal[False, "exact", "inductor", "auto"]
 """Who runs the blocks; see `fit`."""
@@ -70,7 +76,7 @@ _RUNS = 10
 """How often the step runs if the first plan holds: the progress is told by it."""
 
 
-@dataclass
+@dataclass(repr=False)
 class Fit:
     """What `fit` did to a model, and what it costs.
 
@@ -225,6 +231,21 @@ class Fit:
 
     def _repr_html_(self) -> str:
         return fragment(self.findings(points=0))
+
+    def __repr__(self) -> str:
+        slower = slower_words(self.predicted_seconds, self.plain_seconds)
+        how, peak_bytes = "measured", self.measured_peak_bytes
+        if self.tightenings:
+            how, peak_bytes = "predicted", self.predicted_peak_bytes
+        return (
+            f"Fit of {type(self.model).__name__}: peak {print_bytes(peak_bytes)} "
+            f"({how}), budget {print_bytes(self.budget_bytes)}, plain "
+            f"{print_bytes(self.plain_peak_bytes)}\n"
+            f"  step {print_seconds(self.measured_seconds)} measured, {slower} "
+            f"predicted, at most {self.gap:.1%} above the optimum\n"
+            f"  {self._actions()}; fitted in {print_seconds(self.total_seconds)}\n"
+            "  .write_page(path), .plan, .remove()"
+        )
 
     def __str__(self) -> str:
         slower = self.predicted_seconds / self.plain_seconds - 1
@@ -439,12 +460,39 @@ def _fitted(  # noqa: PLR0913 (what the step and the budget are)
         plain_bytes = loop.search.plain_bytes + loop.reserved_bytes
         asked_bytes = budget_bytes(budget, plain_bytes, described.device)
         compiled = None
-        if compile:
-            compiled = _compiled(counted, loop, asked_bytes, compile, blocks)
         eager = None
-        if not compile or compile == "auto":
-            eager = _eager(described.model, loop, asked_bytes, compiled)
+        try:
+            if compile:
+                compiled = _compiled(counted, loop, asked_bytes, compile, blocks)
+            if not compile or compile == "auto":
+                eager = _eager(described.model, loop, asked_bytes, compiled)
+        except InfeasibleError as error:
+            told = in_units_of(error, budget, plain_bytes)
+            told.page = partial(
+                _infeasible_page,
+                described.model,
+                loop.search,
+                asked_bytes,
+                loop.reserved_bytes,
+            )
+            raise told from None
     return _faster(eager, compiled)
+
+
+def _infeasible_page(
+    model: nn.Module, search: Search, asked_bytes: int, reserved_bytes: int
+) -> str:
+    """Return the page about a budget that is too small: the plan of least memory."""
+    return page(
+        graph_findings(
+            search.graph,
+            model,
+            others=frontier_and_rules(search, points=5),
+            chosen=floor_with(search).plans,
+            budget_bytes=asked_bytes,
+            reserved_bytes=reserved_bytes,
+        )
+    )
 
 
 def _eager(

@@ -1,11 +1,13 @@
 """The answer when nothing fits: how much would, where the peak is, what holds it."""
 
+import math
 from collections.abc import Sequence
 
-from recoup.core.graph import Boundary, Graph
+from recoup.core.graph import Graph
+from recoup.core.graph_places import module_paths, next_needed
 from recoup.core.segments import Segment
 from recoup.core.simulation import simulate
-from recoup.core.units import print_bytes
+from recoup.core.units import parse_budget, print_bytes
 from recoup.errors import InfeasibleError
 
 _SHOWN = 3
@@ -26,9 +28,14 @@ def infeasible(
         f"the smallest plan known takes {needed}, {_place(graph, moment)}. "
         f"In use there: {held}."
     )
+    advice = "or a smaller batch, or smaller blocks."
+    if graph.other_bytes[moment] > budget_bytes:
+        # No plan changes these bytes, and blocks have no part in them.
+        advice = "or fewer trainable parameters, a smaller dtype or optimizer state."
     return InfeasibleError(
         f"a budget of {asked} cannot be met: {reason} Give it {costs.peak_bytes} "
-        "bytes, or a smaller batch, or smaller blocks.",
+        f"bytes, {advice}",
+        advice=advice,
         budget_bytes=budget_bytes,
         floor_bytes=costs.peak_bytes,
         reason=reason,
@@ -37,29 +44,61 @@ def infeasible(
     )
 
 
+def in_units_of(
+    error: InfeasibleError, budget: str | float | None, plain_peak_bytes: int
+) -> InfeasibleError:
+    """Return an error that speaks of shares if the budget was one.
+
+    Args:
+        error: It speaks of bytes.
+        budget: What the user asked for.
+        plain_peak_bytes: The peak of the plain step.
+
+    Examples:
+        >>> error = InfeasibleError("no.", budget_bytes=1, floor_bytes=7, reason="Why.")
+        >>> str(in_units_of(error, 0.1, 10))[:52]
+        'a budget of 10% of the plain peak (1 B) cannot be me'
+        >>> in_units_of(error, "1 B", 10) is error
+        True
+    """
+    share = None if budget is None else parse_budget(budget)
+    if not isinstance(share, float) or error.floor_bytes > plain_peak_bytes:
+        return error
+    tenths = math.ceil(1000 * error.floor_bytes / plain_peak_bytes)
+    while int(tenths / 1000 * plain_peak_bytes) < error.floor_bytes:
+        tenths += 1  # shares are rounded down to bytes
+    message = (
+        f"a budget of {100 * share:g}% of the plain peak "
+        f"({print_bytes(error.budget_bytes)}) cannot be met: {error.reason} Give it "
+        f"{tenths / 10:g}% ({error.floor_bytes} bytes), {error.advice}"
+    )
+    return InfeasibleError(
+        message.strip(),
+        advice=error.advice,
+        budget_bytes=error.budget_bytes,
+        floor_bytes=error.floor_bytes,
+        reason=error.reason,
+        moment=error.moment,
+        holders=error.holders,
+    )
+
+
 def _place(graph: Graph, moment: int) -> str:
     """Return where in the step a moment is, in words."""
-    half = len(graph.operations)
-    if moment < half:
-        label = _label_before(graph, moment)
-        return f"in forward at {graph.operations[moment].name} after {label}"
-    needed = [save for save in graph.saves if save.used >= moment]
-    if not needed:
+    paths = module_paths(graph)
+    if moment < len(graph.operations):
+        return f"in forward, at {_named(graph, paths, moment)}"
+    producer = next_needed(graph)[moment]
+    if producer is None:
         return "at the end of backward"
-    save = min(needed, key=lambda save: save.used)
-    producer = graph.values[save.value].producer
-    number = next(n for n, other in enumerate(graph.saves) if other is save)
-    before = [b for b in graph.boundaries if b.saves <= number]
-    name = graph.operations[producer].name if producer >= 0 else "an input"
-    return f"in backward where what {name} made is needed, after {_last(before)}"
+    return f"in backward, about to use what {_named(graph, paths, producer)} made"
 
 
-def _label_before(graph: Graph, moment: int) -> str:
-    return _last([b for b in graph.boundaries if b.operation <= moment])
-
-
-def _last(boundaries: Sequence[Boundary]) -> str:
-    return boundaries[-1].label if boundaries else "the start"
+def _named(graph: Graph, paths: Sequence[str], operation: int) -> str:
+    """Return an operator as a user knows it: `addmm in h.3.mlp`."""
+    name = graph.operations[operation].name
+    name = name.removeprefix("aten.").removesuffix(".default")
+    return f"{name} in {paths[operation] or 'the step'}"
 
 
 def _holders(
@@ -75,13 +114,13 @@ def _holders(
         found[name] = other_bytes
     for replay in costs.replays:
         if replay.moment == moment:
-            start = graph.boundaries[replay.segment.start].label
-            found[f"the replay from {start}"] = replay.peak_bytes
+            start = graph.boundaries[replay.segment.start].module or "the model"
+            found[f"recomputing from {start}"] = replay.peak_bytes
     rest = costs.bytes_at[moment] - sum(found.values())
     name = (
-        "what forward still reads and holds for backward"
+        "temporaries of forward and values saved for backward"
         if moment < half
-        else "what segments hold for backward"
+        else "values saved for backward"
     )
     if rest > 0:
         found[name] = rest

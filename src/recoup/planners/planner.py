@@ -10,7 +10,7 @@ from recoup.core.segments import Action
 from recoup.core.simulation import simulate
 from recoup.core.units import parse_budget
 from recoup.errors import InfeasibleError, UsageError
-from recoup.planners.infeasible import infeasible
+from recoup.planners.infeasible import in_units_of, infeasible
 from recoup.planners.search import Plan, Search
 from recoup.planners.solution import Solution
 
@@ -55,7 +55,10 @@ def plan(
     budget = 0 if budget_bytes == 0 else parse_budget(budget_bytes)
     if isinstance(budget, float):
         budget = int(budget * search.plain_bytes)
-    return plan_with(search, budget)
+    try:
+        return plan_with(search, budget)
+    except InfeasibleError as error:
+        raise in_units_of(error, budget_bytes, search.plain_bytes) from None
 
 
 def plan_with(

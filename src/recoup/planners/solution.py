@@ -4,9 +4,10 @@ from dataclasses import dataclass
 
 from recoup.core.segments import Segment
 from recoup.core.simulation import Simulation
+from recoup.core.units import print_bytes, print_seconds
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Solution:
     """A plan, what it costs, and how much better any other could be.
 
@@ -26,6 +27,15 @@ class Solution:
     planner: str = ""
     seconds_planning: float = 0.0
     others: tuple["Solution", ...] = ()
+
+    def __repr__(self) -> str:
+        regions = sum(len(segments) for segments in self.plans)
+        return (
+            f"Solution({regions} regions: peak {print_bytes(self.peak_bytes)}, step "
+            f"{print_seconds(self.seconds)}, of that added "
+            f"{print_seconds(self.extra_seconds)}, at most {self.gap:.1%} above the "
+            "optimum)"
+        )
 
     @property
     def passes(self) -> tuple["Solution", ...]:

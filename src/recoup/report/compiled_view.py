@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from recoup.core.compiled_plan import CompiledPlan
 from recoup.core.graph import Graph
+from recoup.core.graph_places import module_paths, next_needed
 from recoup.core.simulation import simulate
 from recoup.core.units import print_bytes
 from recoup.report.composition import Known, compose
@@ -20,7 +21,6 @@ from recoup.report.findings import (
     Signed,
     Step,
 )
-from recoup.report.modules import module_paths, next_needed
 
 _HELD, _RUNNING = CATEGORIES.index("held"), CATEGORIES.index("running")
 _OUTSIDE = "outside the blocks"

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from recoup.core.footprint import Footprint, total_footprint
 from recoup.core.graph import Graph
+from recoup.core.graph_places import module_paths, next_needed
 from recoup.core.memory_use import REMADE, SPIKE, MemoryUse
 from recoup.core.plan import plan_for_step
 from recoup.core.segments import Segment
@@ -29,9 +30,7 @@ from recoup.report.findings import (
 from recoup.report.modules import (
     Block,
     block_of,
-    module_paths,
     named_blocks,
-    next_needed,
 )
 
 Plans = Sequence[Sequence[Segment]]

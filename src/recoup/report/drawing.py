@@ -4,7 +4,7 @@ import importlib
 import io
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from typing import Any, Literal
@@ -90,7 +90,7 @@ class Picture:
         label: What it shows, in words.
     """
 
-    shapes: tuple[Shape, ...]
+    shapes: tuple[Shape, ...] = field(repr=False)
     width: int
     height: int
     label: str

@@ -1,6 +1,6 @@
 """Findings: everything that a report shows, as plain immutable data."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NewType
 
 CATEGORIES = ("fixed", "held", "running", "recomputed", "workspace")
@@ -49,7 +49,7 @@ class Moment:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Step:
     """A training step as measured, the same for every plan.
 
@@ -68,6 +68,9 @@ class Step:
     phases: tuple[tuple[str, int], ...] = ()
     resident: tuple[tuple[str, int], ...] = ()
     reserved_bytes: int = 0
+
+    def __repr__(self) -> str:
+        return f"Step({len(self.moments)} moments, {len(self.parts)} parts)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,10 +205,10 @@ class PlanView:
     host_bytes: int
     peak_moment: int
     peak_place: str
-    allocations: tuple[Allocation, ...]
-    reruns: tuple[Rerun, ...]
-    costs: tuple[PartCost, ...]
-    plan: str = ""
+    allocations: tuple[Allocation, ...] = field(repr=False)
+    reruns: tuple[Rerun, ...] = field(repr=False)
+    costs: tuple[PartCost, ...] = field(repr=False)
+    plan: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +246,7 @@ class Entry:
     failure: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Findings:
     """What is known of one step, and which plan was chosen.
 
@@ -278,6 +281,16 @@ class Findings:
     environment: tuple[tuple[str, str], ...]
     checks: tuple[tuple[str, str], ...] = ()
     estimated_for: str = ""
+
+    def __repr__(self) -> str:
+        from recoup.report.texts import verdict
+
+        return f"Findings({self.title}, {len(self.plans)} plans. {verdict(self)})"
+
+    def _repr_html_(self) -> str:
+        from recoup.report.pages import fragment
+
+        return fragment(self)
 
     @property
     def plan(self) -> PlanView:

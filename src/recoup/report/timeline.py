@@ -1,7 +1,7 @@
 """The memory of a step over time: what is in use at each moment, and what for."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 from recoup.report.findings import CATEGORIES, Part, PlanView, Step
@@ -51,8 +51,8 @@ class Timeline:
         alive: What the peak consists of, largest first: a name and bytes.
     """
 
-    layers: tuple[Layer, ...]
-    moments: tuple[int, ...]
+    layers: tuple[Layer, ...] = field(repr=False)
+    moments: tuple[int, ...] = field(repr=False)
     phases: tuple[tuple[str, int], ...]
     peak_bytes: int
     peak_moment: int

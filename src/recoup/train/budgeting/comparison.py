@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from html import escape
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ class ComparisonRow:
     seconds: float | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Comparison:
     """The four configurations side by side, beside the first.
 
@@ -58,6 +59,12 @@ class Comparison:
 
     precision: str
     rows: tuple[ComparisonRow, ...]
+
+    def __repr__(self) -> str:
+        return f"Comparison in {self.precision}\n{self}"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(repr(self))}</pre>"
 
     def __str__(self) -> str:
         base = self.rows[0]
