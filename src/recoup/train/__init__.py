@@ -4,12 +4,16 @@ Uses everything below; nothing below imports it.
 """
 
 from recoup.train.budgeting.comparison import compare_configurations
+from recoup.train.budgeting.step_recovery import StepRecovery
 from recoup.train.saving.averaging import ParameterAverage
+from recoup.train.saving.resumable import ResumableRun
 from recoup.train.settings import TrainerSettings
 from recoup.train.trainer import Trainer
 
 __all__ = [
     "ParameterAverage",
+    "ResumableRun",
+    "StepRecovery",
     "Trainer",
     "TrainerSettings",
     "compare_configurations",

@@ -1,0 +1,132 @@
+"""Exact resume for any training loop: position in the data, state, one file."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from recoup.errors import SnapshotError
+from recoup.precision.scaler import GradientScaler
+from recoup.train.compatibility import check_parts
+from recoup.train.data.position import Position, own_position
+from recoup.train.processes import Processes, Report
+from recoup.train.saving.run_state import apply_state, collect_state
+from recoup.train.saving.snapshot import check_folder, read_snapshot, write_snapshot
+
+_VERSION = "resumable 1"
+_NEEDED = frozenset({"processes", "position", "model", "optimizer", "random", "kinds"})
+
+
+class ResumableRun:
+    """A training loop of your own that goes on where it was saved, bit by bit.
+
+    Saved are the model, the optimizer, schedule and scaler, all random generators, and
+    the position in the data: which epoch, how many batches of it were taken, and from
+    which states of the generators its order was drawn. A resumed run draws the same
+    order and reads over the batches that were taken.
+
+    Under several processes all must call `save` and `load` together.
+
+    Args:
+        model: The model; it may be wrapped in `DistributedDataParallel` or sharded with
+            `fully_shard`.
+        optimizer: The optimizer.
+        scheduler: A schedule whose state is saved too.
+        scaler: A scaler of gradients whose state is saved too.
+
+    Examples:
+        >>> import tempfile, torch
+        >>> model = nn.Linear(1, 1)
+        >>> run = ResumableRun(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     for batch in run.batches([torch.ones(1), torch.zeros(1)]):
+        ...         run.save(f"{folder}/run")
+        ...         break
+        ...     run.load(f"{folder}/run")
+        >>> list(run.batches([torch.ones(1), torch.zeros(1)]))
+        [tensor([0.])]
+        >>> run.epoch
+        1
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        scheduler: Any = None,
+        scaler: GradientScaler | None = None,
+    ) -> None:
+        self._model = model
+        self._optimizer = check_parts(model, optimizer, ())
+        self._parts = {"scheduler": scheduler, "scaler": scaler}
+        self._processes = Processes(model)
+        self._position = Position(next(iter(model.parameters())).device)
+        self._processes.connect()
+
+    @property
+    def epoch(self) -> int:
+        """Epochs that are finished."""
+        return self._position.epoch
+
+    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Yield the batches of an epoch, or those that are left of it after `load`.
+
+        A batch counts as taken when it is yielded: save after the optimizer's step.
+
+        Raises:
+            SnapshotError: The loader has fewer batches than were taken, or of other
+                sizes.
+            UsageError: The loader has no batch.
+        """
+        for batch in self._position.open(loader):
+            self._position.advance([batch])
+            yield batch
+        self._position.close()
+
+    def save(self, path: str | Path) -> None:
+        """Write everything that is needed to go on from here to a file, atomically.
+
+        Gradients are not saved: call it between two steps of the optimizer.
+
+        Raises:
+            SnapshotError: A state is no plain data, or the file cannot be written.
+            PeerError: Another process is gone.
+            UsageError: There is no such folder.
+        """
+        check_folder(path)
+        processes = self._processes
+        with processes.watching():
+            state = {
+                "version": _VERSION,
+                "processes": processes.count,
+                "position": processes.gather(self._position.state_dict()),
+                **collect_state(self._model, self._optimizer, self._parts, processes),
+            }
+            if processes.is_first:
+                write_snapshot(path, state)
+        processes.tell(Report())
+
+    def load(self, path: str | Path) -> None:
+        """Restore the state in a file. Nothing in it is executed.
+
+        Raises:
+            SnapshotError: The file is damaged, or of another model or optimizer.
+        """
+        state = read_snapshot(path)
+        if not isinstance(state, dict) or state.get("version") != _VERSION:
+            raise SnapshotError(
+                f"expected a file that ResumableRun.save wrote, got {path}; a snapshot "
+                "of recoup.Trainer is read by its own load."
+            )
+        missing = sorted(_NEEDED - state.keys())
+        if missing:
+            raise SnapshotError(f"{path} has no {missing[0]!r}: it is not a whole run.")
+        processes = self._processes
+        apply_state(state, self._model, self._optimizer, self._parts, processes)
+        self._position.load_state_dict(
+            own_position(state["position"], processes.rank, processes.count),
+            share=state["processes"] / processes.count,
+        )

@@ -1,0 +1,157 @@
+"""Exact resume and recovery from too little memory, in a loop of the user's own."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+import recoup
+from recoup.checkpointing import is_checkpointed
+from recoup.errors import SnapshotError
+from recoup.train import ResumableRun, StepRecovery
+from tests.support.bits import tree_differences
+from tests.support.training import Ceiling
+
+# Torch says so where memory runs out in a hook that is always called.
+pytestmark = pytest.mark.filterwarnings("ignore:module forward hook:UserWarning")
+
+
+def blocks() -> nn.Module:
+    torch.manual_seed(0)
+    layers = (
+        nn.Sequential(nn.Linear(4, 32), nn.GELU(), nn.Linear(32, 4)) for _ in range(4)
+    )
+    return nn.Sequential(*layers).double()
+
+
+class Loop:
+    """A loop as people write it, with dropout, a schedule and a shuffling loader."""
+
+    def __init__(self) -> None:
+        self.model = nn.Sequential(blocks(), nn.Dropout(0.2))
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 3)
+        rows = torch.arange(80, dtype=torch.float64).reshape(20, 4).sin()
+        self.loader = DataLoader(TensorDataset(rows, rows), 4, shuffle=True)
+        self.run = ResumableRun(self.model, self.optimizer, scheduler=self.schedule)
+        self.losses: list[float] = []
+
+    def train(self, epochs: int, *, save_at: int = 0, path: Any = None) -> None:
+        while self.run.epoch < epochs:
+            for inputs, targets in self.run.batches(self.loader):
+                loss = functional.mse_loss(self.model(inputs), targets)
+                loss.backward()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                self.schedule.step()
+                self.losses.append(loss.item())
+                if len(self.losses) == save_at:
+                    self.run.save(path)
+                    return
+
+
+@pytest.mark.parametrize("save_at", [3, 5, 8])
+def test_a_resumed_loop_ends_with_the_bits_of_one_that_was_not_interrupted(
+    tmp_path, save_at
+):
+    whole = Loop()
+    torch.manual_seed(1)
+    whole.train(3)
+    begun = Loop()
+    torch.manual_seed(1)
+    begun.train(3, save_at=save_at, path=tmp_path / "run")
+    torch.manual_seed(99)
+    resumed = Loop()
+    resumed.run.load(tmp_path / "run")
+    resumed.train(3)
+    assert begun.losses + resumed.losses == whole.losses
+    for part in ("model", "optimizer", "schedule"):
+        one, other = (dict(getattr(e, part).state_dict()) for e in (whole, resumed))
+        assert list(tree_differences(one, other, where=part)) == []
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path):
+    loop = Loop()
+    trainer = recoup.Trainer(loop.model, loop.optimizer, loss_fn=functional.mse_loss)
+    trainer.save(tmp_path / "trainer")
+    with pytest.raises(SnapshotError, match=r"ResumableRun\.save"):
+        loop.run.load(tmp_path / "trainer")
+
+
+def gradients(limit_bytes: int, *, fitted: bool = False, carried: bool = False) -> Any:
+    """The gradients of a step under a ceiling, and how it was computed."""
+    model = blocks()
+    batch = torch.arange(2048, dtype=torch.float64).reshape(512, 4).cos()
+    report = None
+    if fitted:
+        _, report = recoup.fit(model, batch, 1.0, loss=lambda out: (out**2).mean())
+    recovery = StepRecovery(model, report)
+
+    def compute(part, share):
+        ((model(part) ** 2).mean() * share).backward()
+
+    if carried:
+        compute(batch, 1.0)
+    with Ceiling(limit_bytes) as ceiling:
+        pieces = recovery.run(compute, batch)
+    found = [parameter.grad for parameter in model.parameters()]
+    return found, pieces, ceiling, model, recovery
+
+
+UNLIMITED = 1 << 40
+
+
+def test_a_step_that_does_not_fit_is_recomputed_then_split():
+    expected, pieces, ceiling, *_ = gradients(UNLIMITED)
+    assert pieces == 1
+    peak = ceiling.peak_bytes
+    found, pieces, _, model, recovery = gradients(int(0.6 * peak))
+    assert pieces == 1
+    assert is_checkpointed(model[0])
+    assert all(map(torch.equal, found, expected)), "bitwise: nothing was split"
+    recovery.release()
+    assert not is_checkpointed(model[0])
+    found, pieces, *_ = gradients(int(0.2 * peak))
+    assert pieces > 1
+    assert all(map(torch.allclose, found, expected))
+
+
+def test_a_plan_is_tightened_first():
+    expected, _, ceiling, *_ = gradients(UNLIMITED)
+    found, pieces, _, model, _ = gradients(int(0.8 * ceiling.peak_bytes), fitted=True)
+    assert pieces == 1
+    assert not is_checkpointed(model[0])
+    assert all(map(torch.equal, found, expected))
+
+
+def test_gradients_that_were_there_before_stay_if_memory_ran_out_in_forward():
+    expected, _, ceiling, *_ = gradients(UNLIMITED)
+    found, pieces, *_ = gradients(int(0.1 * ceiling.peak_bytes), carried=True)
+    assert pieces > 1
+    for twice, once in zip(found, expected, strict=True):
+        assert torch.allclose(twice, 2 * once)
+
+
+def test_a_step_that_has_added_to_earlier_gradients_is_not_run_again():
+    layer = nn.Linear(4, 1)
+    layer(torch.ones(2, 4)).sum().backward()
+    runs = []
+
+    def compute(part, share):
+        runs.append(share)
+        (layer(part).mean() * share).backward()
+        raise torch.OutOfMemoryError("after backward")
+
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        StepRecovery(layer).run(compute, torch.ones(2, 4))
+    assert "zero_grad" in caught.value.__notes__[-1]
+    assert runs == [1.0]
+
+
+def test_what_does_not_fit_in_any_way_is_raised_with_the_reason():
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        gradients(10)
+    assert "pieces" in caught.value.__notes__[-1]
