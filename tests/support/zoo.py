@@ -11,7 +11,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -73,8 +73,10 @@ class Result:
         budget_bytes: The peak of its own checkpointing.
         peak_bytes: The peak of the fitted step; 0: no plan fits.
         floor_bytes: The smallest budget that can be met, where none fits.
-        keepable: What the plan recomputes and could keep in addition.
-        beyond: How much more it recomputes than any plan must, as a share of forward.
+        keepable: What the plan recomputes and could keep in addition, where it leaves
+            much of the budget.
+        beyond: How much more it recomputes than any plan must, as a share of forward,
+            where it leaves much of the budget.
         differences: How gradients and buffers differ from those of the plain step.
     """
 
@@ -156,14 +158,10 @@ def result_of(entry: Entry) -> Result:
         return Result(plain_bytes, budget_bytes, floor_bytes=error.floor_bytes)
     peak_bytes, found = _step(model, inputs)
     differences = tuple(tree_differences(expected, found, where=""))
-    return Result(
-        plain_bytes,
-        budget_bytes,
-        peak_bytes,
-        keepable=tuple(_keepable(report)),
-        beyond=_beyond(report),
-        differences=differences,
-    )
+    result = Result(plain_bytes, budget_bytes, peak_bytes, differences=differences)
+    if result.used >= USED:
+        return result
+    return replace(result, keepable=tuple(_keepable(report)), beyond=_beyond(report))
 
 
 def _enlarged(inputs: dict[str, Tensor], copies: int) -> dict[str, Tensor]:

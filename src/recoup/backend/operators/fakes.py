@@ -23,7 +23,7 @@ from recoup.backend.memory.ledger import storages_in
 from recoup.backend.memory.meters import StorageMeter
 from recoup.backend.memory.storages import has_storage
 from recoup.backend.operators.properties import facts_of
-from recoup.backend.state.trees import map_leaves, parts_within
+from recoup.backend.state.trees import map_leaves, named_tensors
 from recoup.core.restoring import restoring
 from recoup.errors import UnsupportedError
 
@@ -33,6 +33,10 @@ NEEDS_CONTENTS = (
     UnsupportedFakeTensorException,
 )
 """Raised by an operator whose result cannot be told without the contents."""
+
+
+_WHOLE = (Tensor, nn.Module)
+"""What is not looked into for more tensors."""
 
 
 class _Silence(logging.Filter):
@@ -147,7 +151,7 @@ class Shadows:
         def stand_in(leaf: Any) -> Any:
             if isinstance(leaf, Tensor):
                 return self.of(leaf)
-            held = [thing for _, thing in parts_within(leaf)]
+            held = [thing for _, thing in named_tensors(leaf, kinds=_WHOLE)]
             memo: dict[int, Any] = {
                 id(thing): self.of(thing) if isinstance(thing, Tensor) else thing
                 for thing in held

@@ -58,17 +58,21 @@ _DEPTH = 8
 _DULL = (
     *(str, bytes, int, float, complex, type(None), type, slice, range),
     *(FunctionType, BuiltinFunctionType, MethodType, ModuleType),
-    *(torch.dtype, torch.device, torch.Size, torch.Generator),
+    *(torch.dtype, torch.device, torch.Size, torch.Generator, nn.Module),
 )
 
-_WHOLE = (Tensor, nn.Module)
 
-
-def named_tensors(tree: Any) -> list[tuple[str, Tensor]]:
+def named_tensors(
+    tree: Any, *, kinds: tuple[type, ...] = (Tensor,)
+) -> list[tuple[str, Any]]:
     """Return the tensors of a batch and where each is, each tensor once.
 
     Unlike `tensors` it looks into any object, as a dataclass, a mapping that is no
     dictionary, or a graph of PyTorch Geometric. Modules are not part of a batch.
+
+    Args:
+        tree: The batch.
+        kinds: What is looked for, and not looked into.
 
     Examples:
         >>> from dataclasses import dataclass
@@ -79,21 +83,11 @@ def named_tensors(tree: Any) -> list[tuple[str, Tensor]]:
         >>> named_tensors(((Batch(ids), 1), {"mask": ids > 0}))
         [('1.mask', tensor([True, True])), ('0.0.ids', tensor([1., 1.]))]
     """
-    return [
-        (path, part) for path, part in parts_within(tree) if isinstance(part, Tensor)
-    ]
-
-
-def parts_within(tree: Any) -> list[tuple[str, Tensor | nn.Module]]:
-    """Return the tensors and modules of a batch and where each is, each once.
-
-    It looks into any object but modules.
-    """
-    found: dict[int, tuple[str, Tensor | nn.Module]] = {}
+    found: dict[int, tuple[str, Any]] = {}
     seen: set[int] = set()
     waiting: list[tuple[str, Any, int]] = [("", tree, 0)]
     for path, thing, depth in waiting:
-        if isinstance(thing, _WHOLE):
+        if isinstance(thing, kinds):
             found.setdefault(id(thing), (path, thing))
         elif not isinstance(thing, _DULL) and id(thing) not in seen:
             seen.add(id(thing))
