@@ -15,7 +15,6 @@ from recoup.backend.autograd.saved_tensors import (
     current_backward,
     follow_backward,
     is_in_backward,
-    pop_hooks,
     push_hooks,
 )
 from recoup.backend.autograd.wrappers import is_wrapper
@@ -86,6 +85,7 @@ class Region(Counted):
     collector: Collector | None = None
     _is_forgotten = False
     _is_handed_over = False
+    _traced: Pack | None = None
     _roots: list[Value] | None = None
     _program: Program | None = None
     _uses: Uses | None = None
@@ -129,7 +129,10 @@ class Region(Counted):
         self._recorder.__enter__()
         if not self._is_forgotten:
             tracer = self.tracer
-            push_hooks(*(self.hooks() if tracer is None else tracer.hooks(self)))
+            hooks = self.hooks() if tracer is None else tracer.hooks(self)
+            if tracer is not None:
+                self._traced = hooks[0]
+            push_hooks(*hooks)
 
     def hooks(self) -> tuple[Pack, Unpack]:
         """Return the saved-tensor hooks of the region."""
@@ -140,10 +143,10 @@ class Region(Counted):
 
         One that was left by an interrupt has others around it than when it was opened.
         """
-        if self.tracer is not None and not self._is_forgotten:
-            pop_hooks()
-        elif not self._is_forgotten:
-            self._footing.take_off_hooks(self.hooks()[0])
+        if not self._is_forgotten:
+            self._footing.take_off_hooks(self._traced or self.hooks()[0])
+            if self._traced is not None:
+                self._traced = None  # it refers to the region
         self._footing.leave_mode(self._recorder)
         del self._recorder, self._footing, self._close_if_left
         self.around = ()
