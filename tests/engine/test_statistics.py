@@ -1,9 +1,11 @@
 """Statistics outlive backward, and say what an independent count says."""
 
 import copy
+import gc
 import io
 import pickle
 import sys
+import weakref
 
 import pytest
 import torch
@@ -297,3 +299,27 @@ class TestCopies:
         assert names
         assert ours not in names
         del y
+
+
+def weak_references() -> int:
+    gc.collect()
+    return sum(issubclass(type(each), weakref.ref) for each in gc.get_objects())
+
+
+@pytest.mark.parametrize("watch", [CheckpointProfiler, CheckpointManager])
+def test_whoever_counts_keeps_nothing_of_regions_that_are_gone(watch):
+    x = torch.ones(4, requires_grad=True)
+    counted = watch()
+
+    def run(times):
+        for _ in range(times):
+            with CheckpointScope("block"):
+                y = x.exp().sin()
+            y.sum().backward()
+
+    with counted:
+        run(20)
+        before = weak_references()
+        run(50)
+        assert weak_references() <= before
+    assert counted.statistics["block"].calls == 70

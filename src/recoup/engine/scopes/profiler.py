@@ -130,7 +130,6 @@ class CheckpointProfiler:
         self._random_bytes = 0
         self._count = 0
         self._accounts = Accounts()
-        self._regions: list[ref[Watched]] = []
         self._saved: dict[int, _Saved] = {}
         self._numbers = itertools.count()
         self._running: dict[int, int] = {}
@@ -200,7 +199,6 @@ class CheckpointProfiler:
             self._random_bytes = 0
             self._count = 0
             self._accounts = Accounts()
-            self._regions = []
             self._saved = {}
             self._just_ended = {_ELSEWHERE}
 
@@ -240,10 +238,6 @@ class CheckpointProfiler:
 
         A region that ran while the profiler was tracking counts to its end.
         """
-        for reference in self._regions:
-            region = reference()
-            if region is not None:
-                region.count_bytes()
         return self._accounts.table()
 
     @_OnClassToo
@@ -273,8 +267,7 @@ class CheckpointProfiler:
             self._running[id(region)] = number
         listener = partial(self._would_have, region.name, number)
         region.listeners = (*region.listeners, listener)
-        region.accounts = (*region.accounts, self._accounts.named(region.name))
-        self._regions.append(ref(region))
+        self._accounts.follow(region)
 
     def ended(self, region: Watched) -> None:
         """Count what a region holds after its forward."""
@@ -337,7 +330,8 @@ class CheckpointProfiler:
                 if self._would.add(storage):
                     shape, size = tuple(tensor.shape), storage.nbytes()
                     held = HeldOutside(region, shape, tensor.dtype, size)
-                    saved = _Saved(ref(storage), number, held)
+                    forget = partial(_forget, self._saved, id(storage))
+                    saved = _Saved(ref(storage, forget), number, held)
                     saved.is_used = not saves_its_result(tensor.grad_fn)
                     self._saved[id(storage)] = saved
                 elif id(storage) in self._saved:
@@ -347,7 +341,7 @@ class CheckpointProfiler:
         with self._lock:
             found = [
                 saved
-                for saved in self._saved.values()
+                for saved in list(self._saved.values())
                 if saved.is_used
                 and (storage := saved.storage()) is not None
                 and not self._kept.refresh(storage)
@@ -404,6 +398,11 @@ class _Saved:
     region: int
     held: HeldOutside
     is_used: bool = True
+
+
+def _forget(saved: dict[int, _Saved], number: int, _: object) -> None:
+    """Drop the entry of a storage that is gone."""
+    saved.pop(number, None)
 
 
 _SHARED = CheckpointProfiler()

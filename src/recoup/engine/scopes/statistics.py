@@ -4,11 +4,16 @@ A region adds to the accounts of whoever wants to know: its scope or group, its 
 the managers and profilers that watch. The accounts outlive the region.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from recoup.core.units import print_bytes
+
+if TYPE_CHECKING:
+    from recoup.engine.recording.observers import Watched
 
 
 class Account:
@@ -169,10 +174,27 @@ class StatisticsTable:
 
 
 class Accounts:
-    """Accounts by name, made as names come."""
+    """Accounts by name, made as names come, and the regions that add to them.
+
+    Regions are not kept alive. A copy has the counts alone.
+    """
 
     def __init__(self) -> None:
         self._named: dict[str, NamedAccount] = {}
+        self._numbers = itertools.count()
+        self._regions: WeakValueDictionary[int, Watched] = WeakValueDictionary()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_named": self._named}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()
+        self._named = state["_named"]
+
+    @property
+    def regions(self) -> "list[Watched]":
+        """The living regions, oldest first."""
+        return list(self._regions.values())
 
     def named(self, name: str) -> NamedAccount:
         """Return the account of a name."""
@@ -181,8 +203,21 @@ class Accounts:
             account = self._named.setdefault(name, NamedAccount(name))
         return account
 
+    def follow(self, region: "Watched") -> None:
+        """Let a region that begins add to the account of its name."""
+        self._regions[next(self._numbers)] = region
+        account = self.named(region.name)
+        if account not in region.accounts:
+            region.accounts = (*region.accounts, account)
+
+    def forget_regions(self) -> None:
+        """Follow the regions so far no more; their counts stay."""
+        self._regions = WeakValueDictionary()
+
     def table(self) -> StatisticsTable:
-        """Return what all say now."""
+        """Return all counts now."""
+        for region in self.regions:
+            region.count_bytes()
         return StatisticsTable(each.snapshot() for each in self._named.values())
 
     def reset(self) -> None:

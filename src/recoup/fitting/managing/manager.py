@@ -107,8 +107,6 @@ class CheckpointManager:
         self.memory_threshold = memory_threshold
         self.max_recompute_ratio = max_recompute_ratio
         self._scopes: list[CheckpointScope] = []
-        self._regions: list[weakref.ref[Watched]] = []
-        self._prune_at = 16
         self._accounts = Accounts()
         self._lock = threading.Lock()
         self._managed: list[Managed] = []
@@ -197,7 +195,7 @@ class CheckpointManager:
     @property
     def nodes(self) -> list[CheckpointNode]:
         """The living regions of registered scopes and of the manager's own blocks."""
-        found = [reference() for reference in self._regions]
+        found: list[Watched | None] = [*self._accounts.regions]
         found += [node.region for scope in self._scopes for node in scope.nodes]
         regions = {id(region): region for region in found if region is not None}
         nodes = [CheckpointNode(region=region) for region in regions.values()]
@@ -248,7 +246,7 @@ class CheckpointManager:
         """
         for node in self.nodes:
             node.clear_saved_activations()
-        self._regions = []
+        self._accounts.forget_regions()
 
     def scope_memory_bytes(self, name: str) -> int:
         """Return the bytes that living regions of this name hold."""
@@ -375,14 +373,7 @@ class CheckpointManager:
             self._inside.add(region)
         else:
             self.decide(region)
-        with self._lock:
-            if len(self._regions) >= self._prune_at:
-                self._regions = [seen for seen in self._regions if seen() is not None]
-                self._prune_at = 2 * len(self._regions) + 16
-            self._regions.append(weakref.ref(region))
-        account = self._accounts.named(region.name)
-        if account not in region.accounts:
-            region.accounts = (*region.accounts, account)
+        self._accounts.follow(region)
 
     def ended(self, region: Watched) -> None:
         """Do nothing: the region is asked when its figures are wanted."""
