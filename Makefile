@@ -1,13 +1,16 @@
 # Every target prepares what it needs: a machine with Python 3.11 or newer is enough.
-# PYTHON=... names another interpreter, ARGS=... goes to the command that is run.
+# PYTHON=... names another interpreter, ARGS=... goes to the command that is run, and
+# TORCH=2.15 takes another version of torch, in an environment of its own: .venv-2.15.
 
 PYTHON ?= python3
 ARGS ?=
-PACKAGES := .venv/.packages
-INTEGRATIONS := .venv/.integrations
-TOOLS := .venv/.tools
-RUN := .venv/bin/python
-INSTALL := $(RUN) -m pip install --quiet -c .venv/constraints.txt
+TORCH ?=
+VENV := .venv$(if $(TORCH),-$(TORCH))
+PACKAGES := $(VENV)/.packages
+INTEGRATIONS := $(VENV)/.integrations
+TOOLS := $(VENV)/.tools
+RUN := $(VENV)/bin/python
+INSTALL := $(RUN) -m pip install --quiet -c $(VENV)/constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-gpu check docs coverage sweep bench clean
@@ -26,15 +29,15 @@ test-gpu: ## Run the tests that need a GPU with this machine's own Python and pa
 	PYTHONPATH=src $(PYTHON) -m pytest -m cuda $(ARGS)
 
 check: $(TOOLS) ## Check format, lint, types, layers, spelling and documentation
-	.venv/bin/ruff format --check .
-	.venv/bin/ruff check .
-	.venv/bin/lint-imports
-	.venv/bin/codespell
-	.venv/bin/pyright
-	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/lint-imports
+	$(VENV)/bin/codespell
+	$(VENV)/bin/pyright
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
 
 docs: $(TOOLS) ## Build the documentation site in build/site
-	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict $(ARGS)
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict $(ARGS)
 
 coverage: $(TOOLS) $(INTEGRATIONS) ## Run the tests once more, and require 95 % of all branches
 	$(INSTALL) coverage
@@ -48,7 +51,7 @@ bench: $(PACKAGES) ## Measure recoup beside torch.utils.checkpoint
 	$(RUN) -m benchmarks.cases.overhead $(ARGS)
 
 clean: ## Remove the environment and every cache
-	rm -rf .venv .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist
+	rm -rf .venv .venv-* .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The environment. Where the machine's own Python has a torch that sees a GPU, that
@@ -59,10 +62,10 @@ MACHINE_TORCH = import pathlib, torch; assert torch.cuda.is_available(); print(p
 ENOUGH_PYTHON = import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"recoup needs Python 3.11 or newer, found {v[0]}.{v[1]}. Name another: make PYTHON=python3.12")
 SITE_PACKAGES = import sysconfig; print(sysconfig.get_path("purelib"))
 
-.venv/.created:
+$(VENV)/.created:
 	@$(PYTHON) -c '$(ENOUGH_PYTHON)'
-	@test -x $(RUN) || $(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }
-	@if machine=$$($(PYTHON) -c '$(MACHINE_TORCH)' 2>/dev/null); then \
+	@test -x $(RUN) || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+	@if test -z '$(TORCH)' && machine=$$($(PYTHON) -c '$(MACHINE_TORCH)' 2>/dev/null); then \
 	  echo "Using this machine's GPU build of torch."; \
 	  echo "$$machine" > "$$($(RUN) -c '$(SITE_PACKAGES)')/machine.pth"; \
 	fi
@@ -70,14 +73,15 @@ SITE_PACKAGES = import sysconfig; print(sysconfig.get_path("purelib"))
 
 # Without a network nothing can be installed: then the machine's own packages have to
 # do, and recoup itself is put on the path.
-$(PACKAGES): pyproject.toml constraints.txt | .venv/.created
-	@site=$$($(RUN) -c '$(SITE_PACKAGES)'); cp constraints.txt .venv/constraints.txt; \
+$(PACKAGES): pyproject.toml constraints.txt | $(VENV)/.created
+	@site=$$($(RUN) -c '$(SITE_PACKAGES)'); \
+	sed $(if $(TORCH),'s/^torch==.*/torch==$(TORCH).*/',-n p) constraints.txt > $(VENV)/constraints.txt; \
 	if ! test -e "$$site/machine.pth"; then \
 	  $(INSTALL) -e '.[test]'; \
 	else \
-	  sed '/^torch==/d' constraints.txt > .venv/constraints.txt; \
-	  PIP_RETRIES=1 $(INSTALL) -e '.[test]' > .venv/install.log 2>&1 \
-	  || { echo "Nothing could be installed (.venv/install.log says why):" \
+	  sed '/^torch==/d' constraints.txt > $(VENV)/constraints.txt; \
+	  PIP_RETRIES=1 $(INSTALL) -e '.[test]' > $(VENV)/install.log 2>&1 \
+	  || { echo "Nothing could be installed ($(VENV)/install.log says why):" \
 	            "using this machine's own packages."; \
 	       echo "$(CURDIR)/src" > "$$site/recoup.pth"; }; \
 	fi
@@ -86,8 +90,8 @@ $(PACKAGES): pyproject.toml constraints.txt | .venv/.created
 # The frameworks that recoup has integrations for. Without a network their tests are
 # skipped; torch stays the one that is there.
 $(INTEGRATIONS): $(PACKAGES)
-	@PIP_RETRIES=1 $(INSTALL) -e '.[integrations]' > .venv/integrations.log 2>&1 \
-	|| echo "No integrations could be installed (.venv/integrations.log says why):" \
+	@PIP_RETRIES=1 $(INSTALL) -e '.[integrations]' > $(VENV)/integrations.log 2>&1 \
+	|| echo "No integrations could be installed ($(VENV)/integrations.log says why):" \
 	        "their tests are skipped."
 	@touch $@
 
