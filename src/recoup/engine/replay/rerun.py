@@ -80,7 +80,8 @@ def rerun(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     arguments and the module buffers of the first; buffers are put back afterwards. It
     is stopped once it has saved what backward needs. Each saved tensor must have the
     shape and type of the first call's, and, the first time a function is used, the
-    same bits.
+    same bits. Regions inside the function take effect in the second call, whose memory
+    they bound; the first keeps nothing but the arguments.
 
     Costs: the function once more per backward; copies of its modules' small buffers,
     and of large ones that are written to or are new. Looking for the modules takes
