@@ -245,6 +245,7 @@ def test_fit_with_compiled_blocks_prints_and_writes_its_plan(steps, tmp_path, ca
     assert found.plan.peak_bytes == said["predicted_peak_bytes"]
     assert found.plain_peak_bytes == said["plain_peak_bytes"]
     assert {view.peak_bytes for view in found.plans} >= {found.plain_peak_bytes}
+    assert found.baselines == ()  # their times were measured otherwise
     # As drawn: the highest section of each is its peak.
     for view in found.plans:
         drawn = timeline(found.step, view)

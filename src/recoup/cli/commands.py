@@ -133,7 +133,8 @@ def fit(  # noqa: PLR0913 (one for each thing to be had)
         return
     print_verdict(found)
     front = frontier_text(found) if len(found.plans) > 2 else ""
-    print_texts(summary_text(found), front, comparison_text(found), busy)
+    rules = comparison_text(found) if found.baselines else ""
+    print_texts(summary_text(found), front, rules, busy)
     for path in (page, plan, findings):
         if path is not None:
             print(f"wrote {path}")

@@ -22,7 +22,7 @@ from recoup.report.findings import (
     Step,
 )
 
-_HELD, _RUNNING = CATEGORIES.index("held"), CATEGORIES.index("running")
+_HELD, _RUNNING, _WORKSPACE = map(CATEGORIES.index, ("held", "running", "workspace"))
 _OUTSIDE = "outside the blocks"
 
 
@@ -53,7 +53,8 @@ def compose_compiled(
     """Return the findings about a step with compiled blocks, and the plain eager one.
 
     What happens inside a compiled block is not known: a moment is a block's forward or
-    backward, with the peak while it runs. The rules are of the eager step.
+    backward, with the peak while it runs. Rules for eager steps are left out: their
+    times were measured operator by operator, and cannot be compared with these.
 
     Args:
         graph: The eager step, as measured.
@@ -89,7 +90,13 @@ def compose_compiled(
     plain = _view(step, plain_totals, [p.saved_bytes for p in parts[1:]], known, base)
     plain = replace(plain, name="plain", seconds=eager.plain_seconds)
     views = sorted((compiled, plain), key=lambda view: view.peak_bytes)
-    return replace(eager, step=step, plans=tuple(views), chosen=views.index(compiled))
+    return replace(
+        eager,
+        step=step,
+        plans=tuple(views),
+        chosen=views.index(compiled),
+        baselines=(),
+    )
 
 
 def _plain_totals(graph: Graph, names: Sequence[str]) -> list[int]:
@@ -149,7 +156,7 @@ def _sections(step: Step, graph: Graph, base: int) -> Step:
         moments.append(Moment(int(bool(part)), part, Signed(base), seconds))
     return replace(
         step,
-        operators=(_OUTSIDE, "the block"),
+        operators=(_OUTSIDE, "compiled block"),
         moments=tuple(moments),
         phases=(("forward", 0), ("backward", count + 1)),
     )
@@ -178,7 +185,8 @@ def _view(
         if nbytes:
             part = Signed(step.moments[section].part)
             at = Signed(section)
-            allocations.append(Allocation(_RUNNING, part, at, nbytes, section, section))
+            kind = _RUNNING if section <= count else _WORKSPACE
+            allocations.append(Allocation(kind, part, at, nbytes, section, section))
     peak = max(totals)
     moment = totals.index(peak)
     phase = "backward" if moment > count else "forward"

@@ -17,7 +17,7 @@ RESERVED = "room for the optimizer's state"
 NAMES = {
     "running": "temporaries of forward",
     "recomputed": "recomputed values",
-    "workspace": "temporaries of recomputing",
+    "workspace": "temporaries of backward",
 }
 
 

@@ -17,7 +17,7 @@
   const count = moments.operator ? moments.operator.length : 0;
   const HELD = 1, RUNNING = 2;
   const KINDS = [["running", "temporaries of forward"], ["recomputed", "recomputed values"],
-    ["workspace", "temporaries of recomputing"]];
+    ["workspace", "temporaries of backward"]];
 
   // Words.
   const escaped = (text) => String(text).replace(/[&<>"']/g, (c) => `&#${c.charCodeAt(0)};`);
