@@ -305,7 +305,7 @@ TIMM_NAMES = """
     resnest26d test_resnet resnetv2_18 rexnet_100 shvit_s1 skresnet18 starnet_s050
     swiftformer_xs swin_tiny_patch4_window7_224 swinv2_tiny_window8_256
     swinv2_cr_tiny_224 tiny_vit_5m_224 tnt_s_legacy_patch16_224 tresnet_m visformer_tiny
-    test_vit vit_tiny_r_s16_p8_224 vit_srelpos_small_patch16_224 vitamin_small_224
+    test_vit vit_srelpos_small_patch16_224 vitamin_small_224
     volo_d1_224 ese_vovnet19b_slim_dw xception41 xcit_nano_12_p8_224
 """
 TIMM = [_image_model(name) for name in TIMM_NAMES.split()]
