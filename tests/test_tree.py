@@ -31,6 +31,18 @@ def test_the_source_tree_is_found():
     assert SOURCE / "errors.py" in MODULES
 
 
+def test_no_module_name_is_used_twice():
+    """Sub-packages that mirror each other may: `loops/{torch,numpy,jax}`."""
+    names: dict[str, list[str]] = {}
+    for module in MODULES:
+        if module.stem != "__init__":
+            part = str(module.relative_to(SOURCE).parent)
+            mirrored = re.sub(r"^loops(/(torch|numpy|jax))?$", "loops", part)
+            names.setdefault(module.stem, []).append(mirrored)
+    twice = {name: parts for name, parts in names.items() if len(set(parts)) > 1}
+    assert twice == {}
+
+
 @pytest.mark.parametrize("page", ["ARCHITECTURE.md", "CONTRIBUTING.md"])
 def test_the_modules_that_a_page_names_exist(page):
     text = (SOURCE.parents[1] / page).read_text(encoding="utf-8")

@@ -6,13 +6,9 @@ jax = pytest.importorskip("jax", reason="an optional package")
 jnp = pytest.importorskip("jax.numpy")
 np = pytest.importorskip("numpy")
 
-from recoup import (  # noqa: E402
-    MismatchError,
-    UnsupportedError,
-    UsageError,
-    checkpointed_loop,
-    grad,
-)
+from recoup import checkpointed_loop  # noqa: E402
+from recoup.errors import MismatchError, UnsupportedError, UsageError  # noqa: E402
+from recoup.loops import grad  # noqa: E402
 from tests.support.jax_loops import equal, plain  # noqa: E402
 
 SMALL = {"min_loop_size": 2, "num_checkpoints": 4}

@@ -8,14 +8,9 @@ np = pytest.importorskip("numpy")
 autograd = pytest.importorskip("autograd", reason="an optional package")
 anp = pytest.importorskip("autograd.numpy")
 
-from recoup import (  # noqa: E402
-    CaptureError,
-    ClearedError,
-    MismatchError,
-    UsageError,
-    checkpointed_loop,
-    grad,
-)
+from recoup import checkpointed_loop  # noqa: E402
+from recoup.errors import CaptureError, ClearedError, MismatchError, UsageError  # noqa: E402
+from recoup.loops import grad  # noqa: E402
 from recoup.schedules import Chunked, Even, Online, Revolve, StoreAll  # noqa: E402
 
 
