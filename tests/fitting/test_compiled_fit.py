@@ -304,6 +304,63 @@ class TestBudgets:
         assert same(found, outcome(twin, batch))
 
 
+class TestLoops:
+    """A training loop that keeps more than the measured step."""
+
+    def train(self, model, batch, *, keep):
+        """Train two steps without zero_grad; return peaks and warnings of each."""
+        peaks, said = [], []
+        model.zero_grad(set_to_none=True)
+        for _ in range(2):
+            resident = sum(p.nbytes for p in model.parameters()) + batch.nbytes
+            resident += sum(
+                p.grad.nbytes for p in model.parameters() if p.grad is not None
+            )
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                with interval_meter(torch.device("cpu")) as meter:
+                    if keep:
+                        output = model(batch)
+                        output.sum().backward()
+                        del output
+                    else:
+                        model(batch).sum().backward()
+            found = [w.message for w in caught]
+            said.append([w for w in found if isinstance(w, BudgetWarning)])
+            peaks.append(resident + meter.peak_bytes)
+        model.zero_grad(set_to_none=True)
+        return peaks, said
+
+    def test_what_exceeds_the_budget_is_said_once_with_its_bytes(self):
+        model, batch = stack(lambda: Layer(dropout=0)), tokens()
+        other = fitted(stack(lambda: Layer(dropout=0)), batch, 1.0)
+        report = fitted(model, batch, other.floor_bytes)
+        peaks, said = self.train(model, batch, keep=False)
+        assert peaks[0] <= report.budget_bytes < peaks[1]
+        assert not said[0]
+        (warning,) = said[1]
+        assert "accumulate=True" in str(warning)
+        assert warning.budget_bytes == report.budget_bytes
+        # A gradient is known to exist once its block is over.
+        block_bytes = sum(p.nbytes for p in model[0].parameters())
+        assert peaks[1] <= warning.needed_bytes <= peaks[1] + block_bytes
+        assert not any(self.train(model, batch, keep=False)[1])
+
+    def test_what_fits_is_silent(self):
+        model, batch = stack(lambda: Layer(dropout=0)), tokens()
+        report = fitted(model, batch, 1.0)
+        peaks, said = self.train(model, batch, keep=True)
+        assert max(peaks) <= report.budget_bytes
+        assert not any(said)
+
+    def test_a_step_that_accumulates_is_silent(self):
+        model, batch = stack(lambda: Layer(dropout=0)), tokens()
+        report = fitted(model, batch, 0.7, accumulate=True)
+        peaks, said = self.train(model, batch, keep=False)
+        assert max(peaks) <= report.budget_bytes
+        assert not any(said)
+
+
 class TestCopies:
     def test_a_deep_copy_trains_by_its_own_parameters(self, transformer):
         model, twin, batch, _ = transformer

@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 
 import recoup
 from tests.support.odd_models import mean_square
+from tests.support.processes import together
 
 
 @pytest.fixture
@@ -69,10 +70,14 @@ def test_gradients_of_a_sharded_model_are_those_of_its_twin(mesh):
             assert torch.equal(local(one.grad), local(other.grad))
 
 
-def test_a_model_that_is_sharded_after_fit_is_refused_in_one_sentence(mesh):
+@pytest.mark.parametrize("only", ["blocks", "all"])
+def test_a_model_that_is_sharded_after_fit_is_refused_in_one_sentence(mesh, only):
     model = blocks()
     _, report = recoup.fit(model, batch(), 0.7, loss=mean_square)
-    sharded(model, mesh)
+    if only == "all":
+        sharded(model, mesh)
+    else:
+        fully_shard(model[3], mesh=mesh)
     with pytest.raises(
         recoup.errors.UsageError, match=r"fully_shard first, then recoup\.fit"
     ):
@@ -88,14 +93,30 @@ def tensor_parallel(model: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
     return model
 
 
-def test_a_tensor_parallel_model_works(mesh):
+def train_tensor_parallel(rank: int, share: float) -> tuple[int, int, int, bool]:
+    """Fit and train in a process; return predicted, measured and budgeted bytes."""
+    del rank
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model, twin = (tensor_parallel(blocks(), mesh) for _ in range(2))
-    _, report = recoup.fit(model, batch(), "100%", loss=mean_square)
-    assert report.measured_peak_bytes <= report.budget_bytes
+    _, report = recoup.fit(model, batch(), share, loss=mean_square)
     for each in (model, twin):
         mean_square(each(batch())).backward()
-    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(local(one.grad), local(other.grad))
+    pairs = zip(model.parameters(), twin.parameters(), strict=True)
+    return (
+        report.predicted_peak_bytes,
+        report.measured_peak_bytes,
+        report.budget_bytes,
+        all(torch.equal(local(one.grad), local(other.grad)) for one, other in pairs),
+    )
+
+
+@pytest.mark.parametrize("share", [1.0, 0.6])
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_tensor_parallel_model_works(tmp_path, share, count):
+    for answer in together(train_tensor_parallel, tmp_path, share, count=count):
+        predicted, measured, budget, is_bitwise = answer
+        assert predicted == measured <= budget
+        assert is_bitwise
 
 
 class Graph(nn.Module):

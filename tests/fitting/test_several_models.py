@@ -1,6 +1,7 @@
 """Several models and optimizers in one budget: one floor, nothing below zero."""
 
 import copy
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -161,6 +162,66 @@ def test_the_plain_peak_of_a_gan_is_exact_and_its_budgets_hold():
             assert drawn.peak_bytes() <= report.budget_bytes
             assert all(map(same, expected, drawn.gradients()))
         report.remove()
+
+
+def critic_and_generator(share: float) -> tuple[Callable, Callable, recoup.results.Fit]:
+    """A fitted GAN; return what trains each of its models by itself, metered."""
+    torch.manual_seed(0)
+    first, second = (nn.Sequential(*map(part, ["plain"] * 4)) for _ in range(2))
+    noise, real = torch.randn(256, WIDTH), torch.randn(256, WIDTH)
+
+    def critic() -> None:
+        made = first(noise).detach()
+        (second(real) - second(made)).square().mean().backward()
+
+    def generator() -> None:
+        second(first(noise)).square().mean().backward()
+
+    def step() -> None:
+        critic()
+        second.zero_grad(set_to_none=True)
+        generator()
+
+    _, report = recoup.fit([first, second], step=step, budget=share)
+
+    def metered(run: Callable[[], None]) -> tuple[int, list[int]]:
+        for model in (first, second):
+            model.zero_grad(set_to_none=True)
+        with (
+            warnings.catch_warnings(record=True) as caught,
+            StorageMeter() as meter,
+        ):
+            warnings.simplefilter("always")
+            meter.track(first, second, noise, real)
+            run()
+        found = [w.message for w in caught]
+        said = [
+            w.needed_bytes for w in found if isinstance(w, recoup.errors.BudgetWarning)
+        ]
+        return meter.peak_bytes, said
+
+    return lambda: metered(critic), lambda: metered(generator), report
+
+
+def test_calls_in_another_order_are_said_and_then_held():
+    critic, generator, report = critic_and_generator(0.6)
+    budget = report.budget_bytes
+    assert critic()[0] <= budget
+    assert generator()[0] <= budget
+    steps = [run() for _ in range(4) for run in (critic, critic, generator)]
+    peaks = [peak for peak, _ in steps]
+    said = [(n, needed) for n, (_, needed) in enumerate(steps) if needed]
+    # The first time it is noticed in the middle of a step, the second time measured.
+    assert max(peaks[:3]) > budget
+    assert said == [(4, [peaks[4]])]
+    assert max(peaks[5:]) <= budget
+
+
+def test_calls_in_the_measured_order_are_silent():
+    critic, generator, report = critic_and_generator(0.6)
+    steps = [run() for _ in range(3) for run in (critic, generator)]
+    assert not any(said for _, said in steps)
+    assert max(peak for peak, _ in steps) <= report.budget_bytes
 
 
 def test_room_is_left_for_the_state_of_every_optimizer():

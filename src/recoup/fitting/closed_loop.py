@@ -27,7 +27,6 @@ from recoup.fitting.decision import (
     settled_pace,
 )
 from recoup.fitting.following.adaptation import Adapted
-from recoup.fitting.following.adapted_passes import AdaptedPasses
 from recoup.fitting.progress import Progress
 from recoup.measurement.steps.floor import Cost, measure_floor, run_step
 from recoup.measurement.steps.optimizers import missing_state_bytes, state_tensors
@@ -81,7 +80,7 @@ class Attempt:
 
     target_bytes: int | None
     solution: Solution
-    adapted: Adapted | AdaptedPasses
+    adapted: Adapted
     cost: Cost
 
 
@@ -136,7 +135,7 @@ class ClosedLoop:
         self._verify: Verify = verify
         self.tell = tell
         self.resident: list[object] = []
-        self._active: Adapted | AdaptedPasses | None = None
+        self._active: Adapted | None = None
         self._started = measurements.clock()
         self.reserved_bytes = 0
         self.planning_seconds = 0.0
@@ -255,9 +254,7 @@ class ClosedLoop:
             peak_bytes=solution.peak_bytes,
             seconds=solution.seconds,
         )
-        is_plain = not made.passes and made.roots == ("",) * made.model_calls
-        kind = Adapted if is_plain else AdaptedPasses
-        self._active = kind(
+        self._active = Adapted(
             self._step.model,
             self.graph,
             made,

@@ -17,6 +17,7 @@ from recoup.backend.compiler.partitioning import Executor, saved_bytes
 from recoup.core.block_options import BlockOption, BlockStep, SavedSet
 from recoup.core.compiled_plan import BlockPartition, CompiledPlan
 from recoup.core.graph import Graph
+from recoup.core.plan import Plan
 from recoup.core.units import print_bytes, print_seconds
 from recoup.engine.applied.applied_plan import digest_of
 from recoup.engine.applied.compiled_blocks import (
@@ -29,6 +30,7 @@ from recoup.engine.applied.model_blocks import block_names, repeated_names
 from recoup.engine.applied.planned_runs import Cuts
 from recoup.errors import InfeasibleError, UnsupportedError
 from recoup.fitting.environment import environment, resident_bytes
+from recoup.fitting.following.adaptation import Adapted
 from recoup.fitting.progress import Progress
 from recoup.measurement.steps.training_step import TrainingStep, device_of
 from recoup.measurement.timing.block_bench import (
@@ -38,9 +40,11 @@ from recoup.measurement.timing.block_bench import (
     sample_calls,
 )
 from recoup.measurement.timing.block_frames import (
+    StepMarks,
     block_step,
     gradients_of,
     largest_difference,
+    marked_graph,
     run_marked,
 )
 from recoup.measurement.timing.joint_costs import KernelTimes, costed
@@ -123,12 +127,15 @@ class CompiledFit:
     graph: Graph = field(repr=False)
     blocks: tuple[BlockPeak, ...] = field(repr=False)
     outside_bytes: tuple[int, int, int] = field(repr=False)
+    _loop: Adapted | None = field(default=None, repr=False)
     _applied: CompiledBlocks | None = field(default=None, repr=False)
 
     def apply(self) -> nn.Module:
         """Put the plan on the model, again after `remove`; return the model."""
         if self._applied is None:
             self._applied = CompiledBlocks(self.model, self.plan)
+            if self._loop is not None:
+                self._loop.put_on(self.model)
         return self.model
 
     def remove(self) -> nn.Module:
@@ -136,6 +143,8 @@ class CompiledFit:
         if self._applied is not None:
             self._applied.remove()
             self._applied = None
+            if self._loop is not None:
+                self._loop.remove()
         return self.model
 
     def numbers(self) -> dict[str, Any]:
@@ -305,6 +314,7 @@ class _Search:
         self.draws = False
         self.order: tuple[str, ...] = ()
         self.peaks: list[int] = []
+        self.marks: StepMarks | None = None
 
     def capture(self, found: BlockKinds, blocks: Mapping[str, nn.Module]) -> None:
         """Find the options of each kind of block."""
@@ -376,6 +386,7 @@ class _Search:
             self._step.run()
             marks = run_marked(self._step, self._blocks(), resident=self._resident)
             self.peaks.append(marks.peak_bytes)
+            self.marks = marks
             if marks.peak_bytes <= budget_left:
                 return choice
             target -= marks.peak_bytes - budget_left
@@ -464,6 +475,7 @@ def fit_compiled(
     found = {name: block_at(model, name) for name in names}
     search = _Search(step, executor, tell, plain.resident)
     reserved = plain.reserved_bytes
+    loop: Adapted | None = None
     try:
         tell("running the eager step at the least memory")
         with cut(step, Cuts(tuple(found))):
@@ -480,10 +492,14 @@ def fit_compiled(
             search.kinds[frame.kind].options[option]
             for frame, option in zip(reference.frames, choice, strict=True)
         ]
+        loop = _watched_loop(model, search, plain, asked)
         seconds = pace_of(step).seconds
         difference = largest_difference(gradients_of(step), expected)
     finally:
         search.take_off()
+        if loop is not None:
+            loop.finish_measuring()
+            loop.remove()
     peak_bytes = reference.peak_bytes(options) + reserved
     predicted_seconds = reference.total_seconds(options)
     return CompiledFit(
@@ -516,6 +532,30 @@ def fit_compiled(
             reference.outside_bytes[-1] + _added_bytes(reference, options),
             reference.outside_bytes[0],
         ),
+        _loop=loop,
+    )
+
+
+def _watched_loop(
+    model: nn.Module, search: _Search, plain: PlainStep, asked: int
+) -> Adapted | None:
+    """Watch what a training loop keeps; None: the step has several passes."""
+    if search.marks is None or len(plain.graph.order) > 1:
+        return None
+    made = Plan(
+        roots=plain.graph.roots,
+        model_calls=plain.graph.model_calls,
+        budget_bytes=asked - plain.reserved_bytes,
+        peak_bytes=search.marks.peak_bytes,
+    )
+    return Adapted(
+        model,
+        marked_graph(search.marks),
+        made,
+        frozenset(),
+        verify="off",
+        reserved_bytes=plain.reserved_bytes,
+        is_fixed=True,
     )
 
 

@@ -38,7 +38,6 @@ from recoup.fitting.collected_findings import (
 )
 from recoup.fitting.compiled_fit import COSTS, CompiledFit, PlainStep, fit_compiled
 from recoup.fitting.following.adaptation import Adapted
-from recoup.fitting.following.adapted_passes import AdaptedPasses
 from recoup.fitting.progress import Progress, progress_for
 from recoup.measurement.steps.training_step import (
     TrainingStep,
@@ -127,7 +126,7 @@ class Fit:
     retries: int = 0
     tightenings: int = 0
     verify: Verify = "first"
-    _adapted: Adapted | AdaptedPasses | None = field(default=None, repr=False)
+    _adapted: Adapted | None = field(default=None, repr=False)
     search: Search | None = field(default=None, repr=False, compare=False)
 
     @cached_property

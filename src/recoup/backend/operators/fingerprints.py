@@ -1,5 +1,7 @@
 """Fingerprints: a few integers on the device that stand for a tensor's bits."""
 
+import threading
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,18 @@ _GOLDEN = -7046029254386353131
 _MIXER = -4658895280553007687
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+class _Thread(threading.local):
+    is_fingerprinting = False
+
+
+_THREAD = _Thread()
+
+
+def is_fingerprinting() -> bool:
+    """Return whether the operators that run on this thread now make a fingerprint."""
+    return _THREAD.is_fingerprinting
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
@@ -53,6 +67,14 @@ def fingerprint(tensor: Tensor) -> Tensor:
         >>> bool(fingerprint(a) == fingerprint(a.clone()))
         True
     """
+    _THREAD.is_fingerprinting = True
+    try:
+        return _fingerprint(tensor)
+    finally:
+        _THREAD.is_fingerprinting = False
+
+
+def _fingerprint(tensor: Tensor) -> Tensor:
     flat = _flat(tensor)
     width = _width(flat.nbytes)
     length = _length(flat, width)

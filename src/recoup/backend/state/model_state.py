@@ -48,9 +48,13 @@ class StateReader:
 
     Args:
         model: The model.
+
+    Attributes:
+        classes: The classes of its modules when it was read last.
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self.classes: set[type[nn.Module]] = {type(m) for m in model.modules()}
         modules = list(model.named_modules())
         self._names = [name for name, _ in modules]
         self._modules = [weakref.ref(module) for _, module in modules]
@@ -82,6 +86,7 @@ class StateReader:
                 for parameter in owner._parameters.values()
             ]
         )
+        self.classes = {type(module) for module in modules}
         if trained != self._trained:
             self._trained = trained
             self._witnesses = self._choose_witnesses()
@@ -164,32 +169,25 @@ class StateReader:
                 names = [name for _, name, is_now in changed if is_now == wanted]
                 if names:
                     found.append(f"{_listed(names)} changed to {mode} mode")
-        names = [name for name, _ in self._trained_since(before, now)]
+        names = self._trained_since(before, now)
         if names:
             found.append(f"{_listed(names)} now require a gradient")
         if before.autocast != now.autocast:
             found.append(f"autocast was {before.autocast} and is {now.autocast}")
         return found
 
-    def added_gradient_bytes(self, before: ModelState, now: ModelState) -> int:
-        """Return the bytes of gradients that the measured step did not have."""
-        return sum(nbytes for _, nbytes in self._trained_since(before, now))
-
-    def _trained_since(
-        self, before: ModelState, now: ModelState
-    ) -> list[tuple[str, int]]:
+    def _trained_since(self, before: ModelState, now: ModelState) -> list[str]:
         if before.trained == now.trained:
             return []
-        parameters = [
-            (f"{name}.{own}" if name else own, parameter)
+        names = [
+            f"{name}.{own}" if name else own
             for name, owner in self._owners
-            if (module := owner()) is not None
-            for own, parameter in module._parameters.items()
+            for own in _parameters_of(owner())
         ]
         return [
-            (name, 0 if parameter is None else parameter.nbytes)
-            for (name, parameter), was, is_now in zip(
-                parameters, before.trained, now.trained, strict=False
+            name
+            for name, was, is_now in zip(
+                names, before.trained, now.trained, strict=False
             )
             if is_now > was
         ]

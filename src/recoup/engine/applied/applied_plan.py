@@ -4,7 +4,7 @@ import functools
 import hashlib
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
 import torch
@@ -50,6 +50,15 @@ class Watch(Protocol):
         ...
 
 
+@runtime_checkable
+class BlockWatch(Watch, Protocol):
+    """Watches one call of a model, and the blocks in it that no plan names."""
+
+    def reach(self, block: str, *, entering: bool) -> None:
+        """Note that the call enters or leaves such a block."""
+        ...
+
+
 Choice = tuple[Plan | Cuts | None, Watch | None]
 Choose = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Choice]
 """Returns the plan or the cuts for a call of the model with these arguments (None: keep
@@ -77,6 +86,8 @@ class Applied:
         flag: An attribute of the model that says whether the plan is in force.
         roots: The paths of the modules that are called from outside: by default the
             model itself; None: whichever are.
+        unplanned: The paths of modules that no plan names and whose calls a
+            `BlockWatch` is to see.
 
     Raises:
         PlanError: The plan names a module that the model does not have.
@@ -92,6 +103,7 @@ class Applied:
         verify: Verify = "first",
         flag: str | None = None,
         roots: Iterable[str] | None = ("",),
+        unplanned: Iterable[str] = (),
     ) -> None:
         if is_compiled(model):
             raise UnsupportedError(
@@ -107,7 +119,7 @@ class Applied:
                 "differ, or their types. Make it anew with recoup.fit."
             )
         self._plan = plan
-        self._was_sharded = any(map(_is_sharded, model.modules()))
+        self._was_sharded = any(is_sharded(type(module)) for module in model.modules())
         self._verify: Verify = verify
         self._flag = flag
         self._scripts: dict[int, tuple[Plan, Script]] = {}
@@ -120,6 +132,7 @@ class Applied:
             self._order = PassOrder(plan) if plan.passes else None
         elif isinstance(plan, Cuts | Segments):
             self._modules = set(plan.modules) - {""}
+        self._unplanned = tuple(unplanned)
         self._handles: list[Any] = []
         self._roots = None if roots is None else tuple(sorted(set(roots)))
         self._named: list[tuple[nn.Module, str]] = []
@@ -143,7 +156,9 @@ class Applied:
             for root, _ in roots:
                 lead = functools.partial(root.register_forward_pre_hook, prepend=True)
                 add(lead(self._begin, with_kwargs=True))
-            self._follow(found)
+            self._follow(found, _reach)
+            unplanned = _submodules(model, self._unplanned)
+            self._follow(unplanned, _reach_unplanned)
             for root, _ in roots:
                 add(root.register_forward_hook(self._end, always_call=True))
         except BaseException:
@@ -153,13 +168,15 @@ class Applied:
     def _name_of(self, root: nn.Module) -> str:
         return next((name for known, name in self._named if known is root), "")
 
-    def _follow(self, modules: Mapping[str, nn.Module]) -> None:
-        """Be told when modules are entered and left."""
+    def _follow(
+        self, modules: Mapping[str, nn.Module], reach: Callable[..., None]
+    ) -> None:
+        """Call a function when modules are entered and left."""
         add = self._handles.append
         for name, module in modules.items():
-            reach = functools.partial(functools.partial, _reach, self, name)
-            add(module.register_forward_pre_hook(reach(True)))
-            add(module.register_forward_hook(reach(False)))
+            hook = functools.partial(functools.partial, reach, self, name)
+            add(module.register_forward_pre_hook(hook(True)))
+            add(module.register_forward_hook(hook(False)))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs: torch cannot copy hooks of modules that died."""
@@ -214,7 +231,7 @@ class Applied:
             whole = model if self._whole is None else self._whole
             found = _submodules(whole, missing)
             refuse_scripted(found.items())
-            self._follow(found)
+            self._follow(found, _reach)
             self._modules |= missing
 
     def _episode(self, model_calls: int) -> Episode | None:
@@ -245,12 +262,8 @@ class Applied:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Take note that the model is called with these arguments."""
-        if not self._was_sharded and _is_sharded(model):
-            raise UsageError(
-                f"expected a {type(model).__bases__[-1].__name__} as it was when its "
-                "plan was applied, got one that was sharded since: take the plan off "
-                "(`remove`), call fully_shard first, then recoup.fit."
-            )
+        if not self._was_sharded:
+            refuse_sharded([type(model)])
         self._close_interrupted()
         run, watch = self._run(model, args, kwargs)
         _RUNS.stack.append((self, run, watch, model))
@@ -314,6 +327,12 @@ class Applied:
             ):
                 run.reach(name, entering=entering)
 
+    def reach_unplanned(self, name: str, *, entering: bool) -> None:
+        """Pass on that a module that no plan names is entered or left."""
+        applied, _, watch, _ = _RUNS.stack[-1] if _RUNS.stack else (None,) * 4
+        if applied is self and isinstance(watch, BlockWatch):
+            watch.reach(name, entering=entering)
+
 
 _RUNS = _Runs()
 
@@ -344,6 +363,11 @@ def _reach(applied: Applied, name: str, entering: bool, *_: Any) -> None:  # noq
     applied.reach(name, entering=entering)
 
 
+@leave_uncompiled
+def _reach_unplanned(applied: Applied, name: str, entering: bool, *_: Any) -> None:  # noqa: FBT001
+    applied.reach_unplanned(name, entering=entering)
+
+
 def refuse_scripted(modules: Iterable[tuple[str, nn.Module]]) -> None:
     """Raise `UnsupportedError` if one of the modules can have no hooks."""
     for name, module in modules:
@@ -370,9 +394,20 @@ def plans_in(model: nn.Module) -> list[Applied]:
     return [applied for module in model.modules() for applied in plans_on(module)]
 
 
-def _is_sharded(module: nn.Module) -> bool:
-    """Return whether `fully_shard` has changed a module, by the class it gives it."""
-    return type(module).__module__.startswith("torch.distributed.fsdp")
+def is_sharded(kind: type[nn.Module]) -> bool:
+    """Return whether a class is one that `fully_shard` gives a module."""
+    return kind.__module__.startswith("torch.distributed.fsdp")
+
+
+def refuse_sharded(kinds: Iterable[type[nn.Module]]) -> None:
+    """Raise `UsageError` if a module was sharded since its plan was applied."""
+    for kind in kinds:
+        if is_sharded(kind):
+            raise UsageError(
+                f"expected a {kind.__bases__[-1].__name__} as it was when its plan was "
+                "applied, got one that was sharded since: take the plan off "
+                "(`remove`), call fully_shard first, then recoup.fit."
+            )
 
 
 def _refuse_two_plans(model: nn.Module) -> None:

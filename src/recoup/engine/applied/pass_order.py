@@ -15,6 +15,9 @@ class PassOrder:
     Args:
         plan: The plan of the step.
 
+    Attributes:
+        expected: What the measured step called where the last call was; None: the same.
+
     Examples:
         >>> first, second = Plan(roots=("g", "d")), Plan(roots=("d",))
         >>> order = PassOrder(Plan(passes=(first, second), order=(0, 1)))
@@ -31,6 +34,7 @@ class PassOrder:
         ]
         self._keys: list[Hashable] = [None] * len(self._calls)
         self._next = 0
+        self.expected: str | None = None
 
     def pass_of(self, root: str, key: Hashable = None) -> int:
         """Return the pass of the next call.
@@ -42,6 +46,8 @@ class PassOrder:
         count = len(self._calls)
         ahead = [(self._next + shift) % count for shift in range(count)]
         same = [n for n in ahead if self._calls[n][1] == root]
+        wanted = self._calls[ahead[0]][1]
+        self.expected = None if wanted == root else wanted
         unknown = [n for n in same if self._keys[n] is None]
         alike = [n for n in same if self._keys[n] == key]
         if ahead[0] in alike or (unknown and ahead[0] == unknown[0]):

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -13,6 +14,7 @@ from recoup.backend.memory.interval_meter import Interval, interval_meter
 from recoup.backend.memory.ledger import StorageLedger, storages_in
 from recoup.backend.state.trees import tensors
 from recoup.core.block_options import BlockFrame, BlockOption, BlockStep
+from recoup.core.graph import BEFORE, Boundary, Graph, Operation, Storage
 from recoup.errors import UnsupportedError
 from recoup.measurement.steps.training_step import TrainingStep
 
@@ -28,11 +30,14 @@ class StepMarks:
         names: The blocks, in the order in which forward entered them.
         unheld_bytes: For each block, the bytes of outputs that nothing held any more
             when backward began.
+        gradients: For each parameter that gets a gradient, by its path, the interval
+            in which that came into being; `BEFORE`: it existed before the step.
     """
 
     intervals: Sequence[Interval]
     names: tuple[str, ...]
     unheld_bytes: Mapping[str, int]
+    gradients: Mapping[str, int]
 
     @property
     def peak_bytes(self) -> int:
@@ -64,12 +69,19 @@ def run_marked(
         base = resident_bytes(step, resident)
         meter = interval_meter(step.device)
 
+        gradients = _GradientMarks(step.model)
+        stack.callback(gradients.remove)
+
+        def mark(event: Event, name: str) -> None:
+            gradients.interval += 1
+            meter.mark((event, name))
+
         def enter(name: str, inputs: Any) -> None:
             order[name] = None
-            meter.mark(("enter", name))
+            mark("enter", name)
             for tensor in tensors(inputs):
                 if tensor.requires_grad:
-                    tensor.register_hook(lambda _: meter.mark(("after", name)))
+                    tensor.register_hook(lambda _: mark("after", name))
                     break
 
         def leave(name: str, output: Any) -> None:
@@ -78,14 +90,14 @@ def run_marked(
             outputs[name] = [(StorageWeakRef(s), s.nbytes()) for s in storages]
             for tensor in made:
                 tensor.register_hook(lambda _: backward(name))
-            meter.mark(("leave", name))
+            mark("leave", name)
 
         def backward(name: str) -> None:
             if not unheld:
                 for block, refs in outputs.items():
                     dead = (nbytes for ref, nbytes in refs if ref.expired())
                     unheld[block] = sum(dead)
-            meter.mark(("backward", name))
+            mark("backward", name)
 
         for name, block in blocks.items():
             for handle in (
@@ -108,7 +120,61 @@ def run_marked(
         Interval(i.mark, i.live_bytes + base, i.peak_bytes + base)
         for i in meter.intervals
     ]
-    return StepMarks(intervals, tuple(order), unheld)
+    return StepMarks(intervals, tuple(order), unheld, gradients.found)
+
+
+class _GradientMarks:
+    """Notes in which interval each parameter of a model gets its gradient."""
+
+    def __init__(self, model: nn.Module) -> None:
+        named = dict(model.named_parameters())
+        self.interval = 0
+        self.found = {n: BEFORE for n, p in named.items() if p.grad is not None}
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(partial(self._note, name))
+            for name, parameter in named.items()
+            if parameter.requires_grad
+        ]
+
+    def _note(self, name: str, _: Tensor) -> None:
+        self.found.setdefault(name, self.interval)
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def marked_graph(marks: StepMarks) -> Graph:
+    """Return a marked step as a graph in which nothing can be planned.
+
+    Each interval is a moment. A gradient counts from the interval after the one in
+    which it came into being: that one may have had its peak before.
+    """
+    events: list[Any] = [interval.mark for interval in marks.intervals]
+    half = next(
+        (n for n, mark in enumerate(events) if mark and mark[0] == "backward"),
+        len(events),
+    )
+    start_bytes = marks.intervals[0].live_bytes
+    held_bytes = 0
+    if half < len(events):
+        held_bytes = max(0, marks.intervals[half].live_bytes - start_bytes)
+    other_bytes = [interval.peak_bytes for interval in marks.intervals]
+    for moment in range(half - 1, min(half + 1, len(events))):
+        other_bytes[moment] -= held_bytes
+    return Graph(
+        operations=(Operation("block", 0.0, (), ()),) * half,
+        backward=len(events) - half,
+        storages=(Storage(held_bytes, half - 1, half),),
+        values=(),
+        saves=(),
+        boundaries=(Boundary(0, 0), Boundary(half, 0, entering=False)),
+        other_bytes=tuple(other_bytes),
+        gradients=tuple(
+            (path, first if first == BEFORE else first + 1)
+            for path, first in marks.gradients.items()
+        ),
+    )
 
 
 def block_step(

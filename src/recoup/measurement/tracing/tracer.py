@@ -26,6 +26,7 @@ from recoup.backend.memory.ledger import storages_in
 from recoup.backend.memory.meters import MemoryMeter
 from recoup.backend.operators.dispatch import OperatorMode
 from recoup.backend.operators.fakes import makes_no_memory
+from recoup.backend.operators.fingerprints import is_fingerprinting
 from recoup.backend.operators.properties import Facts, facts_of
 from recoup.backend.operators.timers import Timer
 from recoup.backend.state.trees import tensors
@@ -43,6 +44,11 @@ from recoup.measurement.tracing.trace import (
     TracedOperation,
     TracedSave,
 )
+
+
+def _is_ours() -> bool:
+    """Return whether recoup runs the operator, to recompute or to verify a value."""
+    return is_recomputing() or is_fingerprinting()
 
 
 class Tracer(OperatorMode):
@@ -121,7 +127,7 @@ class Tracer(OperatorMode):
         facts = self._facts.get(func)
         if facts is None:
             facts = self._facts[func] = facts_of(func)
-        if facts.passes or is_recomputing() or makes_no_memory(kwargs):
+        if facts.passes or _is_ours() or makes_no_memory(kwargs):
             return func(*args, **kwargs)
         if not self._in_backward and current_backward() != -1:
             self._in_backward = True

@@ -1,0 +1,585 @@
+"""The plan of one pass of a step, and plans for calls that are not the measured one.
+
+The plan was made for one step. A call of another size, or of a model in another state,
+is another step: it gets a plan of its own, and what it needs is compared with the
+budget. The first call of another size is traced, a step in another state is metered.
+"""
+
+import weakref
+from collections.abc import Mapping, Sequence
+from time import perf_counter
+from typing import Any
+
+from torch import Tensor, nn
+
+from recoup.backend.operators.fingerprints import fingerprint_bytes
+from recoup.backend.state.model_state import ModelState, StateReader
+from recoup.backend.state.trees import named_tensors
+from recoup.core.graph import Graph
+from recoup.core.growth import Axis, Growth, group_of, resized
+from recoup.core.plan import (
+    Place,
+    Plan,
+    displaced,
+    measured_order,
+    plan_for,
+    segments_of,
+)
+from recoup.core.segments import Action, Segment
+from recoup.core.simulation import LoopKept, live_after, simulate
+from recoup.engine.applied.applied_plan import Choice, refuse_sharded
+from recoup.engine.verification.replay_check import Verify
+from recoup.errors import InfeasibleError
+from recoup.fitting.following.budget_warnings import BudgetWarnings
+from recoup.fitting.following.call_groups import (
+    CallCase,
+    CallGroup,
+    CallKey,
+    MeasuredCall,
+    bytes_of,
+    describe_size,
+    key_of,
+    size_of,
+)
+from recoup.fitting.following.call_watch import CallWatch
+from recoup.fitting.following.loop_memory import LoopMemory
+from recoup.fitting.following.metered_step import MeteredStep, unseen_bytes
+from recoup.measurement.steps.training_step import device_of
+from recoup.measurement.tracing.call_trace import CallTrace, storage_bytes
+from recoup.planners.planner import floor_with, plan_with
+from recoup.planners.search import Search
+from recoup.planners.solution import Solution
+
+_TIGHTER = 0.9
+"""A budget that was too much for the device is cut to this share of itself."""
+
+_PLANNING_SECONDS = 0.5
+"""Planning for another size begins nothing that takes long after so many seconds."""
+
+_MOST_GROUPS = 48
+"""For more groups of sizes than this no plan is made: the smallest plan serves them, or
+the measured one where nothing is larger."""
+
+_MOST_CASES = 4096
+"""So many different calls are remembered, to be recognised without any work."""
+
+_MARGIN = 0.03
+"""A step of another size is predicted up to this share."""
+
+_SURPRISE = 0.02
+"""A group is planned again if the storages of its first call differ in total from the
+prediction by more than this share."""
+
+_METERED_STEPS = 3
+"""So many steps in another state are metered, until one is within the budget."""
+
+
+class AdaptedPass:
+    """The plan of one pass of a step, and plans for calls that are not measured ones.
+
+    Args:
+        graph: The measured pass.
+        made: The plan for it.
+        allow: What may be done with a value besides recomputing it.
+        verify: As for `CheckpointScope`.
+        reserved_bytes: Part of the user's budget that the plan's does not contain.
+        is_fixed: All calls get this plan; warn only of what the training loop keeps.
+
+    Attributes:
+        unmeasured: The paths of blocks that did not run in the measured step.
+        unseen_bytes: What the measured step counts and a meter of a call does not.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        made: Plan,
+        allow: frozenset[Action],
+        *,
+        verify: Verify,
+        reserved_bytes: int = 0,
+        is_fixed: bool = False,
+    ) -> None:
+        self.plan = made
+        self._graph = graph
+        self._allow = allow
+        self._warnings = BudgetWarnings(made.budget_bytes, reserved_bytes)
+        self._verify: Verify = verify
+        self._is_fixed = is_fixed
+        self._measured: list[MeasuredCall] = []
+        self.unmeasured: set[str] = set()
+        self.unseen_bytes = 0
+        self._orders: dict[int, tuple[Plan, tuple[Place, ...]]] = {}
+        self._growths: dict[int, Growth] = {}
+        self._chosen = made
+        self._reader: StateReader | None = None
+        self._loop = LoopMemory(self._check_kept)
+        self._metered: MeteredStep | None = None
+        self._metered_in: CallGroup | None = None
+        self.adopt(made)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs: it has another model, and no open calls."""
+        return {**vars(self), "_reader": None, "_metered": None}
+
+    def tighten(self) -> bool:
+        """Plan anew for less memory; say whether that was possible.
+
+        A plan that takes much less than the budget was still too much.
+        """
+        taken_bytes = self._chosen.peak_bytes or self._warnings.budget_bytes
+        budget_bytes = int(min(taken_bytes, self._warnings.budget_bytes) * _TIGHTER)
+        try:
+            solution = plan_with(Search(self._graph, self._allow), budget_bytes)
+        except InfeasibleError:
+            return False
+        self._warnings.budget_bytes = budget_bytes
+        self.adopt(_plan_of(self._graph, solution, budget_bytes))
+        return True
+
+    def adopt(self, made: Plan) -> None:
+        """Apply another plan for the measured step."""
+        self.plan = self._chosen = made
+        self._cases: dict[tuple[CallKey, ModelState], CallCase] = {}
+        self._orders.clear()
+        self._groups: dict[object, CallGroup] = {}
+        self._loop.forget()
+
+    def finish_measuring(self) -> None:
+        """Warn from now on of memory that only the training loop keeps."""
+        self._loop.finish_measuring()
+
+    @property
+    def planned_groups(self) -> int:
+        """How many groups of calls have a plan."""
+        return 1 + sum(group.plan is not None for group in self._groups.values())
+
+    @property
+    def open_calls(self) -> int:
+        """How many calls of this thread wait for their backward."""
+        return self._loop.open_calls()
+
+    def choose(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        is_alone: bool = True,
+        metered: MeteredStep | None = None,
+    ) -> Choice:
+        """Return the plan for a call, and what watches the call.
+
+        Args:
+            model: The model.
+            args: What it is called with.
+            kwargs: The same, by name.
+            is_alone: No call of another pass waits for its backward.
+            metered: Counts the bytes of the step that begins with this call.
+        """
+        state = self._state_of(model)
+        if self._is_fixed:
+            self._say_if_open()
+            return self.plan, CallWatch(self, None, self.plan)
+        found = named_tensors((args, kwargs))
+        key = key_of(found)
+        if len(self._measured) < self.plan.model_calls:
+            if not self._measured:
+                self.unseen_bytes = unseen_bytes(self._graph, model, found)
+            self._measured.append(
+                MeasuredCall(key, size_of(key), bytes_of(found), state)
+            )
+            self._chosen = self.plan
+            return self.plan, CallWatch(self, None, self.plan)
+        case = self._cases.get((key, state))
+        if case is None:
+            case = self._case(key, bytes_of(found), state)
+            if len(self._cases) >= _MOST_CASES:
+                self._cases.clear()
+            self._cases[key, state] = case
+        self._say_if_open()
+        self._chosen = self._plan_of(case)
+        if case.group.metered_steps or self._metered is not None:
+            mine = self._meter(case, model, found, is_alone=is_alone)
+            metered = metered if mine is None else mine
+        return self._chosen, CallWatch(self, case, self._chosen, metered)
+
+    def _meter(
+        self,
+        case: CallCase,
+        model: nn.Module,
+        found: Sequence[tuple[str, Tensor]],
+        *,
+        is_alone: bool,
+    ) -> MeteredStep | None:
+        """Return what counts the bytes of the step that begins with a call."""
+        running = self._metered
+        if (
+            running is not None
+            and running.is_running
+            and self._metered_in is case.group
+        ):
+            # The same step, also if the call before has no graph any more.
+            return running
+        if self.open_calls or not is_alone:
+            return None  # the step has begun
+        if self._metered is not None and not self._metered.detach():
+            return None  # another thread's step
+        self._metered = None
+        if not case.group.metered_steps or not MeteredStep.is_possible():
+            return None
+        plan = self._chosen
+        # The step does not keep the pass alive, nor does the meter.
+        owner = weakref.ref(self)
+
+        def ended(peak_bytes: int) -> None:
+            found = owner()
+            if found is not None:
+                found.metered(case, plan, peak_bytes)
+
+        self._metered_in = case.group
+        batch = [tensor for _, tensor in found]
+        self._metered = MeteredStep(model, batch, device_of(model), ended)
+        return self._metered
+
+    def say_difference(self, reason: str, peak_bytes: int) -> int:
+        """Warn of a step that is not the measured one, if it exceeded the budget.
+
+        Returns:
+            By how many bytes it did.
+        """
+        peak_bytes += self.unseen_bytes
+        self._warnings.say_difference([reason], peak_bytes)
+        return max(0, peak_bytes - self._warnings.budget_bytes)
+
+    def leave_room(self, nbytes: int) -> None:
+        """Plan the measured step for so many bytes less, or as small as it can be."""
+        search = Search(self._graph, self._allow)
+        try:
+            solution = plan_with(search, self.plan.peak_bytes - nbytes)
+        except InfeasibleError:
+            solution = floor_with(search)
+        self.adopt(_plan_of(self._graph, solution, self._warnings.budget_bytes))
+
+    def metered(self, case: CallCase, plan: Plan, peak_bytes: int) -> None:
+        """Compare what a step took, with this plan, with the prediction and the budget.
+
+        The first step in another state runs with the smallest plan. What it takes
+        beyond the prediction, in proportion, is what any other plan is expected to.
+        One that exceeds the budget is planned again, and metered again.
+        """
+        group = case.group
+        if not group.metered_steps:
+            return
+        is_first = group.metered_steps == _METERED_STEPS
+        peak_bytes += self.unseen_bytes
+        fits = peak_bytes <= self._warnings.budget_bytes
+        self._warnings.say_difference(group.differences, peak_bytes)
+        if fits != is_first:
+            group.metered_steps = 0  # it holds, or nothing smaller is known
+            return
+        group.metered_steps -= 1
+        step, used = self._step_of(case.size, case), segments_of(self._graph, plan)
+        predicted_bytes = simulate(step, used or ()).peak_bytes
+        resident_bytes = min(step.other_bytes)
+        if is_first:
+            taken_bytes = max(1, peak_bytes - resident_bytes)
+            share = (predicted_bytes - resident_bytes) / taken_bytes
+            room_bytes = self._warnings.budget_bytes - resident_bytes
+            group.excess_bytes = max(0, int(room_bytes * (1 - share)))
+        else:
+            group.excess_bytes += peak_bytes - self._warnings.budget_bytes
+        group.plan = None
+        if not group.metered_steps:
+            self._plan_group(case, target_bytes=0)
+
+    def _state_of(self, model: nn.Module) -> ModelState:
+        if self._reader is None or not self._reader.is_of(model):
+            self._reader = StateReader(model)
+        known = self._reader.classes
+        state = self._reader.read()
+        if self._reader.classes != known:
+            refuse_sharded(self._reader.classes - known)
+        return state
+
+    def _case(self, key: CallKey, nbytes: int, state: ModelState) -> CallCase:
+        """Return what is known of calls of a kind that has not occurred before."""
+        same = [n for n, one in enumerate(self._measured) if one.key == key]
+        paths = {path for path, _, _ in key}
+        alike = same or [
+            n
+            for n, one in enumerate(self._measured)
+            if {path for path, _, _ in one.key} == paths
+        ]
+        number = (alike or [0])[0]
+        measured = self._measured[number]
+        size = {**measured.size}
+        size.update((a, n) for a, n in size_of(key).items() if a in size)
+        group_size = group_of(measured.size, size)
+        reader = self._reader
+        differences = (
+            [] if reader is None else reader.differences(measured.state, state)
+        )
+        other = state if differences else None
+        # Other tensors than the measured call had may mean other operators.
+        other_paths = () if same else tuple(sorted(paths))
+        place = (number, tuple(sorted(group_size.items())), other, other_paths)
+        group = self._groups.get(place)
+        if group is None:
+            group = self._groups[place] = CallGroup(group_size, differences=differences)
+            # Nothing that is asked of the measured step can be new here.
+            group.is_traced = bool(same) and not differences
+            group.metered_steps = _METERED_STEPS if differences else 0
+        return CallCase(group, size, nbytes, number, state)
+
+    def _plan_of(self, case: CallCase) -> Plan:
+        group = case.group
+        if group.metered_steps == _METERED_STEPS and group.plan is None:
+            self._plan_group(case, target_bytes=0)
+        measured = self._measured[case.measured]
+        is_measured = group.size == measured.size
+        if group.plan is not None:
+            return group.plan
+        if is_measured and not group.excess_bytes:
+            return self.plan
+        is_smaller = all(n <= measured.size[axis] for axis, n in group.size.items())
+        if is_smaller and not group.excess_bytes:
+            is_new = not group.is_traced
+            if is_new or self.planned_groups > _MOST_GROUPS:
+                # Whatever fits a larger step fits this one.
+                return self.plan
+        self._plan_group(case)
+        assert group.plan is not None, "a group has a plan once it was planned"
+        return group.plan
+
+    def _plan_group(self, case: CallCase, target_bytes: int | None = None) -> None:
+        """Plan for all sizes of a group, and say if none fits.
+
+        Args:
+            case: A call of the group.
+            target_bytes: The peak to plan for; by default what the budget leaves.
+        """
+        group = case.group
+        step = self._step_of(group.size, case)
+        if target_bytes is None:
+            target_bytes = (
+                self._warnings.budget_bytes - group.excess_bytes - self._slack(step)
+            )
+        search = Search(step, self._allow)
+        until = perf_counter() + _PLANNING_SECONDS
+        if self.planned_groups > _MOST_GROUPS:
+            target_bytes = 0
+        try:
+            solution = plan_with(search, target_bytes, until=until)
+        except InfeasibleError:
+            solution = floor_with(search)
+        group.segments = tuple(solution.segments)
+        group.plan = _plan_of(step, solution, self._warnings.budget_bytes)
+        if group.is_traced and not case.group.differences:
+            self._check_size(case, group.segments)
+
+    def _slack(self, step: Graph) -> int:
+        """Return what a step of another size may take beyond its prediction.
+
+        Its first run is verified, which takes memory of its own.
+        """
+        error_bytes = int(_MARGIN * self._warnings.budget_bytes)
+        if self._verify == "off":
+            return error_bytes
+        largest = max((storage.bytes for storage in step.storages), default=0)
+        return error_bytes + fingerprint_bytes(largest)
+
+    def _step_of(self, size: Mapping[Axis, int], case: CallCase) -> Graph:
+        """Return the measured step at another size."""
+        measured = self._measured[case.measured]
+        if size == measured.size:
+            return self._graph
+        growth = self._growth_of(case.measured)
+        added_bytes = max(0, case.nbytes - measured.nbytes)
+        return resized(self._graph, growth.predicted(size), added_bytes=added_bytes)
+
+    def _growth_of(self, number: int) -> Growth:
+        growth = self._growths.get(number)
+        if growth is None:
+            storages = [storage.bytes for storage in self._graph.storages]
+            growth = Growth(self._measured[number].size, storages)
+            self._growths[number] = growth
+        return growth
+
+    def _segments_of(self, case: CallCase) -> tuple[Segment, ...] | None:
+        group = case.group
+        if group.plan is not None:
+            return group.segments
+        return segments_of(self._graph, self.plan)
+
+    def _traced(self, case: CallCase, trace: CallTrace) -> None:
+        """Learn from the first call of a group."""
+        group = case.group
+        group.is_traced = True
+        growth = self._growth_of(case.measured)
+        operations = self._graph.operations_of_call(case.measured)
+        found, is_same = storage_bytes(self._graph, trace, operations)
+        is_measured = case.size == self._measured[case.measured].size
+        if case.group.differences:
+            sizes = {n: self._graph.storages[n].bytes for n in found}
+            if is_same and is_measured and found == sizes and self._is_as_trained(case):
+                group.metered_steps = 0  # nothing that matters has changed
+                group.plan = None
+            return
+        used = self._segments_of(case)
+        if not is_measured:
+            before = growth.predicted(case.size)
+            growth.add(case.size, found)
+            after = growth.predicted(case.size)
+            if abs(sum(before) - sum(after)) > _SURPRISE * sum(after):
+                self._check_size(case, used)
+                group.plan = None
+                return
+        if used is None:
+            return
+        step = self._step_of(case.size, case)
+        excess_bytes = trace.live_bytes - live_after(step, used, operations)
+        if not is_same and excess_bytes > 0:
+            group.excess_bytes = excess_bytes
+            group.plan = None
+        self._check_size(case, used)
+
+    def _is_as_trained(self, case: CallCase) -> bool:
+        """Return whether a call trains no more than the measured one."""
+        trained = zip(
+            self._measured[case.measured].state.trained,
+            case.state.trained,
+            strict=False,
+        )
+        return all(now <= was for was, now in trained)
+
+    def _check_size(self, case: CallCase, used: tuple[Segment, ...] | None) -> None:
+        """Warn if the plan of a call needs more than the budget."""
+        group = case.group
+        if used is None or group.is_warned:
+            return
+        step = self._step_of(case.size, case)
+        peak_bytes = simulate(step, used).peak_bytes + group.excess_bytes
+        if used == group.segments:
+            peak_bytes += self._slack(step)
+        size = describe_size(case, self._measured[case.measured])
+        group.is_warned = self._warnings.say(
+            f"expected a batch that fits, got {size}: {{needs}}. The smallest plan "
+            "known is applied; give smaller batches, or call recoup.fit with the "
+            "largest batch.",
+            peak_bytes,
+        )
+
+    def _say_blocks(self, case: CallCase, blocks: Mapping[str, CallTrace]) -> None:
+        """Leave room for blocks that were not measured; warn if there is none."""
+        used = self._segments_of(case)
+        if used is None:
+            return
+        self.unmeasured.difference_update(blocks)
+        group = case.group
+        names = ", ".join(list(blocks)[:3])
+        group.differences.append(f"{names} ran, which did not in the measured step")
+        group.excess_bytes += sum(trace.live_bytes for trace in blocks.values())
+        group.metered_steps = _METERED_STEPS - 1
+        group.plan = None
+        step = self._step_of(case.size, case)
+        peak_bytes = simulate(step, used).peak_bytes + group.excess_bytes
+        self._warnings.say_difference(group.differences, peak_bytes)
+
+    def _is_in_order(self, plan: Plan, order: Sequence[Place]) -> bool:
+        known = self._orders.get(id(plan))
+        if known is None:
+            # With the plan, so that its identity is not given to another.
+            known = (plan, measured_order(self._graph, plan))
+            self._orders[id(plan)] = known
+        return known[1] == tuple(order)
+
+    def _say_order(self, case: CallCase, plan: Plan, order: Sequence[Place]) -> None:
+        """Warn of a call that did not run the blocks as the measured one did."""
+        used = segments_of(self._graph, plan)
+        if used is None or "order" in self._warnings.said:
+            return
+        wrong = displaced(plan, self._orders[id(plan)][1], order)
+        names = [plan.spans[number].start.module or "the model" for number in wrong]
+        step = self._step_of(case.size, case)
+        begun = [used[n] for n in range(len(used)) if n not in wrong]
+        self._warnings.say(
+            f"expected the blocks in the measured order, got another one: "
+            f"{', '.join(names[:3])} did not run as in the measured step; {{needs}}, "
+            "if what ran elsewhere is kept. Call recoup.fit with a step that runs the "
+            "blocks as you train them.",
+            simulate(step, begun).peak_bytes,
+            kinds=["order"],
+        )
+
+    def _say_if_open(self) -> None:
+        """Warn of a call whose memory adds to that of calls before it."""
+        count, times = self.open_calls, self.plan.model_calls
+        if count < times or "open" in self._warnings.said:
+            return
+        used = segments_of(self._graph, self.plan) or ()
+        held_bytes = sum(
+            live_after(self._graph, used, self._graph.operations_of_call(number))
+            for number in range(times)
+        )
+        self._warnings.say(
+            f"expected backward after {times} call{'s' if times > 1 else ''} of the "
+            "model, as in the measured step, got another call before it: {needs}. "
+            "Call recoup.fit with step= a function that runs all calls and backward.",
+            self.plan.peak_bytes + held_bytes * count // times,
+            kinds=["open"],
+        )
+
+    def _check_kept(self, case: CallCase | None, plan: Plan, kept: LoopKept) -> None:
+        """Warn if a step does not fit because of what the training loop keeps."""
+        if case is None:
+            step, used = self._graph, segments_of(self._graph, plan)
+        else:
+            step, used = self._step_of(case.size, case), self._segments_of(case)
+        if used is None:
+            return
+        excess_bytes = 0 if case is None else case.group.excess_bytes
+        self._warnings.say_kept(step, used, kept, excess_bytes)
+
+    def ended(
+        self,
+        case: CallCase | None,
+        plan: Plan,
+        output: object,
+        order: Sequence[Place] | None,
+        trace: CallTrace | None,
+        blocks: Mapping[str, CallTrace],
+    ) -> None:
+        """Learn from a call that returned; see `Watch.end`.
+
+        Args:
+            case: What is known of it; None: it was a call of the measured step.
+            plan: The plan that it ran with.
+            output: What it returned.
+            order: The places of the plan as they were reached.
+            trace: Its operators, if it was the first of its kind.
+            blocks: What ran of blocks that did not run in the measured step.
+        """
+        self._loop.opened(
+            case, plan, output, self._reader, is_measured_plan=plan is self.plan
+        )
+        if case is None:
+            self.unmeasured.difference_update(blocks)
+            return
+        if blocks:
+            self._say_blocks(case, blocks)
+        is_alone = plan.model_calls == 1
+        if order is not None and is_alone and not self._is_in_order(plan, order):
+            self._say_order(case, plan, order)
+        elif trace is not None:
+            self._traced(case, trace)
+
+
+def _plan_of(graph: Graph, solution: Solution, budget_bytes: int) -> Plan:
+    return plan_for(
+        graph,
+        solution.segments,
+        budget_bytes=budget_bytes,
+        peak_bytes=solution.simulation.peak_bytes,
+        seconds=solution.simulation.seconds,
+    )

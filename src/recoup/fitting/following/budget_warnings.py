@@ -1,0 +1,83 @@
+"""Warnings of steps that exceed the budget of a fitted model."""
+
+import warnings
+from collections.abc import Collection, Sequence
+
+from recoup.backend.state.model_state import needs
+from recoup.core.callers import user_stacklevel
+from recoup.core.graph import Graph
+from recoup.core.segments import Segment
+from recoup.core.simulation import LoopKept, peak_with
+from recoup.errors import BudgetWarning
+from recoup.fitting.following.loop_memory import advice_for, reasons_of
+
+
+class BudgetWarnings:
+    """Warns of what exceeds a budget: of each kind once.
+
+    Args:
+        budget_bytes: The budget, without the reserved bytes.
+        reserved_bytes: Part of the user's budget that is reserved.
+
+    Attributes:
+        budget_bytes: The budget, without the reserved bytes.
+        said: The kinds that were said.
+    """
+
+    def __init__(self, budget_bytes: int, reserved_bytes: int) -> None:
+        self.budget_bytes = budget_bytes
+        self.said: set[str] = set()
+        self._reserved_bytes = reserved_bytes
+
+    def say(self, message: str, needed_bytes: int, kinds: Collection[str] = ()) -> bool:
+        """Warn if a step exceeds the budget; return whether it was said.
+
+        Args:
+            message: What to say; `{needs}` stands for needed and budgeted bytes.
+            needed_bytes: What the step needs.
+            kinds: What it is about. If all of it was said before it is not repeated.
+        """
+        is_known = bool(kinds) and self.said.issuperset(kinds)
+        if needed_bytes <= self.budget_bytes or is_known:
+            return False
+        self.said.update(kinds)
+        needed_bytes += self._reserved_bytes
+        budget_bytes = self.budget_bytes + self._reserved_bytes
+        warning = BudgetWarning(
+            message.replace("{needs}", needs(needed_bytes, budget_bytes)),
+            needed_bytes=needed_bytes,
+            budget_bytes=budget_bytes,
+        )
+        warnings.warn(warning, stacklevel=user_stacklevel())
+        return True
+
+    def say_difference(self, differences: Sequence[str], needed_bytes: int) -> None:
+        """Warn of a step that is not the measured one."""
+        reasons = "; ".join(differences)
+        self.say(
+            f"expected the step that recoup.fit measured, got another one: {reasons}; "
+            "{needs}. Later steps get a plan that leaves room for it, as far as there "
+            "is one. Call recoup.fit on the step as you train it to have the budget "
+            "checked.",
+            needed_bytes,
+            kinds=[reasons],
+        )
+
+    def say_kept(
+        self,
+        graph: Graph,
+        segments: Sequence[Segment],
+        kept: LoopKept,
+        excess_bytes: int = 0,
+    ) -> None:
+        """Warn if a step does not fit because of what the training loop keeps."""
+        kept = kept.beyond(graph)
+        reasons = reasons_of(kept)
+        if self.said.issuperset(reasons):
+            return
+        self.say(
+            "expected a training loop that keeps what the measured step kept, got "
+            f"{' and '.join(reasons.values())}: {{needs}}. To fit, {advice_for(kept)}.",
+            peak_with(graph, segments, kept) + excess_bytes,
+            kinds=list(reasons),
+        )
