@@ -20,6 +20,8 @@ CELLS = [
     ("alternating optimizers", "mlp", 0.85),
     ("last smaller batch", "transformer with dropout", 0.8),
     ("growing sequence", "mlp", 0.8),
+    # Plans whose last region ends with the model.
+    ("growing sequence", "transformer with dropout", 0.7),
 ]
 
 
