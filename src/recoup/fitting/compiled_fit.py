@@ -17,7 +17,6 @@ from recoup.backend.compiler.partitioning import Executor, saved_bytes
 from recoup.core.block_options import BlockOption, BlockStep, SavedSet
 from recoup.core.compiled_plan import BlockPartition, CompiledPlan
 from recoup.core.graph import Graph
-from recoup.core.plan import Plan
 from recoup.core.units import print_bytes, print_seconds
 from recoup.engine.applied.applied_plan import digest_of
 from recoup.engine.applied.compiled_blocks import (
@@ -30,7 +29,7 @@ from recoup.engine.applied.model_blocks import block_names, repeated_names
 from recoup.engine.applied.planned_runs import Cuts
 from recoup.errors import InfeasibleError, UnsupportedError
 from recoup.fitting.environment import environment, resident_bytes
-from recoup.fitting.following.adaptation import Adapted
+from recoup.fitting.following.adaptation import Adapted, watched_loop
 from recoup.fitting.progress import Progress
 from recoup.measurement.steps.training_step import TrainingStep, device_of
 from recoup.measurement.timing.block_bench import (
@@ -44,7 +43,6 @@ from recoup.measurement.timing.block_frames import (
     block_step,
     gradients_of,
     largest_difference,
-    marked_graph,
     run_marked,
 )
 from recoup.measurement.timing.joint_costs import KernelTimes, costed
@@ -492,7 +490,9 @@ def fit_compiled(
             search.kinds[frame.kind].options[option]
             for frame, option in zip(reference.frames, choice, strict=True)
         ]
-        loop = _watched_loop(model, search, plain, asked)
+        loop = watched_loop(
+            model, search.marks, plain.graph, asked - reserved, reserved
+        )
         seconds = pace_of(step).seconds
         difference = largest_difference(gradients_of(step), expected)
     finally:
@@ -533,29 +533,6 @@ def fit_compiled(
             reference.outside_bytes[0],
         ),
         _loop=loop,
-    )
-
-
-def _watched_loop(
-    model: nn.Module, search: _Search, plain: PlainStep, asked: int
-) -> Adapted | None:
-    """Watch what a training loop keeps; None: the step has several passes."""
-    if search.marks is None or len(plain.graph.order) > 1:
-        return None
-    made = Plan(
-        roots=plain.graph.roots,
-        model_calls=plain.graph.model_calls,
-        budget_bytes=asked - plain.reserved_bytes,
-        peak_bytes=search.marks.peak_bytes,
-    )
-    return Adapted(
-        model,
-        marked_graph(search.marks),
-        made,
-        frozenset(),
-        verify="off",
-        reserved_bytes=plain.reserved_bytes,
-        is_fixed=True,
     )
 
 

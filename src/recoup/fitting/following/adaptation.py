@@ -17,6 +17,7 @@ from recoup.engine.verification.replay_check import Verify
 from recoup.fitting.following.adapted_pass import AdaptedPass
 from recoup.fitting.following.metered_step import MeteredStep
 from recoup.measurement.steps.training_step import device_of
+from recoup.measurement.timing.block_frames import StepMarks, marked_graph
 
 _METERED_STEPS = 3
 """So many steps with calls out of order are metered, until one is within the budget."""
@@ -140,6 +141,44 @@ class Adapted:
         if self._disorder.is_open:
             metered = self._disorder.meter(whole, (args, kwargs), is_alone=is_alone)
         return chosen.choose(whole, args, kwargs, is_alone=is_alone, metered=metered)
+
+
+def watched_loop(
+    model: nn.Module,
+    marks: StepMarks | None,
+    graph: Graph,
+    budget_bytes: int,
+    reserved_bytes: int,
+) -> Adapted | None:
+    """Watch what the training loop of a model with compiled blocks keeps.
+
+    Args:
+        model: The model.
+        marks: What was seen of the compiled step.
+        graph: The eager step, as it was measured.
+        budget_bytes: The budget, without the reserved bytes.
+        reserved_bytes: Part of the user's budget that is reserved.
+
+    Returns:
+        What watches it; None: the step has several passes.
+    """
+    if marks is None or len(graph.order) > 1:
+        return None
+    made = Plan(
+        roots=graph.roots,
+        model_calls=graph.model_calls,
+        budget_bytes=budget_bytes,
+        peak_bytes=marks.peak_bytes,
+    )
+    return Adapted(
+        model,
+        marked_graph(marks),
+        made,
+        frozenset(),
+        verify="off",
+        reserved_bytes=reserved_bytes,
+        is_fixed=True,
+    )
 
 
 class _Disorder:
