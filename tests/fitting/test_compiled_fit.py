@@ -348,7 +348,7 @@ class TestLoops:
 
     def test_what_fits_is_silent(self):
         model, batch = stack(lambda: Layer(dropout=0)), tokens()
-        report = fitted(model, batch, 1.0)
+        report = fitted(model, batch, "64MiB")
         peaks, said = self.train(model, batch, keep=True)
         assert max(peaks) <= report.budget_bytes
         assert not any(said)
