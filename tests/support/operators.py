@@ -88,6 +88,10 @@ OTHER_FORMULA = {
     ),
     "nn_LinearCrossEntropyLoss": ("train", "eval"),
 }
+if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15):
+    OTHER_FORMULA |= dict.fromkeys(
+        ("linalg_slogdet", "logdet"), ("forward mode", "jvp", "jvp, then backward")
+    )
 
 # Given the scopes of a run, names the operators whose values were kept there.
 KeptValues = Callable[[Sequence[Any]], Iterable[str]]
