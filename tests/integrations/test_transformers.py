@@ -251,8 +251,8 @@ def test_the_callback_says_who_must_call_it():
         callback.on_train_begin(None, None, None)
 
 
-def train_in_process(rank: int, folder: str, budget: str | None) -> Any:
-    """Train in one of several processes; return the parameters and the peaks."""
+def train_in_process(rank: int, folder: str) -> Any:
+    """Train without and with the callback; return parameters, peaks and the plan."""
     for name, value in (
         ("RANK", rank),
         ("LOCAL_RANK", rank),
@@ -263,22 +263,23 @@ def train_in_process(rank: int, folder: str, budget: str | None) -> Any:
         os.environ[name] = str(value)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    callback = None if budget is None else RecoupCallback(budget)
-    trainer = train(
-        Path(folder), callback, ddp_backend="gloo", gradient_accumulation_steps=2
-    )
-    plan = None if callback is None else callback.report
-    planned = isinstance(plan, Fit) and plan.plan.to_json()
-    state = {name: value.tolist() for name, value in trainer.model.state_dict().items()}
-    return state, max(trainer.peaks), planned
+    settings = {"ddp_backend": "gloo", "gradient_accumulation_steps": 2}
+    plain = train(Path(folder), **settings)
+    callback = RecoupCallback(int(0.8 * max(plain.peaks)))
+    ours = train(Path(folder), callback, **settings)
+    assert isinstance(callback.report, Fit)
+    states = dict(plain.model.state_dict()), dict(ours.model.state_dict())
+    return {
+        "differences": list(tree_differences(*states, where="")),
+        "peaks": (max(ours.peaks), callback.report.budget_bytes, max(plain.peaks)),
+        "plan": callback.report.plan.to_json(),
+    }
 
 
 def test_two_processes_agree_and_train_bitwise_as_without(tmp_path):
-    plain = together(train_in_process, tmp_path, str(tmp_path), None)
-    budget = int(0.8 * plain[0][1])
-    ours = together(train_in_process, tmp_path, str(tmp_path), str(budget))
-    for (state, peak, _), (expected, plain_peak, _) in zip(ours, plain, strict=True):
-        assert state == expected
-        assert peak <= budget < plain_peak
-    assert ours[0][2], "a plan"
-    assert ours[0][2] == ours[1][2], "the same one"
+    found = together(train_in_process, tmp_path, str(tmp_path))
+    for each in found:
+        assert each["differences"] == []
+        ours, budget, plain = each["peaks"]
+        assert ours <= budget < plain
+    assert found[0]["plan"] == found[1]["plan"]
