@@ -224,6 +224,16 @@ def test_calls_in_the_measured_order_are_silent():
     assert max(peak for peak, _ in steps) <= report.budget_bytes
 
 
+def test_a_report_shows_the_plan_of_a_step_with_several_passes(tmp_path):
+    drawn = gan()
+    _, report = recoup.fit(drawn.models(), step=drawn.run, budget=0.7)
+    found = report.findings(points=0)
+    assert found.plan.peak_bytes == report.predicted_peak_bytes
+    assert report.predicted_peak_bytes < found.plain_peak_bytes
+    page = report.write_page(tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "<html" in page
+
+
 def test_room_is_left_for_the_state_of_every_optimizer():
     drawn = gan()
     optimizers = [torch.optim.Adam(model.parameters()) for model in drawn.models()]
