@@ -24,6 +24,9 @@ Plan = tuple[tuple[Segment, ...], Simulation, str]
 _CLOSE = 0.005
 """A plan this close to the bound, as a share of the step, is not searched further."""
 
+_NEARLY = 0.003
+"""A plan of another planner that is slower by no more than this share is filled too."""
+
 _CLOSE_BESIDE_HOST = 0.03
 """The same where the device waits for the host: less work for it would not show."""
 
@@ -259,6 +262,10 @@ class Search:
         if Action.KEEP not in self.allow:
             return
         graph = self._lens(0.0).graph
+        if not self._is_late(until):
+            for segments, _, planner in self._rivals(budget_bytes):
+                filled = refine(graph, segments, budget_bytes, swaps=False)
+                self.add(filled, planner)
         for round_ in range(_REFINEMENTS):
             best = self.best(budget_bytes)
             if best is None or best[1].seconds <= self.known[0][1].seconds:
@@ -269,6 +276,24 @@ class Search:
             # Narrower segments hold values for less time, which leaves room again.
             if self.add(refined, planner).device_seconds >= costs.device_seconds:
                 return
+
+    def _rivals(self, budget_bytes: int) -> list[Plan]:
+        """Return plans of other planners that are nearly as fast as the best one.
+
+        Their room is elsewhere, so that filling it may make one of them the best.
+        """
+        best = self.best(budget_bytes)
+        if best is None:
+            return []
+        most = _paced(best[1]) + _NEARLY * self.graph.step_seconds
+        found: dict[str, Plan] = {}
+        for plan in sorted(self._fitting(budget_bytes), key=lambda p: -_paced(p[1])):
+            found[plan[2]] = plan
+        return [
+            plan
+            for planner, plan in found.items()
+            if planner not in ("store_all", best[2]) and _paced(plan[1]) <= most
+        ]
 
     def _try_everything(self, lens: Lens, budget_bytes: int) -> None:
         """Look at all plans over the blocks, if there are few."""
