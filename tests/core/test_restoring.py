@@ -56,6 +56,7 @@ def test_what_was_skipped_inside_is_restored_before_what_is_around_it():
         ):
             pass
 
+    at = 0
     for at in itertools.count():
         interrupter = Interrupter(at, only=("__enter__", "__exit__", "finish"))
 

@@ -280,6 +280,7 @@ def test_an_interrupt_at_the_beginning_or_end_of_a_call_leaves_no_region(outer):
     net = nn.Linear(4, 4)
     outer(lambda: net(X))
     for opcodes in (False, True):
+        at = 0
         for at in itertools.count():
             interrupter = Interrupter(at, opcodes=opcodes, only=ENDING)
             if not interrupter.run(lambda: outer(lambda: net(X))):

@@ -128,6 +128,7 @@ def test_it_comes_near_what_a_search_in_branches_finds(count):
         ],
         options={"node_limit": 2000, "mip_rel_gap": 1e-3},
     )
+    assert branched.fun is not None
     best = float(branched.fun)
     cost = cost_of(system, tuple(found.tolist()))
     assert guide.bound_seconds - 1e-9 <= cost <= best * 1.01

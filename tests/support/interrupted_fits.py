@@ -1,11 +1,11 @@
 """Fits that are interrupted in recoup's own code, and what must hold afterwards."""
 
+import sys
 from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import optimizer as optimizers
 
 from recoup.engine.recording.active import open_regions
 from recoup.engine.recording.observers import observers
@@ -106,7 +106,10 @@ class Fitting:
             for now, then in zip(gradients, self._gradients, strict=True)
         ):
             found.append("other gradients")
-        elif not all(map(torch.equal, self._contents, gradients)):
+        elif not all(
+            now is not None and torch.equal(then, now)
+            for then, now in zip(self._contents, gradients, strict=True)
+        ):
             found.append("gradients have changed")
         if not found and not all(map(torch.equal, self.plain_step(), self._step)):
             found.append("a plain step gives other gradients")
@@ -137,7 +140,7 @@ def global_hooks() -> list[int]:
     ]
     of_optimizers = [
         len(each)
-        for name, each in vars(optimizers).items()
+        for name, each in vars(sys.modules["torch.optim.optimizer"]).items()
         if name.startswith("_global_") and isinstance(each, dict)
     ]
     return [*of_modules, *of_optimizers]

@@ -141,17 +141,24 @@ def loss_of(output: Any) -> Tensor:
     ).sum()
 
 
+def _checkpointed(entry: Entry, copies: int) -> tuple[Any, int, Any, int]:
+    """Return inputs, the plain peak and results, and the peak with checkpointing."""
+    inputs = _enlarged(entry.inputs(), copies)
+    model = _built(entry, inputs)
+    plain_bytes, expected = _step(model, inputs)
+    model = _built(entry, inputs)
+    entry.checkpoint(model)
+    budget_bytes, _ = _step(model, inputs)
+    return inputs, plain_bytes, expected, budget_bytes
+
+
 def result_of(entry: Entry) -> Result:
     """Measure an architecture plainly, with its own checkpointing, and fitted."""
-    for copies in _BATCHES:
-        inputs = _enlarged(entry.inputs(), copies)
-        model = _built(entry, inputs)
-        plain_bytes, expected = _step(model, inputs)
-        model = _built(entry, inputs)
-        entry.checkpoint(model)
-        budget_bytes, _ = _step(model, inputs)
+    inputs, plain_bytes, expected, budget_bytes = _checkpointed(entry, _BATCHES[0])
+    for copies in _BATCHES[1:]:
         if budget_bytes < plain_bytes:
             break
+        inputs, plain_bytes, expected, budget_bytes = _checkpointed(entry, copies)
     model = _built(entry, inputs)
     seed_generators(_SEED)
     try:
