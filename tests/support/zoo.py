@@ -308,7 +308,7 @@ TIMM_NAMES = """
     sam2_hiera_tiny iformer_s inception_next_atto lcnetv2_small levit_384_s8
     lowformer_b0 test_mambaout maxvit_pico_rw_256 caformer_s18 mixer_s16_224
     mobilenetv3_small_050 mobilevit_xxs mvitv2_tiny nest_tiny nextvit_small test_nfnet
-    pvt_v2_b0 rdnet_tiny regnetx_002 repghostnet_050 repvit_m1 res2net50_26w_4s
+    pvt_v2_b0 regnetx_002 repghostnet_050 repvit_m1 res2net50_26w_4s
     resnest26d test_resnet resnetv2_18 rexnet_100 shvit_s1 skresnet18 starnet_s050
     swiftformer_xs swin_tiny_patch4_window7_224 swinv2_tiny_window8_256
     swinv2_cr_tiny_224 tiny_vit_5m_224 tnt_s_legacy_patch16_224 tresnet_m visformer_tiny
