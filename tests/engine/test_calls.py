@@ -155,9 +155,12 @@ def test_a_part_is_what_its_last_operation_needs_and_nothing_else_does(graph):
         others = set(range(len(makers))) - needed
         is_apart = all(makers[other].isdisjoint(needed) for other in others)
         is_last = not any(place in read for read in makers)
-        part = program.part_at(place)
-        assert (part is not None) == (is_apart and is_last)
-        assert part is None or list(part) == sorted(needed)
+        found = program.part_at(place)
+        assert (found is not None) == (is_apart and is_last)
+        if found is not None:
+            part, made = found
+            assert list(part) == sorted(needed)
+            assert made == [v for v in program.wanted if v.producer in needed]
     del outputs
 
 

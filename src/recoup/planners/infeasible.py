@@ -61,7 +61,7 @@ def in_units_of(
         >>> in_units_of(error, "1 B", 10) is error
         True
     """
-    share = None if budget is None else parse_budget(budget)
+    share = None if budget in (None, 0) else parse_budget(budget)
     if not isinstance(share, float) or error.floor_bytes > plain_peak_bytes:
         return error
     tenths = math.ceil(1000 * error.floor_bytes / plain_peak_bytes)

@@ -39,6 +39,8 @@ def refine(
         >>> refine(Graph((), 0, (), (), (), (), ()), (), 0)
         ()
     """
+    if not segments:
+        return ()
     around = kept_around(graph, [(s.start, s.stop) for s in segments])
     refiner = _Refiner(graph, MemoryUse(graph, [around]), budget_bytes)
     options = [nested(graph, segment) for segment in segments]

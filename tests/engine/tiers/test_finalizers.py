@@ -124,7 +124,7 @@ def test_what_was_dropped_under_a_lock_is_freed_at_the_next_use(disk, kind):
 
 
 HOSTILE = """
-import concurrent.futures.thread as pool, faulthandler, gc, sys, torch
+import concurrent.futures.thread as pool, faulthandler, gc, sys, time, torch
 from recoup import CheckpointScope, Disk
 faulthandler.dump_traceback_later(60, exit=True)
 gc.disable()
@@ -141,9 +141,12 @@ class Collecting:  # the collector runs whenever anybody submits
 
 pool._global_shutdown_lock = Collecting()
 x = torch.linspace(-1, 1, 1000, requires_grad=True)
-for _ in range(6):
+for _ in range(300):
+    if len(entered) > 5:
+        break
     with CheckpointScope("block", store=Disk(sys.argv[1], smallest_bytes=0)):
         y = x.exp().sin().cos()
+    time.sleep(0.01)  # what is not yet written is not read: nothing is submitted
     y.sum().backward(retain_graph=True)  # the reader is submitted to
     cycle = [y]
     cycle.append(cycle)

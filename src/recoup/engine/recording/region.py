@@ -510,10 +510,11 @@ class Region(Counted):
         if not at_once and (program is None or value.hold is not None):
             return None
         if not at_once and program is not None and not program.has_one_end:
-            part = program.part_at(value.producer)
-            if part is None or not recall.begin(part):
+            found = program.part_at(value.producer)
+            if found is None or not recall.begin(found[0]):
                 return None
-            wanted = [v for v in program.wanted if v.producer in part and v.demand > 0]
+            part, made = found
+            wanted = [v for v in made if v.demand > 0]
             return Program(program.operations, wanted, part)
         needs_all = (
             program is not None and value.producer == len(program.operations) - 1

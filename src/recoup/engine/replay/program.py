@@ -49,7 +49,7 @@ class Program:
     """
 
     has_parts = False
-    _parts: dict[int, Part] | None = None
+    _parts: dict[int, tuple[Part, list[Value]]] | None = None
 
     def __init__(
         self,
@@ -103,15 +103,15 @@ class Program:
         self._frees = freed
         self._copies = copies
 
-    def part_at(self, place: int) -> Part | None:
-        """Return the operations that the one at a place needs, with itself.
+    def part_at(self, place: int) -> tuple[Part, list[Value]] | None:
+        """Return what the operation at a place needs, with itself, and what is wanted.
 
         Only where no other operation needs that one, and nothing outside of the part
         needs any of it. Then to run the part takes no search. The places are those
         that `number` gave.
         """
         if self._parts is None:
-            self._parts = _parts_of(self.operations)
+            self._parts = _parts_of(self.operations, self.wanted)
             self.has_parts = bool(self._parts)
         return self._parts.get(place)
 
@@ -156,7 +156,9 @@ class Program:
         return live
 
 
-def _parts_of(operations: Sequence[Operation]) -> dict[int, Part]:
+def _parts_of(
+    operations: Sequence[Operation], wanted: Iterable[Value]
+) -> dict[int, tuple[Part, list[Value]]]:
     """Return the parts of a program that have nothing in common, by their last place.
 
     Those with several ends are left out.
@@ -176,10 +178,14 @@ def _parts_of(operations: Sequence[Operation]) -> dict[int, Part]:
                 elif other != end:
                     joined.add(other)
                     joined.add(end)
-    parts: dict[int, Part] = {}
+    parts: dict[int, tuple[Part, list[Value]]] = {}
     for place, end in enumerate(ends):
         if end not in joined:
-            parts.setdefault(end, {})[place] = reads[place]
+            parts.setdefault(end, ({}, []))[0][place] = reads[place]
+    for value in wanted:
+        end = ends[value.producer]
+        if end in parts:
+            parts[end][1].append(value)
     return parts
 
 
