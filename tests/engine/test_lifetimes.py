@@ -14,7 +14,7 @@ import torch
 from hypothesis import assume, given, settings
 from torch import Tensor
 
-from recoup import CheckpointGroup, CheckpointScope, checkpoint, keep
+from recoup import CheckpointGroup, CheckpointScope, checkpoint, keep, rerun
 from recoup.backend.memory.meters import StorageMeter
 from recoup.backend.operators.fingerprints import fingerprint
 from recoup.errors import ChangedTensorError, MismatchError
@@ -250,6 +250,40 @@ def test_a_backward_of_a_part_leaves_nothing_of_the_rest():
         b.sum().backward()
         del a, b
         x.grad = None
+        assert alive.sizes == []
+
+
+def three_ends(x: Tensor) -> tuple[Tensor, ...]:
+    with unverified("inside"):
+        first = three(x)
+    return first, three(x), x.exp()
+
+
+def called_again(x: Tensor) -> tuple[Tensor, ...]:
+    return rerun(three_ends, x)
+
+
+@pytest.mark.parametrize("function", [three_ends, called_again])
+def test_a_backward_of_a_part_leaves_nothing_of_the_second_call(function):
+    x = vector()
+    with Alive() as alive:
+        ends = rerun(function, x)
+        ends[-1].sum().backward()
+        # The outputs and a gradient: nobody asked for the rest of the second call.
+        assert alive.sizes.count(SIZE_BYTES) == 4
+        del ends
+        x.grad = None
+        assert alive.sizes == []
+
+
+def test_a_tensor_asked_for_outside_a_backward_leaves_nothing_of_the_second_call():
+    x = vector()
+    with Alive() as alive:
+        ends = rerun(three_ends, x)
+        node: Any = ends[-1].grad_fn
+        assert torch.equal(node._saved_result, ends[-1])
+        assert alive.sizes.count(SIZE_BYTES) == 3
+        del ends, node
         assert alive.sizes == []
 
 

@@ -229,15 +229,17 @@ class Rerun:
         """Return the tensor, calling the function again if this backward has not."""
         with self._lock:
             task = current_backward()
-            if task == -1 or task != self._task or slot.place not in self._found:
-                collected = self._call_again()
-                self._compare(collected.prints)
-                self._found = collected.found
-                self._task = task
+            found = self._found
+            if task == -1 or task != self._task or slot.place not in found:
+                found, prints = self._call_again()
+                self._compare(prints)
+                # Outside a backward nothing would drop the rest.
                 if task != -1:
+                    self._found = found
+                    self._task = task
                     follow_backward(self)
-            found = self._found.pop(slot.place)
-        tensor = found.fetch()
+            one = found.pop(slot.place)
+        tensor = one.fetch()
         self._require_alike(slot, tensor)
         return tensor
 
@@ -261,7 +263,8 @@ class Rerun:
 
     def recompute(self) -> tuple[Tensor, ...]:
         """Call the function again now and return what it saves."""
-        return tuple(found.fetch() for found in self._call_again().found.values())
+        found, _ = self._call_again()
+        return tuple(one.fetch() for one in found.values())
 
     def clear(self) -> None:
         """Drop the arguments; a later backward through the call is an error."""
@@ -277,7 +280,8 @@ class Rerun:
                 self._found = {}
                 self._task = -1
 
-    def _call_again(self) -> "_Collector":
+    def _call_again(self) -> "tuple[dict[int, _Found], list[Tensor | None]]":
+        """Call the function; return what it saves by place, and the fingerprints."""
         if self._function is None:
             raise ClearedError(
                 f"backward needs a tensor saved in {self.name!r}, but its checkpoints "
@@ -298,20 +302,23 @@ class Rerun:
         with outside_transforms():
             args, kwargs = map_leaves(_fetched, self._arguments)
         hooks = _hooks(collected.pack, collected.unpack)
-        with outside_transforms(), self._as_before(), hooks, suppress(_Complete):
-            self._function(*args, **kwargs)
+        try:
+            with outside_transforms(), self._as_before(), hooks, suppress(_Complete):
+                self._function(*args, **kwargs)
+        finally:
+            found, prints = collected.finish()
         self.replays += 1
         for account in self.accounts:
             account.replays += 1
             account.replay_seconds += perf_counter() - start
             account.recomputed_bytes += collected.nbytes
-        if len(collected.found) < self._count:
+        if len(found) < self._count:
             raise MismatchError(
                 f"{self.name!r} saved {self._count} tensors in forward, but only "
-                f"{len(collected.found)} when it was called again in backward. A "
+                f"{len(found)} when it was called again in backward. A "
                 "function that is run again must do the same both times."
             )
-        return collected
+        return found, prints
 
     @contextmanager
     def _as_before(self) -> Iterator[None]:
@@ -414,9 +421,7 @@ class _Collector:
     """Collects what the second call saves.
 
     Attributes:
-        found: What autograd has saved, by place.
-        prints: The fingerprints of that.
-        nbytes: The bytes of all that.
+        nbytes: The bytes of all that autograd has saved.
         collector: Itself: the regions in the call find it here.
     """
 
@@ -429,8 +434,8 @@ class _Collector:
         self._count = count
         self._look = look
         self._buffers = buffers
-        self.found: dict[int, _Found] = {}
-        self.prints: list[Tensor | None] = []
+        self._found: dict[int, _Found] = {}
+        self._prints: list[Tensor | None] = []
         self.nbytes = 0
 
     @property
@@ -451,12 +456,22 @@ class _Collector:
         """Take a tensor that a region in the call has packed."""
         self._add(tensor, _Found(packed, unpack))
 
+    def finish(self) -> tuple[dict[int, _Found], list[Tensor | None]]:
+        """Return what was saved by place, and the fingerprints; take no more.
+
+        It keeps none of that. The regions in the call refer to the collector, and what
+        they packed refers to them: only a collection of garbage would free the cycle.
+        """
+        collected = self._found, self._prints
+        self._found, self._prints, self._count = {}, [], 0
+        return collected
+
     def _add(self, tensor: Tensor, found: _Found) -> None:
-        place = len(self.found)
+        place = len(self._found)
         if place == self._count:
             return  # the function has caught what was to stop it
-        self.found[place] = found
-        self.prints.append(self._look(tensor))
+        self._found[place] = found
+        self._prints.append(self._look(tensor))
         self.nbytes += tensor.nbytes if has_storage(tensor) else 0
         if place + 1 == self._count:
             raise _Complete
