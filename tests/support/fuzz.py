@@ -187,6 +187,7 @@ def _examine(case: Case, region: Region) -> Verdict:
             # PyTorch keeps the gradients of a failed backward until the next one.
             torch.ones((), requires_grad=True).backward()
             save_some()
+            gc.collect()  # errors make cycles without recoup too
         else:
             verdict = Verdict("equal")
             if found := differences(expected, actual):
@@ -253,9 +254,11 @@ def _left() -> list[str]:
 
 
 def _alive(living: Living) -> str:
-    """Say what is alive although the program is over; empty if nothing is."""
-    if living.count():
-        gc.collect()  # errors make cycles without recoup too
+    """Say what is alive although the program is over; empty if nothing is.
+
+    Without a collection of garbage: a cycle holds memory until one comes, and after it
+    a weak reference may be dead whose object was brought back to life.
+    """
     count = living.count()
     return f"alive: {dict(count)}" if count else ""
 
