@@ -436,5 +436,4 @@ def python_calls(count: int) -> int:
 
 
 def test_a_call_costs_as_many_python_calls_whatever_the_number_of_modules():
-    # 51 today: what one call does, whatever the model.
-    assert python_calls(20) == python_calls(200) <= 51
+    assert python_calls(20) == python_calls(200) <= 50

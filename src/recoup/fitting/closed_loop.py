@@ -283,7 +283,7 @@ class ClosedLoop:
         return Settled(attempt, pace, solution)
 
     def _pace(self, predicted_seconds: float, alone_seconds: float) -> Pace:
-        """Return the pace of the active plan beside an accelerator."""
+        """Return the pace of the active plan on an accelerator."""
         first, again = self._measure.pace(self._step, repeats=1), None
         laps = more_laps(first, predicted_seconds, self._left)
         if laps:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def fit_findings(
     fitted: "Fit", *, title: str = "", points: int = 7, device: str | None = None
 ) -> Findings:
-    """Return what `fit` found, with the frontier around the plan in force.
+    """Return what `fit` found, with the frontier around the active plan.
 
     Costs a planning and a simulation for each point.
 

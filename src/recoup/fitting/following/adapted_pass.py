@@ -515,7 +515,7 @@ class AdaptedPass:
 
     def _say_if_open(self) -> None:
         """Warn of a call whose memory adds to that of calls before it."""
-        count, times = self.open_calls, self.plan.model_calls
+        count, times = self._loop.open_calls(), self.plan.model_calls
         if count < times or "open" in self._warnings.said:
             return
         used = segments_of(self._graph, self.plan) or ()
