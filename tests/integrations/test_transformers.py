@@ -276,7 +276,6 @@ def train_in_process(rank: int, folder: str) -> Any:
     }
 
 
-@pytest.mark.sweep  # 90 s where other programs run
 def test_two_processes_agree_and_train_bitwise_as_without(tmp_path):
     found = together(train_in_process, tmp_path, str(tmp_path))
     for each in found:
