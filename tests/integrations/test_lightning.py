@@ -64,23 +64,25 @@ class Metered(lightning.Callback):
     def __init__(self) -> None:
         self.meter: StorageMeter | None = None
 
-    def on_train_batch_start(self, trainer: Any, module: Any, *rest: Any) -> None:
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
         self.meter = StorageMeter("cpu").__enter__()
-        self.meter.track(module)
-        for parameter in module.parameters():
+        self.meter.track(pl_module)
+        for parameter in pl_module.parameters():
             if parameter.grad is not None:
                 self.meter.track(parameter.grad)
         for state in trainer.optimizers[0].state.values():
             for value in state.values():
                 self.meter.track(value)
-        for tensor in rest[0]:
+        for tensor in batch:
             self.meter.track(tensor)
 
-    def on_after_backward(self, trainer: Any, module: Any) -> None:
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         if self.meter is None:
             return  # a rehearsal
         self.meter.__exit__(None, None, None)
-        module.peaks.append(self.meter.peak_bytes)
+        pl_module.peaks.append(self.meter.peak_bytes)
 
 
 def train(
@@ -144,7 +146,7 @@ def interrupted(folder: Path, budget: float | None) -> Any:
     """A run that is saved at step 12 and goes on in another process, as it were."""
     saving = ModelCheckpoint(folder, every_n_train_steps=12, save_last=True)
     settings: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [saving]}
-    callbacks = [budget and RecoupCallback(budget) for _ in range(2)]
+    callbacks = [RecoupCallback(budget) if budget else None for _ in range(2)]
     begun = train(folder, callbacks[0], steps=12, **settings)
     resumed = train(folder, callbacks[1], resume=folder / "last.ckpt")
     return begun, resumed, callbacks
@@ -178,7 +180,7 @@ def train_with_fabric(budget: float | None, **settings: Any) -> Any:
     model = small_stack()
     model, optimizer = fabric.setup(model, torch.optim.Adam(model.parameters()))
     losses, reports = [], []
-    loader = fabric.setup_dataloaders(DataLoader(Rows(), 64, shuffle=True))
+    loader: Any = fabric.setup_dataloaders(DataLoader(Rows(), 64, shuffle=True))
     for batch in loader:
         if budget is not None:
             reports.append(

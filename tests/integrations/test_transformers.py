@@ -52,9 +52,11 @@ class MeteredTrainer(Trainer):
     peaks: list[int]
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        own: Any = self.model
+        optimizer: Any = self.optimizer
         with StorageMeter("cpu") as meter:
-            meter.track(self.model)
-            for group in (self.model.parameters(), self.optimizer.state.values()):
+            meter.track(own)
+            for group in (own.parameters(), optimizer.state.values()):
                 for each in group:
                     found = [each.grad] if isinstance(each, nn.Parameter) else each
                     for tensor in found.values() if isinstance(found, dict) else found:
