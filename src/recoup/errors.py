@@ -23,6 +23,7 @@ __all__ = [
     "ReplayError",
     "ScheduleError",
     "SnapshotError",
+    "SnapshotWriteError",
     "TierError",
     "UnsupportedError",
     "UsageError",
@@ -159,6 +160,13 @@ class SnapshotError(RecoupError, RuntimeError):
     """A file with the state of a training run cannot be read, or does not fit.
 
     Nothing has been changed when this is raised.
+    """
+
+
+class SnapshotWriteError(SnapshotError):
+    """A snapshot could not be written: the disk is full, say, or the folder is gone.
+
+    The snapshot before it is unchanged, and so is the run.
     """
 
 

@@ -17,20 +17,21 @@ class Run:
         self.bar = ProgressBar(enabled=False)
         self.last: StepResult | None = None
         self.is_unwritten = False
+        self.is_stopped = False
         self._on_step = on_step
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether a signal or `Trainer.stop` asked to end after this step."""
+        return self.is_stopped or self.interruption.is_requested
+
     def take(self, result: StepResult) -> None:
-        """Take note of a step and tell who wants to know."""
+        """Record a step and call `on_step` with its result."""
         self.last = result
         self.is_unwritten = True
         self.bar.advance(result)
         if self._on_step is not None:
             self._on_step(result)
-
-    def written(self, written: bool) -> None:  # noqa: FBT001 (it is what is noted)
-        """Take note of whether a snapshot was written."""
-        if written:
-            self.is_unwritten = False
 
 
 def groups(batches: Iterator[Any], size: int) -> Iterator[list[Any]]:

@@ -45,6 +45,9 @@ class TrainerSettings:
             each step. Elsewhere it takes some ten microseconds an operator.
         snapshot_path: Where `fit` writes what is needed to resume.
         snapshot_every_steps: How often; by default at the end of each epoch.
+        snapshot_keep: How many snapshots `fit` keeps: the last ones are also under
+            `snapshot_path` with the number of their step, as `run.1200`. By default
+            only the last one is there.
         show_progress: Show a progress bar.
 
     Raises:
@@ -78,6 +81,7 @@ class TrainerSettings:
     measure_memory: bool | None = None
     snapshot_path: str | Path | None = None
     snapshot_every_steps: int | None = None
+    snapshot_keep: int | None = None
     show_progress: bool = False
 
     def __post_init__(self) -> None:
@@ -88,6 +92,7 @@ class TrainerSettings:
             "checkpoint_segment_size",
             "accumulation_steps",
             "snapshot_every_steps",
+            "snapshot_keep",
         ):
             check_count(name, getattr(self, name))
         for name in (
@@ -141,10 +146,9 @@ class TrainerSettings:
                     "budget= plans what to recompute, use_gradient_checkpointing=True "
                     "recomputes every block. Give one of them."
                 )
-        if self.snapshot_every_steps is not None and self.snapshot_path is None:
-            raise UsageError(
-                "snapshot_every_steps needs snapshot_path, the file to write to."
-            )
+        for name in ("snapshot_every_steps", "snapshot_keep"):
+            if getattr(self, name) is not None and self.snapshot_path is None:
+                raise UsageError(f"{name} needs snapshot_path, the file to write to.")
 
     def _check_segment_size(self) -> None:
         if self.budget is not None:
@@ -161,7 +165,12 @@ class TrainerSettings:
             )
 
 
-_MAY_BE_LEFT_OUT = ("batch_size", "checkpoint_segment_size", "snapshot_every_steps")
+_MAY_BE_LEFT_OUT = (
+    "batch_size",
+    "checkpoint_segment_size",
+    "snapshot_every_steps",
+    "snapshot_keep",
+)
 
 
 def check_count(name: str, value: object) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from recoup.errors import SnapshotError, UsageError
+from recoup.errors import SnapshotError, SnapshotWriteError, UsageError
 from recoup.fitting.compiled_fit import CompiledFit
 from recoup.fitting.fit import Fit
 from recoup.precision.scaler import GradientScaler
@@ -29,8 +29,8 @@ from recoup.train.processes import Report, unwrapped
 from recoup.train.progress_bar import ProgressBar
 from recoup.train.run_results import RunResult, StepResult
 from recoup.train.saving.averaging import ParameterAverage, lifted, refuse_applied
-from recoup.train.saving.run_state import apply_state, collect_state
-from recoup.train.saving.snapshot import check_folder, read_snapshot, write_snapshot
+from recoup.train.saving.run_state import apply_state, collect_state, write_state
+from recoup.train.saving.snapshot import check_folder, keep_last, read_snapshot
 from recoup.train.schedulers import as_schedulers, joined_schedulers
 from recoup.train.settings import TrainerSettings, check_count
 from recoup.train.signals import Interruption
@@ -121,6 +121,7 @@ class Trainer:
         self._steps = 0
         self._known_skips = 0
         self._unknown: Outcome | None = None
+        self._run: Run | None = None
         self._regions = BlockRegions(inner)
         if self.settings.use_gradient_checkpointing:
             self._regions.put_on(self.settings.checkpoint_segment_size)
@@ -194,9 +195,10 @@ class Trainer:
     ) -> RunResult:
         """Go through the data, a number of times.
 
-        Ctrl-C or SIGTERM ends it after the step that is running, with a snapshot if
-        there is a path for one; calling `fit` again goes on from there, in this
-        process or with `resume=True` in another.
+        Ctrl-C, SIGTERM or `stop` ends it after the step that is running, with a
+        snapshot if there is a path for one; calling `fit` again goes on from there, in
+        this process or with `resume=True` in another. A snapshot that cannot be written
+        is logged, and training goes on.
 
         Args:
             data: A loader, a list of batches, or a dataset.
@@ -205,7 +207,7 @@ class Trainer:
                 `resume`, the number of epochs of the whole training, those in the
                 snapshot included, however many calls made them.
             resume: Load the snapshot first, if there is one.
-            on_step: Called after each step with its result.
+            on_step: Called after each step with its result. It may call `stop`.
 
         Returns:
             What happened.
@@ -214,6 +216,8 @@ class Trainer:
             UsageError: The data cannot be gone through or is empty, there is no
                 folder for the snapshots, or the averages are applied.
             SnapshotError: The snapshot does not fit this trainer.
+            SnapshotWriteError: The last snapshot could not be written. Training has
+                ended and the model has its parameters: `save` elsewhere.
         """
         start = time.perf_counter()
         epochs = self.settings.epochs if epochs is None else epochs
@@ -228,12 +232,17 @@ class Trainer:
         end = epochs if resumed else position.first_epoch + epochs
         is_first = self._stepper.processes.is_first
         bar = ProgressBar(enabled=self.settings.show_progress and is_first)
-        with Interruption() as run.interruption, bar as run.bar:
-            while position.epoch < end and self._run_epoch(loader, run):
-                pass
+        self._run = run
+        try:
+            with Interruption() as run.interruption, bar as run.bar:
+                while position.epoch < end and self._run_epoch(loader, run):
+                    pass
+        finally:
+            self._run = None
         self._stepper.peaks.settle()
         interrupted = position.epoch < end
-        self._write(due=run.is_unwritten or interrupted)
+        if run.is_unwritten or interrupted:
+            self._write()
         if position.epoch == end:
             # After the snapshot: who resumes a finished run finds it finished.
             position.first_epoch = position.epoch
@@ -246,6 +255,22 @@ class Trainer:
             last=run.last,
         )
 
+    def stop(self) -> None:
+        """End `fit` after the step that is running; for `on_step` to call.
+
+        With several processes it is enough that one calls it: all end after the
+        next step.
+
+        Raises:
+            UsageError: `fit` is not running.
+        """
+        if self._run is None:
+            raise UsageError(
+                "expected fit to be running, got a call of stop outside it; call stop "
+                "in on_step."
+            )
+        self._run.is_stopped = True
+
     def save(self, path: str | Path) -> None:
         """Write everything that is needed to go on from here to a file, atomically.
 
@@ -253,12 +278,15 @@ class Trainer:
         processes all must call it together; the first one writes.
 
         Raises:
-            SnapshotError: The state of the scheduler or optimizer is no plain data, or
-                the file cannot be written.
+            SnapshotError: The state of the scheduler or optimizer is no plain data.
+            SnapshotWriteError: The file cannot be written.
             PeerError: Another process is gone.
             UsageError: There is no such folder.
         """
         check_folder(path)
+        self._save(path)
+
+    def _save(self, path: str | Path) -> None:
         self._stepper.peaks.settle()
         processes = self._stepper.processes
         with lifted(self.average), processes.watching():
@@ -272,9 +300,7 @@ class Trainer:
                 "position": processes.gather(self._position.state_dict()),
                 **collect_state(self.model, self.optimizer, self._parts(), processes),
             }
-            if processes.is_first:
-                write_snapshot(path, state)
-        processes.tell(Report())
+            write_state(path, state, processes)
 
     def load(self, path: str | Path) -> None:
         """Stand where the run stood that wrote the file. Nothing in it is executed.
@@ -346,7 +372,7 @@ class Trainer:
             done=position.batches // size,
         )
         for group in groups(position.open(loader), size):
-            report = self._stepper.report(group, stop=run.interruption.is_requested)
+            report = self._stepper.report(group, stop=run.is_ending)
             reports = processes.tell(report)
             if len({each.batches for each in reports}) > 1 or not report.batches:
                 break
@@ -356,15 +382,17 @@ class Trainer:
             position.advance(group)
             run.take(result)
             every = self.settings.snapshot_every_steps
-            run.written(self._write(due=bool(every) and self._steps % every == 0))
+            if every and self._steps % every == 0:
+                self._write_between(run)
             if any(each.stop for each in reports) or (
-                processes.count == 1 and run.interruption.is_requested
+                processes.count == 1 and run.is_ending
             ):
                 return False
         position.close()
         if self.scheduler is not None and self.settings.schedule_each == "epoch":
             self.scheduler.step()
-        run.written(self._write(due=self.settings.snapshot_every_steps is None))
+        if self.settings.snapshot_every_steps is None:
+            self._write_between(run)
         return True
 
     def _prepare(self, batches: Sequence[Any]) -> None:
@@ -407,9 +435,20 @@ class Trainer:
         self.load(path)
         return True
 
-    def _write(self, *, due: bool) -> bool:
-        path = self.settings.snapshot_path
-        if path is None or not due:
-            return False
-        self.save(path)
-        return True
+    def _write(self) -> None:
+        """Write a snapshot, if there is a path for one, and keep the last ones."""
+        path, keep = self.settings.snapshot_path, self.settings.snapshot_keep
+        if path is None:
+            return
+        self._save(path)
+        if keep is not None and self._stepper.processes.is_first:
+            keep_last(path, self._steps, keep)
+
+    def _write_between(self, run: Run) -> None:
+        """Write a snapshot that the run can do without."""
+        try:
+            self._write()
+        except SnapshotWriteError as error:
+            _log.error("%s Training goes on without this snapshot.", error)
+        else:
+            run.is_unwritten = False

@@ -20,5 +20,7 @@ def draw_as_if_new(loader: Any) -> None:
         >>> torch.equal(torch.get_rng_state(), before)
         True
     """
-    if getattr(loader, "_iterator", None) is not None:
+    persists = getattr(loader, "persistent_workers", False)
+    # torchdata's loader has an iterator in any case, and replaces it.
+    if persists and getattr(loader, "_iterator", None) is not None:
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)

@@ -36,6 +36,10 @@ class Position:
     but a loader's own generators have moved on by then, and the next order is drawn
     from where they are.
 
+    A loader with `state_dict` and `load_state_dict`, such as torchdata's
+    `StatefulDataLoader`, continues an epoch by itself: its state is kept too, and no
+    batch is read over. Between two epochs it begins anew, as other loaders do.
+
     Attributes:
         epoch: Epochs that are finished.
         batches: Batches of this epoch that are finished.
@@ -53,6 +57,9 @@ class Position:
         self._generators: Sequence[Generator] = ()
         self._left_at: list[Any] = []
         self._seen_elsewhere = 0
+        self._loader: Any = None
+        self._yielded = 0
+        self._continuation: dict[str, Any] | None = None
 
     def open(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Begin the epoch, or go on with it where it was left.
@@ -62,7 +69,18 @@ class Position:
                 sizes.
         """
         _tell_epoch(loader, self.epoch)
+        # Before the generators of this loader take the place of the earlier ones.
+        continuation = self._continuation or self._loader_state()
+        self._continuation = None
         self._generators = generators_of(_sources(loader))
+        self._loader = loader if _is_stateful(loader) else None
+        if self._loader is None:
+            return self._open(loader, None)
+        iterator = self._open(loader, continuation)
+        self._yielded = self.batches
+        return self._counted(iterator)
+
+    def _open(self, loader: Any, continuation: dict[str, Any] | None) -> Iterator[Any]:
         left_at, self._left_at = self._left_at, []
         if self._beginning is None:
             restore_generators(self._generators, left_at)
@@ -78,6 +96,12 @@ class Position:
         )
         restore_generators(self._generators, self._beginning["generators"])
         draw_as_if_new(loader)
+        if continuation is not None and not self._seen_elsewhere:
+            loader.load_state_dict(continuation["loader"])
+            iterator = iter(loader)
+            restore_generators(self._generators, continuation["generators"])
+            restore_random_states(now, self._device)
+            return iterator
         iterator = iter(loader)
         if not self.batches:
             # Most loaders draw their order when the first batch is asked for.
@@ -121,6 +145,7 @@ class Position:
             "first_epoch": self.first_epoch,
             "beginning": self._beginning,
             "generators": self._between_epochs(),
+            "continuation": self._continuation or self._loader_state(),
         }
 
     def load_state_dict(self, state: dict[str, Any], *, share: float = 1.0) -> None:
@@ -138,12 +163,33 @@ class Position:
         self._generators, self._left_at = (), list(state.get("generators", ()))
         self.batches, self.samples = state["batches"], state["samples"]
         self._seen_elsewhere = 0 if share == 1.0 else int(self.samples * share)
+        self._loader, self._continuation = None, state.get("continuation")
 
     def _between_epochs(self) -> list[Any]:
         """Return where the loader's own generators stand, if no epoch is begun."""
         if self._beginning is not None:
             return []
         return self._left_at or generator_states(self._generators)
+
+    def _loader_state(self) -> dict[str, Any] | None:
+        """Return the state of a loader that has one, in the middle of an epoch.
+
+        A step that failed leaves the loader ahead of the run; then batches are read
+        over, as with other loaders.
+        """
+        is_between = self._beginning is None
+        if self._loader is None or is_between or self._yielded != self.batches:
+            return None
+        try:
+            state = self._loader.state_dict()
+        except AttributeError:  # accelerate's loaders have the method without a state
+            return None
+        return {"loader": state, "generators": generator_states(self._generators)}
+
+    def _counted(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        for batch in iterator:
+            self._yielded += 1
+            yield batch
 
     def _read_over_batches(self, iterator: Iterator[Any]) -> None:
         samples = 0
@@ -177,6 +223,12 @@ class Position:
                 "not divide evenly: %d samples will not be seen in this epoch",
                 self.samples - wanted,
             )
+
+
+def _is_stateful(loader: Any) -> bool:
+    """Return whether a loader has the protocol of torchdata's `StatefulDataLoader`."""
+    names = ("state_dict", "load_state_dict")
+    return all(callable(getattr(loader, name, None)) for name in names)
 
 
 def own_position(positions: Any, rank: int, count: int) -> dict[str, Any]:

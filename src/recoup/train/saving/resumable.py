@@ -11,9 +11,9 @@ from recoup.errors import SnapshotError
 from recoup.precision.scaler import GradientScaler
 from recoup.train.compatibility import check_parts
 from recoup.train.data.position import Position, own_position
-from recoup.train.processes import Processes, Report
-from recoup.train.saving.run_state import apply_state, collect_state
-from recoup.train.saving.snapshot import check_folder, read_snapshot, write_snapshot
+from recoup.train.processes import Processes
+from recoup.train.saving.run_state import apply_state, collect_state, write_state
+from recoup.train.saving.snapshot import check_folder, read_snapshot
 
 _VERSION = "resumable 1"
 _NEEDED = frozenset({"processes", "position", "model", "optimizer", "random", "kinds"})
@@ -105,9 +105,7 @@ class ResumableRun:
                 "position": processes.gather(self._position.state_dict()),
                 **collect_state(self._model, self._optimizer, self._parts, processes),
             }
-            if processes.is_first:
-                write_snapshot(path, state)
-        processes.tell(Report())
+            write_state(path, state, processes)
 
     def load(self, path: str | Path) -> None:
         """Restore the state in a file. Nothing in it is executed.

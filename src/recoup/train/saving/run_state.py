@@ -1,5 +1,6 @@
 """The whole state of a run as plain data: collected, checked, and put back."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,10 +12,11 @@ from recoup.backend.state.global_generators import (
     random_states,
     restore_random_states,
 )
-from recoup.errors import SnapshotError
+from recoup.errors import SnapshotError, SnapshotWriteError
 from recoup.precision.scaler import GradientScaler
-from recoup.train.processes import Processes, unwrapped
+from recoup.train.processes import Processes, Report, unwrapped
 from recoup.train.saving.sharding import shard_like, whole_tree
+from recoup.train.saving.snapshot import write_snapshot
 
 Parts = dict[str, Any]
 """What has a state besides model and optimizer, by name; None where there is none."""
@@ -38,6 +40,33 @@ def collect_state(
         "optimizer": whole_tree(optimizer.state_dict()),
         "random": processes.gather(random_states(device).plain()),
     }
+
+
+def write_state(path: str | Path, state: dict[str, Any], processes: Processes) -> None:
+    """Write a state to a file; the first process does it, and all learn how it went.
+
+    Raises:
+        SnapshotError: The state is no plain data; in every process.
+        SnapshotWriteError: The file cannot be written; in every process.
+        PeerError: Another process is gone.
+    """
+    failure: SnapshotError | None = None
+    if processes.is_first:
+        try:
+            write_snapshot(path, state)
+        except SnapshotError as error:
+            failure = error
+    is_lasting = failure is not None and not isinstance(failure, SnapshotWriteError)
+    mine = Report(failed=0 if failure is None else 2 if is_lasting else 1)
+    first = processes.tell(mine)[0]
+    if failure is not None:
+        raise failure
+    if first.failed:
+        kind = SnapshotError if first.failed > 1 else SnapshotWriteError
+        raise kind(
+            f"expected the first process to write {path}, got an error there; see "
+            "what it logged."
+        )
 
 
 def apply_state(

@@ -9,6 +9,7 @@ import ctypes
 import json
 import math
 import os
+import shutil
 import struct
 import zlib
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from recoup.backend.memory.storages import QUANTIZED
-from recoup.errors import SnapshotError, UsageError
+from recoup.errors import SnapshotError, SnapshotWriteError, UsageError
 
 _BEGIN = b"recoup snapshot 1\n"
 _END = struct.Struct("<QQI12s")
@@ -59,8 +60,9 @@ def write_snapshot(path: str | Path, tree: Any) -> None:
         tree: Dictionaries, lists and tuples of tensors, numbers, texts and None.
 
     Raises:
-        SnapshotError: Something in the tree is none of these, or the file cannot be
-            written, as on a full disk. The old file is unchanged.
+        SnapshotError: Something in the tree is none of these.
+        SnapshotWriteError: The file cannot be written, as on a full disk. The old file
+            is unchanged.
 
     Examples:
         >>> import tempfile
@@ -84,7 +86,7 @@ def write_snapshot(path: str | Path, tree: Any) -> None:
                 partial.unlink(missing_ok=True)
                 raise
     except OSError as error:
-        raise SnapshotError(
+        raise SnapshotWriteError(
             f"{path} cannot be written: {error}. What was there before is unchanged."
         ) from error
     except RecursionError:
@@ -92,6 +94,47 @@ def write_snapshot(path: str | Path, tree: Any) -> None:
             f"{path} cannot be written: what it should hold is nested too deeply."
         ) from None
     _sync_folder(path.parent)
+
+
+def keep_last(path: str | Path, step: int, count: int) -> None:
+    """Keep a snapshot under the number of its step too, and only the last of these.
+
+    The file is linked, so that it takes its bytes once; where links are impossible it
+    is copied. The last ones are those written last: a run that went back to an earlier
+    step keeps what it writes from there on.
+
+    Raises:
+        SnapshotWriteError: The file cannot be linked, copied or removed.
+
+    Examples:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     for step in (8, 9, 10):
+        ...         write_snapshot(f"{folder}/run", {"step": step})
+        ...         keep_last(f"{folder}/run", step, 2)
+        ...     sorted(each.name for each in Path(folder).iterdir())
+        ['run', 'run.10', 'run.9']
+    """
+    path = Path(path)
+    kept = path.with_name(f"{path.name}.{step}")
+    try:
+        kept.unlink(missing_ok=True)
+        try:
+            os.link(path, kept)
+        except OSError:
+            shutil.copy2(path, kept)
+        found = [
+            (each.stat().st_mtime_ns, int(number), each)
+            for each in path.parent.iterdir()
+            if (number := each.name.removeprefix(f"{path.name}.")).isdecimal()
+            and each.name != number
+        ]
+        for *_, each in sorted(found)[:-count]:
+            each.unlink()
+    except OSError as error:
+        raise SnapshotWriteError(
+            f"{kept} cannot be kept: {error}. {path} itself is whole."
+        ) from error
 
 
 def read_snapshot(path: str | Path) -> Any:
