@@ -290,6 +290,35 @@ def test_an_interrupt_at_the_beginning_or_end_of_a_call_leaves_no_region(outer):
         assert at > 15
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_region_whose_end_is_interrupted_dies_although_a_buffer_joined_its_graph():
+    # A cycle through autograd's nodes is one that not even the collector finds.
+    made: list[weakref.ref[object]] = []
+    places: list[str] = []
+    x = X.clone().requires_grad_()
+
+    def step() -> None:
+        buffer = torch.ones_like(X)
+        with CheckpointScope("block", verify="off"):
+            made.extend(map(weakref.ref, open_regions()))
+            _ = (buffer * x).sin()
+            buffer.mul_(x.exp())
+
+    ending = ("_leave", "_close", "close", "_settle", "settle_writes", "part")
+    for at in itertools.count():
+        interrupter = Interrupter(at, only=ending)
+        is_interrupted = interrupter.run(step)
+        places += [interrupter.where] * (len(made) - len(places))
+        if not is_interrupted:
+            break
+    gc.collect()  # Python keeps the frames of an exception in a cycle
+    left = [
+        place for place, each in zip(places, made, strict=True) if each() is not None
+    ]
+    assert left == []
+    assert len(places) > 30
+
+
 class Keeping(nn.Module):
     """Keeps what it computes, and is interrupted then, if it is."""
 

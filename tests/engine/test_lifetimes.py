@@ -119,6 +119,18 @@ def test_a_buffer_that_is_saved_and_then_joins_the_graph_makes_no_cycle():
     assert region() is None
 
 
+def test_a_buffer_that_is_transposed_and_joins_the_graph_later_makes_no_cycle():
+    x, scope = vector(), unverified("block")
+    buffer = torch.randn(LENGTH, dtype=torch.float64)
+    with scope:
+        y = (buffer.exp() * x).sin()
+        buffer.view(1, LENGTH).t_()
+    region = weakref.ref(scope.nodes[0].region)
+    buffer.mul_(y)
+    del y, buffer
+    assert region() is None
+
+
 @pytest.mark.parametrize("depth", [1, 2, 3, 6])
 def test_nested_regions_hold_only_what_came_into_the_outermost(depth):
     x = vector()

@@ -247,6 +247,28 @@ def test_a_saved_tensor_transposed_and_then_written_to_in_the_region_is_an_error
     del z
 
 
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_a_tensor_that_joins_a_graph_when_another_is_transposed_is_held_without(
+    is_nested,
+):
+    # A view made without gradients gets its base's graph when that is changed in place,
+    # and torch allows no view of it from then on.
+    def step(region: Region) -> dict[str, Tensor | None]:
+        given = torch.randn(4, 4, requires_grad=True)
+        x = given * 2
+        with torch.no_grad():
+            view = x.view(4, 4)
+        with region("outer") if is_nested else plain(), region("block"):
+            with torch.no_grad():
+                factor = view.exp()
+            y = (given.sin() * factor).sum()
+            x.t_()
+        (y + x.sum()).backward()
+        return {"gradient": given.grad}
+
+    assert compare(step, CheckpointScope) == []
+
+
 def test_one_of_several_views_may_be_read_after_a_write_to_all_of_them():
     def step(region: Region) -> dict[str, Tensor | None]:
         given = torch.randn(4, 4, requires_grad=True)

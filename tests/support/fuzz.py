@@ -184,10 +184,7 @@ def _examine(case: Case, region: Region) -> Verdict:
             if actual.failed:
                 return actual
             verdict = actual
-            # PyTorch keeps the gradients of a failed backward until the next one.
-            torch.ones((), requires_grad=True).backward()
-            save_some()
-            gc.collect()  # errors make cycles without recoup too
+            _end_failed()
         else:
             verdict = Verdict("equal")
             if found := differences(expected, actual):
@@ -209,11 +206,14 @@ def _interrupt(
     counter = Interrupter()
     counter.run(lambda: observe(step, region, seed=0))
     interrupter = Interrupter(int(fraction * counter.count))
-    interrupter.run(lambda: observe(step, region, seed=0))
-    where = f"after an interrupt at {interrupter.where}, "
-    save_some()
-    # Not what is alive: an operator that was interrupted may leave a cycle of nodes.
-    if left := _left():
+    with watching() as living:
+        interrupter.run(lambda: observe(step, region, seed=0))
+        where = f"after an interrupt at {interrupter.where}, "
+        _end_failed()
+    left = _left()
+    if alive := _alive(living):
+        left += [] if _keeps_itself(step) else [alive]
+    if left:
         return Verdict("wrong", where + "left: " + "; ".join(left))
     if wrong := _following(step, expected, where + "a plain step: "):
         return wrong
@@ -223,6 +223,14 @@ def _interrupt(
     if found := differences(expected, again):
         return Verdict("wrong", f"{where}the step: {'; '.join(found)}")
     return Verdict("equal")
+
+
+def _end_failed() -> None:
+    """Let go of what a step that has failed leaves with PyTorch and Python."""
+    # PyTorch keeps the gradients of a failed backward until the next one.
+    torch.ones((), requires_grad=True).backward()
+    save_some()
+    gc.collect()  # errors make cycles without recoup too
 
 
 def _following(step: Step, expected: Observed, where: str) -> Verdict | None:

@@ -208,6 +208,21 @@ def has_graph(tensor: Tensor) -> bool:
         return True
 
 
+def stays_leaf(tensor: Tensor) -> bool:
+    """Return whether a tensor that requires a gradient has no graph and gets none.
+
+    A view without a graph gets that of its base when that is written to.
+
+    Examples:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> with torch.no_grad():
+        ...     view = (x * 2)[:]
+        >>> stays_leaf(x), view.is_leaf, stays_leaf(view)
+        (True, True, False)
+    """
+    return tensor._base is None and tensor.is_leaf
+
+
 def is_activation(tensor: Tensor) -> bool:
     """Return whether a tensor from outside is one that the graph alone may keep.
 

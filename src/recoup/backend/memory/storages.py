@@ -168,14 +168,16 @@ def alias(tensor: Tensor) -> Tensor:
     """Return the tensor without its graph, sharing memory and version counter.
 
     A parameter is returned as it is: it has no graph and cannot get one. So is a view
-    of a parameter: the graph behind it is views and nothing else. Inside a dispatch
-    mode a plain `detach` has a version counter of its own, because the key that shares
-    it is switched off there. No mode is shown the call: it costs three times as much.
-    Guards are entered where they change something: each costs as much as the call.
+    of a parameter: the graph behind it is views and nothing else. A view of any other
+    tensor gets a graph when that is written to, even if it has none now. Inside a
+    dispatch mode a plain `detach` has a version counter of its own, because the key
+    that shares it is switched off there. No mode is shown the call: it costs three
+    times as much. Guards are entered where they change something: each costs as much as
+    the call.
     """
     if tensor.requires_grad:
         base = tensor._base
-        if (tensor if base is None else base).is_leaf:
+        if tensor.is_leaf if base is None else base.is_leaf and base.requires_grad:
             return tensor
     if _is_switched_off(_VIEW_TRACKING):
         with torch._C._SetExcludeDispatchKeyGuard(_VIEW_TRACKING, False):

@@ -1,9 +1,11 @@
 """Attached: holds of tensors from outside, until these are parted from their graphs."""
 
+from itertools import islice
+
 from torch import Tensor
 from torch.nn import Parameter
 
-from recoup.backend.autograd.saved_tensors import has_graph
+from recoup.backend.autograd.saved_tensors import stays_leaf
 from recoup.backend.memory.storages import Geometry, alias, storage_address
 from recoup.engine.lifetime.values import MOVED, Hold
 
@@ -17,7 +19,7 @@ class Attached:
     """
 
     def __init__(self) -> None:
-        self._holds: list[tuple[Hold, int]] = []
+        self._holds: dict[int, tuple[Hold, int]] = {}  # by the hold's identity
         self._found: dict[int, list[Hold]] = {}  # by the tensor's identity
         self._searched = 0
 
@@ -32,24 +34,31 @@ class Attached:
             geometry: The geometry to give it back in, if that is not its own.
         """
         if tensor.requires_grad:
-            if has_graph(tensor):
-                return Hold(alias(tensor), geometry)
-            # It has no graph and cannot get one, but it can be given other memory.
-            hold = Hold(tensor, geometry)
-            hold.address = address
-            return hold
+            if stays_leaf(tensor):
+                hold = Hold(tensor, geometry)
+                hold.address = address  # it can be given other memory
+                return hold
+            return Hold(alias(tensor), geometry)
         if type(tensor) is not Tensor:
             hold = Hold(alias(tensor), geometry)
             hold.is_frozen = isinstance(tensor, Parameter)
             return hold
         hold = Hold(tensor, geometry)
         if hold.version != -1:  # an inference tensor never gets a graph
-            self._holds.append((hold, address))
+            self._holds[id(hold)] = (hold, address)
         return hold
+
+    def twin(self, hold: Hold) -> Hold:
+        """Return a second hold of the same value, which is parted with the first."""
+        twin = hold.twin()
+        found = self._holds.get(id(hold))
+        if found is not None:
+            self._holds[id(twin)] = (twin, found[1])
+        return twin
 
     def part_from(self, tensor: Tensor) -> None:
         """Part the holds of a tensor that will lie in another way."""
-        for hold, _ in self._holds[self._searched :]:
+        for hold, _ in islice(self._holds.values(), self._searched, None):
             self._found.setdefault(id(hold.tensor), []).append(hold)
         self._searched = len(self._holds)
         for hold in self._found.get(id(tensor), ()):
@@ -58,13 +67,13 @@ class Attached:
 
     def part(self) -> None:
         """Part all of them; one whose tensor got other memory cannot be used."""
-        for hold, address in self._holds:
+        for hold, address in self._holds.values():
             tensor = hold.tensor
             if tensor is None:
                 continue
             if storage_address(tensor) != address:
                 hold.version = MOVED  # somebody assigned to its `.data`
             hold.tensor = tensor.detach()
-        self._holds = []
+        self._holds = {}
         self._found = {}
         self._searched = 0

@@ -402,7 +402,7 @@ class Tape:
             value.born = None
             if value.hold is not None and value.hold.tensor is not None:
                 # Its own hold: one that autograd was given goes by the old version.
-                value.hold = value.hold.twin()
+                value.hold = self.attached.twin(value.hold)
                 value.hold.version = None
 
     def _viewed(self, value: Value, tensor: Tensor) -> Value | View:
