@@ -53,14 +53,23 @@ def test_a_name_of_a_part_has_its_place_in_the_reference(part):
 def test_the_listed_pages_exist():
     assert len(LISTED) > 10
     for page in LISTED:
-        assert (ROOT / "docs" / page).is_file(), page
+        source = ROOT / "docs" / page
+        if page == "changelog.md":  # made of another file: build_hooks/site.py
+            source = ROOT / "CHANGELOG.md"
+        elif page.startswith("notebooks/"):
+            source = source.with_suffix(".ipynb")
+        assert source.is_file(), page
+
+
+def codes_of(page: str) -> list[str]:
+    """The blocks of a page that are code without a prompt."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    return [block for block in blocks if ">>>" not in block]
 
 
 def code_of(page: str) -> str:
-    """The one block of a page that is code without a prompt."""
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    (code,) = (block for block in blocks if ">>>" not in block)
+    (code,) = codes_of(page)
     return code
 
 
@@ -80,7 +89,8 @@ def test_every_block_of_code_is_run():
     tutorials = {page for page in without if page.startswith("tutorials/")}
     assert tutorials == {f"tutorials/{page}" for page in TUTORIALS}
     others = without - tutorials
-    assert others == {"start.md", "guides/fit.md", "guides/distributed.md"}
+    run_below = {"index.md", "start.md", "guides/fit.md", "guides/distributed.md"}
+    assert others == run_below
 
 
 @pytest.mark.parametrize("page", TUTORIALS)
@@ -94,11 +104,29 @@ def test_a_tutorial_runs_from_top_to_bottom(page):
     exec(compile(code, page, "exec"), {"__name__": page})
 
 
-def test_the_file_of_the_first_page_is_measured(tmp_path, capsys):
-    file = tmp_path / "steps.py"
-    file.write_text(code_of("start.md"), encoding="utf-8")
-    assert run(["measure", f"{file}:make", "--json"]) == 0
+def test_the_code_of_the_home_page_is_that_of_the_readme():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"```python\n{code_of('index.md')}```" in readme  # which is run
+
+
+def test_the_files_of_the_first_page_work_as_pasted(tmp_path, monkeypatch, capsys):
+    """The file that is fitted, the loop that imports it, and the error."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    steps, loop, refused = codes_of("start.md")
+    small = steps.replace("256", "32").replace("1024", "128")
+    Path("steps.py").write_text(small, encoding="utf-8")
+    text = (ROOT / "docs" / "start.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^\.venv/bin/recoup (fit .*)$", text, flags=re.MULTILINE)
+    assert run([*command.split(), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["plain_peak_bytes"] > 0
+    assert Path("report.html").is_file()
+    for code in (loop, refused):
+        exec(compile(code, "start.md", "exec"), {"__name__": "pasted"})
+    said = capsys.readouterr().out
+    assert "measured peak" in said
+    assert "a budget of 1 MiB cannot be met: the smallest plan known takes" in said
+    assert Path("why.html").is_file()
 
 
 def test_the_call_with_offload_of_the_guide():
@@ -150,3 +178,14 @@ def test_the_site_builds_without_a_warning(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "reference" / "fit" / "index.html").is_file()
+    # What the hooks add: the changelog, notebooks with their outputs, and addresses
+    # for files that are not of the site.
+    changes = (tmp_path / "changelog" / "index.html").read_text(encoding="utf-8")
+    assert "Unreleased" in changes
+    notebook = tmp_path / "notebooks" / "first-fit" / "index.html"
+    assert (
+        '<div class="output"><pre style="white-space:pre-wrap">Graph('
+        in notebook.read_text(encoding="utf-8")
+    )
+    guide = (tmp_path / "guides" / "fit" / "index.html").read_text(encoding="utf-8")
+    assert 'href="https://recoup.example/source/blob/main/examples/gan.py"' in guide

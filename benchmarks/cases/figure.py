@@ -21,7 +21,14 @@ from recoup.report.files import to_json
 from recoup.report.findings import Findings, PlanView
 from recoup.report.timeline import timeline
 
-WIDTH, HEIGHT, HEAD = 960, 340, 28
+WIDTH, HEIGHT, HEAD, LEGEND = 960, 340, 28, 36
+COLOURS = {
+    "saved for backward": "#3b6fb6",
+    "recomputed": "#e9864a",
+    "temporaries of forward": "#2a9d8f",
+    "parameters, gradients, batch": "#9aa5b1",
+}
+"""As `recoup.report.drawing` has them on paper."""
 
 
 def measure() -> Findings:
@@ -46,10 +53,26 @@ def figure(found: Findings) -> str:
         ),
     ]
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {2 * below}" '
+        '<svg xmlns="http://www.w3.org/2000/svg" '
+        f'viewBox="0 0 {WIDTH} {2 * below + LEGEND}" '
         'role="img" font-family="system-ui, sans-serif"><title>Memory over one '
-        f"training step, plain and within half the peak</title>{''.join(panels)}</svg>"
+        "training step, plain and within half the peak</title>"
+        # Pages that show it may be dark.
+        '<rect width="100%" height="100%" fill="#ffffff"/>'
+        f"{''.join(panels)}{_legend(2 * below)}</svg>"
     )
+
+
+def _legend(top: int) -> str:
+    drawn, x = "", 84
+    for words, colour in COLOURS.items():
+        drawn += (
+            f'<rect x="{x}" y="{top + 8}" width="14" height="14" fill="{colour}"/>'
+            f'<text x="{x + 20}" y="{top + 20}" font-size="14" fill="#1d2733">'
+            f"{words}</text>"
+        )
+        x += 50 + 7 * len(words)
+    return drawn
 
 
 def _panel(

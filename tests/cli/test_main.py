@@ -299,37 +299,59 @@ def test_fit_as_text_shows_the_step_the_blocks_and_the_rules(steps, capsys):
         assert words in text
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["fit", "steps.py:make", "--budget", "80%", "--points", "2"],
-        ["measure", "steps.py:make"],
-        ["measure", "steps.py:make", "--budget", "0.8"],
-        ["frontier", "steps.py:make", "--points", "2"],
-    ],
-    ids=lambda command: " ".join(command[::2]),
-)
-def test_the_verdict_comes_first_and_80_columns_are_enough(
-    steps, capsys, monkeypatch, command
-):
-    monkeypatch.setattr(os, "getloadavg", lambda: (1000.0,) * 3)
-    assert run(command) == 0
-    out = capsys.readouterr().out
-    assert out.startswith(("Fits: peak", "The plain step takes"))
-    assert max(map(len, out.splitlines())) <= 80
-    assert "Noise: other programs were running when this began (load 1000.0" in out
+def test_a_quiet_machine_is_not_called_noisy(steps, capsys, monkeypatch):
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0,) * 3)
-    assert run(command) == 0
-    assert "Noise" not in capsys.readouterr().out
+    assert run(["measure", "steps.py:make", "--budget", "0.8"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("Fits: peak")
+    assert "Noise" not in out
 
 
-@pytest.mark.parametrize("command", ["compare", "table"])
-def test_commands_that_time_say_that_the_machine_is_busy(
+TIMING = {
+    "compare": ["--budget", "90%"],
+    "demo": ["--small", "--steps", "1"],
+    "fit": ["--budget", "0.7", "--points", "2"],
+    "frontier": ["--points", "2"],
+    "largest-batch": ["--budget", "200kB", "--limit", "8"],
+    "measure": [],
+    "report": ["--budget", "0.7"],
+    "table": [],
+}
+VERDICTS = {
+    "compare": r"recoup in .* of the plain peak at [+-].* time, same bits; torch ",
+    "demo": r"Fits in half the memory: peak .*; losses and gradients equal in every ",
+    "fit": r"Fits: peak .* \(measured\) of a budget of ",
+    "frontier": r"The plain step takes .*; the smallest budget that can be met is ",
+    "largest-batch": r"batch 8 \(plain 8\) in a budget of 195\.31 KiB: ",
+    "measure": r"The plain step takes .*; the smallest budget that can be met is ",
+    "report": r"Fits: peak .* \(measured\) of a budget of ",
+    "table": r"Least memory: .* of the baseline's memory and .* of its time\.",
+}
+"""How the first lines of each command that measures begin."""
+
+
+@pytest.mark.parametrize("command", TIMING)
+def test_a_command_that_times_begins_with_a_verdict_and_says_noise(
     steps, capsys, monkeypatch, command
 ):
+    """And no line is wider than 80 columns."""
     monkeypatch.setattr(os, "getloadavg", lambda: (1000.0,) * 3)
-    assert run([command, "steps.py:make", "--json"]) == 0
+    monkeypatch.setenv("COLUMNS", "80")
+    Path("sized.py").write_text(SIZED)
+    target = {"demo": [], "largest-batch": ["sized.py:make"]}
+    asked = [command, *target.get(command, ["steps.py:make"]), *TIMING[command]]
+    assert run(asked) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert re.match(VERDICTS[command], " ".join(lines[:3]))
+    assert "Noise: other programs were running" in " ".join(lines)
+    assert [line for line in lines if len(line) > 80] == []
+    assert run([*asked, "--json"]) == 0
     assert "load 1000.0" in json.loads(capsys.readouterr().out)["busy"]
+
+
+def test_every_command_is_held_to_a_verdict():
+    names = {command.__name__.replace("_", "-") for command in COMMANDS}
+    assert names - set(TIMING) == {"explain", "doctor"}  # which time nothing
 
 
 def test_the_plan_of_every_pass_is_explained(tmp_path, monkeypatch, capsys):

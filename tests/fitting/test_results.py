@@ -2,6 +2,7 @@
 
 import pickle
 import re
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -54,6 +55,28 @@ def test_the_repr_of_every_result_is_one_short_block():
         assert len(text) < 1000, name
         if name not in ("PlanView", "Timeline"):
             assert "iB" in text or name == "Step"
+
+
+def test_every_result_is_shown_in_a_notebook_too():
+    parts = ("PlanView", "Step", "Timeline")  # of findings
+    for result in results():
+        if type(result).__name__ in parts:
+            continue
+        html = result._repr_html_()
+        ElementTree.fromstring(f"<div>{html}</div>")
+        is_plan = isinstance(result, recoup.Plan)
+        assert ("<svg" in html) != is_plan, type(result).__name__
+
+
+def test_the_curve_of_a_notebook_is_the_memory_of_the_plan():
+    solution = small_solutions()[0]
+    (drawn,) = re.findall(r'<path d="M0 96(.*?)V96Z"', solution._repr_html_())
+    heights = [float(y) for y in re.findall(r"V([0-9.]+)H", drawn)]
+    peak_bytes = solution.simulation.peak_bytes
+    found = [round((1 - y / 96) * peak_bytes) for y in heights]
+    slack = peak_bytes * 0.06 / 96  # a coordinate has one place after the point
+    for one, other in zip(found, solution.simulation.bytes_at, strict=True):
+        assert abs(one - other) <= slack + 1
 
 
 def test_compiled_results_are_short_too():

@@ -214,10 +214,16 @@ def largest_batch(
     check_budget_text(budget)
 
     from recoup.cli.targets import load_sized_target
-    from recoup.cli.work import largest_batch_of
+    from recoup.cli.work import largest_batch_of, noise
 
-    found = largest_batch_of(load_sized_target(target), budget, slowdown, limit)
-    print(as_json({"target": target, **asdict(found)}) if json else found)
+    make = load_sized_target(target)
+    busy = noise(make(1))
+    found = largest_batch_of(make, budget, slowdown, limit)
+    if json:
+        print(as_json({"target": target, **asdict(found), "busy": busy}))
+        return
+    print_verdict(f"{found}.", "yes")
+    print_texts(busy)
 
 
 def frontier(  # noqa: PLR0913 (one for each thing to be had)
@@ -278,7 +284,7 @@ def compare(
 
     from recoup.cli.targets import load_target
     from recoup.cli.work import compare_target, noise
-    from recoup.report.texts import contest_text
+    from recoup.report.texts import contest_text, contest_verdict
 
     loaded = load_target(target)
     busy = noise(loaded)
@@ -288,6 +294,7 @@ def compare(
         print(as_json({"target": target, "contenders": rows, "busy": busy}))
         return
     how = "Measured here, one after the other in one process: forward and backward."
+    print_verdict(contest_verdict(entries))
     print_texts(contest_text(entries), how, busy)
 
 
@@ -322,6 +329,7 @@ def table(
         print(as_json({"target": target, **told, "rows": rows}))
         return
     how = f"Mixed precision computes in {found.precision}; measured on this machine."
+    print_verdict(found.verdict)
     print_texts(str(found), how, busy)
 
 
@@ -373,13 +381,16 @@ def report(  # noqa: PLR0913 (one for each thing to be had)
     if trace is not None:
         check_trace(trace)
         check_writable(trace)
+    busy = ""
     if source.endswith(".json"):
         found = from_json(read_text(Path(source)))
     else:
         from recoup.cli.targets import load_target
-        from recoup.cli.work import fit_target
+        from recoup.cli.work import fit_target, noise
 
-        _, found = fit_target(load_target(source), budget, offload=False, points=9)
+        loaded = load_target(source)
+        busy = noise(loaded)
+        _, found = fit_target(loaded, budget, offload=False, points=9)
     written = [out]
     write_whole(out, page(found))
     for path, draw in ((chart, frontier_chart), (memory, memory_chart)):
@@ -390,9 +401,11 @@ def report(  # noqa: PLR0913 (one for each thing to be had)
         write_whole(trace, trace_of(found, trace.suffix.lower()))
         written.append(trace)
     if json:
-        print(as_json({"page": str(out), "written": list(map(str, written))}))
+        said = {"page": str(out), "written": list(map(str, written)), "busy": busy}
+        print(as_json(said))
         return
     print_verdict(found)
+    print_texts(busy)
     for path in written:
         print(f"wrote {path}")
 
@@ -401,10 +414,14 @@ def doctor(*, json: AsJson = False, debug: Debug = False) -> int:
     """Say what is here: versions, devices, links, and whether recoup works on them."""
     del debug
 
-    from recoup.cli.examination import examination_text, examine
+    from recoup.cli.examination import examination_text, examination_verdict, examine
 
     found = examine()
-    print(as_json(found) if json else examination_text(found))
+    if json:
+        print(as_json(found))
+    else:
+        print_verdict(examination_verdict(found), "yes" if found["works"] else "no")
+        print_texts(examination_text(found))
     return 0 if found["works"] else 1
 
 

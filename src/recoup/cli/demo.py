@@ -18,7 +18,7 @@ from recoup.cli.demo_training import (
     losses_equal,
 )
 from recoup.cli.gpt import Shape
-from recoup.cli.output_files import as_json, write_whole
+from recoup.cli.output_files import as_json, print_verdict, write_whole
 from recoup.cli.statuses import FAILED, CommandError
 from recoup.cli.work import other_work
 from recoup.core.units import print_bytes, print_seconds
@@ -48,6 +48,7 @@ def demonstrate(steps: int, page: Path | None, *, is_small: bool, in_json: bool)
             MofNCompleteColumn(),
             console=console,
             transient=True,
+            disable=not console.is_terminal,  # it would leave an empty line
         ) as progress:
             plain, fitted, note = compare_repeatably(settings, progress)
     except torch.OutOfMemoryError:
@@ -56,14 +57,16 @@ def demonstrate(steps: int, page: Path | None, *, is_small: bool, in_json: bool)
         ) from None
     same = losses_equal(plain, fitted) and gradients_equal(plain, fitted)
     if in_json:
-        print(as_json(comparison_numbers(settings, plain, fitted)))
+        numbers = comparison_numbers(settings, plain, fitted)
+        print(as_json({**numbers, "busy": busy}))
     else:
-        words, style = ("equal in every bit", "green") if same else ("NOT equal", "red")
-        said = (
+        words, good = ("equal in every bit", "yes") if same else ("NOT equal", "no")
+        print_verdict(
             f"Fits in half the memory: peak {print_bytes(fitted.cost.peak_bytes)}, "
-            f"plain {print_bytes(plain.cost.peak_bytes)}; losses and gradients {words}."
+            f"plain {print_bytes(plain.cost.peak_bytes)}; losses and gradients "
+            f"{words}.",
+            good,
         )
-        console.print(said, style=f"bold {style}", highlight=False)
         console.print(comparison_table(settings, plain, fitted))
     said = [busy, note and f"Some bits may differ by chance: {note}"]
     if fitted.report is not None:

@@ -28,6 +28,25 @@ def examine() -> dict[str, Any]:
     }
 
 
+def examination_verdict(found: dict[str, Any]) -> str:
+    """Return whether recoup works here, and where it does not.
+
+    Examples:
+        >>> devices = [{"name": "cpu", "gradients_equal": False}]
+        >>> examination_verdict({"devices": devices})
+        'recoup does not work on cpu: gradients differ from the plain run.'
+    """
+    names = {
+        equal: [d["name"] for d in found["devices"] if d["gradients_equal"] == equal]
+        for equal in (True, False)
+    }
+    if bad := ", ".join(names[False]):
+        return f"recoup does not work on {bad}: gradients differ from the plain run."
+    return (
+        f"recoup works here: gradients are bitwise equal on {', '.join(names[True])}."
+    )
+
+
 def examination_text(found: dict[str, Any]) -> str:
     """Return an examination as text."""
     said = {**found["environment"]}

@@ -98,18 +98,26 @@ def read_text(path: Path) -> str:
         ) from error
 
 
-def print_verdict(found: "Findings") -> None:
-    """Print the one sentence that a reader must not miss, in colour where there is."""
+def print_verdict(said: "Findings | str", good: str = "-") -> None:
+    """Print the one sentence that a reader must not miss, in colour where there is.
+
+    Args:
+        said: The sentence, or findings that have one.
+        good: Of a sentence: "yes" and "no" have colours.
+    """
     from rich.console import Console
     from rich.text import Text
 
     from recoup.report.texts import WIDTH, fits_words, verdict
 
-    peak_bytes = found.measured_peak_bytes or found.plan.peak_bytes
-    styles = {"yes": "bold green", "no": "bold red", "-": "bold"}
+    if not isinstance(said, str):
+        peak_bytes = said.measured_peak_bytes or said.plan.peak_bytes
+        good = fits_words(peak_bytes, said.budget_bytes)
+        said = verdict(said)
+    style = {"yes": "bold green", "no": "bold red", "-": "bold"}[good]
     console = Console()
-    style = styles[fits_words(peak_bytes, found.budget_bytes)]
-    console.print(Text(verdict(found), style), width=min(console.width, WIDTH))
+    lines = textwrap.fill(said, min(console.width, WIDTH))
+    console.print(Text(lines, style), soft_wrap=True)
     console.print()
 
 

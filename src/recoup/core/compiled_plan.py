@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
+from recoup.core.display import as_html
 from recoup.core.units import print_bytes, print_seconds
 from recoup.errors import PlanError
 
@@ -69,6 +70,9 @@ class CompiledPlan:
             f"{budget}, predicted peak {print_bytes(self.peak_bytes)}, step "
             f"{print_seconds(self.seconds)})"
         )
+
+    def _repr_html_(self) -> str:
+        return as_html(repr(self))
 
     def to_json(self) -> str:
         """Return the plan as JSON text."""

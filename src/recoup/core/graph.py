@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from recoup.core.display import as_html
 from recoup.core.units import print_bytes, print_seconds
 from recoup.errors import UsageError
 
@@ -298,6 +299,12 @@ class Graph:
             f"backward {print_bytes(self.saved_bytes)}, step "
             f"{print_seconds(self.step_seconds)}{device})"
         )
+
+    def _repr_html_(self) -> str:
+        from recoup.core.simulation import simulate
+
+        passes = (simulate(each, ()) for each in self.passes)
+        return as_html(repr(self), [n for each in passes for n in each.bytes_at])
 
     @cached_property
     def peak_bytes(self) -> int:

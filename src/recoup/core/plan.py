@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+from recoup.core.display import as_html
 from recoup.core.graph import BEFORE, Boundary, Graph
 from recoup.core.readings import MOST, is_amount, is_duration, is_printable
 from recoup.core.segments import Action, Segment
@@ -127,6 +128,9 @@ class Plan:
             f"{budget}, predicted peak {print_bytes(self.peak_bytes)}, step "
             f"{print_seconds(self.seconds)})"
         )
+
+    def _repr_html_(self) -> str:
+        return as_html(repr(self))
 
     @property
     def parts(self) -> tuple["Plan", ...]:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from recoup.core.display import as_html
 from recoup.core.footprint import Footprint, Replay, total_footprint
 from recoup.core.graph import BEFORE, Graph
 from recoup.core.memory_use import SPIKE, MemoryUse
@@ -53,6 +54,9 @@ class Simulation:
             f"{print_seconds(self.seconds)}, of that {len(self.replays)} replays "
             f"{print_seconds(self.replay_seconds)})"
         )
+
+    def _repr_html_(self) -> str:
+        return as_html(repr(self), self.bytes_at)
 
     @property
     def peak_bytes(self) -> int:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from recoup.backend.memory.meters import is_out_of_memory
+from recoup.core.display import as_html
 from recoup.core.graph import Graph
 from recoup.core.growth import Axis, Growth, on_line, resized
 from recoup.core.segments import Action
@@ -57,6 +58,9 @@ class LargestBatch:
     plain_size: int
     measured_sizes: tuple[int, ...]
     total_seconds: float
+
+    def _repr_html_(self) -> str:
+        return as_html(str(self))
 
     def __str__(self) -> str:
         return (

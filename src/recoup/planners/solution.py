@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from recoup.core.display import as_html
 from recoup.core.segments import Segment
 from recoup.core.simulation import Simulation
 from recoup.core.units import print_bytes, print_seconds
@@ -36,6 +37,10 @@ class Solution:
             f"{print_seconds(self.extra_seconds)}, at most {self.gap:.1%} above the "
             "optimum)"
         )
+
+    def _repr_html_(self) -> str:
+        passes = (each.simulation for each in self.passes)
+        return as_html(repr(self), [n for each in passes for n in each.bytes_at])
 
     @property
     def passes(self) -> tuple["Solution", ...]:

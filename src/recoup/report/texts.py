@@ -235,6 +235,36 @@ def contest_text(entries: Sequence[Entry]) -> str:
     return "\n\n".join([table(headings, rows), *said])
 
 
+def contest_verdict(entries: Sequence[Entry]) -> str:
+    """Return what the leanest plan of recoup and the leanest other tool cost.
+
+    Examples:
+        >>> plain = Entry("plain", 2048, 1.0, 0.0)
+        >>> rule = Entry("every block", 1024, 1.5, 0.0)
+        >>> ours = Entry("recoup in 1 KiB", 1024, 1.25, 0.0)
+        >>> for part in contest_verdict([plain, rule, ours]).split("; "):
+        ...     print(part)
+        recoup in 1 KiB: 50% of the plain peak at +25.0% time, same bits
+        every block: 50% at +50.0%, same bits.
+        >>> contest_verdict([plain, rule])
+        'No plan of recoup ran; the notes say why.'
+    """
+    ran = [entry for entry in entries if entry.peak_bytes and entry.seconds]
+    ours = [entry for entry in ran[1:] if entry.name.startswith("recoup")]
+    if not ours:
+        return "No plan of recoup ran; the notes say why."
+    said: list[str] = []
+    for group in (ours, [entry for entry in ran[1:] if entry not in ours]):
+        if group:
+            leanest = min(group, key=lambda entry: entry.peak_bytes or 0)
+            _, _, share, _, slower, bits = _contender(leanest, ran[0], ())
+            words = ("", "") if said else (" of the plain peak", " time")
+            said.append(
+                f"{leanest.name}: {share}{words[0]} at {slower}{words[1]}, {bits}"
+            )
+    return f"{'; '.join(said)}."
+
+
 def estimate_words(estimated_for: str) -> str:
     """Return what to know of times that nobody measured; nothing if somebody did.
 

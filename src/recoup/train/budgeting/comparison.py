@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from html import escape
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch.optim import Optimizer
 
 from recoup.backend.memory.meters import is_out_of_memory
 from recoup.backend.state.global_generators import random_states, restore_random_states
+from recoup.core.display import as_html
 from recoup.core.units import print_bytes, print_seconds
 from recoup.errors import UsageError
 from recoup.precision.formats import resolve_precision
@@ -64,7 +64,23 @@ class Comparison:
         return f"Comparison in {self.precision}\n{self}"
 
     def _repr_html_(self) -> str:
-        return f"<pre>{escape(repr(self))}</pre>"
+        return as_html(repr(self))
+
+    @property
+    def verdict(self) -> str:
+        """The leanest configuration, in one sentence."""
+        base, ran = self.rows[0], [row for row in self.rows if row.peak_bytes]
+        if not ran:
+            return "No configuration fits: all ran out of memory."
+        leanest = min(ran, key=lambda row: row.peak_bytes or 0)
+        beside = (
+            f"{_share(leanest.peak_bytes or 0, base.peak_bytes)} of the baseline's "
+            f"memory and {_share(leanest.seconds or 0, base.seconds)} of its time"
+            if base.peak_bytes
+            else "the baseline is out of memory"
+        )
+        peak = print_bytes(leanest.peak_bytes or 0)
+        return f"Least memory: {leanest.name}, {peak}, {beside}."
 
     def __str__(self) -> str:
         base = self.rows[0]

@@ -1,0 +1,231 @@
+"""The tables of docs/benchmarks.md and of the README, made from benchmarks/results.
+
+    python -m benchmarks.page
+
+Writes each table between its marks, `<!-- table: NAME -->` and `<!-- end -->`.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = (ROOT / "docs" / "benchmarks.md", ROOT / "README.md")
+_MARKED = re.compile(r"(<!-- table: ([a-z-]+) -->\n\n).*?(\n<!-- end -->)", re.DOTALL)
+Row = dict[str, Any]
+
+
+def filled(text: str) -> str:
+    """Return a page with the tables of today's results between its marks."""
+    return _MARKED.sub(lambda m: f"{m[1]}{TABLES[m[2]]()}{m[3]}", text)
+
+
+def rows_of(name: str) -> list[Row]:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+
+
+def table(headings: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
+    rule = ["---"] * len(headings)
+    lines = [f"| {' | '.join(row)} |" for row in (headings, rule, *rows)]
+    return "\n".join(lines) + "\n"
+
+
+HUGGING_FACE = "hugging-face_nvidia-h200_2026-11-16"
+FITTING = "fitting_nvidia-h200_2026-11-16"
+MODELS = {
+    "llama": "Llama 1.1B, 4 x 2048 tokens",
+    "lora": "LoRA on Llama 7B, 2 x 2048",
+    "t5": "T5-large, 16 x 512",
+    "qwen3-moe": "Qwen3-MoE, 4 x 2048",
+}
+CONTENDERS = {
+    "eager": "plain",
+    "own checkpointing": "its own checkpointing",
+    "recoup, a region per layer": "recoup, a region per layer",
+    "fit (eager) at own checkpointing": "`fit` at that peak",
+    "fit (exact) at own checkpointing": '`fit(compile="exact")` at that peak',
+    "fit (inductor) at own checkpointing": '`fit(compile="inductor")` at that peak',
+    "fit (inductor) at 50%": '`fit(compile="inductor")`, budget 50 %',
+    "fit (inductor) at 60%": '`fit(compile="inductor")`, budget 60 %',
+    "torch knob 0.5": "layers compiled, torch's budget 0.5",
+    "torch knob 0.0": "layers compiled, torch's budget 0",
+}
+
+
+def hugging_face() -> str:
+    found = {(row["model"], row["contender"]): row for row in rows_of(HUGGING_FACE)}
+
+    def rows() -> Iterator[list[str]]:
+        for contender, words in CONTENDERS.items():
+            yield [words, *(_cost(found.get((m, contender))) for m in MODELS)]
+
+    return table(["", *MODELS.values()], rows())
+
+
+def _cost(row: Row | None, digits: int = 2) -> str:
+    if row is None:
+        return "not run"
+    if row["ms"] is None:
+        (needed,) = re.findall(r"need (?:about )?([0-9.]+ GiB)", row["remark"]) or [""]
+        return f"infeasible{f': {needed}' if needed else ''}"
+    return f"{row['ms']:.0f} ms, {row['peak GiB']:.{digits}f} GiB"
+
+
+FITTED = {
+    "gpt": "GPT, 24 layers of width 2048",
+    "llama": "Llama, 16 layers of width 2048",
+    "bert": "BERT",
+    "encoder-decoder": "encoder-decoder",
+    "mixture of experts, batch x4": "mixture of experts, 64 x 1024 tokens",
+    "mixture of experts": "the same, 16 x 1024 tokens: launch-bound",
+    "vit": "ViT-L",
+    "mixer": "MLP-Mixer",
+    "convnext": "ConvNeXt",
+    "resnet-50": "ResNet-50",
+    "densenet-121, batch x3": "DenseNet-121, 768 images",
+    "densenet-121": "the same, 256 images",
+    "u-net": "U-Net",
+    "lstm": "LSTM, cuDNN's",
+}
+SHARES = ("75%", "50%", "floor")
+
+
+def fitting() -> str:
+    found = {(row["model"], row["share"]): row for row in rows_of(FITTING)}
+
+    def rows() -> Iterator[list[str]]:
+        for model, words in FITTED.items():
+            plain = found[model, "75%"]
+            costs = f"{plain['plain GiB']:.1f} GiB, {plain['plain ms']:.0f} ms"
+            yield [words, costs, *(_fitted(found[model, share]) for share in SHARES)]
+
+    headings = ["`fit`, measured", "plain", "75 %", "50 %", "the floor"]
+    return table(headings, rows())
+
+
+def _fitted(row: Row) -> str:
+    if "measured GiB" not in row:
+        return "infeasible"
+    slower = row["measured ms"] / row["plain ms"] - 1
+    return f"{row['measured GiB']:.1f} GiB, {slower * 100:+.0f} %"
+
+
+FRONTIER = {
+    "gpt": "GPT, 2048",
+    "gpt wide": "GPT, 4096",
+    "vit": "ViT-L",
+    "resnet-152": "ResNet-152",
+    "u-net": "U-Net",
+}
+PEERS = {
+    "torch checkpoint, every block": "`torch.utils.checkpoint`, every block",
+    "torch checkpoint, every second block": (
+        "`torch.utils.checkpoint`, every second block"
+    ),
+    "torch SAC, default list": "torch selective checkpointing, its default list",
+}
+KNOBS = {f"torch.compile, budget {b}": f"budget {b}" for b in (0.5, 0.2)}
+
+
+def against(name: str, peers: dict[str, str]) -> str:
+    found = {(row["model"], row["contender"]): row for row in rows_of(name)}
+
+    def rows() -> Iterator[list[str]]:
+        for peer, words in peers.items():
+            pairs = [
+                (found[model, f"recoup beside {peer}"], found[model, peer])
+                for model in FRONTIER
+            ]
+            yield [words, *(_against(ours, theirs) for ours, theirs in pairs)]
+
+    headings = ["time of `fit` at the measured peak of", *FRONTIER.values()]
+    return table(headings, rows())
+
+
+def _against(ours: Row, theirs: Row) -> str:
+    if ours.get("step ms") is None:
+        return "below our floor"
+    slower = 100 * (ours["step ms"] / theirs["step ms"] - 1)
+    return f"{slower:+.{1 if abs(slower) < 1 else 0}f} %"
+
+
+BY_HAND = {
+    "plain": "plain",
+    "torch checkpoint": "`torch.utils.checkpoint` per block",
+    "torch SAC, recompute all": "torch selective checkpointing, recomputing all",
+    "recoup scope": "**`CheckpointScope` per block**",
+    "torch SAC, keep costly": (
+        "torch selective checkpointing, keeping products and attention"
+    ),
+    "recoup scope, keep costly": "**`CheckpointScope(policy=KeepCostly())`**",
+}
+
+
+def by_hand() -> str:
+    found = {
+        row["contender"]: row for row in rows_of("overhead_nvidia-h200_2026-11-16")
+    }
+
+    def rows() -> Iterator[list[str]]:
+        for contender, words in BY_HAND.items():
+            row = found[contender]
+            micros = [row[f"us per operator, step, {d}"] for d in ("cpu", "cuda")]
+            yield [
+                words,
+                f"{row['step ms']:.0f}",
+                f"{row['peak GiB']:.1f}",
+                f"{row['host ms']:.0f}",
+                *(f"{us:.0f}" if us else "" for us in micros),
+            ]
+
+    headings = ["a training step", "ms", "peak GiB", "host ms"]
+    return table([*headings, "host µs per operator (CPU)", "(CUDA)"], rows())
+
+
+def short() -> str:
+    """The four rows of the README."""
+    found = {(row["model"], row["contender"]): row for row in rows_of(HUGGING_FACE)}
+    fitted = {(row["model"], row["share"]): row for row in rows_of(FITTING)}
+
+    def cost(model: str, contender: str) -> str:
+        return _cost(found[model, contender], digits=1)
+
+    def rows() -> Iterator[list[str]]:
+        for model, at in (
+            ("llama", "own checkpointing"),
+            ("lora", "own checkpointing"),
+            ("t5", "50%"),
+        ):
+            ours = f"**{cost(model, f'fit (inductor) at {at}')}**"
+            others = [cost(model, "eager"), cost(model, "own checkpointing")]
+            yield [MODELS[model], *others, ours]
+        row = fitted["gpt", "50%"]
+        plain = f"{row['plain ms']:.0f} ms, {row['plain GiB']:.1f} GiB"
+        ours = f"{row['measured ms']:.0f} ms, {row['measured GiB']:.1f} GiB"
+        yield ["GPT, 24 layers of width 2048, not compiled", plain, "", f"**{ours}**"]
+
+    headings = ["", "plain", "`gradient_checkpointing_enable()`", "recoup"]
+    return table(headings, rows())
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "hugging-face": hugging_face,
+    "fitting": fitting,
+    "eager-peers": lambda: against("frontier_nvidia-h200_2026-11-16", PEERS),
+    "compiled": lambda: against("frontier-compiled_nvidia-h200_2026-11-16", KNOBS),
+    "by-hand": by_hand,
+    "short": short,
+}
+
+
+def main() -> None:
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        page.write_text(filled(text), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
