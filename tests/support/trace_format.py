@@ -43,6 +43,8 @@ def _event_faults(event: Any) -> list[str]:
             found.append(f"has a field {name} that the format does not have")
         elif not isinstance(value, kind) or isinstance(value, bool):
             found.append(f"{name} is a {type(value).__name__}")
+    if found:
+        return found
     found += [f"{name} is negative" for name in ("ts", "dur") if event.get(name, 0) < 0]
     if event["ph"] == "C" and not _are_numbers(event.get("args")):
         found.append("a counter has something else than numbers")

@@ -41,19 +41,19 @@ def device_words(device: torch.device) -> str:
 
     Examples:
         >>> device_words(torch.device("cpu"))
-        'the processor'
+        'the CPU'
     """
     if device.type == "cuda":
         _, total_bytes = torch.cuda.mem_get_info(device)
         return f"{torch.cuda.get_device_name(device)}, {print_bytes(total_bytes)}"
-    return "the processor" if device.type == "cpu" else str(device)
+    return "the CPU" if device.type == "cpu" else str(device)
 
 
 def _estimate_words(name: str) -> str:
     if not name:
         return ""
     if name == "cpu":
-        return "the processor; times estimated"
+        return "the CPU; times estimated"
     figures = figures_of(name)
     memory = print_bytes(figures.memory_bytes)
     return f"{name}, {memory}, not here; times estimated by its figures"

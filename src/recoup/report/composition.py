@@ -380,17 +380,15 @@ class _Pass:
     def place(self, total: Footprint, moment: int) -> str:
         """Return where in the step a moment is, in words."""
         if moment < len(self.graph.operations):
-            name = block_of(self._blocks, moment).name
-            return f"in forward, in {name}, at {self._operator(moment)}"
+            return f"in forward, {self._within(moment)}, at {self._short(moment)}"
         replayed = _first_replayed(total)
         if moment in replayed:
-            name = block_of(self._blocks, replayed[moment]).name
-            return f"in backward, after {name} was recomputed"
+            return f"in backward, recomputed {self._within(replayed[moment])}"
         producer = self._needed[moment]
         if producer is None:
             return "at the end of backward"
-        name = block_of(self._blocks, producer).name
-        return f"in backward, about to use what {name} made"
+        what = f"the gradient of {self._short(producer)}"
+        return f"in backward, next {what} {self._within(producer)}"
 
     def _saved(self) -> list[int]:
         """Return the storages of forward that autograd saves."""
@@ -400,6 +398,14 @@ class _Pass:
 
     def _operator(self, operation: int) -> str:
         return self.graph.operations[operation].name
+
+    def _short(self, operation: int) -> str:
+        return self._operator(operation).removeprefix("aten.").removesuffix(".default")
+
+    def _within(self, operation: int) -> str:
+        """Return the block of an operation: `in h.3`, `after h.11`."""
+        name = block_of(self._blocks, operation).name
+        return name if name.startswith(("before ", "after ")) else f"in {name}"
 
 
 def _first_replayed(total: Footprint) -> dict[int, int]:

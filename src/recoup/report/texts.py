@@ -1,5 +1,6 @@
 """Text: a verdict, tables and bars for a terminal of 80 columns, or a log."""
 
+import textwrap
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -119,7 +120,7 @@ def timeline_text(found: Timeline, *, width: int = 66, height: int = 8) -> str:
     ):
         words = words.ljust(start) + name[: max(stop - start - 1, 0)]
     lines.append(f"{' ' * len(peak)}  {words}".rstrip())
-    lines.append(f"peak: {peak}, {found.peak_place}")
+    lines.append(textwrap.fill(f"peak: {peak}, {found.peak_place}", WIDTH))
     return "\n".join(lines)
 
 

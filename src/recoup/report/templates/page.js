@@ -41,6 +41,7 @@
   const phaseOf = (m) => step.phases.filter(([, first]) => first <= m).pop() || ["step", 0];
   const isForward = (m) => phaseOf(m)[0].startsWith("forward");
   const moduleOf = (part) => (part ? part.module || part.block : "");
+  const within = (part, word) => (/^(before|after) /.test(moduleOf(part)) ? moduleOf(part) : `${word} ${moduleOf(part)}`);
 
   // Blocks, and neighbours of one pattern as groups: h.0 to h.35 are one row.
   const blocks = [], blockOf = [];
@@ -297,9 +298,9 @@
   const short = (name) => name.replace(/^aten\./, "").replace(/\.default$/, "");
   const describe = (m) => {
     const part = parts[moments.part[m]], name = short(operators[moments.operator[m]]);
-    if (isForward(m)) return `${name} in ${moduleOf(part)}, ${seconds(moments.seconds[m])}`;
+    if (isForward(m)) return `${name} ${within(part, "in")}, ${seconds(moments.seconds[m])}`;
     if (operators[moments.operator[m]] === "the end of backward") return "the end of backward";
-    return `next: gradient of ${name} in ${moduleOf(part)}`;
+    return `next: gradient of ${name} ${within(part, "in")}`;
   };
   const list = (entries, most) => {
     const sorted = entries.filter(([, n]) => n > 0).sort((a, b) => b[1] - a[1]);
@@ -322,7 +323,7 @@
     const isPeak = cursor === plans[plan].peak_moment;
     $("place").textContent = `${isPeak ? "The peak" : "Moment"}: ${cursor + 1} of ${count}, ${phaseOf(cursor)[0]}${pinned ? " (pinned)" : ""}`;
     const reruns = rows(plans[plan].reruns).filter((r) => r.moment === cursor);
-    const again = reruns.map((r) => `; first recomputes ${r.operators} operators from ${moduleOf(parts[r.part])}, ${seconds(r.seconds)}`).join("");
+    const again = reruns.map((r) => `; first recomputes ${r.operators} operators ${within(parts[r.part], "from")}, ${seconds(r.seconds)}`).join("");
     $("where").textContent = `${describe(cursor)}: ${bytes(total[cursor])} in use${again}. Plain: ${bytes(plainBytes)}.`;
     // Bands are shown as drawn: clipped at the sum, where bytes were freed early.
     let below = 0;
@@ -337,7 +338,7 @@
     const tensors = alive.map((a) => {
       const name = a.maker >= 0 && a.category <= RUNNING ? short(operators[moments.operator[a.maker]]) : KINDS.map(([, k]) => k)[a.category - RUNNING] || "tensor";
       const part = parts[a.part];
-      return [`${name}${part ? ` of ${moduleOf(part)}` : ""}`, a.bytes, `${a.first + 1} to ${a.last + 1}`];
+      return [`${name}${part ? ` ${within(part, "of")}` : ""}`, a.bytes, `${a.first + 1} to ${a.last + 1}`];
     });
     $("tensors").innerHTML = `<table><thead><tr><th scope="col">${alive.length} tensors that a plan decides on</th><th scope="col">bytes</th><th scope="col">moments</th></tr></thead><tbody>${cells(list(tensors, 8), ([, , when]) => when || "")}</tbody></table>`;
     chart.setAttribute("aria-label", `Memory over the step. ${$("place").textContent}. ${$("where").textContent}`);
