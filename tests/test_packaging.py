@@ -61,4 +61,4 @@ def test_a_built_wheel_says_all_of_that(tmp_path):
     assert metadata["Requires-Python"] == ">=3.11"
     found = dict(url.split(", ") for url in metadata.get_all("Project-URL") or ())
     assert found == URLS
-    check_description(metadata.get_payload())
+    check_description(str(metadata.get_payload()))

@@ -12,7 +12,8 @@ import recoup
 from recoup.core.simulation import simulate
 from recoup.errors import InfeasibleError, UsageError
 from recoup.report.composition import compose
-from recoup.report.timeline import timeline
+from recoup.report.findings import PlanView, Step
+from recoup.report.timeline import Timeline, timeline
 from tests.support.findings import small_findings, small_graph, small_solutions
 
 
@@ -58,10 +59,9 @@ def test_the_repr_of_every_result_is_one_short_block():
 
 
 def test_every_result_is_shown_in_a_notebook_too():
-    parts = ("PlanView", "Step", "Timeline")  # of findings
     for result in results():
-        if type(result).__name__ in parts:
-            continue
+        if isinstance(result, PlanView | Step | Timeline):
+            continue  # parts of findings
         html = result._repr_html_()
         ElementTree.fromstring(f"<div>{html}</div>")
         is_plan = isinstance(result, recoup.Plan)
