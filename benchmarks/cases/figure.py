@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import recoup
-from recoup.cli.corpus import encode, read_text
+from recoup.cli.demo_training import encode, read_text
 from recoup.cli.gpt import GPT, Shape
 from recoup.core.units import print_bytes
 from recoup.report.charts import timeline_chart

@@ -28,7 +28,7 @@ from benchmarks.harness import (
 from benchmarks.resnet import ResNet
 from recoup import Trainer, TrainerSettings
 from recoup.cli.gpt import GPT, Shape
-from recoup.precision.formats import Precision
+from recoup.precision.mixed_precision import Precision
 
 GPT_SHAPE = Shape(layers=24, width=1024, heads=16, vocabulary=50304, context=1024)
 SMALL_SHAPE = Shape(layers=4, width=64, heads=4, vocabulary=256, context=64)

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from recoup.backend.state.buffers import buffers_of
+from recoup.backend.state.snapshots import buffer_slots, buffers_in
 
 
 class Odd(nn.Module):
@@ -23,7 +23,7 @@ class Odd(nn.Module):
 
 def test_they_are_torchs_each_once():
     model = Odd()
-    found = buffers_of(model)
+    found = buffers_in(buffer_slots(model.modules()))
     assert {id(buffer) for buffer in found} == {id(b) for b in model.buffers()}
     assert len(found) == len(list(model.buffers())) == 8
 
@@ -31,4 +31,5 @@ def test_they_are_torchs_each_once():
 def test_a_buffer_that_is_replaced_is_found():
     model = Odd()
     model.own = torch.zeros(2)
-    assert any(buffer is model.own for buffer in buffers_of(model))
+    found = buffers_in(buffer_slots(model.modules()))
+    assert any(buffer is model.own for buffer in found)

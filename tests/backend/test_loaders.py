@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from recoup.backend.training.loaders import draw_as_if_new
+from recoup.backend.state.rng import draw_as_if_new
 from tests.support.processes import forker
 
 DATA = TensorDataset(torch.arange(12))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from recoup.backend.state.global_generators import (
+from recoup.backend.state.rng import (
     RandomStates,
     random_states,
     restore_random_states,

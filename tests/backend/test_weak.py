@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from recoup.backend.memory.weak_sets import TensorSet
+from recoup.backend.memory.storages import TensorSet
 from tests.support.watching import Memory
 
 

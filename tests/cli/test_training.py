@@ -7,7 +7,7 @@ import torch
 from rich.progress import Progress
 
 from recoup.cli import demo_training as training
-from recoup.cli.corpus import encode, read_text
+from recoup.cli.demo_training import encode, read_text
 from recoup.cli.gpt import Shape
 
 TINY = training.Settings(

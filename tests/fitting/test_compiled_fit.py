@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 import recoup
-from recoup.backend.memory.interval_meter import interval_meter
+from recoup.backend.memory.meters import interval_meter
 from recoup.core.compiled_plan import BlockPartition, CompiledPlan
 from recoup.engine.applied.compiled_blocks import (
     CompiledBlocks,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import recoup
 from benchmarks.zoo.cases import CASES
 from recoup.backend.memory.meters import StorageMeter
-from recoup.backend.state.global_generators import random_states
+from recoup.backend.state.rng import random_states
 from recoup.errors import InfeasibleError
 from tests.support.bits import tree_differences
 from tests.support.fitting import PROCESSOR, gradients_after, restore, state_of

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from recoup.schedules import Chunked, Revolve
-from recoup.schedules.actions import Reverse, Snapshot
+from recoup.schedules.schedule import Reverse, Snapshot
 from tests.support.counting import Operators
 from tests.support.loops import Recurrence, checkpointed, plain_loop
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from recoup.backend.state.global_generators import random_states
+from recoup.backend.state.rng import random_states
 from recoup.core.device_figures import figures_of
 from recoup.errors import UsageError
 from recoup.measurement.steps.dry import measure_dry

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from recoup.errors import UnsupportedError, UsageError
-from recoup.precision.formats import check_precision, resolve_precision
+from recoup.precision.mixed_precision import check_precision, resolve_precision
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 
 from recoup.errors import ScheduleError
 from recoup.schedules import Revolve, interpret
-from recoup.schedules.actions import Advance, Free, Restore, Reverse, Snapshot
+from recoup.schedules.schedule import Advance, Free, Restore, Reverse, Snapshot
 
 GOOD = [
     Snapshot(0, 0),

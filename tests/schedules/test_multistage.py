@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from recoup.errors import UsageError
 from recoup.schedules import Chunked, Multistage, Revolve, interpret
-from recoup.schedules.actions import Snapshot
+from recoup.schedules.schedule import Snapshot
 
 
 @given(st.integers(1, 200), st.lists(st.integers(0, 6), min_size=1), st.integers(1, 5))

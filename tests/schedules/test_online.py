@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recoup.schedules import Online, Revolve, interpret
-from recoup.schedules.actions import Snapshot
+from recoup.schedules.schedule import Snapshot
 
 
 @given(st.integers(1, 300), st.integers(1, 30))

@@ -19,7 +19,7 @@ from torch.utils.data.distributed import DistributedSampler
 from recoup import Host, Trainer, TrainerSettings, checkpoint_module
 from recoup.errors import PeerError, UnsupportedError, UsageError
 from recoup.measurement.steps.optimizers import missing_state_bytes, state_bytes
-from recoup.train.saving.sharding import whole
+from recoup.train.saving.run_state import whole
 from tests.support.training import Ceiling, Classifier, samples
 
 Values = list[list[float]]

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from recoup.train.signals import Interruption
+from recoup.train.fit_call import Interruption
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

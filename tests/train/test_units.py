@@ -12,7 +12,7 @@ from recoup.checkpointing import is_checkpointed
 from recoup.errors import InfeasibleError
 from recoup.measurement.steps.floor import run_step
 from recoup.measurement.steps.training_step import training_step
-from recoup.train.budgeting.sharded_units import UnitPlan, lowest_level, units_of
+from recoup.train.budgeting.process_budget import UnitPlan, lowest_level, units_of
 
 
 @given(

@@ -54,10 +54,6 @@ def is_of_step(error: BaseException, step: Callable[[], object] | None = None) -
     It does if recoup had called the step and was not itself at work in the end. An
     operator that refuses what it is given is the step's, also where recoup runs it.
 
-    Args:
-        error: What was raised.
-        step: The function that the user gave as a whole step, if any.
-
     Examples:
         >>> try:
         ...     [].pop()

@@ -98,9 +98,6 @@ TracePath = Annotated[
 def check_budget_text(text: str | None) -> None:
     """Raise before any work if a text is no budget as `fit` takes it.
 
-    Raises:
-        UsageError: It is neither bytes nor a share.
-
     Examples:
         >>> for text in ("60%", "0.6", "8GiB", "7.91GiB", "8G"):
         ...     check_budget_text(text)
@@ -129,9 +126,6 @@ def check_compile(how: str | None, refused: Mapping[str, object]) -> None:
 
 def check_device(device: str | None, *, dry: bool) -> None:
     """Raise before any work if nothing is known of a device.
-
-    Raises:
-        UsageError: It is not in the table, or given without `--dry`.
 
     Examples:
         >>> check_device("h100", dry=True)

@@ -9,13 +9,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from recoup.cli.corpus import read_text
 from recoup.cli.demo_training import (
     Outcome,
     Settings,
     compare_repeatably,
     gradients_equal,
     losses_equal,
+    read_text,
 )
 from recoup.cli.gpt import Shape
 from recoup.cli.output_files import as_json, print_verdict, write_whole

@@ -6,16 +6,39 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib import resources
 from typing import Any
 
 import torch
 from rich.progress import Progress
 from torch import Tensor
 
-from recoup.cli.corpus import encode, read_text
 from recoup.cli.gpt import GPT, Shape
 from recoup.fitting.fit import Fit, fit
 from recoup.measurement.steps.measured_step import Step, StepCost, measure_step
+
+
+def read_text() -> str:
+    """Return the text to train on: sonnets of Shakespeare's.
+
+    Examples:
+        >>> read_text().splitlines()[2]
+        'From fairest creatures we desire increase,'
+    """
+    folder = resources.files("recoup.cli").joinpath("texts")
+    return folder.joinpath("sonnets.txt").read_text(encoding="utf-8")
+
+
+def encode(text: str) -> Tensor:
+    """Number the characters of a text by their place in its alphabet.
+
+    Examples:
+        >>> encode("abba")
+        tensor([0, 1, 1, 0])
+    """
+    alphabet = {character: number for number, character in enumerate(sorted(set(text)))}
+    return torch.tensor([alphabet[character] for character in text])
+
 
 # A module whose attributes are properties, which type checkers cannot see.
 _deterministic: Any = torch.utils.deterministic

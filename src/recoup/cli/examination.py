@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from recoup.backend.memory.links import link_bytes_per_second
+from recoup.backend.memory.streams import link_bytes_per_second
 from recoup.core.units import print_bytes
 from recoup.engine.scopes.function import checkpoint
 from recoup.fitting.environment import device_words, environment

@@ -17,11 +17,7 @@ if TYPE_CHECKING:
 
 
 def check_writable(path: Path | None) -> None:
-    """Raise before any work if a file could not be written.
-
-    Raises:
-        CommandError: There is no such folder, or it takes no files.
-    """
+    """Raise before any work if a file could not be written."""
     if path is None:
         return
     folder = path.resolve().parent
@@ -34,11 +30,7 @@ def check_writable(path: Path | None) -> None:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file; if that is interrupted or fails, nothing is left behind.
-
-    Raises:
-        CommandError: The file cannot be written.
-    """
+    """Write a file; if that is interrupted or fails, nothing is left behind."""
     try:
         handle, name = tempfile.mkstemp(dir=path.resolve().parent, prefix=".recoup-")
         try:
@@ -58,13 +50,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def check_figure(path: Path | None) -> None:
-    """Raise before any work if a picture could not be saved.
-
-    Raises:
-        CommandError: There is no such folder, or it takes no files.
-        UsageError: The suffix is of no kind of picture.
-        UnsupportedError: A PNG needs a package that is not installed.
-    """
+    """Raise before any work if a picture could not be saved."""
     if path is None:
         return
     from recoup.report.drawing import check_kind, check_painter
@@ -75,20 +61,12 @@ def check_figure(path: Path | None) -> None:
 
 
 def write_picture(path: Path, picture: "Picture") -> None:
-    """Write a picture as its suffix says, or nothing at all.
-
-    Raises:
-        CommandError: The file cannot be written.
-    """
+    """Write a picture as its suffix says, or nothing at all."""
     write_whole(path, picture.encoded(path.suffix.lower()))
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file.
-
-    Raises:
-        CommandError: It cannot be read.
-    """
+    """Return the text of a file."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

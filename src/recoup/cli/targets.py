@@ -59,11 +59,7 @@ def load_target(name: str, *, dry: bool = False) -> Target:
 
 
 def load_sized_target(name: str) -> Callable[[int], Target]:
-    """Import the user's function of a batch size; return what calls it.
-
-    Raises:
-        CommandError: As for `load_target`.
-    """
+    """Import the user's function of a batch size; return what calls it."""
     function = _function(name)
     return lambda size: _called(name, function, size)
 

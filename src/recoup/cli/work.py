@@ -259,12 +259,7 @@ def table_target(
 
 
 def step_numbers(graph: Graph, found: Findings) -> dict[str, Any]:
-    """Return the main numbers of a measured step, and of a plan if there is a budget.
-
-    Args:
-        graph: The step.
-        found: What `measure_findings` found out about it.
-    """
+    """Return the main numbers of a measured step, and of a plan under a budget."""
     numbers: dict[str, Any] = {
         "operators": len(graph.operations),
         "moments": graph.moments,

@@ -11,7 +11,7 @@ from recoup.fitting.budgets import Budget
 from recoup.fitting.compiled_fit import CompiledFit
 from recoup.fitting.fit import Compile, Fit
 from recoup.integrations.first_step import FirstStep, Loop, fit_loop
-from recoup.train.budgeting.sharded_units import UnitPlan
+from recoup.train.budgeting.process_budget import UnitPlan
 
 
 def fit_once(  # noqa: PLR0913 (as `fit`)

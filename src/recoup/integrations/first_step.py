@@ -19,8 +19,7 @@ from recoup.fitting.budgets import Budget, budget_or_environment
 from recoup.fitting.compiled_fit import CompiledFit
 from recoup.fitting.fit import Compile, Fit, check_compile
 from recoup.measurement.steps.training_step import loss_function
-from recoup.train.budgeting.process_budget import fit_together
-from recoup.train.budgeting.sharded_units import UnitPlan
+from recoup.train.budgeting.process_budget import UnitPlan, fit_together
 from recoup.train.processes import Processes, unwrapped
 
 _log = logging.getLogger(__name__)

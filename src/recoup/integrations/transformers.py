@@ -19,7 +19,7 @@ from recoup.fitting.budgets import Budget
 from recoup.fitting.compiled_fit import CompiledFit
 from recoup.fitting.fit import Compile, Fit
 from recoup.integrations.first_step import FirstStep, eager
-from recoup.train.budgeting.sharded_units import UnitPlan
+from recoup.train.budgeting.process_budget import UnitPlan
 
 
 class RecoupCallback(TrainerCallback, ExportableState):

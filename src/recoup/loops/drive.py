@@ -1,11 +1,13 @@
 """Drive: carry out a schedule's actions with a backend's four operations."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, Protocol
 
+from recoup.loops.loop_plan import Plan
 from recoup.loops.slots import Slots
-from recoup.schedules.actions import (
+from recoup.schedules.schedule import (
     Action,
     Advance,
     Free,
@@ -55,16 +57,39 @@ def backward(
 ) -> None:
     """Carry out the rest.
 
-    Args:
-        actions: What is left to do.
-        machine: What does it.
-        slots: Where the states are.
-        ahead: Bringing a state back takes time. The next one to be restored is known
-            while steps are being reversed, so a tier can begin then.
+    With `ahead`, a tier begins to bring the next state back while steps are reversed.
     """
     state = None
     for action in _prefetching(actions, slots) if ahead else actions:
         state = _do(action, machine, slots, state)
+
+
+def after_first_reverse(make: Callable[[], Iterator[Action]]) -> Iterator[Action]:
+    """Return the actions behind the first reverse, which `forward` leaves out."""
+    actions = make()
+    for action in actions:
+        if isinstance(action, Reverse):
+            break
+    return actions
+
+
+def run_to_condition(
+    plan: Plan, machine: Machine, slots: Slots, state: Any
+) -> tuple[Any, int, Callable[[], Iterator[Action]]]:
+    """Run a loop of unknown length.
+
+    Returns:
+        The final state, the number of steps, and what makes the actions of backward.
+    """
+    assert plan.online is not None, "no schedule, so an online one"
+    assert plan.condition is not None, "an online schedule needs it"
+    placement = plan.online.begin()
+    index = 0
+    while index != plan.most_steps and bool(plan.condition(state)):
+        state, _ = forward(placement.reach(index), machine, slots, state)
+        state = machine.advance(state, index, index + 1)
+        index += 1
+    return state, index, partial(placement.reversal, index)
 
 
 def _prefetching(actions: Iterable[Action], slots: Slots) -> Iterator[Action]:

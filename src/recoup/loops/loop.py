@@ -12,13 +12,11 @@ from recoup.backend.state.walk import reach
 from recoup.core.units import parse_bytes
 from recoup.engine.tiers.protocol import Tier
 from recoup.errors import UsageError
-from recoup.loops.feeds import Feed, Listed, Stacked
 from recoup.loops.loop_plan import Plan, checked_verification, known_length
 from recoup.loops.slots import Checkpoints
 from recoup.loops.state_trees import flatten
-from recoup.loops.steps import Step
-from recoup.loops.torch.budget import fit_torch_budget
-from recoup.loops.torch.loop import run_torch
+from recoup.loops.steps import Feed, Listed, Stacked, Step
+from recoup.loops.torch.run import fit_torch_budget, run_torch
 from recoup.schedules.online import Online
 from recoup.schedules.schedule import Schedule
 
@@ -125,12 +123,12 @@ def checkpointed_loop(  # noqa: PLR0913 (each is a separate wish of the caller)
                 "Use num_checkpoints, or Online(slots=...)."
             )
         budget_bytes = parse_bytes(budget) if isinstance(budget, str) else budget
-        fit = _FITTERS[kind]
-        schedule = fit(step, initial_state, steps, budget_bytes, captures, vjp)
+        schedule = _fitted(
+            kind, step, initial_state, steps, budget_bytes, captures, vjp
+        )
     plan = _plan(steps, num_checkpoints, schedule, condition, verify, tolerance)
     plan = replace(plan, stores=_stores(store, kind))
-    run = _RUNNERS[kind]
-    final, outputs, checkpoints = run(step, initial_state, plan, captures, vjp)
+    final, outputs, checkpoints = _run(kind, step, initial_state, plan, captures, vjp)
     return ((final, outputs) if with_outputs else final), checkpoints
 
 
@@ -229,11 +227,12 @@ def _steps(
 
 
 def _kind_of(leaves: list[Any], step: Step) -> str:
-    fed = [] if step.feed is None else step.feed.leaves
-    arrays = [*leaves, *fed]
+    arrays = [*leaves, *step.fed]
     if any(isinstance(leaf, Tensor) for leaf in arrays):
         return "torch"
-    if reach(step.function, kind=Tensor) and not any(map(_is_array, arrays)):
+    if reach(step.function, kind=Tensor) and not any(
+        hasattr(leaf, "dtype") for leaf in arrays
+    ):
         return "torch"
     jax = sys.modules.get("jax")
     if jax is not None and (
@@ -244,66 +243,35 @@ def _kind_of(leaves: list[Any], step: Step) -> str:
     return "numpy"
 
 
-def _is_array(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype")
-
-
-def _fit_torch(
-    step: Step, state: Any, steps: int, budget_bytes: int, captures: Any, *_: Any
+def _fitted(
+    kind: str, step: Step, state: Any, steps: int, budget_bytes: int, *further: Any
 ) -> Schedule:
-    return fit_torch_budget(step, state, steps, budget_bytes, captures)
+    """Return the schedule for a budget; NumPy and JAX are optional packages."""
+    if kind == "torch":
+        return fit_torch_budget(step, state, steps, budget_bytes, further[0])
+    if kind == "numpy":
+        from recoup.loops.numpy.loop import fit_numpy_budget
 
-
-def _fit_numpy(
-    step: Step, state: Any, steps: int, budget_bytes: int, captures: Any, vjp: Any
-) -> Schedule:
-    from recoup.loops.numpy.budget import fit_numpy_budget  # NumPy is optional
-
-    return fit_numpy_budget(step, state, steps, budget_bytes, captures, vjp)
-
-
-def _fit_jax(
-    step: Step, state: Any, steps: int, budget_bytes: int, *_: Any
-) -> Schedule:
-    from recoup.loops.jax.budget import fit_jax_budget  # JAX is optional
+        return fit_numpy_budget(step, state, steps, budget_bytes, *further)
+    from recoup.loops.jax.loop import fit_jax_budget
 
     return fit_jax_budget(step, state, steps, budget_bytes)
 
 
-def _run_torch(
-    step: Step, state: Any, plan: Plan, captures: Sequence[Any], vjp: Any
+def _run(
+    kind: str, step: Step, state: Any, plan: Plan, captures: Sequence[Any], vjp: Any
 ) -> tuple[Any, Any, Checkpoints]:
+    if kind == "numpy":
+        from recoup.loops.numpy.loop import run_numpy
+
+        return run_numpy(step, state, plan, captures, vjp)
+    if kind == "jax":
+        from recoup.loops.jax.loop import run_jax
+
+        return run_jax(step, state, plan, captures, vjp)
     if vjp is not None:
         raise UsageError(
             "vjp= is for plain NumPy functions: torch differentiates by itself. Leave "
             "it out."
         )
     return run_torch(step, state, plan, captures)
-
-
-def _run_numpy(
-    step: Step, state: Any, plan: Plan, captures: Sequence[Any], vjp: Any
-) -> tuple[Any, Any, Checkpoints]:
-    from recoup.loops.numpy.loop import run_numpy  # NumPy is optional
-
-    return run_numpy(step, state, plan, captures, vjp)
-
-
-def _run_jax(
-    step: Step, state: Any, plan: Plan, captures: Sequence[Any], vjp: Any
-) -> tuple[Any, Any, Checkpoints]:
-    from recoup.loops.jax.loop import run_jax  # JAX is optional
-
-    return run_jax(step, state, plan, captures, vjp)
-
-
-_RUNNERS: dict[str, Callable[..., tuple[Any, Any, Checkpoints]]] = {
-    "torch": _run_torch,
-    "numpy": _run_numpy,
-    "jax": _run_jax,
-}
-_FITTERS: dict[str, Callable[..., Schedule]] = {
-    "torch": _fit_torch,
-    "numpy": _fit_numpy,
-    "jax": _fit_jax,
-}

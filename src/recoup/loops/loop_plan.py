@@ -6,11 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from recoup.errors import UsageError
-from recoup.schedules.actions import Action
-from recoup.schedules.even import Even
+from recoup.schedules.even import Even, StoreAll
 from recoup.schedules.online import Online
-from recoup.schedules.schedule import Schedule
-from recoup.schedules.whole_tape import StoreAll
+from recoup.schedules.schedule import Action, Schedule
 
 
 @dataclass(frozen=True, slots=True)

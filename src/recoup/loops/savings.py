@@ -1,8 +1,7 @@
 """Savings: the seed's figures for a loop, and what is really held and run again."""
 
 from recoup.loops.loop_plan import default_checkpoints
-from recoup.schedules.even import Even, compute_checkpoint_positions
-from recoup.schedules.whole_tape import StoreAll
+from recoup.schedules.even import Even, StoreAll, compute_checkpoint_positions
 
 
 def get_memory_savings(

@@ -70,13 +70,6 @@ class Checkpoints(Mapping[int, Any]):
 
     They are values: no gradient passes through them. What a loss needs besides the
     final state is an output of the steps (`with_outputs`).
-
-    Args:
-        slots: Where the states are.
-        take: Makes a state of what is held.
-        pull_back: Pulls a cotangent of the result back through the loop.
-        hidden: A position not to be shown.
-        outputs: The outputs of all steps, if they have any.
     """
 
     def __init__(
@@ -110,12 +103,6 @@ class Checkpoints(Mapping[int, Any]):
         The states stay as they are, so it can be called again.
 
         Costs what the loop's backward costs.
-
-        Args:
-            cotangent: A tree like the final state.
-
-        Returns:
-            A tree like the initial state.
         """
         return self._pull_back(cotangent)
 

@@ -1,5 +1,7 @@
-"""Outcomes: what became of the optimizers' steps, as far as the host knows."""
+"""What the host knows of a scaler: its scale, and what became of the steps."""
 
+import ctypes
+import math
 from dataclasses import dataclass
 from weakref import ref
 
@@ -7,6 +9,45 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from recoup.errors import UsageError
+
+
+@dataclass(slots=True)
+class KnownScale:
+    """A scale and its count of good steps, moved as torch moves them on the device.
+
+    Attributes:
+        scale: The scale, a number of 32 bits.
+        good_steps: Steps without overflow since it last changed.
+
+    Examples:
+        >>> known = KnownScale(8.0)
+        >>> known.update(overflowed=True, growth=2.0, backoff=0.5, interval=1)
+        >>> known.scale
+        4.0
+    """
+
+    scale: float
+    good_steps: int = 0
+
+    def update(
+        self, *, overflowed: bool, growth: float, backoff: float, interval: int
+    ) -> None:
+        """Move as `torch._amp_update_scale_` does, rounding included."""
+        if overflowed:
+            self.scale = _rounded(self.scale * backoff)
+            self.good_steps = 0
+            return
+        self.good_steps += 1
+        if self.good_steps == interval:
+            grown = _rounded(self.scale * growth)
+            # As on the device: a scale that would leave the range stays.
+            if math.isfinite(grown):
+                self.scale = grown
+            self.good_steps = 0
+
+
+def _rounded(number: float) -> float:
+    return ctypes.c_float(number).value
 
 
 @dataclass(slots=True)
@@ -71,11 +112,7 @@ class Outcomes:
         self._iteration_is_over = True
 
     def last(self, optimizer: Optimizer | None) -> list[Outcome]:
-        """Return the last steps: of one optimizer, or of all.
-
-        Raises:
-            UsageError: There are none.
-        """
+        """Return the last steps: of one optimizer, or of all."""
         chosen = [
             outcome
             for outcome in self._found.values()

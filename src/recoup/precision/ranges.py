@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -12,7 +11,7 @@ from torch.utils.module_tracker import ModuleTracker
 from recoup.backend.operators.dispatch import OperatorMode
 from recoup.backend.state.trees import tensors
 from recoup.errors import UsageError
-from recoup.precision.formats import check_precision
+from recoup.precision.mixed_precision import check_precision
 
 _FORMATS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _EVERYWHERE = "Global"
@@ -122,14 +121,9 @@ class RangeMonitor(OperatorMode):
         super().__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        super().__exit__(kind, error, traceback)
-        self._tracker.__exit__(kind, error, traceback)
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._tracker.__exit__(*error)
 
     def report(self) -> RangeReport:
         """Return what was seen so far; synchronises."""

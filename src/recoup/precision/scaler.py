@@ -5,21 +5,14 @@ import logging
 import math
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from recoup.backend.training.optimizer_steps import parameters_of
 from recoup.backend.training.scaling import OpenScaler
 from recoup.errors import UsageError
-from recoup.precision.conditions import (
-    check_bounds,
-    check_device,
-    check_factors,
-    default_device,
-    refuse_half,
-    require_gradients,
-)
-from recoup.precision.known_scale import KnownScale
-from recoup.precision.outcomes import Outcomes
+from recoup.precision.outcomes import KnownScale, Outcomes
 
 _log = logging.getLogger(__name__)
 # A healthy run overflows once every few thousand steps, a sick one at every step.
@@ -387,3 +380,57 @@ def _is_logged(before: int, after: int) -> bool:
     return (
         before < _LOGGED_AT_FIRST or before // _LOGGED_LATER != after // _LOGGED_LATER
     )
+
+
+def default_device() -> str:
+    """Return the kind of device to scale for: the accelerator, or else the CPU."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if accelerator is None else accelerator.type
+
+
+def check_device(device: str) -> None:
+    """Raise unless there is such a device here."""
+    if device != "cpu" and device != default_device():
+        raise UsageError(
+            f"a scaler for {device!r} was asked for: there is no such device here. "
+            "Leave the device out, or give 'cpu', or enabled=False."
+        )
+
+
+def check_bounds(scale: float, least: float, largest: float) -> None:
+    """Raise unless the scale lies between finite bounds above 0."""
+    if not 0 < least <= scale <= largest or not math.isfinite(largest):
+        raise UsageError(
+            f"a scale lies between finite bounds above 0: got {scale:g} between "
+            f"min_scale={least:g} and max_scale={largest:g}."
+        )
+
+
+def check_factors(growth: float, backoff: float, interval: int) -> None:
+    """Raise unless the scale grows, backs off and waits."""
+    if not growth > 1 or not 0 < backoff < 1 or interval < 1:
+        raise UsageError(
+            "a scale grows by more than 1, backs off by a share between 0 and 1, and "
+            f"waits at least one step: got growth_factor={growth:g}, "
+            f"backoff_factor={backoff:g} and growth_interval={interval}."
+        )
+
+
+def require_gradients(optimizer: Optimizer) -> None:
+    """Raise unless there are gradients."""
+    if all(parameter.grad is None for parameter in parameters_of(optimizer)):
+        raise UsageError(
+            "the optimizer's parameters have no gradients. Run the backward pass of "
+            "scaler.scale(loss) first."
+        )
+
+
+def refuse_half(optimizer: Optimizer, error: Exception) -> None:
+    """Raise if there are gradients in float16, which torch has refused."""
+    gradients = (parameter.grad for parameter in parameters_of(optimizer))
+    if any(grad is not None and grad.dtype is torch.float16 for grad in gradients):
+        raise UsageError(
+            "gradients in float16 cannot be unscaled without losing the small ones: "
+            "keep the parameters in float32 and compute under autocast, instead of "
+            "model.half()."
+        ) from error

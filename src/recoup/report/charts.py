@@ -26,11 +26,6 @@ def timeline_chart(
 ) -> Picture:
     """Return the memory of a step as stacked bands, with its peak marked.
 
-    Args:
-        found: The memory.
-        budget_bytes: A line is drawn there; 0: none.
-        most_bytes: The top of the scale, to compare charts; 0: as needed.
-
     Examples:
         >>> layer = Layer("parameters", "fixed", (1024, 2048))
         >>> line = Timeline((layer,), (0, 1), (), 2048, 1, "in backward", ())

@@ -107,21 +107,13 @@ class Picture:
         )
 
     def png(self) -> bytes:
-        """Return it as PNG, drawn with matplotlib.
-
-        Raises:
-            UnsupportedError: matplotlib is not installed.
-        """
+        """Return it as PNG, drawn with matplotlib."""
         stream = io.BytesIO()
         self.figure().savefig(stream, format="png", dpi=100 * _DOTS_PER_UNIT)
         return stream.getvalue()
 
     def figure(self) -> Any:
-        """Return it as a figure of matplotlib.
-
-        Raises:
-            UnsupportedError: matplotlib is not installed.
-        """
+        """Return it as a figure of matplotlib."""
         # Not through pyplot, which keeps figures and chooses a window for them.
         size = (self.width / 100, self.height / 100)
         figure = check_painter().Figure(figsize=size, facecolor=COLOURS["paper"])
@@ -159,9 +151,6 @@ class Picture:
 def check_kind(path: Path) -> str:
     """Return the suffix of a picture's file.
 
-    Raises:
-        UsageError: It is neither .svg nor .png.
-
     Examples:
         >>> check_kind(Path("memory.PNG"))
         '.png'
@@ -175,11 +164,7 @@ def check_kind(path: Path) -> str:
 
 
 def check_painter() -> Any:
-    """Return matplotlib's module of figures.
-
-    Raises:
-        UnsupportedError: matplotlib is not installed.
-    """
+    """Return matplotlib's module of figures."""
     try:
         return importlib.import_module("matplotlib.figure")
     except ImportError as error:

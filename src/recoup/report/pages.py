@@ -14,15 +14,15 @@ from markupsafe import Markup
 from recoup.core.units import print_bytes, print_seconds
 from recoup.report.charts import frontier_chart, memory_chart, opacities
 from recoup.report.files import to_json
-from recoup.report.findings import Baseline, Findings, PlanView
+from recoup.report.findings import Baseline, Findings
 from recoup.report.modules import block_rows
 from recoup.report.texts import (
+    cost_words,
     estimate_words,
     fits_words,
     floor_words,
     rule_rows,
     share_words,
-    slower_words,
     verdict,
 )
 from recoup.report.timeline import timeline
@@ -113,27 +113,16 @@ def _packed(findings: Findings) -> str:
 
 
 def _numbers(findings: Findings) -> list[tuple[str, ...]]:
-    view = findings.plan
     plain = Baseline("", findings.plain_peak_bytes, findings.plain_seconds)
     rows = [
-        _row(findings, "plain, predicted", plain),
-        _row(findings, "plan, predicted", view),
+        ("plain, predicted", *cost_words(findings, plain)),
+        ("plan, predicted", *cost_words(findings, findings.plan)),
     ]
     if findings.measured_peak_bytes:
         measured = Baseline("", findings.measured_peak_bytes, findings.measured_seconds)
         # The time of the plain step is a prediction: a ratio of the two means little.
-        rows.append((*_row(findings, "plan, measured", measured)[:-1], "-"))
+        rows.append(("plan, measured", *cost_words(findings, measured)[:-1], "-"))
     return rows
-
-
-def _row(findings: Findings, name: str, costs: Baseline | PlanView) -> tuple[str, ...]:
-    return (
-        name,
-        print_bytes(costs.peak_bytes),
-        share_words(costs.peak_bytes, findings.plain_peak_bytes),
-        print_seconds(costs.seconds),
-        slower_words(costs.seconds, findings.plain_seconds),
-    )
 
 
 def _file(name: str) -> str:

@@ -80,11 +80,6 @@ def verdict(findings: Findings) -> str:
 def timeline_text(found: Timeline, *, width: int = 66, height: int = 8) -> str:
     """Return the memory of a step as a picture of characters.
 
-    Args:
-        found: The memory.
-        width: Columns.
-        height: Lines.
-
     Examples:
         >>> from recoup.report.timeline import Layer
         >>> layer = Layer("values", "held", (1, 2, 4, 2))
@@ -186,7 +181,7 @@ def frontier_text(findings: Findings) -> str:
     rows = [
         [
             ("* " if number == findings.chosen else "  ") + view.name,
-            *_costs(findings, view),
+            *cost_words(findings, view),
         ]
         for number, view in enumerate(findings.plans)
     ]
@@ -200,7 +195,7 @@ def rule_rows(findings: Findings) -> list[list[str]]:
     return [
         [
             name,
-            *_costs(findings, costs),
+            *cost_words(findings, costs),
             fits_words(costs.peak_bytes, findings.budget_bytes),
         ]
         for name, costs in (ours, *rules)
@@ -361,7 +356,8 @@ def fits_words(peak_bytes: int, budget_bytes: int) -> str:
     return "yes" if peak_bytes <= budget_bytes else "no"
 
 
-def _costs(findings: Findings, costs: PlanView | Baseline) -> list[str]:
+def cost_words(findings: Findings, costs: PlanView | Baseline) -> list[str]:
+    """Return peak and time, each also compared with those of the plain step."""
     return [
         print_bytes(costs.peak_bytes),
         share_words(costs.peak_bytes, findings.plain_peak_bytes),

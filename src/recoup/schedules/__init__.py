@@ -1,16 +1,12 @@
 """Loop schedules as streams of integer actions; no torch here."""
 
-from recoup.schedules.counts import Counts
-from recoup.schedules.even import Even
-from recoup.schedules.interpreter import interpret
+from recoup.schedules.even import Even, StoreAll
+from recoup.schedules.interpreter import draw, interpret
 from recoup.schedules.multistage import Multistage
 from recoup.schedules.online import Online
-from recoup.schedules.optimum import least_evaluations
-from recoup.schedules.picture import draw
 from recoup.schedules.revolve import Chunked, Revolve
-from recoup.schedules.schedule import Schedule, positions
-from recoup.schedules.slot_budget import fit_budget
-from recoup.schedules.whole_tape import StoreAll
+from recoup.schedules.schedule import Counts, Schedule, positions
+from recoup.schedules.slot_budget import fit_budget, least_evaluations
 
 __all__ = [
     "Chunked",

@@ -1,20 +1,20 @@
-"""Even: snapshots at equal distances, one segment on the tape at a time."""
+"""Even: snapshots at equal distances, or none: one segment on the tape at a time."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from recoup.errors import UsageError
-from recoup.schedules.actions import (
+from recoup.schedules.schedule import (
     Action,
     Advance,
+    Counts,
     Free,
     Restore,
     Reverse,
     Snapshot,
+    require_at_least,
 )
-from recoup.schedules.counts import Counts
-from recoup.schedules.schedule import require_at_least
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,3 +114,36 @@ def segment_actions(starts: Sequence[int], steps: int) -> Iterator[Action]:
         yield Reverse(starts[slot], stop)
         yield Free(slot)
         stop = starts[slot]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAll:
+    """Recompute nothing: the fewest evaluations, and memory for every step.
+
+    Args:
+        steps: How many steps the loop has.
+
+    Examples:
+        >>> StoreAll(1000).counts().evaluations
+        1000
+    """
+
+    steps: int
+
+    def __post_init__(self) -> None:
+        require_at_least(0, steps=self.steps)
+
+    def actions(self) -> Iterator[Action]:
+        """Return the one action there is."""
+        if self.steps:
+            yield Reverse(0, self.steps)
+
+    def counts(self) -> Counts:
+        """Return what the schedule costs."""
+        return Counts(
+            steps=self.steps,
+            advances=0,
+            taped=self.steps,
+            peak_slots=0,
+            peak_tape=self.steps,
+        )

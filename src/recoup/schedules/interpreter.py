@@ -1,18 +1,18 @@
-"""Interpreter: the one definition of a valid schedule, and its counts by execution."""
+"""Interpreter: the one definition of a valid schedule, its counts, and its picture."""
 
 from collections.abc import Iterable
 from typing import assert_never
 
 from recoup.errors import ScheduleError
-from recoup.schedules.actions import (
+from recoup.schedules.schedule import (
     Action,
     Advance,
+    Counts,
     Free,
     Restore,
     Reverse,
     Snapshot,
 )
-from recoup.schedules.counts import Counts
 
 
 def interpret(actions: Iterable[Action], steps: int) -> Counts:
@@ -115,3 +115,43 @@ class _Machine:
             raise ScheduleError(
                 f"{action} cannot be carried out: {found}. Correct the schedule."
             )
+
+
+def draw(actions: Iterable[Action], steps: int) -> str:
+    """Return a picture of a schedule: steps from left to right, time downwards.
+
+    `o` is a step before which a state is kept, `>` one that is run without a tape, `#`
+    one that is run with a tape and reversed, `|` a state that is held meanwhile.
+
+    Examples:
+        >>> from recoup.schedules.revolve import Revolve
+        >>> print(draw(Revolve(6, slots=2).actions(), 6))
+        o>>o>#
+        |  o#
+        |  #
+        oo#
+        |#
+        #
+    """
+    held: dict[int, int] = {}
+    lines: list[str] = []
+    line = [" "] * steps
+    for action in actions:
+        match action:
+            case Advance(start, stop):
+                for step in range(start, stop):
+                    line[step] = "o" if line[step] == "o" else ">"
+            case Snapshot(step, slot):
+                held[slot] = step
+                line[step] = "o"
+            case Restore(step):
+                line = [" "] * steps
+                for other in held.values():
+                    line[other] = "|"
+                line[step] = "o"
+            case Reverse(start, stop):
+                line[start:stop] = "#" * (stop - start)
+                lines.append("".join(line).rstrip())
+            case Free(slot):
+                del held[slot]
+    return "\n".join(lines)

@@ -5,10 +5,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from recoup.errors import UsageError
-from recoup.schedules.actions import Action, Restore, Snapshot
-from recoup.schedules.counts import Counts
 from recoup.schedules.revolve import Chunked
-from recoup.schedules.schedule import require_at_least
+from recoup.schedules.schedule import (
+    Action,
+    Counts,
+    Restore,
+    Snapshot,
+    require_at_least,
+)
 
 
 @dataclass(frozen=True, slots=True)

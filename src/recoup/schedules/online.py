@@ -4,11 +4,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from recoup.schedules.actions import Action, Advance, Free, Snapshot
-from recoup.schedules.binomial import fewest_advances
-from recoup.schedules.counts import Counts
-from recoup.schedules.revolve import stretch_actions
-from recoup.schedules.schedule import require_at_least
+from recoup.schedules.revolve import fewest_advances, stretch_actions
+from recoup.schedules.schedule import (
+    Action,
+    Advance,
+    Counts,
+    Free,
+    Snapshot,
+    require_at_least,
+)
 
 
 @dataclass(frozen=True, slots=True)

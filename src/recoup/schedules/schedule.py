@@ -1,11 +1,109 @@
-"""Schedule: what every way to checkpoint a loop offers."""
+"""Schedules: their actions as plain integers, what they cost, and what all offer."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 from recoup.errors import UsageError
-from recoup.schedules.actions import Action, Reverse, Snapshot
-from recoup.schedules.counts import Counts
+
+
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """Run the steps from `start` up to `stop` without a tape.
+
+    The current state is the one before `start`; afterwards it is the one before `stop`.
+    """
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Keep the current state, the one before `step`, in `slot`.
+
+    `tier` is 0 for the fastest place to keep it, 1 for the next, and so on.
+    """
+
+    step: int
+    slot: int
+    tier: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """Make the state in `slot`, the one before `step`, the current one."""
+
+    step: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reverse:
+    """Run the steps from `start` up to `stop` with a tape and pull the cotangent back.
+
+    The current state is the one before `start`. Afterwards there is no current state,
+    and the cotangent is that of the state before `start`.
+    """
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Forget the state in `slot`."""
+
+    slot: int
+
+
+Action = Advance | Snapshot | Restore | Reverse | Free
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What a schedule costs.
+
+    Attributes:
+        steps: The steps of the loop.
+        advances: Step evaluations without a tape.
+        taped: Step evaluations with a tape: one for each step.
+        peak_slots: The most states held at once, the one at the beginning included.
+        peak_tape: The most steps on a tape at once.
+
+    Examples:
+        >>> counts = Counts(
+        ...     steps=1000, advances=968, taped=1000, peak_slots=32, peak_tape=32
+        ... )
+        >>> counts.evaluations, counts.extra_per_step, counts.peak_states
+        (1968, 0.968, 64)
+    """
+
+    steps: int
+    advances: int
+    taped: int
+    peak_slots: int
+    peak_tape: int
+
+    @property
+    def evaluations(self) -> int:
+        """How often the step function is called in forward and backward together."""
+        return self.advances + self.taped
+
+    @property
+    def extra_evaluations(self) -> int:
+        """How often it is called beyond once a step."""
+        return self.evaluations - self.steps
+
+    @property
+    def extra_per_step(self) -> float:
+        """Extra evaluations a step."""
+        return self.extra_evaluations / self.steps if self.steps else 0.0
+
+    @property
+    def peak_states(self) -> int:
+        """Held states and taped states at the worst moment, an upper bound."""
+        return self.peak_slots + self.peak_tape
 
 
 class Schedule(Protocol):

@@ -4,7 +4,7 @@ Uses everything below; nothing below imports it.
 """
 
 from recoup.train.budgeting.comparison import compare_configurations
-from recoup.train.budgeting.step_recovery import StepRecovery
+from recoup.train.budgeting.recovery import StepRecovery
 from recoup.train.saving.averaging import ParameterAverage
 from recoup.train.saving.resumable import ResumableRun
 from recoup.train.settings import TrainerSettings

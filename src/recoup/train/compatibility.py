@@ -1,15 +1,16 @@
-"""What cannot be trained together is refused before the first step."""
+"""Models, optimizers and schedulers: joined, or refused before the first step."""
 
 import inspect
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from recoup.backend.training.joint_optimizer import joined
+from recoup.backend.training.optimizer_steps import joined, parameters_of
 from recoup.errors import UsageError
 from recoup.precision.scaler import GradientScaler
 
@@ -25,9 +26,6 @@ def check_parts(
 
     Returns:
         The optimizers as one.
-
-    Raises:
-        UsageError: They do not.
     """
     several = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     if not several or not all(isinstance(each, Optimizer) for each in several):
@@ -59,8 +57,7 @@ def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     parameters = {id(parameter) for parameter in model.parameters()}
     if not parameters:
         raise UsageError(f"this {type(model).__name__} has no parameters to train.")
-    own = [p for group in optimizer.param_groups for p in group["params"]]
-    if not any(id(parameter) in parameters for parameter in own):
+    if parameters.isdisjoint(map(id, parameters_of(optimizer))):
         raise UsageError(
             "the optimizer has none of the model's parameters: make it from "
             "model.parameters() after moving, wrapping or sharding the model."
@@ -88,11 +85,7 @@ def enter_training_mode(model: nn.Module) -> None:
 
 
 def check_types(model: nn.Module, scaler: GradientScaler | None) -> None:
-    """Refuse parameters in float16 beside a scaler.
-
-    Raises:
-        UsageError: There are some.
-    """
+    """Refuse parameters in float16 beside a scaler."""
     if scaler is None:
         return
     if any(parameter.dtype is torch.float16 for parameter in model.parameters()):
@@ -100,3 +93,46 @@ def check_types(model: nn.Module, scaler: GradientScaler | None) -> None:
             "fp16 needs its parameters in float32, or small updates are lost: found "
             "some in float16. Leave out model.half(); or use bf16."
         )
+
+
+class JointScheduler:
+    """Advance several schedulers together."""
+
+    def __init__(self, members: Sequence[LRScheduler]) -> None:
+        self.members = list(members)
+
+    def step(self) -> None:
+        """Advance every member."""
+        for member in self.members:
+            member.step()
+
+    def get_last_lr(self) -> list[float | Tensor]:
+        """Return the learning rates of all members' groups, in order."""
+        return [rate for member in self.members for rate in member.get_last_lr()]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of all members, in order."""
+        return {"members": [member.state_dict() for member in self.members]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the states of schedulers like these."""
+        for member, state in zip(self.members, state_dict["members"], strict=True):
+            member.load_state_dict(state)
+
+
+def as_schedulers(
+    given: LRScheduler | Sequence[LRScheduler] | None,
+) -> list[LRScheduler]:
+    """Return schedulers as a list, which has none without any."""
+    if given is None:
+        return []
+    return list(given) if isinstance(given, Sequence) else [given]
+
+
+def joined_schedulers(
+    schedulers: Sequence[LRScheduler],
+) -> LRScheduler | JointScheduler | None:
+    """Return one scheduler that advances all, or None without any."""
+    if len(schedulers) > 1:
+        return JointScheduler(schedulers)
+    return schedulers[0] if schedulers else None

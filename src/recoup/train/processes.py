@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 from weakref import ref
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from recoup.backend.compiler.recognition import is_sharded
 from recoup.errors import PeerError, UnsupportedError
 
 _ALONE: AbstractContextManager[None] = nullcontext()
@@ -56,7 +57,7 @@ class Processes:
         _refuse_old_sharding(model)
         self._model = model
         self.is_replicated = isinstance(model, DistributedDataParallel)
-        self.is_sharded = is_sharded(model)
+        self.is_sharded = is_sharded(type(model))
         shared = self.is_replicated or self.is_sharded
         self.count = distributed.get_world_size() if shared else 1
         self.rank = distributed.get_rank() if shared else 0
@@ -93,28 +94,14 @@ class Processes:
         """
         if self.count == 1:
             return [report]
-        mine = torch.tensor(
-            [
-                report.weight,
-                report.batches,
-                report.stop,
-                report.is_new,
-                report.is_empty,
-                report.failed,
-            ],
-            dtype=torch.float64,
-        )
+        mine = torch.tensor(list(map(float, astuple(report))), dtype=torch.float64)
         told = [torch.empty_like(mine) for _ in range(self.count)]
         with self.watching():
             distributed.all_gather(told, mine, group=self._connected())
         return [_as_report(each.tolist()) for each in told]
 
     def gather(self, thing: Any) -> list[Any]:
-        """Return what every process has, to every process.
-
-        Raises:
-            PeerError: Another process is gone.
-        """
+        """Return what every process has, to every process."""
         if self.count == 1:
             return [thing]
         things: list[Any] = [None] * self.count
@@ -188,14 +175,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return original if isinstance(original, nn.Module) else model
 
 
-def is_sharded(model: nn.Module) -> bool:
-    """Return whether a model was sharded with `fully_shard`."""
-    # A model cannot be of a class that nobody has imported, and it is slow to import.
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(model, fsdp.FSDPModule)
-
-
 def _refuse_old_sharding(model: nn.Module) -> None:
+    # A model cannot be of a class that nobody has imported, and it is slow to import.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None and isinstance(model, fsdp.FullyShardedDataParallel):
         raise UnsupportedError(
@@ -206,11 +187,5 @@ def _refuse_old_sharding(model: nn.Module) -> None:
 
 def _as_report(numbers: Sequence[float]) -> Report:
     weight, batches, stop, is_new, is_empty, failed = numbers
-    return Report(
-        weight=weight,
-        batches=int(batches),
-        stop=bool(stop),
-        is_new=bool(is_new),
-        is_empty=bool(is_empty),
-        failed=int(failed),
-    )
+    flags = bool(stop), bool(is_new), bool(is_empty)
+    return Report(weight, int(batches), *flags, int(failed))

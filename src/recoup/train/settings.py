@@ -7,7 +7,7 @@ from typing import Literal
 
 from recoup.core.units import parse_bytes
 from recoup.errors import UsageError
-from recoup.precision.formats import Precision, check_precision
+from recoup.precision.mixed_precision import Precision, check_precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,9 +175,6 @@ _MAY_BE_LEFT_OUT = (
 
 def check_count(name: str, value: object) -> None:
     """Raise unless a setting is a whole number from 1, or may be left out and is.
-
-    Raises:
-        UsageError: It is something else.
 
     Examples:
         >>> check_count("epochs", 3)

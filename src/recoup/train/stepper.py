@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from recoup.backend.memory.meters import is_out_of_memory
 from recoup.backend.state.snapshots import StateSnapshot
 from recoup.backend.state.trees import tensors
+from recoup.backend.training.optimizer_steps import parameters_of
 from recoup.core.callers import calls_user
 from recoup.errors import PeerError, UnsupportedError, UsageError
 from recoup.precision.mixed_precision import MixedPrecisionScope
@@ -25,12 +26,10 @@ from recoup.train.data.batches import (
     tensors_in,
     to_device,
 )
-from recoup.train.data.proof import Proof
-from recoup.train.data.reduction import WeightFunction, reduction_of
-from recoup.train.outcome import Outcome
+from recoup.train.data.reduction import Proof, WeightFunction, reduction_of
 from recoup.train.processes import Processes, Report
-from recoup.train.run_results import StepResult
-from recoup.train.saving.sharding import whole
+from recoup.train.run_results import Outcome, StepResult
+from recoup.train.saving.run_state import whole
 from recoup.train.settings import TrainerSettings
 
 OUT_OF_MEMORY, FAILED = 1, 2
@@ -102,7 +101,7 @@ class Stepper:
     @property
     def _parameters(self) -> list[Tensor]:
         """What the optimizer has by now: groups may be added while a run goes on."""
-        return [p for group in self._optimizer.param_groups for p in group["params"]]
+        return parameters_of(self._optimizer)
 
     def report(self, batches: Sequence[Any], *, stop: bool = False) -> Report:
         """Return what the other processes must know of the next step."""
@@ -362,9 +361,8 @@ class Stepper:
             self._before.restore()
 
     def _clear_gradients(self) -> None:
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
+        for parameter in self._parameters:
+            parameter.grad = None
 
 
 def _moments(optimizer: Optimizer) -> list[Tensor]:

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +16,26 @@ from recoup.errors import SnapshotError, SnapshotWriteError, UsageError
 from recoup.fitting.compiled_fit import CompiledFit
 from recoup.fitting.fit import Fit
 from recoup.precision.scaler import GradientScaler
-from recoup.train.budgeting.process_budget import fit_together
+from recoup.train.budgeting.block_regions import BlockRegions
+from recoup.train.budgeting.process_budget import UnitPlan, fit_together
 from recoup.train.budgeting.recovery import weakly
-from recoup.train.budgeting.sharded_units import UnitPlan
-from recoup.train.budgeting.trainer_regions import BlockRegions
-from recoup.train.compatibility import check_parts, check_types, enter_training_mode
+from recoup.train.compatibility import (
+    as_schedulers,
+    check_parts,
+    check_types,
+    enter_training_mode,
+    joined_schedulers,
+)
 from recoup.train.data.batches import LossFunction
-from recoup.train.data.position import Position, make_loader, own_position
+from recoup.train.data.position import Position, make_loader
 from recoup.train.data.reduction import WeightFunction
-from recoup.train.fit_call import Run, groups, step_count
-from recoup.train.outcome import Outcome
-from recoup.train.processes import Report, unwrapped
-from recoup.train.progress_bar import ProgressBar
-from recoup.train.run_results import RunResult, StepResult
-from recoup.train.saving.averaging import ParameterAverage, lifted, refuse_applied
-from recoup.train.saving.run_state import apply_state, collect_state, write_state
+from recoup.train.fit_call import Interruption, ProgressBar, Run, groups, step_count
+from recoup.train.processes import Processes, Report, unwrapped
+from recoup.train.run_results import Outcome, RunResult, StepResult
+from recoup.train.saving.averaging import ParameterAverage, refuse_applied
+from recoup.train.saving.run_state import load_run, save_run
 from recoup.train.saving.snapshot import check_folder, keep_last, read_snapshot
-from recoup.train.schedulers import as_schedulers, joined_schedulers
 from recoup.train.settings import TrainerSettings, check_count
-from recoup.train.signals import Interruption
 from recoup.train.stepper import Stepper
 
 _log = logging.getLogger(__name__)
@@ -288,19 +290,15 @@ class Trainer:
 
     def _save(self, path: str | Path) -> None:
         self._stepper.peaks.settle()
-        processes = self._stepper.processes
-        with lifted(self.average), processes.watching():
-            state = {
-                "version": _VERSION,
-                "processes": processes.count,
-                "steps": self._steps,
-                "skipped": self.skipped_steps,
-                "pieces": self._stepper.recovery.pieces,
-                **self._regions.state_dict(),
-                "position": processes.gather(self._position.state_dict()),
-                **collect_state(self.model, self.optimizer, self._parts(), processes),
-            }
-            write_state(path, state, processes)
+        own = {
+            "version": _VERSION,
+            "steps": self._steps,
+            "skipped": self.skipped_steps,
+            "pieces": self._stepper.recovery.pieces,
+            **self._regions.state_dict(),
+        }
+        with nullcontext() if self.average is None else self.average.lifted():
+            save_run(path, own, self._position, *self._state())
 
     def load(self, path: str | Path) -> None:
         """Stand where the run stood that wrote the file. Nothing in it is executed.
@@ -313,15 +311,7 @@ class Trainer:
         state = read_snapshot(path)
         if not isinstance(state, dict) or state.get("version") not in _READABLE:
             raise SnapshotError(f"{path} was not written by this version's trainer.")
-        missing = sorted(_NEEDED - state.keys())
-        if missing:
-            raise SnapshotError(f"{path} has no {missing[0]!r}: it is not a whole run.")
-        processes = self._stepper.processes
-        apply_state(state, self.model, self.optimizer, self._parts(), processes)
-        self._position.load_state_dict(
-            own_position(state["position"], processes.rank, processes.count),
-            share=state["processes"] / processes.count,
-        )
+        load_run(path, state, _NEEDED, self._position, *self._state())
         self._steps, self._known_skips = state["steps"], state["skipped"]
         self._unknown = None
         self._stepper.recovery.pieces = state["pieces"]
@@ -417,13 +407,14 @@ class Trainer:
             return "every block is recomputed in backward by itself"
         return None
 
-    def _parts(self) -> dict[str, Any]:
-        """Return what has a state, besides model and optimizer."""
-        return {
+    def _state(self) -> tuple[nn.Module, Optimizer, dict[str, Any], Processes]:
+        """Return what has a state, and the processes that have it together."""
+        parts = {
             "scheduler": self.scheduler,
             "scaler": self.scaler,
             "average": self.average,
         }
+        return self.model, self.optimizer, parts, self._stepper.processes
 
     def _resume(self) -> bool:
         """Load the snapshot, and return whether there was one."""

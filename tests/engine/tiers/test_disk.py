@@ -20,8 +20,13 @@ import torch
 from torch import Tensor
 
 from recoup import CheckpointScope, Disk
-from recoup.engine.tiers.directory import PREFIX, PrivateDirectory, remove_abandoned
-from recoup.engine.tiers.shelf import Shelf, shelf_in
+from recoup.engine.tiers.shelf import (
+    PREFIX,
+    PrivateDirectory,
+    Shelf,
+    remove_abandoned,
+    shelf_in,
+)
 from recoup.errors import TierError, UsageError
 from recoup.tiers import tier_usage
 

@@ -5,6 +5,7 @@ there, somebody who was there before has taken that off instead of his own, whic
 still there; and somebody else may have come since.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from torch.utils import _python_dispatch
@@ -23,16 +24,12 @@ from recoup.backend.autograd.saved_tensors import (
     push_hooks,
 )
 
+_Hooks = tuple[Pack, Unpack]
 _TELL = "set_is_in_mode_without_ignore_compile_internals"
 
 
 class Footing:
-    """What is on top of the stacks when something is about to be put there.
-
-    Attributes:
-        hooks: The saved-tensor hooks.
-        mode: The dispatch mode.
-    """
+    """What is on top of the stacks when something is about to be put there."""
 
     __slots__ = ("hooks", "mode")
 
@@ -42,41 +39,26 @@ class Footing:
         self.mode = stack[-1] if stack else None
 
     def take_off_hooks(self, pack: Pack) -> None:
-        """Take off the hooks that were put here.
-
-        Args:
-            pack: The first of the two.
-        """
+        """Take off the hooks that were put here."""
         hooks = ambient_hooks()
         if hooks is not None and hooks[0] == pack:
             pop_hooks()
             return
-        stack: list[tuple[Pack, Unpack]] = []
-        while hooks is not None:
-            stack.append(hooks)
-            pop_hooks()
-            hooks = ambient_hooks()
+        stack = _pop_hooks_above(lambda _: False)
         place = _place_of(pack, [hooks[0] for hooks in stack])
         if place is None and self.hooks is not None:
             place = _place_of(self.hooks[0], [hooks[0] for hooks in stack])
         if place is not None:
             del stack[place]
-        for hooks in reversed(stack):
-            push_hooks(*hooks)
+        _push_all(stack)
 
     @staticmethod
     def drop(pack: Pack, mode: TorchDispatchMode | None) -> None:
         """Take off these hooks and this mode wherever they are, if they are there."""
-        stack: list[tuple[Pack, Unpack]] = []
-        hooks = ambient_hooks()
-        while hooks is not None and hooks[0] != pack:
-            stack.append(hooks)
+        above = _pop_hooks_above(lambda hooks: hooks[0] == pack)
+        if ambient_hooks() is not None:
             pop_hooks()
-            hooks = ambient_hooks()
-        if hooks is not None:
-            pop_hooks()
-        for others in reversed(stack):
-            push_hooks(*others)
+        _push_all(above)
         if mode is not None and mode in _get_current_dispatch_mode_stack():
             Footing.__new__(Footing).leave_mode(mode)
 
@@ -120,15 +102,9 @@ class StacksSnapshot:
             if tell_guards is not None:
                 flag = self._flags["_is_in_any_mode_without_ignore_compile_internals"]
                 tell_guards(flag)
-        above: list[tuple[Pack, Unpack]] = []
-        hooks = ambient_hooks()
-        while hooks is not None and hooks != self._hooks:
-            above.append(hooks)
-            pop_hooks()
-            hooks = ambient_hooks()
-        if hooks != self._hooks:  # they were taken off since: the others may stay
-            for others in reversed(above):
-                push_hooks(*others)
+        above = _pop_hooks_above(lambda hooks: hooks == self._hooks)
+        if ambient_hooks() != self._hooks:  # taken off since: the others may stay
+            _push_all(above)
 
 
 def enter_at_bottom(mode: TorchDispatchMode) -> None:
@@ -167,27 +143,29 @@ def has_infrastructure_modes() -> bool:
 
 def push_hooks_at_bottom(pack: Pack, unpack: Unpack) -> None:
     """Put saved-tensor hooks below all that are active on this thread."""
-    stack = _pop_all_hooks()
+    above = _pop_hooks_above(lambda _: False)
     push_hooks(pack, unpack)
-    for hooks in reversed(stack):
-        push_hooks(*hooks)
+    _push_all(above)
 
 
 def take_out_hooks(pack: Pack) -> None:
     """Take saved-tensor hooks out of the stack, wherever they are."""
-    for hooks in reversed(_pop_all_hooks()):
-        if hooks[0] != pack:
-            push_hooks(*hooks)
+    stack = _pop_hooks_above(lambda _: False)
+    _push_all([hooks for hooks in stack if hooks[0] != pack])
 
 
-def _pop_all_hooks() -> list[tuple[Pack, Unpack]]:
-    stack: list[tuple[Pack, Unpack]] = []
-    hooks = ambient_hooks()
-    while hooks is not None:
-        stack.append(hooks)
+def _pop_hooks_above(is_reached: Callable[[_Hooks], bool]) -> list[_Hooks]:
+    """Pop hooks until some are on top, or all; return them, the highest first."""
+    above: list[_Hooks] = []
+    while (hooks := ambient_hooks()) is not None and not is_reached(hooks):
+        above.append(hooks)
         pop_hooks()
-        hooks = ambient_hooks()
-    return stack
+    return above
+
+
+def _push_all(above: list[_Hooks]) -> None:
+    for hooks in reversed(above):
+        push_hooks(*hooks)
 
 
 def _swap_flags(one: TorchDispatchMode, other: TorchDispatchMode) -> None:

@@ -56,9 +56,6 @@ def inner_tensors(tensor: Tensor) -> list[Tensor]:
 class Shell:
     """What a wrapper is beside its inner tensors.
 
-    Args:
-        tensor: The wrapper.
-
     Attributes:
         parts: By name, the inner tensors, and whatever else it is made of.
     """

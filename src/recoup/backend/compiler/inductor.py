@@ -14,11 +14,7 @@ from recoup.backend.compiler.partitioning import Partitioner
 
 
 class InductorPartitioner(CustomPartitionerFn):
-    """Hands joint graphs to a `Partitioner`.
-
-    Args:
-        partitioner: Splits the graphs.
-    """
+    """Hands joint graphs to a `Partitioner`."""
 
     def __init__(self, partitioner: Partitioner) -> None:
         self._partitioner = partitioner

@@ -1,4 +1,4 @@
-"""Recognise functions and modules that torch.compile has compiled."""
+"""Recognise what torch.compile has compiled, and what `fully_shard` has sharded."""
 
 import functools
 from collections.abc import Callable
@@ -90,6 +90,12 @@ def leave_uncompiled(function: Hook) -> Hook:
         marked.__code__, frames._FrameExecStrategy(skip, skip)
     )
     return function
+
+
+def is_sharded(kind: type[nn.Module]) -> bool:
+    """Return whether a class is one that `fully_shard` gives a module."""
+    # Not by the class itself, which is slow to import.
+    return kind.__module__.startswith("torch.distributed.fsdp")
 
 
 def call_slot(module: nn.Module) -> str:

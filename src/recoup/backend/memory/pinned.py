@@ -132,9 +132,9 @@ def rounded(nbytes: int) -> int:
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a tensor of bytes on the host, to read and to write.
+    """Return the bytes of a contiguous tensor on the host, to read and to write.
 
-    It does not keep the tensor alive.
+    They do not keep the tensor alive.
 
     Examples:
         >>> tensor = torch.zeros(3, dtype=torch.uint8)
@@ -142,5 +142,7 @@ def memory_of(tensor: Tensor) -> memoryview:
         >>> tensor
         tensor([0, 7, 0], dtype=torch.uint8)
     """
+    if not tensor.nbytes:
+        return memoryview(bytearray())
     array = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
     return memoryview(array).cast("B")

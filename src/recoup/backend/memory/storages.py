@@ -8,6 +8,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 from torch.autograd import grad_mode
+from torch.utils.weak import WeakIdKeyDictionary
 
 storage_address: Callable[[Tensor], int] = getattr(  # noqa: B009 (no stub names it)
     torch._C, "_storage_address"
@@ -256,12 +257,6 @@ def copy_storage(tensor: Tensor) -> Tensor:
     return shaped(flat(tensor.detach()).clone(), geometry)
 
 
-def covers_storage(tensor: Tensor) -> bool:
-    """Return whether the tensor's elements fill its whole storage."""
-    nbytes = tensor.untyped_storage().nbytes()
-    return tensor.numel() * tensor.element_size() == nbytes and is_dense(tensor)
-
-
 def is_dense(tensor: Tensor) -> bool:
     """Return whether the elements fill one stretch of memory, each in its own place.
 
@@ -278,3 +273,40 @@ def is_dense(tensor: Tensor) -> bool:
                 return False
             expected *= size
     return True
+
+
+class TensorSet:
+    """A set of tensor objects; a tensor leaves it when it dies.
+
+    Examples:
+        >>> import torch
+        >>> marked = TensorSet()
+        >>> t = torch.ones(1)
+        >>> marked.add(t)
+        >>> t in marked, torch.ones(1) in marked, len(marked)
+        (True, False, 1)
+        >>> del t
+        >>> len(marked)
+        0
+    """
+
+    def __init__(self) -> None:
+        self._members = WeakIdKeyDictionary()
+
+    def add(self, tensor: Tensor) -> None:
+        """Put a tensor in."""
+        self._members[tensor] = None
+
+    def discard(self, tensor: Tensor) -> None:
+        """Take a tensor out, if it is in."""
+        self._members.pop(tensor, None)
+
+    def clear(self) -> None:
+        """Take all out."""
+        self._members.clear()
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return tensor in self._members
+
+    def __len__(self) -> int:
+        return len(self._members)

@@ -1,4 +1,4 @@
-"""Copies between a device and the host that run beside the computation, in order."""
+"""Copies between a device and the host, concurrent with the computation, in order."""
 
 import functools
 from collections.abc import Sequence
@@ -55,11 +55,7 @@ class Streams(Protocol):
 
 
 class DeviceStreams:
-    """The streams of one accelerator.
-
-    Args:
-        device: Which, with its index.
-    """
+    """The streams of one accelerator."""
 
     is_concurrent = True
 
@@ -154,3 +150,34 @@ def _queue(
     with stream:
         destination.copy_(source, non_blocking=True)
     return stream.record_event()
+
+
+_BYTES = 1 << 26
+_REPEATS = 3
+
+
+def link_bytes_per_second(device: torch.device) -> float:
+    """Return how fast pinned memory is copied to a device; 0 where there is no link.
+
+    Copies 64 MiB a few times. The link of today's machines is as fast the other way.
+
+    Examples:
+        >>> link_bytes_per_second(torch.device("cpu"))
+        0.0
+    """
+    if device.type != "cuda":
+        return 0.0
+    try:
+        host = torch.empty(_BYTES, dtype=torch.uint8, pin_memory=True)
+        there = torch.empty(_BYTES, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError:
+        return 0.0
+    start = torch.cuda.Event(enable_timing=True)
+    stop = torch.cuda.Event(enable_timing=True)
+    there.copy_(host, non_blocking=True)
+    start.record()
+    for _ in range(_REPEATS):
+        there.copy_(host, non_blocking=True)
+    stop.record()
+    stop.synchronize()
+    return _REPEATS * _BYTES / (start.elapsed_time(stop) / 1000)

@@ -43,9 +43,6 @@ class Timer(Protocol):
 class Laps:
     """The times between points in the work of a device, which nobody waits for.
 
-    Args:
-        device: Where the work is done.
-
     Examples:
         >>> laps = Laps(torch.device("cpu"))
         >>> for _ in range(3):
@@ -136,9 +133,6 @@ class OperatorTimer:
 
     On an accelerator the times are read from events when all is done; `seconds` then
     synchronises, once. What the host takes to issue a call is taken off.
-
-    Args:
-        device: Where the calls compute.
 
     Examples:
         >>> timer = OperatorTimer("cpu")

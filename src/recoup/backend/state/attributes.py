@@ -33,9 +33,6 @@ class Attributes:
     torch, NumPy and the standard library are not changed, nor containers of more than
     10 000 items.
 
-    Args:
-        *things: Modules, functions, bound methods and other objects.
-
     Examples:
         >>> layer = nn.Tanh()
         >>> layer.calls, layer.seen = 0, []
@@ -72,9 +69,6 @@ class Numbers:
 
     Unlike `Attributes` this keeps nothing alive, such as what a step has left in an
     attribute.
-
-    Args:
-        *things: Modules, bound methods and other objects.
     """
 
     def __init__(self, *things: object) -> None:

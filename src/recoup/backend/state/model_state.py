@@ -46,9 +46,6 @@ class StateReader:
     It costs one attribute of each module and each parameter, and no call of a Python
     function for each. The model is not kept alive.
 
-    Args:
-        model: The model.
-
     Attributes:
         classes: The classes of its modules when it was read last.
     """

@@ -7,7 +7,6 @@ and `WrittenTensors`; `Attributes` is in `recoup.backend.state.attributes`.
 
 import pickle
 import random
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -26,15 +25,9 @@ from recoup.backend.operators.dispatch import OperatorMode, copy_unseen
 from recoup.backend.operators.foreach import choose_all, copy_all
 from recoup.backend.operators.kernels import kernel_of
 from recoup.backend.state.attributes import Attributes
-from recoup.backend.state.buffers import (
-    BufferSlot,
-    are_in_place,
-    buffer_slots,
-    buffers_in,
-    put_in_place,
-)
-from recoup.backend.state.global_generators import (
+from recoup.backend.state.rng import (
     RandomStates,
+    generator_kinds,
     random_states,
     restore_random_states,
     same_random_states,
@@ -42,6 +35,57 @@ from recoup.backend.state.global_generators import (
 from recoup.backend.state.trees import tensors
 from recoup.backend.state.walk import reach
 from recoup.core.restoring import restoring
+
+BufferSlot = tuple[dict[str, Tensor | None], str, Tensor | None]
+"""A buffer in its place: the dictionary of a module, the name, and what is there."""
+
+
+def buffer_slots(modules: Iterable[nn.Module]) -> list[BufferSlot]:
+    """Return the buffers that modules themselves have, not their parts, in place.
+
+    Examples:
+        >>> norm = nn.BatchNorm1d(3)
+        >>> [name for _, name, _ in buffer_slots([norm])]
+        ['running_mean', 'running_var', 'num_batches_tracked']
+    """
+    return [
+        (module._buffers, name, buffer)
+        for module in modules
+        for name, buffer in module._buffers.items()
+    ]
+
+
+def buffers_in(slots: Iterable[BufferSlot]) -> list[Tensor]:
+    """Return the buffers that are in their places, each once."""
+    return list({id(b): b for _, _, b in slots if b is not None}.values())
+
+
+def are_in_place(slots: Iterable[BufferSlot]) -> bool:
+    """Return whether every buffer is still the tensor that was in its place."""
+    return all(buffers.get(name) is buffer for buffers, name, buffer in slots)
+
+
+def put_in_place(slots: Iterable[BufferSlot]) -> None:
+    """Put buffers back that a forward pass replaced, as `self.mean = ...` does.
+
+    Names that were not there before are taken out.
+
+    Examples:
+        >>> norm = nn.BatchNorm1d(3)
+        >>> slots, mean = buffer_slots([norm]), norm.running_mean
+        >>> norm.running_mean = norm.running_mean * 0.9
+        >>> put_in_place(slots)
+        >>> norm.running_mean is mean
+        True
+    """
+    known: dict[int, tuple[dict[str, Tensor | None], set[str]]] = {}
+    for buffers, name, buffer in slots:
+        known.setdefault(id(buffers), (buffers, set()))[1].add(name)
+        if buffers.get(name) is not buffer:
+            buffers[name] = buffer
+    for buffers, names in known.values():
+        for name in [name for name in buffers if name not in names]:
+            del buffers[name]
 
 
 class StateSnapshot:
@@ -250,9 +294,6 @@ class Gradients:
 
     On an accelerator they wait on the CPU: a step makes new ones in their place.
 
-    Args:
-        leaves: The leaves.
-
     Examples:
         >>> weight = nn.Parameter(torch.ones(1))
         >>> weight.grad = torch.ones(1)
@@ -326,11 +367,7 @@ def carry_gradients(leaves: Iterable[Tensor]) -> None:
 
 
 class NotedGradients:
-    """The gradients of leaves, noted without holding them: a step may free them.
-
-    Args:
-        leaves: The leaves.
-    """
+    """The gradients of leaves, noted without holding them: a step may free them."""
 
     def __init__(self, leaves: Iterable[Tensor]) -> None:
         self._noted = [_Noted(leaf) for leaf in leaves]
@@ -498,15 +535,6 @@ class _Watch(OperatorMode):
     def _copy(self, address: int) -> None:
         for before in self._waiting.pop(address, ()):
             self._copies.append((before, copy_unseen(before)))  # no part of the step
-
-
-def generator_kinds() -> tuple[type, ...]:
-    """Return the classes of random generators: torch's, Python's and NumPy's."""
-    numpy = sys.modules.get("numpy")
-    known = (torch.Generator, random.Random)
-    if numpy is None:
-        return known
-    return (*known, numpy.random.Generator, numpy.random.RandomState)
 
 
 def _access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:

@@ -1,10 +1,7 @@
-"""Optimizer steps that bypass the version counter, counted where it matters.
+"""Optimizers: several of one model as one, and steps that bypass version counters."""
 
-Fused optimizers, and those of other libraries, write to parameters without giving them
-a new version. Plain autograd then uses the new weights without a word, and so would a
-replay. While something waits for its backward, such a step counts as a write.
-"""
-
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -19,8 +16,125 @@ from torch.optim.optimizer import (
 from recoup.backend.memory.storages import version_of
 
 
+class JointOptimizer(Optimizer):
+    """Step several optimizers as one, as for Muon and AdamW in one model.
+
+    Its groups are those of the members, the very dictionaries, in order; so is its
+    state. Who asks whether a step may be made, as a gradient scaler does, decides it
+    for all members at once.
+
+    Args:
+        members: The optimizers; no parameter may be in two of them.
+
+    Raises:
+        ValueError: A parameter is in two of them.
+
+    Examples:
+        >>> import torch
+        >>> weight, bias = torch.nn.Linear(2, 1).parameters()
+        >>> sgd = torch.optim.SGD([weight], lr=0.1)
+        >>> joint = JointOptimizer([sgd, torch.optim.Adam([bias], lr=0.2)])
+        >>> [group["lr"] for group in joint.param_groups]
+        [0.1, 0.2]
+    """
+
+    # Not `super().__init__`: it would make groups, state and hooks of its own.
+    def __init__(self, members: Sequence[Optimizer]) -> None:
+        self.members = list(members)
+        self.defaults: dict[str, Any] = {}
+        parameters = parameters_of(self)
+        if len({id(parameter) for parameter in parameters}) < len(parameters):
+            raise ValueError("a parameter is in two optimizers")
+
+    @property
+    def param_groups(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self,
+    ) -> list[dict[str, Any]]:
+        """The groups of all members; one that gets another group has it here too."""
+        return [group for member in self.members for group in member.param_groups]
+
+    @property
+    def state(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self,
+    ) -> "defaultdict[Tensor, Any]":
+        """The state of all members, as it is now."""
+        found: defaultdict[Tensor, Any] = defaultdict(dict)
+        for member in self.members:
+            found.update(member.state)
+        return found
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step every member, in order."""
+        loss = None if closure is None else closure()
+        for member in self.members:
+            member.step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 (torch's)
+        """Clear the gradients of every member's parameters."""
+        for member in self.members:
+            member.zero_grad(set_to_none=set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as one optimizer would: parameters are numbered in order."""
+        state: dict[int, Any] = {}
+        groups: list[dict[str, Any]] = []
+        for member in self.members:
+            first = sum(len(group["params"]) for group in groups)
+            own = member.state_dict()
+            state |= {first + number: each for number, each in own["state"].items()}
+            groups += [
+                {**group, "params": [first + number for number in group["params"]]}
+                for group in own["param_groups"]
+            ]
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` of optimizers like these has returned."""
+        groups, first = list(state_dict["param_groups"]), 0
+        for member in self.members:
+            count, has = len(parameters_of(member)), len(member.param_groups)
+            own, groups = groups[:has], groups[has:]
+            state = {
+                number - first: each
+                for number, each in state_dict["state"].items()
+                if first <= number < first + count
+            }
+            numbered = [
+                {**group, "params": [number - first for number in group["params"]]}
+                for group in own
+            ]
+            member.load_state_dict({"state": state, "param_groups": numbered})
+            first += count
+
+    def __repr__(self) -> str:
+        return " and ".join(map(repr, self.members))
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of all groups, in order."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def joined(optimizers: Optimizer | Sequence[Optimizer]) -> Optimizer:
+    """Return one optimizer: the one given, or several as one."""
+    if isinstance(optimizers, Optimizer):
+        return optimizers
+    members = list(optimizers)
+    return members[0] if len(members) == 1 else JointOptimizer(members)
+
+
+def members_of(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizers that one stands for: its members, or itself."""
+    return optimizer.members if isinstance(optimizer, JointOptimizer) else [optimizer]
+
+
 class StepWatch:
     """Counts optimizer steps as writes while anything waits for its backward.
+
+    Fused optimizers, and those of other libraries, write to parameters without giving
+    them a new version. Plain autograd then uses the new weights without a word, and so
+    would a replay.
 
     Costs nothing while nothing waits. Else a step reads the version of each parameter
     twice, about a tenth of a microsecond each.
@@ -45,14 +159,14 @@ class StepWatch:
 
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
         if self._waiting and not is_compiling():
-            versions = [version_of(each) for each in _parameters(optimizer)]
+            versions = [version_of(each) for each in parameters_of(optimizer)]
             self._versions[id(optimizer)] = versions
 
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
         if is_compiling():
             return
         before = self._versions.pop(id(optimizer), None)
-        parameters = _parameters(optimizer)
+        parameters = parameters_of(optimizer)
         if before is None or len(before) != len(parameters):
             return
         uncounted = [
@@ -62,10 +176,6 @@ class StepWatch:
         ]
         if uncounted and self._waiting:
             increment_version(uncounted)
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [each for group in optimizer.param_groups for each in group["params"]]
 
 
 STEPS = StepWatch()

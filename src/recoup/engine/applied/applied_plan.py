@@ -12,7 +12,11 @@ from torch import nn
 
 from recoup.backend.autograd.module_hooks import forward_pre_hooks
 from recoup.backend.autograd.saved_tensors import is_in_backward, records_gradients
-from recoup.backend.compiler.recognition import is_compiled, leave_uncompiled
+from recoup.backend.compiler.recognition import (
+    is_compiled,
+    is_sharded,
+    leave_uncompiled,
+)
 from recoup.backend.state.trees import tensors
 from recoup.core.plan import Place, Plan
 from recoup.engine.applied.pass_order import PassOrder
@@ -392,11 +396,6 @@ def plans_on(module: nn.Module) -> list[Applied]:
 def plans_in(model: nn.Module) -> list[Applied]:
     """Return what is applied to a model and to its parts."""
     return [applied for module in model.modules() for applied in plans_on(module)]
-
-
-def is_sharded(kind: type[nn.Module]) -> bool:
-    """Return whether a class is one that `fully_shard` gives a module."""
-    return kind.__module__.startswith("torch.distributed.fsdp")
 
 
 def refuse_sharded(kinds: Iterable[type[nn.Module]]) -> None:

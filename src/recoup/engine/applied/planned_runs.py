@@ -4,7 +4,7 @@ import itertools
 import weakref
 from dataclasses import dataclass, field
 
-from recoup.backend.autograd.frames import calling_frame
+from recoup.backend.autograd.module_hooks import calling_frame
 from recoup.backend.autograd.saved_tensors import Pack, Unpack, ambient_hooks
 from recoup.core.plan import Place, Plan, Span
 from recoup.engine.applied.span_policy import HeldBySpan, table_of

@@ -96,9 +96,6 @@ def choose(
 ) -> tuple[list[int], list[int]]:
     """Return the places whose activations are kept, and those that are skipped.
 
-    Raises:
-        CheckpointLimitError: There are too many, and that is to be an error.
-
     Examples:
         >>> choose(CheckpointConfig(), range(10))
         ([0, 4, 8], [])

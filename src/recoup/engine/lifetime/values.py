@@ -9,7 +9,7 @@ from typing import Any, Protocol, final
 
 from torch import Generator, Tensor
 
-from recoup.backend.autograd.default_dtype import default_dtype
+from recoup.backend.autograd.autocast import default_dtype
 from recoup.backend.autograd.saved_tensors import (
     Pack,
     Unpack,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from recoup.backend.autograd.frames import is_running
+from recoup.backend.autograd.module_hooks import is_running
 from recoup.backend.autograd.saved_tensors import hooks_refused, records_gradients
 from recoup.backend.autograd.transforms import outside_transforms
 from recoup.backend.compiler.recognition import leave_uncompiled

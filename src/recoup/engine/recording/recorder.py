@@ -11,7 +11,7 @@ from recoup.backend.autograd.wrappers import are_taken_apart, wrappers_in
 from recoup.backend.compiler.recognition import leave_uncompiled
 from recoup.backend.memory.storages import has_storage
 from recoup.backend.operators.dispatch import OperatorMode, all_plain, run_complex
-from recoup.backend.operators.kernels import KERNELS, Kernel, kernel_of
+from recoup.backend.operators.kernels import KERNELS, FirstSight, Kernel, kernel_of
 from recoup.backend.operators.properties import (
     Facts,
     crosses_devices,
@@ -20,7 +20,6 @@ from recoup.backend.operators.properties import (
     without_contents,
 )
 from recoup.backend.operators.repeatable import is_repeatable
-from recoup.backend.operators.undeclared import FirstSight
 from recoup.backend.state.rng import generator_of, same_state
 from recoup.backend.state.trees import tensors
 from recoup.core.restoring import restoring

@@ -14,7 +14,7 @@ from recoup.backend.memory.storages import (
     version_of,
     writes_hidden,
 )
-from recoup.backend.state.buffers import BufferSlot, buffer_slots, put_in_place
+from recoup.backend.state.snapshots import BufferSlot, buffer_slots, put_in_place
 from recoup.core.restoring import restoring
 from recoup.engine.recording.region import STATE_BYTES
 from recoup.errors import ChangedTensorError, MismatchError

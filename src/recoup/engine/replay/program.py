@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recoup.backend.autograd.default_dtype import default_dtype, run_in_default
+from recoup.backend.autograd.autocast import default_dtype, run_in_default
 from recoup.backend.autograd.saved_tensors import below_autograd
 from recoup.backend.autograd.transforms import outside_transforms
 from recoup.backend.memory.storages import copy_storage

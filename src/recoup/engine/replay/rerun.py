@@ -10,8 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recoup.backend.autograd.autocast import autocast_as, autocast_states
-from recoup.backend.autograd.default_dtype import default_dtype, in_default
+from recoup.backend.autograd.autocast import (
+    autocast_as,
+    autocast_states,
+    default_dtype,
+    in_default,
+)
 from recoup.backend.autograd.saved_tensors import (
     Pack,
     Unpack,

@@ -2,8 +2,7 @@
 
 from torch import Tensor
 
-from recoup.backend.memory.storages import has_storage
-from recoup.backend.memory.weak_sets import TensorSet
+from recoup.backend.memory.storages import TensorSet, has_storage
 from recoup.engine.lifetime.values import OUTSIDE, Value
 from recoup.engine.recording.active import open_regions
 from recoup.engine.recording.region import Region

@@ -31,11 +31,7 @@ class Policy(Protocol):
 
 
 def recomputes_beside(store: Tier | None, policy: Policy | None) -> bool:
-    """Return whether a region with these recomputes anything.
-
-    Raises:
-        UsageError: The store is no tier.
-    """
+    """Return whether a region with these recomputes anything."""
     check_store(store)
     return store is None or policy is not None
 

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from types import MethodType, TracebackType
+from types import MethodType
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 from weakref import ref
 
@@ -59,11 +59,7 @@ _THREAD = _Thread()
 
 
 class _OnClassToo(Generic[Parameters, Returned]):
-    """A method that the class has too, where it is that of one shared profiler.
-
-    Args:
-        method: The method.
-    """
+    """A method that the class has too, where it is that of one shared profiler."""
 
     def __init__(
         self, method: Callable[Concatenate[Any, Parameters], Returned]
@@ -312,14 +308,9 @@ class CheckpointProfiler:
         self.start_tracking()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, *error: object) -> None:
         self._stop()
-        if error is None:
+        if kind is None:
             self._warn()
 
     def _would_have(self, region: str, number: int, tensor: Tensor) -> None:

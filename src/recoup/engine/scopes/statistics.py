@@ -41,11 +41,7 @@ class Account:
 
 
 class NamedAccount(Account):
-    """The account of all regions of one name.
-
-    Args:
-        name: The name.
-    """
+    """The account of all regions of one name."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -107,9 +103,6 @@ _COLUMNS: dict[str, Callable[[Statistics], str]] = {
 
 class StatisticsTable:
     """Statistics by name, to be printed: by `print`, or by rich in color.
-
-    Args:
-        rows: The statistics.
 
     Examples:
         >>> table = StatisticsTable([Statistics("a", calls=1), Statistics("b")])

@@ -9,13 +9,7 @@ from recoup.errors import UsageError
 
 
 class Coded(Stored):
-    """A storage held as other tensors, from which it is decoded.
-
-    Args:
-        on: Where these are kept.
-        parts: The tensors, each one-dimensional on a storage of its own.
-        decode: Makes the storage of them again.
-    """
+    """A storage held as other tensors, from which it is decoded."""
 
     def __init__(
         self, on: Tier, parts: Sequence[Tensor], decode: Callable[..., Tensor]

@@ -33,10 +33,6 @@ class Deposit:
     What was brought back is kept on the device until every claim has been served, and
     not beyond the backward.
 
-    Args:
-        tier: Where it is put.
-        tensor: A tensor on the storage, without a graph behind it.
-
     Attributes:
         claims: How many tensors that autograd saved refer to it.
         is_exact: Whether it comes back bit by bit.
@@ -156,13 +152,5 @@ _REGISTER = _Register()
 
 
 def deposit(tier: Tier, tensor: Tensor) -> Deposit:
-    """Put a tensor's storage in a tier, unless it is there at the same version.
-
-    Args:
-        tier: Where to.
-        tensor: A tensor with a storage and without a graph behind it.
-
-    Raises:
-        TierError: There is no room for it.
-    """
+    """Put a tensor's storage in a tier, unless it is there at the same version."""
     return _REGISTER.deposit(tier, tensor)

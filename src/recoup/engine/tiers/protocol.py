@@ -94,9 +94,6 @@ class LossyTier(Tier):
 def check_sizes(**sizes: int) -> None:
     """Raise unless each of the sizes named is a number of bytes.
 
-    Raises:
-        UsageError: One is negative.
-
     Examples:
         >>> check_sizes(window_bytes=0)
     """

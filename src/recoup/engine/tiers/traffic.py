@@ -77,10 +77,6 @@ class Traffic:
     stream has been given so far, so that memory can be reused without
     `record_stream`, which would free late.
 
-    Args:
-        streams: The queues of copies.
-        pool: The buffers on the host.
-
     Attributes:
         under_way_bytes: The device memory of parcels that leave or arrive.
     """

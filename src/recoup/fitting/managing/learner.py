@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recoup.backend.autograd.frames import calling_frame
+from recoup.backend.autograd.module_hooks import calling_frame
 from recoup.backend.autograd.saved_tensors import at_end_of_backward, current_backward
 from recoup.backend.state.trees import tensors
 from recoup.core.callers import user_stacklevel

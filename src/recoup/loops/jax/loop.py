@@ -7,13 +7,13 @@ its arguments and what it captures, and nothing has to be recognised in backward
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from recoup.core.units import print_bytes
 from recoup.engine.replay.captured_variables import Captures as Variables
 from recoup.errors import (
     CaptureError,
@@ -21,13 +21,10 @@ from recoup.errors import (
     UnsupportedError,
     UsageError,
 )
-from recoup.loops.feeds import Stacked
-from recoup.loops.jax.rows import Tree
-from recoup.loops.jax.run import Loop, run
-from recoup.loops.jax.table import REVERSE_START, table
+from recoup.loops.jax.run import REVERSE_START, Loop, Tree, inexact, merged, run, table
 from recoup.loops.loop_plan import Plan
 from recoup.loops.slots import Checkpoints, Slots
-from recoup.loops.steps import ConcreteError, KindError, Step
+from recoup.loops.steps import ConcreteError, Stacked, Step
 from recoup.schedules.revolve import Revolve
 from recoup.schedules.schedule import Schedule
 
@@ -39,13 +36,6 @@ def run_jax(
 
     Costs `counts().evaluations` steps, one more for each step that shares a tape with
     others, and those of the last tape once more: a tape holds states, not residuals.
-
-    Args:
-        step: What to run.
-        initial_state: Where to begin.
-        plan: How to carry it out.
-        captures: Not needed: JAX finds captured arrays by itself.
-        vjp: Not needed: JAX differentiates by itself.
 
     Returns:
         The final state, the stacked outputs (None without), and the checkpoints.
@@ -82,15 +72,13 @@ def _closed(
     """Return the constant part of the loop, and the arrays its step captures."""
 
     def call(state: Tree, index: Any, given: Tree) -> tuple[Tree, Tree]:
-        return step.run(state, index, given)
+        return step.run_on(state, index, given)
 
-    bare = replace(step, feed=None)
-    step = step if feed is not None else bare
     first = jax.tree.map(lambda rows: rows[0], feed)
     index = jnp.zeros((), jnp.int32)
     seen = Variables(step.function)
     try:
-        _require_same_types(call, state, index, first, step.name)
+        _require_same_types(call, state, index, first, step)
         closed, constants = jax.closure_convert(call, state, index, first)
     except jax.errors.JAXTypeError as error:
         raise ConcreteError(
@@ -130,7 +118,7 @@ def _schedule(step: Step, state: Tree, plan: Plan) -> Schedule:
         return plan.schedule
     assert plan.condition is not None, "no schedule, so a condition"
     assert plan.online is not None, "a condition comes with an online schedule"
-    call = jax.jit(lambda state, index, given: step.run(state, index, given)[0])
+    call = jax.jit(lambda state, index, given: step.run_on(state, index, given)[0])
     index = 0
     state = lax.stop_gradient(state)
     try:
@@ -158,21 +146,17 @@ def stacked_feed(step: Step) -> Tree:
 
 
 def _require_same_types(
-    call: Any, state: Tree, index: Any, first: Tree, name: str
+    call: Any, state: Tree, index: Any, first: Tree, step: Step
 ) -> None:
     after, _ = jax.eval_shape(call, state, index, first)
     before = jax.eval_shape(lambda: state)
-    if jax.tree.structure(after) != jax.tree.structure(before):
-        raise KindError(
-            f"{name!r} returned a state that is built otherwise than the initial one. "
-            "Return the same structure, as in a scan."
-        )
+    step.require_structure(jax.tree.structure(after), jax.tree.structure(before))
     for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
         if (old.shape, old.dtype) != (new.shape, new.dtype):
             raise UsageError(
-                f"{name!r} turned an array of shape {old.shape} and type {old.dtype} "
-                f"into one of shape {new.shape} and type {new.dtype}. Begin with the "
-                "shape and type that it returns."
+                f"{step.name!r} turned an array of shape {old.shape} and type "
+                f"{old.dtype} into one of shape {new.shape} and type {new.dtype}. "
+                "Begin with the shape and type that it returns."
             )
 
 
@@ -199,3 +183,50 @@ def _break_seal(*_: Any) -> Tree:
 
 
 _sealed.defvjp(_seal, _break_seal)
+
+
+def fit_jax_budget(step: Step, state: Any, steps: int, budget_bytes: int) -> Revolve:
+    """Return the schedule for a budget.
+
+    A tape in JAX holds states, and one step's residuals at a time. States are best
+    used as slots then: nothing takes fewer evaluations than Revolve with all of them.
+    The residuals of a step are what its traced derivative carries, captured arrays
+    included, which bounds them from above.
+
+    Raises:
+        UsageError: The residuals of a single step do not fit.
+    """
+    state = jax.tree.map(jnp.asarray, state)
+    state_bytes = _bytes_of(state)
+    tape_bytes = _residual_bytes(step, state) if steps else 0
+    if budget_bytes < tape_bytes:
+        raise UsageError(
+            f"a budget of {print_bytes(budget_bytes)} does not hold the tape of one "
+            f"step, which takes {print_bytes(tape_bytes)}. Raise the budget."
+        )
+    slots = 1 + (budget_bytes - tape_bytes) // max(state_bytes, 1)
+    return Revolve(steps, slots=min(slots, max(steps, 1)))
+
+
+def _residual_bytes(step: Step, state: Any) -> int:
+    first = jax.tree.map(lambda rows: rows[0], stacked_feed(step))
+    index: Any = jnp.zeros((), jnp.int32)
+
+    def pull_of(state: Any, given: Any) -> Any:
+        def call(state_part: Any, given_part: Any) -> Any:
+            after, output = step.run_on(
+                merged(state, state_part), index, merged(given, given_part)
+            )
+            return inexact(after), inexact(output)
+
+        return jax.vjp(call, inexact(state), inexact(given))[1]
+
+    return _bytes_of(jax.eval_shape(pull_of, state, first))
+
+
+def _bytes_of(tree: Any) -> int:
+    return sum(
+        leaf.size * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+        if hasattr(leaf, "dtype") and hasattr(leaf.dtype, "itemsize")
+    )

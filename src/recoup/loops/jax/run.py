@@ -5,7 +5,7 @@ checkpoints as residuals; backward runs the other rows: restore, advance, keep, 
 A tape holds states, not residuals, so each step is traced again where it is pulled.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,24 +15,119 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from recoup.loops.jax.rows import (
-    Tree,
-    inexact,
-    merged,
-    row_at,
-    slot_or,
-    with_row,
-    with_slot,
-    zeros_like,
+from recoup.schedules.schedule import (
+    Action,
+    Advance,
+    Restore,
+    Reverse,
+    Snapshot,
 )
-from recoup.loops.jax.table import (
-    KEEP,
-    RESTORE,
-    REVERSE_START,
-    REVERSE_STOP,
-    START,
-    STOP,
-)
+
+# The columns of the table; -1 in a slot stands for nothing to do.
+RESTORE, START, STOP, KEEP, REVERSE_START, REVERSE_STOP = range(6)
+
+
+def table(actions: Iterable[Action]) -> tuple[np.ndarray, int, dict[int, int]]:
+    """Return rows of restore, advance, snapshot, reverse; where the first reverse is.
+
+    A row does its four parts in this order, so that most need one row for two actions.
+    """
+    rows: list[list[int]] = []
+    positions: dict[int, int] = {}
+    reached = 0  # the part of the last row that is taken
+    first_reverse = -1
+
+    def part(number: int) -> list[int]:
+        nonlocal reached
+        if not rows or number <= reached:
+            rows.append([-1, 0, 0, -1, 0, 0])
+        reached = number
+        return rows[-1]
+
+    for action in actions:
+        match action:
+            case Restore(_, slot):
+                part(1)[RESTORE] = slot
+            case Advance(start, stop):
+                part(2)[START : STOP + 1] = start, stop
+            case Snapshot(step, slot):
+                part(3)[KEEP] = slot
+                if first_reverse < 0:
+                    positions[slot] = step
+            case Reverse(start, stop):
+                if first_reverse < 0:
+                    first_reverse, reached = len(rows), 5
+                part(4)[REVERSE_START:] = start, stop
+            case _:
+                pass
+    return np.array(rows, np.int32).reshape(-1, 6), first_reverse, positions
+
+
+Tree = Any
+
+
+def inexact(tree: Tree) -> list[Any]:
+    """Return the leaves that have derivatives."""
+    return [leaf for leaf in jax.tree.leaves(tree) if has_derivative(leaf)]
+
+
+def merged(tree: Tree, parts: Sequence[Any]) -> Tree:
+    """Return the tree with its leaves that have derivatives replaced."""
+    leaves, structure = jax.tree.flatten(tree)
+    rest = iter(parts)
+    merged = [next(rest) if has_derivative(leaf) else leaf for leaf in leaves]
+    return jax.tree.unflatten(structure, merged)
+
+
+def has_derivative(leaf: Any) -> bool:
+    """Return whether a leaf has derivatives."""
+    return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+
+
+def zeros_like(tree: Tree) -> Tree:
+    """Return zeros for every leaf."""
+    return jax.tree.map(jnp.zeros_like, tree)
+
+
+def row_at(tree: Tree, index: Any) -> Tree:
+    """Return one row of every leaf."""
+    return jax.tree.map(
+        lambda rows: lax.dynamic_index_in_dim(rows, index, keepdims=False), tree
+    )
+
+
+def with_row(tree: Tree, index: Any, part: Tree) -> Tree:
+    """Return the tree with one row of every leaf replaced."""
+    return jax.tree.map(
+        lambda rows, row: lax.dynamic_update_index_in_dim(rows, row, index, 0),
+        tree,
+        part,
+    )
+
+
+def with_slot(kept: Tree, slot: Any, state: Tree) -> Tree:
+    """Write the state to a slot; to none if the slot is -1.
+
+    Without a branch, because a branch would copy all slots.
+    """
+
+    def write(rows: Any, row: Any) -> Any:
+        place = jnp.maximum(slot, 0)
+        old = lax.dynamic_index_in_dim(rows, place, keepdims=False)
+        new = jnp.where(slot >= 0, row, old)
+        return lax.dynamic_update_index_in_dim(rows, new, place, 0)
+
+    return jax.tree.map(write, kept, state)
+
+
+def slot_or(kept: Tree, slot: Any, state: Tree) -> Tree:
+    """Return the state in a slot; the current one if the slot is -1."""
+
+    def read(rows: Any, current: Any) -> Any:
+        old = lax.dynamic_index_in_dim(rows, jnp.maximum(slot, 0), keepdims=False)
+        return jnp.where(slot >= 0, old, current)
+
+    return jax.tree.map(read, kept, state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +165,6 @@ def run(
     loop: Loop, state: Tree, constants: list[Any], feed: Tree
 ) -> tuple[Tree, Tree, Tree]:
     """Carry out a loop; its derivative is the backward sweep.
-
-    Args:
-        loop: What is constant about it.
-        state: Where to begin.
-        constants: The arrays that its step captures.
-        feed: The inputs of all steps, the step being the first axis; None without.
 
     Returns:
         The final state, the stacked outputs, and the states held after the first sweep.

@@ -1,9 +1,14 @@
 """NumPy loop: a schedule carried out on arrays, one primitive where autograd traces."""
 
+import importlib.util
 import sys
+import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
+
+import numpy as np
 
 from recoup.errors import CaptureError, ClearedError, UnsupportedError, UsageError
 from recoup.loops import drive
@@ -16,8 +21,10 @@ from recoup.loops.numpy.machine import (
 )
 from recoup.loops.slots import Checkpoints, Slots
 from recoup.loops.state_trees import flatten, unflatten
-from recoup.loops.steps import KindError, Step
-from recoup.schedules.actions import Action, Reverse
+from recoup.loops.steps import Step, require_cotangent
+from recoup.schedules.revolve import Chunked
+from recoup.schedules.schedule import Action, Reverse
+from recoup.schedules.slot_budget import fit_budget
 
 
 def run_numpy(
@@ -29,26 +36,18 @@ def run_numpy(
 ) -> tuple[Any, Any, Checkpoints]:
     """Run a loop on arrays.
 
-    Args:
-        step: What to run.
-        initial_state: Where to begin.
-        plan: How to carry it out.
-        captures: Traced arrays that are not to be found by looking.
-        vjp: Pulls a cotangent back through one step.
-
     Returns:
         The final state, the stacked outputs (None without), and the checkpoints.
     """
     leaves, structure = flatten(_opened(initial_state))
-    fed = [] if step.feed is None else step.feed.leaves
     boxes = boxes_of(step, captures)
     machine = NumpyMachine(
         step, boxes, vjp, verify=plan.verify, tolerance=plan.tolerance
     )
     run = NumpyRun(machine, plan, structure, len(leaves))
-    inputs = [*leaves, *fed, *boxes]
+    inputs = [*leaves, *step.fed, *boxes]
     if any(map(_is_box, inputs)):
-        from recoup.loops.numpy.node import loop_node  # an optional package
+        from recoup.loops.numpy.step_tape import loop_node  # an optional package
 
         traced = loop_node(run, *inputs)
         results = list(run.constants)
@@ -62,7 +61,7 @@ def run_numpy(
         outputs = unflatten(machine.output_structure, stacked)
     checkpoints = Checkpoints(
         run.slots,
-        partial(_state_of, machine),
+        machine.take,
         run.pull_back,
         hidden=None if plan.shows_beginning else 0,
     )
@@ -108,18 +107,16 @@ class NumpyRun:
         self._set(values)
         state = unflatten(self.structure, list(values[: self.leaf_count]))
         if self._plan.schedule is None:
-            state = self._run_to_condition(state)
+            state, self.steps, self._make_rest = drive.run_to_condition(
+                self._plan, machine, self.slots, state
+            )
         else:
             state = self._run_schedule(self._plan.schedule.actions, state)
             self.steps = self._plan.schedule.steps
         machine.sweeping = False
         self._fresh = True
         leaves, structure = flatten(state)
-        if structure != self.structure:
-            raise KindError(
-                f"{machine.step.name!r} returned a state that is built otherwise than "
-                "the initial one. Return the same structure, as in a scan."
-            )
+        machine.step.require_structure(structure, self.structure)
         if any(map(_is_box, leaves)):
             raise CaptureError(
                 f"{machine.step.name!r} uses a traced array that was not found in its "
@@ -142,7 +139,7 @@ class NumpyRun:
             # A second backward: the first one has used the states up.
             state = unflatten(self.structure, list(values[: self.leaf_count]))
             actions = partial(self._plan.actions, self.steps)
-            self._make_rest = partial(_after_first_reverse, actions)
+            self._make_rest = partial(drive.after_first_reverse, actions)
             state, reverse = drive.forward(actions(), machine, self.slots, state)
             self._pending = (machine.hold(state, 0, 0), reverse) if reverse else None
         self._begin(cotangents)
@@ -168,10 +165,7 @@ class NumpyRun:
                 "it, or outside of autograd."
             )
         leaves, structure = flatten(cotangent)
-        if structure != self.structure:
-            raise UsageError(
-                "a cotangent is built like the final state: got another structure."
-            )
+        require_cotangent(structure, self.structure)
         _require_derivatives(self.machine)
         witnesses = dict(self.machine.witnesses)
         self._begin(leaves)
@@ -189,11 +183,11 @@ class NumpyRun:
         if feed is not None:
             places = range(len(feed.leaves))
             fed = dict(zip(places, values[self.leaf_count :], strict=False))
-            machine.replace_feed(feed.with_leaves(fed))
+            machine.step = replace(machine.step, feed=feed.with_leaves(fed))
 
     def _run_schedule(self, actions: Callable[[], Iterator[Action]], state: Any) -> Any:
         machine = self.machine
-        self._make_rest = partial(_after_first_reverse, actions)
+        self._make_rest = partial(drive.after_first_reverse, actions)
         state, reverse = drive.forward(actions(), machine, self.slots, state)
         if reverse is None:
             return state
@@ -205,31 +199,15 @@ class NumpyRun:
         held = machine.take(self._pending[0])
         self._last = record_steps(machine, held, reverse.start, reverse.stop)
         plain = [[_plain(leaf) for leaf in row] for row in self._last.rows]
-        machine.put_rows(plain)
+        machine.rows += plain
         return unflatten(self._last.structure, self._last.values())
-
-    def _run_to_condition(self, state: Any) -> Any:
-        plan = self._plan
-        assert plan.online is not None, "no schedule, so an online one"
-        assert plan.condition is not None, "an online schedule needs it"
-        placement = plan.online.begin()
-        index = 0
-        while index != plan.most_steps and bool(plan.condition(state)):
-            actions = placement.reach(index)
-            state, _ = drive.forward(actions, self.machine, self.slots, state)
-            state = self.machine.advance(state, index, index + 1)
-            index += 1
-        self.steps = index
-        self._make_rest = partial(placement.reversal, index)
-        return state
 
     def _begin(self, cotangents: Sequence[Any]) -> None:
         machine = self.machine
-        feed = machine.step.feed
         machine.state_cotangents = list(cotangents[: self.leaf_count])
         machine.output_cotangents = cotangents[self.leaf_count :]
         machine.captured_cotangents = [None] * len(machine.captured)
-        machine.feed_cotangents = [None] * (0 if feed is None else len(feed.leaves))
+        machine.feed_cotangents = [None] * len(machine.step.fed)
 
     def _reverse(self, slots: Slots) -> None:
         assert self._make_rest is not None, "set by forward"
@@ -297,19 +275,69 @@ def _require_derivatives(machine: NumpyMachine) -> None:
         ) from error
 
 
-def _after_first_reverse(
-    make_actions: Callable[[], Iterator[Action]],
-) -> Iterator[Action]:
-    actions = make_actions()
-    for action in actions:
-        if isinstance(action, Reverse):
-            break
-    return actions
-
-
 def _plain(leaf: Any) -> Any:
     return leaf._value if _is_box(leaf) else leaf  # noqa: SLF001
 
 
-def _state_of(machine: NumpyMachine, held: Any) -> Any:
-    return machine.take(held)
+def fit_numpy_budget(
+    step: Step,
+    state: Any,
+    steps: int,
+    budget_bytes: int,
+    captures: Sequence[Any],
+    vjp: Callable[..., Any] | None,
+) -> Chunked:
+    """Return the schedule for a budget, after tracing the first step once.
+
+    With a vjp of the user's, or nothing that could differentiate, a tape is the states
+    before its steps. Otherwise it is what the first step leaves behind when HIPS
+    autograd traces it, counted by the interpreter: arrays and the objects that link
+    them.
+    """
+    leaves, structure = flatten(state)
+    plain = [_untraced(leaf) for leaf in leaves]
+    state_bytes = sum(np.asarray(leaf).nbytes for leaf in plain)
+    tape_bytes = state_bytes
+    has_autograd = importlib.util.find_spec("autograd") is not None
+    if steps and vjp is None and has_autograd:
+        tape_bytes = _traced_bytes(step, unflatten(structure, plain), captures)
+    return fit_budget(
+        steps,
+        budget_bytes,
+        state_bytes=state_bytes,
+        tape_bytes=max(tape_bytes, state_bytes),
+    )
+
+
+def _traced_bytes(step: Step, state: Any, captures: Sequence[Any]) -> int:
+    from recoup.loops.numpy.step_tape import record_steps  # an optional package
+
+    boxes = boxes_of(step, captures)
+    if step.feed is not None:
+        fed = {place: _untraced(leaf) for place, leaf in enumerate(step.feed.leaves)}
+        step = replace(step, feed=step.feed.with_leaves(fed))
+    machine = NumpyMachine(step, boxes, None, verify="off", tolerance=None)
+    machine.values = [_untraced(box) for box in boxes]
+    machine.in_place = True  # for all that is known before a step has run
+    kept = machine.hold(state, 0, 0)
+    # The first run makes what is made once, such as caches.
+    record_steps(machine, machine.take(kept), 0, 1)
+    given = machine.take(kept)
+    was_tracing = tracemalloc.is_tracing()
+    if not was_tracing:
+        tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        record = record_steps(machine, given, 0, 1)
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        if not was_tracing:
+            tracemalloc.stop()
+    del record
+    return after - before
+
+
+def _untraced(leaf: Any) -> Any:
+    """Return a value without the traces it is in, one around the other."""
+    tracer = sys.modules.get("autograd.tracer")
+    return leaf if tracer is None else tracer.getval(leaf)

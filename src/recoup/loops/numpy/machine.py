@@ -9,11 +9,10 @@ import numpy as np
 
 from recoup.backend.state.walk import reach
 from recoup.errors import CaptureError, MismatchError, UnsupportedError, UsageError
-from recoup.loops.feeds import Feed
+from recoup.loops.numpy.substitution import rebuilt
 from recoup.loops.state_trees import Structure, flatten, unflatten
 from recoup.loops.steps import Step
-from recoup.loops.torch.substitution import rebuilt
-from recoup.loops.torch.witness import Witness
+from recoup.loops.witness import Witness
 
 Held = tuple[Structure, list[Any]]
 
@@ -63,10 +62,6 @@ class NumpyMachine:
         """Whether the user gave derivatives."""
         return self._vjp is not None
 
-    def replace_feed(self, feed: Feed) -> None:
-        """Take other inputs of the steps."""
-        self.step = replace(self.step, feed=feed)
-
     def seeing(self, values: Sequence[Any]) -> Step:
         """Return the step with other values in place of the captured ones."""
         if not self.captured:
@@ -101,8 +96,7 @@ class NumpyMachine:
         if not (self.sweeping and step.with_outputs):
             return step.advance(state, start, stop)
         for index in range(start, stop):
-            given = None if step.feed is None else step.feed.at(index)
-            state, output = step.run(state, index, given)
+            state, output = step.run(state, index)
             self._put(output)
         return state
 
@@ -119,11 +113,7 @@ class NumpyMachine:
             pull_record(self, record)
 
     def recognise(self, after: list[Any], start: int, stop: int) -> None:
-        """Raise if the steps ended in another state than in forward.
-
-        Raises:
-            MismatchError: Names the steps.
-        """
+        """Raise if the steps ended in another state than in forward."""
         witness = self.witnesses.pop(stop, None)
         if witness is not None and any(witness.differs(after)):
             raise MismatchError(
@@ -135,11 +125,7 @@ class NumpyMachine:
             )
 
     def refuse_remains(self) -> None:
-        """Raise if the step has kept arrays in what it captures.
-
-        Raises:
-            CaptureError: A gradient would be lost.
-        """
+        """Raise if the step has kept arrays in what it captures."""
         function = self.seeing(self.values).function
         known = None if self.outside is None else {id(array) for array in self.outside}
         found = [
@@ -159,10 +145,6 @@ class NumpyMachine:
         """Return the stacked leaves of the outputs."""
         return [np.stack(column) for column in zip(*self.rows, strict=True)]
 
-    def put_rows(self, rows: list[list[Any]]) -> None:
-        """Take the outputs of further steps."""
-        self.rows += rows
-
     def _put(self, output: Any) -> None:
         leaves, self.output_structure = flatten(output)
         self.rows.append(leaves)
@@ -172,8 +154,7 @@ class NumpyMachine:
         leaves, structure = flatten(state)
         copies = [_copied(leaf) for leaf in leaves]
         before = Witness(copies)
-        given = None if step.feed is None else step.feed.at(0)
-        state, output = step.run(unflatten(structure, copies), 0, given)
+        state, output = step.run(unflatten(structure, copies), 0)
         self.in_place = any(before.differs(copies))
         if step.with_outputs:
             self._put(output)

@@ -1,16 +1,21 @@
 """Autograd tape: some steps traced by HIPS autograd, and the pull back through them."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from autograd import make_vjp
 from autograd.builtins import tuple as traced_tuple
 from autograd.core import VJPNode, add_outgrads
+from autograd.extend import defvjp_argnums, primitive
+from autograd.numpy import stack
 from autograd.tracer import Box, isbox, new_box, trace_stack
 from autograd.util import toposort
 
 from recoup.backend.state.walk import reach
 from recoup.errors import CaptureError
+from recoup.loops.numpy.loop import NumpyRun
 from recoup.loops.numpy.machine import NumpyMachine, is_continuous
 from recoup.loops.state_trees import Structure, flatten, unflatten
 
@@ -62,7 +67,7 @@ def record_steps(machine: NumpyMachine, state: Any, start: int, stop: int) -> Re
                 parts = [_rooted(part, trace) for part in step.feed.parts(index)]
                 fed += zip(parts, step.feed.places(index), strict=True)
                 given = step.feed.tree(index, parts)
-            current, output = step.run(current, index, given)
+            current, output = step.run_on(current, index, given)
             if step.with_outputs:
                 row, machine.output_structure = flatten(output)
                 rows.append(row)
@@ -94,11 +99,7 @@ def pull_record(machine: NumpyMachine, record: Record) -> None:
 
 
 def without_traces(machine: NumpyMachine) -> None:
-    """Raise if the step would still see a traced array once its captures are replaced.
-
-    Raises:
-        CaptureError: A gradient would be lost.
-    """
+    """Raise if the step would still see a traced array, its captures replaced."""
     left = reach(machine.seeing(machine.values).function, kind=Box)
     if left:
         raise CaptureError(
@@ -180,3 +181,63 @@ def _dense(found: dict[int, Any], box: Any, leaf: Any) -> Any:
     if gradient is not None:
         return gradient
     return np.zeros_like(leaf) if is_continuous(leaf) else None
+
+
+@primitive
+def loop_node(run: NumpyRun, *values: Any) -> tuple[Any, ...]:
+    """Run the loop; the values are state, feed and captures, by now without traces."""
+    run.machine.values = list(values[len(values) - len(run.machine.captured) :])
+    without_traces(run.machine)
+    results = run.forward(values, traced=True)
+    return tuple(results[place] for place in run.continuous)
+
+
+def _make_pull(
+    places: Sequence[int], result: Any, arguments: Sequence[Any], options: Any
+) -> Callable[[Any], tuple[Any, ...]]:
+    del result, options
+    run: NumpyRun = arguments[0]
+    values = arguments[1:]
+
+    def pull(cotangents: Any) -> tuple[Any, ...]:
+        parts = [cotangents[place] for place in range(len(run.continuous))]
+        if any(map(isbox, values)) or any(map(isbox, parts)) or isbox(cotangents):
+            # A derivative of this derivative is being taken: by one plain loop.
+            make: Any = make_vjp  # its wrapper hides what it returns
+            pulled, _ = make(_plain_loop(run))(traced_tuple(values))
+            found = pulled(traced_tuple(parts))
+        else:
+            full: list[Any] = [None] * len(run.constants)
+            for place, part in zip(run.continuous, parts, strict=True):
+                full[place] = part
+            found = run.backward(values, full)
+        return tuple(found[place - 1] for place in places)
+
+    return pull
+
+
+def _plain_loop(run: NumpyRun) -> Callable[[Any], Any]:
+    def whole(values: Any) -> Any:
+        machine = run.machine
+        count = len(values)
+        first = count - len(machine.captured)
+        step = machine.seeing([values[place] for place in range(first, count)])
+        leaves = [values[place] for place in range(run.leaf_count)]
+        state = unflatten(run.structure, leaves)
+        if step.feed is not None:
+            fed = {p: values[run.leaf_count + p] for p in range(len(step.fed))}
+            step = replace(step, feed=step.feed.with_leaves(fed))
+        rows: list[list[Any]] = []
+        for index in range(run.steps):
+            state, output = step.run(state, index)
+            rows.append(flatten(output)[0])
+        stacked = []
+        if step.with_outputs:
+            stacked = [stack(column) for column in zip(*rows, strict=True)]
+        results = [*flatten(state)[0], *stacked]
+        return traced_tuple([results[place] for place in run.continuous])
+
+    return whole
+
+
+defvjp_argnums(loop_node, _make_pull)

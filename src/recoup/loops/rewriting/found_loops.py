@@ -1,17 +1,19 @@
 """Loops found in a function's source: what each carries, and what cannot be done."""
 
 import ast
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from recoup.loops.rewriting.bodies import (
+from recoup.loops.rewriting.names import (
     LoopNode,
     appended_lists,
     belongs,
+    in_place_names,
     loop_state,
     own_statements,
     sure_names,
+    written_names,
 )
-from recoup.loops.rewriting.names import in_place_names, written_names
 from recoup.loops.rewriting.obstacles import fault_of
 
 
@@ -47,10 +49,6 @@ class FoundLoop:
 def find_loops(function: ast.FunctionDef, first_line: int) -> dict[int, FoundLoop]:
     """Return every loop of the function that is not in an inner function, by `id`.
 
-    Args:
-        function: The parsed function.
-        first_line: The line of the file where its source begins.
-
     Examples:
         >>> lines = ["def f(x):", " for i in range(9):", "  y = x * i", "  x = y"]
         >>> source = chr(10).join([*lines, " return x"])
@@ -64,29 +62,19 @@ def find_loops(function: ast.FunctionDef, first_line: int) -> dict[int, FoundLoo
 
 
 def _visit(
-    body: list[ast.stmt],
+    body: Iterable[ast.AST],
     function: ast.FunctionDef,
     around: list[LoopNode],
     found: dict[int, FoundLoop],
     first_line: int,
 ) -> None:
-    for statement in body:
-        if isinstance(statement, (ast.For, ast.While)):
-            found[id(statement)] = _describe(statement, function, around, first_line)
-            inner = [*around, statement]
-            _visit(statement.body, function, inner, found, first_line)
-            continue
-        if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
-            continue
-        for field in ("body", "orelse", "finalbody"):
-            inside = getattr(statement, field, [])
+    for node in body:
+        if isinstance(node, (ast.For, ast.While)):
+            found[id(node)] = _describe(node, function, around, first_line)
+            _visit(node.body, function, [*around, node], found, first_line)
+        elif not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            inside = ast.iter_child_nodes(node)
             _visit(inside, function, around, found, first_line)
-        for part in (*getattr(statement, "handlers", []), *_cases(statement)):
-            _visit(part.body, function, around, found, first_line)
-
-
-def _cases(statement: ast.stmt) -> list[ast.match_case]:
-    return statement.cases if isinstance(statement, ast.Match) else []
 
 
 def _describe(

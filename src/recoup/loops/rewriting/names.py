@@ -1,11 +1,16 @@
 """Names: which variables a piece of code reads and writes, and in which order."""
 
 import ast
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 
-from recoup.loops.rewriting.guards import may_swallow
-
-_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
+SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
+_PASS_ON = ("torch", "numpy", "np", "jax", "jnp", "autograd", "warnings", "recoup")
+_PASS_ON_TOO = {
+    *("no_grad", "enable_grad", "inference_mode", "set_grad_enabled", "autocast"),
+    *("record_function", "profile", "catch_warnings", "errstate", "nullcontext"),
+    *("open", "closing", "sdpa_kernel"),
+}
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
@@ -24,13 +29,14 @@ def written_names(body: Iterable[ast.AST]) -> set[str]:
                 found.add(name)
             case ast.Subscript(ctx=ast.Store()):
                 found.update(root_names(node))
-            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
-                found.add(name)
-            case ast.ExceptHandler(name=str(name)):
-                found.add(name)
-            case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
-                found.add(name)
-            case ast.MatchMapping(rest=str(name)):
+            case (
+                ast.FunctionDef(name=str(name))
+                | ast.ClassDef(name=str(name))
+                | ast.ExceptHandler(name=str(name))
+                | ast.MatchAs(name=str(name))
+                | ast.MatchStar(name=str(name))
+                | ast.MatchMapping(rest=str(name))
+            ):
                 found.add(name)
             case ast.alias(name=name, asname=asname):
                 found.add((asname or name).split(".")[0])
@@ -101,9 +107,8 @@ def free_names(scope: ast.AST) -> set[str]:
             return read_names([scope]) - own
         case _:
             return set()
-    everything = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
-    everything += [a for a in (arguments.vararg, arguments.kwarg) if a is not None]
-    own = {argument.arg for argument in everything} | written_names(inside)
+    own = {argument.arg for argument in all_arguments(arguments)}
+    own |= written_names(inside)
     around = [*arguments.defaults, *(d for d in arguments.kw_defaults if d)]
     return (read_names(inside) - own) | read_names(around)
 
@@ -198,7 +203,7 @@ def _own_nodes(body: Iterable[ast.AST]) -> Iterable[ast.AST]:
     while waiting:
         node = waiting.pop()
         yield node
-        if isinstance(node, _SCOPES):
+        if isinstance(node, SCOPES):
             continue
         if isinstance(node, _COMPREHENSIONS):
             # Its targets are its own; an assignment expression inside is not.
@@ -213,3 +218,135 @@ def root_names(node: ast.AST) -> set[str]:
     while isinstance(node, (ast.Subscript, ast.Attribute, ast.Call)):
         node = node.func if isinstance(node, ast.Call) else node.value
     return {node.id} if isinstance(node, ast.Name) else set()
+
+
+def may_swallow(statement: ast.With) -> bool:
+    """Return whether a `with` may end exceptions, as `contextlib.suppress` does.
+
+    Only contexts that are known to pass them on do not.
+
+    Examples:
+        >>> may_swallow(ast.parse("with torch.no_grad(): 1").body[0])
+        False
+        >>> may_swallow(ast.parse("with watch(): 1").body[0])
+        True
+    """
+    return not all(_passes_on(item.context_expr) for item in statement.items)
+
+
+def _passes_on(context: ast.expr) -> bool:
+    name = context.func if isinstance(context, ast.Call) else context
+    last = name.attr if isinstance(name, ast.Attribute) else None
+    while isinstance(name, ast.Attribute):
+        name = name.value
+    if not isinstance(name, ast.Name):
+        return False
+    return name.id in _PASS_ON or (last or name.id) in _PASS_ON_TOO
+
+
+LoopNode = ast.For | ast.While
+
+
+def own_statements(body: list[ast.stmt]) -> list[ast.AST]:
+    """Return all nodes of a loop's body that belong to it and not to an inner scope."""
+    return list(_nodes_outside(body, (ast.FunctionDef, ast.Lambda, ast.ClassDef)))
+
+
+def append_target(statement: ast.AST) -> str | None:
+    """Return the name of the list in `name.append(value)`."""
+    match statement:
+        case ast.Expr(
+            value=ast.Call(
+                func=ast.Attribute(value=ast.Name(id=name), attr="append"),
+                args=[_],
+                keywords=[],
+            )
+        ):
+            return name
+        case _:
+            return None
+
+
+def loop_state(
+    loop: LoopNode, function: ast.FunctionDef, around: list[LoopNode]
+) -> tuple[set[str], set[str]]:
+    """Return what a loop writes to, and what of it passes on to iterations or out."""
+    targets = [loop.target] if isinstance(loop, ast.For) else []
+    written = written_names([*targets, *loop.body]) - set(appended_lists(loop))
+    # What an operator writes to passes from one iteration to the next as well.
+    written |= changed_names(loop.body) & local_names(function)
+    tests: list[ast.AST] = [loop.test] if isinstance(loop, ast.While) else []
+    early = read_before_written(loop.body, written) | (read_names(tests) & written)
+    early -= written_names(targets)
+    return written, early | (written & used_later(loop, function, around, ast.Load))
+
+
+def appended_lists(loop: LoopNode) -> tuple[str, ...]:
+    """Return the lists that the loop appends to once and uses in no other way."""
+    uses = Counter(n.id for n in ast.walk(loop) if isinstance(n, ast.Name))
+    names = filter(None, map(append_target, loop.body))
+    return tuple(name for name in names if uses[name] == 1)
+
+
+def belongs(loop: LoopNode, kind: type[ast.stmt]) -> bool:
+    """Return whether a `break` or `continue` belongs to this loop."""
+    others = (ast.For, ast.While, ast.FunctionDef, ast.Lambda)
+    return any(isinstance(node, kind) for node in _nodes_outside(loop.body, others))
+
+
+def _nodes_outside(
+    body: Iterable[ast.AST], scopes: tuple[type, ...]
+) -> Iterator[ast.AST]:
+    """Yield the nodes of code, but for those inside of some kinds of nodes."""
+    waiting = list(body)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if not isinstance(node, scopes):
+            waiting.extend(ast.iter_child_nodes(node))
+
+
+def used_later(
+    loop: LoopNode,
+    function: ast.FunctionDef,
+    around: list[LoopNode],
+    use: type[ast.expr_context],
+) -> set[str]:
+    """Return the names read or set after the loop, or anywhere in a loop around it."""
+    inside = {id(node) for node in ast.walk(loop)}
+    end = loop.end_lineno or loop.lineno
+    outer = {id(node) for other in around for node in ast.walk(other)}
+    return {
+        node.id
+        for node in ast.walk(function)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, use)
+        if id(node) not in inside and (node.lineno > end or id(node) in outer)
+    }
+
+
+def all_arguments(arguments: ast.arguments) -> list[ast.arg]:
+    """Return the arguments of a function, of every kind."""
+    found = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    return found + [a for a in (arguments.vararg, arguments.kwarg) if a is not None]
+
+
+def _argument_names(function: ast.FunctionDef) -> set[str]:
+    return {argument.arg for argument in all_arguments(function.args)}
+
+
+def local_names(function: ast.FunctionDef) -> set[str]:
+    """Return the variables of a function, its arguments among them."""
+    return _argument_names(function) | written_names(function.body)
+
+
+def sure_names(loop: LoopNode, function: ast.FunctionDef) -> set[str]:
+    """Return the variables that surely have a value when the loop begins."""
+    if any(isinstance(node, ast.Delete) for node in ast.walk(function)):
+        return set()
+    found = _argument_names(function)
+    for statement in function.body:
+        if any(node is loop for node in ast.walk(statement)):
+            break
+        if isinstance(statement, (ast.Assign, ast.AnnAssign)):
+            found |= written_names([statement])
+    return found

@@ -1,25 +1,238 @@
 """Faults: why a loop cannot be rewritten."""
 
 import ast
+from collections.abc import Iterable
 
-from recoup.loops.rewriting.bodies import (
+from recoup.loops.rewriting.names import (
+    SCOPES,
     LoopNode,
     append_target,
     appended_lists,
     belongs,
-    loop_state,
-    own_statements,
-    used_later,
-)
-from recoup.loops.rewriting.escapes import EAGER, INNER, escaping
-from recoup.loops.rewriting.guards import guarded_loops, jump_past_finally
-from recoup.loops.rewriting.names import (
     free_names,
     in_place_names,
     is_in_place,
+    loop_state,
+    may_swallow,
+    own_statements,
     read_names,
     root_names,
+    used_later,
 )
+
+_LOOPS = (ast.For, ast.While)
+_TRIES = (ast.Try, ast.TryStar)
+
+
+def guarded_loops(function: ast.FunctionDef) -> dict[int, tuple[str, int]]:
+    """Return the loops that an exception may leave without ending the function.
+
+    Returns:
+        By the `id` of the loop, what is around it and on which line.
+
+    Examples:
+        >>> lines = ["def f(x):", " try:", "  for i in x: pass", " finally: pass"]
+        >>> tree = ast.parse(chr(10).join(lines)).body[0]
+        >>> list(guarded_loops(tree).values())
+        [('a `try`', 2)]
+    """
+    found: dict[int, tuple[str, int]] = {}
+    _search(function.body, None, found)
+    return found
+
+
+def jump_past_finally(body: Iterable[ast.stmt]) -> ast.stmt | None:
+    """Return a jump out of an iteration that a `finally` comes after."""
+    for top in body:
+        for node in ast.walk(top):
+            if isinstance(node, _TRIES) and node.finalbody:
+                inside = [*node.body, *node.orelse, *node.finalbody]
+                inside += [s for handler in node.handlers for s in handler.body]
+                jump = _jump(inside, in_loop=False)
+                if jump is not None:
+                    return jump
+    return None
+
+
+def _search(
+    body: Iterable[ast.AST],
+    guard: tuple[str, int] | None,
+    found: dict[int, tuple[str, int]],
+) -> None:
+    for statement in body:
+        if isinstance(statement, SCOPES):
+            continue
+        if isinstance(statement, _TRIES):
+            _search_try(statement, guard, found)
+            continue
+        if isinstance(statement, _LOOPS) and guard is not None:
+            found[id(statement)] = guard
+        inner = guard
+        if isinstance(statement, ast.With) and may_swallow(statement):
+            inner = ("a `with` that may end exceptions", statement.lineno)
+        _search(ast.iter_child_nodes(statement), inner, found)
+
+
+def _search_try(
+    statement: ast.Try | ast.TryStar,
+    guard: tuple[str, int] | None,
+    found: dict[int, tuple[str, int]],
+) -> None:
+    own = ("a `try`", statement.lineno)
+    late = own if statement.finalbody else guard
+    _search(statement.body, own, found)
+    _search(statement.orelse, late, found)
+    for handler in statement.handlers:
+        _search(handler.body, late, found)
+    _search(statement.finalbody, guard, found)
+
+
+def _jump(body: Iterable[ast.AST], *, in_loop: bool) -> ast.stmt | None:
+    """Return a `return` in the code, or a jump of the loop around it."""
+    for node in body:
+        if isinstance(node, ast.Return):
+            return node
+        if isinstance(node, (ast.Break, ast.Continue)) and not in_loop:
+            return node
+        if isinstance(node, SCOPES):
+            continue
+        deeper = in_loop or isinstance(node, _LOOPS)
+        found = _jump(ast.iter_child_nodes(node), in_loop=deeper)
+        if found is not None:
+            return found
+    return None
+
+
+INNER = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.GeneratorExp)
+"""What sees the variables around it when it is called, not when it is made."""
+
+EAGER = {
+    *("sum", "any", "all", "max", "min", "list", "tuple", "set", "dict", "sorted"),
+    *("frozenset", "reduce", "next"),
+}
+"""Functions that are done with a function or a generator when they return."""
+
+_LAZY = {
+    *("map", "filter", "zip", "enumerate", "iter", "partial", "chain", "islice"),
+    *("starmap", "takewhile", "dropwhile", "accumulate", "cycle", "repeat"),
+}
+_KEEPING = {
+    *("append", "appendleft", "extend", "extendleft", "insert", "add", "update"),
+    *("setdefault", "put", "push", "send", "connect", "subscribe", "submit"),
+}
+_KEEPING_BEGINNINGS = ("register", "add_", "set_", "on_")
+
+
+def escaping(
+    body: Iterable[ast.stmt], *, own: set[str], moving: set[str]
+) -> ast.AST | None:
+    """Return a function or generator of a loop that may outlive its iteration.
+
+    Args:
+        body: The loop's body.
+        own: The variables that are set anew in every iteration and not read after it.
+        moving: The variables that change in the loop or after it.
+
+    Returns:
+        The first that would see such a variable at a wrong time, or that passes to the
+        next iteration: none is the same as the one before.
+
+    Examples:
+        >>> body = ast.parse("f = lambda: x * 2; x = g(f) + f()").body
+        >>> escaping(body, own={"f"}, moving={"x"}) is None
+        True
+        >>> ast.unparse(escaping(body, own=set(), moving={"x"}))
+        'lambda: x * 2'
+    """
+    tops = list(body)
+    parents = {
+        id(child): node
+        for top in tops
+        for node in ast.walk(top)
+        for child in ast.iter_child_nodes(node)
+    }
+    nodes = [node for top in tops for node in ast.walk(top)]
+    for node in nodes:
+        if not isinstance(node, INNER):
+            continue
+        name = _name_of(node, parents)
+        matters = free_names(node) & moving or (name is not None and name not in own)
+        if matters and _escapes(node, nodes, parents, own):
+            return node
+    return None
+
+
+def _name_of(node: ast.AST, parents: dict[int, ast.AST]) -> str | None:
+    """Return the variable that a function or generator is put in when it is made."""
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return node.name
+    match parents.get(id(node)):
+        case ast.Assign(targets=[ast.Name(id=name)]):
+            return name
+        case _:
+            return None
+
+
+def _escapes(
+    node: ast.AST, nodes: list[ast.AST], parents: dict[int, ast.AST], own: set[str]
+) -> bool:
+    decorators = getattr(node, "decorator_list", [])
+    name = _name_of(node, parents)
+    if name is not None:
+        return bool(decorators) or _name_escapes(name, nodes, parents, own)
+    match parents.get(id(node)):
+        case ast.Call() as call:
+            return _call_keeps(call, node, nodes, parents, own)
+        case ast.keyword() as keyword:
+            call = parents[id(keyword)]
+            return not isinstance(call, ast.Call) or _call_keeps(
+                call, node, nodes, parents, own
+            )
+        case ast.For(iter=source) | ast.comprehension(iter=source):
+            return source is not node
+        case _:
+            return True
+
+
+def _call_keeps(
+    call: ast.Call,
+    node: ast.AST,
+    nodes: list[ast.AST],
+    parents: dict[int, ast.AST],
+    own: set[str],
+) -> bool:
+    """Return whether a call may leave its argument somewhere."""
+    if call.func is node:
+        return False
+    match call.func:
+        case ast.Name(id=name):
+            method = False
+        case ast.Attribute(attr=name):
+            method = True
+        case _:
+            return False  # the result of a call is called, as in vmap(f)(x)
+    if name in _LAZY:
+        return _escapes(call, nodes, parents, own)
+    if method:
+        return name in _KEEPING or name.startswith(_KEEPING_BEGINNINGS)
+    # A function returns; a generator that it was given may be in what it returns.
+    return isinstance(node, ast.GeneratorExp) and name not in EAGER
+
+
+def _name_escapes(
+    name: str, nodes: list[ast.AST], parents: dict[int, ast.AST], own: set[str]
+) -> bool:
+    """Return whether a variable is used otherwise than to call what it stands for."""
+    if name not in own:
+        return True
+    uses = [
+        node
+        for node in nodes
+        if isinstance(node, ast.Name) and node.id == name
+        if isinstance(node.ctx, ast.Load)
+    ]
+    return any(_escapes(use, nodes, parents, own) for use in uses)
+
 
 _CHANGES = {
     *("append", "appendleft", "extend", "extendleft", "insert", "add", "update"),
@@ -38,14 +251,7 @@ def fault_of(
     around: list[LoopNode],
     first_line: int,
 ) -> str | None:
-    """Return why a loop cannot be rewritten, or None.
-
-    Args:
-        loop: The loop.
-        function: The function that it is in.
-        around: The loops around it, the outermost first.
-        first_line: The line of the file where the function's source begins.
-    """
+    """Return why a loop cannot be rewritten, or None."""
     written, carried = loop_state(loop, function, around)
     return (
         _guarded(loop, function, first_line)

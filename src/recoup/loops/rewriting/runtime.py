@@ -2,8 +2,9 @@
 
 import itertools
 import sys
+import types
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,23 +13,71 @@ from torch import Tensor
 from recoup.backend.state.snapshots import StateSnapshot
 from recoup.backend.state.walk import reach
 from recoup.errors import RecoupError, UnsupportedError
-from recoup.loops.feeds import Listed
 from recoup.loops.loop import checkpointed_loop
-from recoup.loops.rewriting.plain import (
-    Body,
-    Carry,
-    Ended,
-    append_row,
-    bound,
-    run_plainly,
-    run_while_plainly,
+from recoup.loops.rewriting.writes import (
+    Undefined,
+    WriteError,
+    Writes,
+    sources_of,
+    watched,
 )
-from recoup.loops.rewriting.state_nodes import Undefined, sources_of
-from recoup.loops.rewriting.writes import WriteError, Writes, watched
 from recoup.loops.state_trees import flatten
-from recoup.loops.steps import ConcreteError, KindError
+from recoup.loops.steps import ConcreteError, KindError, Listed
 from recoup.schedules.online import Online
 from recoup.schedules.revolve import Revolve
+
+Carry = tuple[Any, ...]
+Body = Callable[[Carry, Any], tuple[str | None, Any, tuple[Any, ...]]]
+Ended = tuple[str | None, Any, tuple[Carry]]
+
+
+def run_plainly(
+    body: Body, carry: Carry, items: Iterable[Any], lists: Sequence[list[Any]]
+) -> Ended:
+    """Run a `for` loop; return how it ended, with which value, and the carry."""
+    for item in items:
+        signal, after, row = body(carry, item)
+        if signal == "return":
+            return signal, after, (carry,)
+        carry = after
+        if signal == "break":
+            return signal, None, (carry,)
+        for listed, value in zip(lists, row, strict=False):
+            listed.append(value)
+    return None, None, (carry,)
+
+
+def run_while_plainly(
+    body: Body,
+    carry: Carry,
+    test: Callable[[Carry], Any],
+    lists: Sequence[list[Any]],
+) -> Ended:
+    """Run a `while` loop; return how it ended, with which value, and the carry."""
+    while test(carry):
+        signal, value, (carry,) = run_plainly(body, carry, (None,), lists)
+        if signal is not None:
+            return signal, value, (carry,)
+    return None, None, (carry,)
+
+
+def bound(function: Any) -> Any:
+    """Return the function with the variables around it fixed at what they are now.
+
+    In backward the function around the loop has gone on, and may have changed them.
+    """
+    cells = [_copied(cell) for cell in function.__closure__ or ()]
+    return types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, None, tuple(cells)
+    )
+
+
+def _copied(cell: types.CellType) -> types.CellType:
+    try:
+        return types.CellType(cell.cell_contents)
+    except ValueError:  # no value yet
+        return types.CellType()
+
 
 UNDEFINED = Undefined()
 
@@ -57,11 +106,7 @@ class LoopOptions:
 
 
 class Runtime:
-    """Carries out the loops of one rewritten function.
-
-    Attributes:
-        undefined: Stands for a variable that has no value.
-    """
+    """Carries out the loops of one rewritten function."""
 
     undefined = UNDEFINED
 
@@ -103,10 +148,9 @@ class Runtime:
             self._complain(WriteError("it writes to what it goes over"), line)
             return run_plainly(body, carry, iter(items), lists)
         if not _is_settled(carry):
-            signal, carry, row = _checked(body(carry, items[0]), carry)
+            signal, value, (carry,) = run_plainly(body, carry, (items[0],), lists)
             if signal is not None:
-                return _ended(signal, carry)
-            append_row(lists, row)
+                return signal, value, (carry,)
             first = 1
         if not _has_arrays((carry, items)) and not lists:
             return run_plainly(body, carry, itertools.islice(items, first, None), lists)
@@ -115,7 +159,13 @@ class Runtime:
             with _naming(self._options.name, line):
                 writes = Writes(carry, names, changed, kept, [body, items], sources)
                 if stops:
-                    return self._run_stopping(body, writes, items, first)
+                    return self._stopped(
+                        body,
+                        writes,
+                        lambda _: True,
+                        lambda index: items[first + index],
+                        total - first,
+                    )
                 return self._run_known(body, writes, items, first, lists)
         except KindError as error:
             before.restore()
@@ -146,10 +196,9 @@ class Runtime:
         if not _is_settled(carry):
             if not test(carry):
                 return None, None, (carry,)
-            signal, carry, row = _checked(body(carry, None), carry)
+            signal, value, (carry,) = run_plainly(body, carry, (None,), lists)
             if signal is not None:
-                return _ended(signal, carry)
-            append_row(lists, row)
+                return signal, value, (carry,)
         if not _has_arrays(carry) and not lists:
             return run_while_plainly(body, carry, test, lists)
         before = _snapshot([body, test], carry)
@@ -175,23 +224,20 @@ class Runtime:
     def _complain(self, error: KindError, line: int) -> None:
         if self._options.raises:
             raise error
+        loop = f"the loop at line {line} of {self._options.name!r}"
         if isinstance(error, WriteError):
             warn_about(
-                f"the loop at line {line} of {self._options.name!r} is not "
-                f"checkpointed and runs plain: {error}. Change it, or call "
-                "checkpointed_loop."
+                f"{loop} is not checkpointed and runs plain: {error}. Change it, or "
+                "call checkpointed_loop."
             )
-            return
-        if isinstance(error, ConcreteError):
-            name = self._options.name
-            warn_about(f"the loop at line {line} of {name!r} runs plain: {error}")
-            return
-        warn_about(
-            f"the loop at line {line} of {self._options.name!r} runs plain: one of its "
-            "variables is an array at one time and something else at another, is built "
-            "otherwise, or hides arrays. Begin with arrays, in tuples, lists and "
-            "dictionaries."
-        )
+        elif isinstance(error, ConcreteError):
+            warn_about(f"{loop} runs plain: {error}")
+        else:
+            warn_about(
+                f"{loop} runs plain: one of its variables is an array at one time and "
+                "something else at another, is built otherwise, or hides arrays. Begin "
+                "with arrays, in tuples, lists and dictionaries."
+            )
 
     def _run_to_condition(
         self,
@@ -238,18 +284,6 @@ class Runtime:
             counted, writes.given, steps, inputs=inputs, with_index=True, **options
         )
         return None, None, (_with_rows(final, lists, writes),)
-
-    def _run_stopping(
-        self, body: Body, writes: Writes, items: Any, first: int
-    ) -> Ended:
-        total = len(items)
-        return self._stopped(
-            body,
-            writes,
-            lambda _: True,
-            lambda index: items[first + index],
-            total - first,
-        )
 
     def _stopped(
         self,
@@ -343,12 +377,7 @@ def _step(body: Callable[..., Any], lists: Sequence[list[Any]]) -> Callable[...,
 
 
 def _snapshot(functions: list[Any], state: Any) -> StateSnapshot:
-    """Return the state that the steps of a loop may move besides its variables.
-
-    Args:
-        functions: The functions that the loop calls.
-        state: Its variables and what it goes over.
-    """
+    """Return the state that the steps of a loop may move besides its variables."""
     leaves, _ = flatten(state)
     devices = {tensor.device for tensor in reach(*functions, *leaves, kind=Tensor)}
     return StateSnapshot(*functions, *leaves, devices=devices)
@@ -365,20 +394,6 @@ def _with_rows(final: Any, lists: Sequence[list[Any]], writes: Writes) -> Carry:
         if variable is not None:
             listed[-1] = variable
     return carry
-
-
-def _checked(
-    result: tuple[str | None, Any, tuple[Any, ...]], carry: Carry
-) -> tuple[str | None, Any, tuple[Any, ...]]:
-    signal, after, row = result
-    return (signal, (after, carry), row) if signal == "return" else result
-
-
-def _ended(signal: str, result: Any) -> Ended:
-    if signal == "return":
-        value, carry = result
-        return signal, value, (carry,)
-    return signal, None, (result,)
 
 
 def _sequence(items: Any, line: int) -> Any:

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from recoup.errors import UnsupportedError
-from recoup.loops.rewriting.bodies import append_target
 from recoup.loops.rewriting.found_loops import FoundLoop, find_loops
-from recoup.loops.rewriting.names import written_names
+from recoup.loops.rewriting.names import all_arguments, append_target, written_names
 
 RUNTIME = "_recoup"
 """The name under which the rewritten source sees the runtime."""
@@ -40,10 +39,6 @@ def rewrite(function: Callable[..., Any], runtime: Any) -> Rewritten:
 
     The new function sees the variables of the old one, closure and globals; errors in
     it name the lines of the old source.
-
-    Args:
-        function: A function whose source can be read.
-        runtime: What carries the loops out; see `recoup.loops.rewriting.runtime`.
 
     Raises:
         UnsupportedError: There is no source, or the function is no plain function.
@@ -136,15 +131,12 @@ def _without_defaults(tree: ast.FunctionDef) -> ast.FunctionDef:
     """
     tree = copy.deepcopy(tree)
     arguments = tree.args
-    nothing: list[ast.expr] = [ast.Constant(None) for _ in arguments.defaults]
-    arguments.defaults = nothing
+    arguments.defaults = [ast.Constant(None) for _ in arguments.defaults]
     arguments.kw_defaults = [
         None if default is None else ast.Constant(None)
         for default in arguments.kw_defaults
     ]
-    everything = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
-    everything += [a for a in (arguments.vararg, arguments.kwarg) if a is not None]
-    for argument in everything:
+    for argument in all_arguments(arguments):
         argument.annotation = None
     tree.returns = None
     return tree
@@ -157,7 +149,6 @@ class _Conditions(ast.NodeTransformer):
     """
 
     def visit_While(self, node: ast.While) -> Any:
-        """Change a `while` loop."""
         self.generic_visit(node)
         if node.orelse or not written_names([node.test]):
             return node
@@ -175,15 +166,13 @@ class _Changer(ast.NodeTransformer):
         self._count = 0
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> Any:
-        """Leave inner functions alone."""
+        # Inner functions are left alone.
         return self.generic_visit(node) if self._count == 0 else node
 
     def visit_For(self, node: ast.For) -> Any:
-        """Change a `for` loop."""
         return self._changed(node)
 
     def visit_While(self, node: ast.While) -> Any:
-        """Change a `while` loop."""
         return self._changed(node)
 
     def _changed(self, node: ast.For | ast.While) -> Any:
@@ -193,10 +182,8 @@ class _Changer(ast.NodeTransformer):
         self.generic_visit(node)
         if loop is None or loop.fault is not None:
             return node
-        return [
-            ast.copy_location(statement, node)
-            for statement in _statements(node, loop, number)
-        ]
+        made = _statements(node, loop, number)
+        return [ast.copy_location(statement, node) for statement in made]
 
 
 def _statements(
@@ -217,7 +204,6 @@ def _statements(
         source = f"{RUNTIME}_items_{number}"
         made.append(ast.Assign([ast.Name(source, ast.Store())], node.iter, lineno=0))
     made.append(_body_function(node, loop, body, unpack))
-    given = "".join(f"{RUNTIME}.value(lambda: {name}), " for name in loop.carried)
     lists = "".join(f"{name}, " for name in loop.appended)
     changed = f", changed={loop.changed!r}" if loop.changed else ""
     changed += f", kept={loop.kept!r}" if loop.kept else ""
@@ -225,7 +211,7 @@ def _statements(
     call = (
         f"({signal}, {value}, ({RUNTIME}_carry,)) = {RUNTIME}."
         f"{'run_while' if isinstance(node, ast.While) else 'run_for'}"
-        f"({body}, ({given}), {source}, lists=({lists}), line={loop.line}, "
+        f"({body}, ({_packing(loop)}), {source}, lists=({lists}), line={loop.line}, "
         f"stops={loop.breaks or loop.returns}, names={loop.carried!r}"
         f"{changed})"
     )
@@ -234,6 +220,10 @@ def _statements(
     if loop.returns:
         made += ast.parse(f"if {signal} == 'return':\n return {value}").body
     return made
+
+
+def _packing(loop: FoundLoop) -> str:
+    return "".join(f"{RUNTIME}.value(lambda: {name}), " for name in loop.carried)
 
 
 def _unpacking(loop: FoundLoop) -> str:
@@ -270,9 +260,8 @@ def _body_function(
             continue
         changed = lowered.visit(statement)
         head.body.extend(changed if isinstance(changed, list) else [changed])
-    given = "".join(f"{RUNTIME}.value(lambda: {name}), " for name in loop.carried)
     row = "".join(f"{output}, " for output in outputs)
-    head.body += ast.parse(f"return (None, ({given}), ({row}))").body
+    head.body += ast.parse(f"return (None, ({_packing(loop)}), ({row}))").body
     return head
 
 
@@ -280,21 +269,16 @@ class _Lowering(ast.NodeTransformer):
     """Turns `continue`, `break` and `return` of a loop's body into results of it."""
 
     def __init__(self, loop: FoundLoop) -> None:
-        self._carried = "".join(
-            f"{RUNTIME}.value(lambda: {name}), " for name in loop.carried
-        )
+        self._carried = _packing(loop)
         self._depth = 0
 
     def visit_Continue(self, node: ast.Continue) -> Any:
-        """End the iteration."""
         return node if self._depth else self._result("None", node)
 
     def visit_Break(self, node: ast.Break) -> Any:
-        """End the loop."""
         return node if self._depth else self._result("'break'", node)
 
     def visit_Return(self, node: ast.Return) -> Any:
-        """End the function around the loop, with a value."""
         value = node.value or ast.Constant(None)
         made = ast.parse("return ('return', None, ())").body[0]
         assert isinstance(made, ast.Return), "parsed just now"
@@ -303,22 +287,19 @@ class _Lowering(ast.NodeTransformer):
         return ast.copy_location(made, node)
 
     def visit_For(self, node: ast.For) -> Any:
-        """Leave the `break` and `continue` of an inner loop alone."""
         return self._inside(node)
 
     def visit_While(self, node: ast.While) -> Any:
-        """Leave the `break` and `continue` of an inner loop alone."""
         return self._inside(node)
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> Any:
-        """Leave inner functions alone."""
         return node
 
     def visit_Lambda(self, node: ast.Lambda) -> Any:
-        """Leave inner functions alone."""
         return node
 
     def _inside(self, node: ast.For | ast.While) -> Any:
+        # The `break` and `continue` of an inner loop are its own.
         self._depth += 1
         self.generic_visit(node)
         self._depth -= 1

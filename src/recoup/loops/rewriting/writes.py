@@ -6,28 +6,193 @@ end what was written goes to the objects of before the loop. Where that would no
 what Python does, the loop is refused, and nothing has been changed yet.
 """
 
+import gc
+import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, MappingView
+from numbers import Number
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from recoup.backend.memory.storages import has_storage, version_of
+from recoup.backend.memory.storages import has_storage, storage_address, version_of
 from recoup.backend.state.walk import reach
 from recoup.errors import CaptureError, UnsupportedError
-from recoup.loops.rewriting.putting import Putting
-from recoup.loops.rewriting.state_nodes import (
-    containers_in,
-    copied,
-    is_known,
-    is_mutable,
-    mark_of,
-    memory_of,
-    nodes_of,
-)
 from recoup.loops.state_trees import flatten
 from recoup.loops.steps import KindError
+
+_MOST_SOURCES = 1000
+
+
+class Undefined:
+    """Stands for a variable that has no value yet."""
+
+
+def nodes_of(trees: Iterable[Any]) -> list[Any]:
+    """Return the containers and leaves of some trees, each before what is in it.
+
+    Examples:
+        >>> nodes_of([{"a": 1}, [2]])
+        [{'a': 1}, 1, [2], 2]
+    """
+    found: list[Any] = []
+    for tree in trees:
+        _gather(tree, found)
+    return found
+
+
+def is_mutable(node: Any) -> bool:
+    """Return whether a node can be written to: a tensor, an array or a container."""
+    return isinstance(node, Tensor) or type(node) in (list, dict) or _is_numpy(node)
+
+
+def is_known(leaf: Any) -> bool:
+    """Return whether a leaf is a tensor or an array, or cannot be written to."""
+    if isinstance(leaf, (Tensor, Number, str, bytes, type(None), Undefined)):
+        return True
+    # Arrays of other libraries, traced ones too, cannot be written to.
+    return hasattr(leaf, "dtype")
+
+
+def mark_of(node: Any) -> Any:
+    """Return what differs after a node has been written to.
+
+    The children of a container must be kept alive meanwhile. Costs a copy of a NumPy
+    array.
+    """
+    if isinstance(node, Tensor):
+        return version_of(node)
+    if type(node) is list:
+        return tuple(map(id, node))
+    if type(node) is dict:
+        return tuple(node), tuple(map(id, node.values()))
+    return node.tobytes() if _is_numpy(node) else None
+
+
+def memory_of(node: Any) -> int:
+    """Return the identity of the memory that a node is written in."""
+    if isinstance(node, Tensor) and has_storage(node):
+        return storage_address(node)
+    base: Any = node
+    while _is_numpy(base) and base.base is not None:
+        base = base.base
+    return id(base)
+
+
+def copied(tree: Any, *, tensors_too: bool) -> Any:
+    """Return a tree of new containers and arrays, so that the old stay as they are."""
+    if type(tree) is list:
+        return [copied(part, tensors_too=tensors_too) for part in tree]
+    if type(tree) is dict:
+        return {k: copied(part, tensors_too=tensors_too) for k, part in tree.items()}
+    if isinstance(tree, tuple):
+        parts = [copied(part, tensors_too=tensors_too) for part in tree]
+        named = hasattr(tree, "_fields")
+        return type(tree)(*parts) if named else type(tree)(parts)
+    if isinstance(tree, Tensor):
+        return tree.clone() if tensors_too else tree
+    return tree.copy() if _is_numpy(tree) else tree
+
+
+def containers_in(things: Iterable[Any]) -> set[int]:
+    """Return the `id` of every list and dictionary in sight of some objects."""
+    return {id(each) for each in reach(*things, kind=(list, dict))}
+
+
+def sources_of(items: Any) -> list[Any]:
+    """Return what an iterator takes its elements from.
+
+    Examples:
+        >>> values = [1, 2]
+        >>> any(source is values for source in sources_of(enumerate(zip(values))))
+        True
+    """
+    found: list[Any] = []
+    waiting = [items]
+    while waiting and len(found) < _MOST_SOURCES:
+        thing = waiting.pop()
+        if isinstance(thing, (Iterator, MappingView, tuple)):
+            waiting.extend(gc.get_referents(thing))
+        else:
+            found.append(thing)
+    return found
+
+
+def _gather(tree: Any, found: list[Any]) -> None:
+    found.append(tree)
+    if type(tree) is dict:
+        for part in tree.values():
+            _gather(part, found)
+    elif type(tree) is list or isinstance(tree, tuple):
+        for part in tree:
+            _gather(part, found)
+
+
+def _is_numpy(node: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(node, numpy.ndarray)
+
+
+class Putting:
+    """Puts the results of a loop in the objects of before it.
+
+    Args:
+        real: The nodes of before the loop.
+        last: The nodes that its last step returned.
+        origin: Which node of before a node is, by `id`.
+        written: Those of before that were written to.
+    """
+
+    def __init__(
+        self,
+        real: list[Any],
+        last: list[Any],
+        origin: dict[int, int],
+        written: set[int],
+    ) -> None:
+        self._real = real
+        self._last = last
+        self._origin = origin
+        self._written = written
+        self._place = 0
+        self._made: dict[int, Any] = {}
+
+    def node(self, final: Any) -> Any:
+        """Return what stands for one node of the final state, in order."""
+        last = self._last[self._place]
+        self._place += 1
+        source = self._origin.get(id(last))
+        real = None if source is None else self._real[source]
+        if type(final) in (list, dict):
+            made = self._container(final, real if source in self._written else None)
+            made = real if source is not None else made
+        elif isinstance(final, tuple):
+            parts = [self.node(part) for part in final]
+            made = type(final)(*parts) if hasattr(final, "_fields") else tuple(parts)
+        elif source is None:
+            made = final
+        else:
+            if isinstance(real, Tensor) and source in self._written:
+                real.copy_(final)
+            made = real
+        return self._made.setdefault(id(last), made) if is_mutable(last) else made
+
+    def _container(self, final: Any, real: Any) -> Any:
+        """Return the container, or the one of before with its content."""
+        if isinstance(final, list):
+            parts = [self.node(part) for part in final]
+            if real is None:
+                return parts
+            real[:] = parts
+            return real
+        items = {name: self.node(part) for name, part in final.items()}
+        if real is None:
+            return items
+        real.clear()
+        real.update(items)
+        return real
+
 
 Carry = tuple[Any, ...]
 
@@ -95,14 +260,7 @@ class Writes:
         self._refuse_unknown(carry)
 
     def run(self, body: Any, carry: Carry, item: Any, index: Any = None) -> Any:
-        """Run one step and see what it writes to.
-
-        Args:
-            body: What to run.
-            carry: The variables.
-            item: What the loop goes over.
-            index: Which step it is; None for the next one.
-        """
+        """Run one step and see what it writes to."""
         if self._is_done:
             result = body(carry, item)
             self._result = result if result[0] is None else self._result

@@ -1,23 +1,169 @@
 """Torch machine: holds, runs and reverses the steps of one loop on tensors."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from recoup.backend.autograd.autocast import autocast_as, autocast_states
 from recoup.backend.memory.storages import has_storage, version_of
+from recoup.backend.state.rng import default_states, same_state
+from recoup.backend.state.walk import reach
 from recoup.engine.tiers.protocol import Stored, Tier
 from recoup.errors import ChangedTensorError, MismatchError
-from recoup.loops.loop_outputs import OutputStack
 from recoup.loops.state_trees import Structure, flatten, unflatten
-from recoup.loops.steps import Step
-from recoup.loops.torch.captures import Captures
-from recoup.loops.torch.outside import Outside
-from recoup.loops.torch.step_environment import Environment, RandomStates
+from recoup.loops.steps import KindError, Step
+from recoup.loops.torch.captures import Captures, Outside
 from recoup.loops.torch.step_tape import Cotangents, Tape, Writes, copied, pull, record
-from recoup.loops.torch.witness import Witness
+from recoup.loops.witness import Witness
+
+_Kind = tuple[torch.Size, torch.dtype, torch.device]
+
+
+class OutputStack:
+    """Collects one output a step.
+
+    Args:
+        steps: How many steps there will be, if that is known: then the whole is
+            allocated at once, else the outputs are stacked at the end.
+
+    Attributes:
+        last: The leaves of the output that came last.
+    """
+
+    def __init__(self, steps: int | None) -> None:
+        self._steps = steps
+        self._structure: Structure = None
+        self._whole: list[Tensor] = []
+        self._rows: list[list[Tensor]] = []
+        self._kinds: list[_Kind] = []
+        self._count = 0
+        self.last: list[Tensor] = []
+
+    def put(self, index: int, output: Any) -> None:
+        """Take the output of a step; they come in order."""
+        leaves, structure = flatten(output)
+        if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
+            raise KindError(
+                f"the outputs of a loop are trees of tensors: step {index} gave "
+                f"{[type(leaf).__name__ for leaf in leaves]}. Return tensors."
+            )
+        if index == 0:
+            self._structure = structure
+        elif structure != self._structure:
+            raise KindError(
+                f"the output of step {index} is built otherwise than that of step 0. "
+                "Return the same structure from every step."
+            )
+        self._count += 1
+        self.last = [leaf.detach() for leaf in leaves]
+        kinds = [(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves]
+        if index == 0:
+            self._kinds = kinds
+        elif kinds != self._kinds:
+            raise KindError(
+                f"the outputs of a loop are stacked, and step {index} gave tensors of "
+                f"{_told(kinds)}, step 0 of {_told(self._kinds)}. Return the same "
+                "shapes and types from every step."
+            )
+        if self._steps is None:
+            self._rows.append(self.last)
+            return
+        if index == 0:
+            self._whole = [
+                leaf.new_empty((self._steps, *leaf.shape)) for leaf in leaves
+            ]
+        for whole, leaf in zip(self._whole, self.last, strict=True):
+            whole[index] = leaf
+
+    def leaves(self) -> list[Tensor]:
+        """Return the stacked leaves."""
+        if self._steps is not None:
+            return self._whole
+        return [torch.stack(column) for column in zip(*self._rows, strict=True)]
+
+    def tree(self, leaves: list[Tensor]) -> Any:
+        """Return the stacked outputs as a tree; None if no step was run."""
+        return unflatten(self._structure, leaves) if self._count else None
+
+
+def _told(kinds: list[_Kind]) -> str:
+    return ", ".join(
+        f"{tuple(shape)} {dtype} on {where}" for shape, dtype, where in kinds
+    )
+
+
+RandomStates = list[tuple[torch.Generator, Tensor]]
+
+
+class Environment:
+    """What a loop found around it.
+
+    Args:
+        leaves: Leaves of the state, whose devices matter.
+        function: What is run; generators that it sees are put back with torch's own.
+
+    Attributes:
+        draws: Whether the steps draw random numbers; True until it is known.
+    """
+
+    def __init__(self, leaves: list[Any], function: Any = None) -> None:
+        devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
+        self._devices = [d for d in devices if d.type not in ("cpu", "meta")]
+        states = autocast_states({device.type for device in self._devices})
+        # Each tape casts weights for itself; a cache would hold the graph of another.
+        self._autocast = tuple(replace(state, cache=False) for state in states)
+        self._casts = any(state.enabled for state in states)
+        self._own: list[torch.Generator] = reach(function, kind=torch.Generator)
+        self._begin = self._states()
+        self.draws = True
+
+    def settle(self) -> None:
+        """Find out, after the first sweep, whether the steps drew random numbers."""
+        now = self._states()
+        self.draws = not all(
+            same_state(before, after)
+            for (_, before), (_, after) in zip(self._begin, now, strict=True)
+        )
+        if not self.draws:
+            self._begin = []
+
+    def random_states(self) -> RandomStates | None:
+        """Return the states to come back to, if that matters."""
+        return self._states() if self.draws else None
+
+    def _states(self) -> RandomStates:
+        own = [(generator, generator.get_state()) for generator in self._own]
+        return default_states(self._devices) + own
+
+    def rewind(self, states: RandomStates | None) -> None:
+        """Come back to earlier states; by default to those at the beginning."""
+        if self.draws:
+            for generator, state in self._begin if states is None else states:
+                generator.set_state(state)
+
+    @contextmanager
+    def casting(self) -> Iterator[None]:
+        """Run the block under the autocast of forward."""
+        if not self._casts and not torch.is_autocast_enabled("cpu"):
+            yield
+            return
+        with autocast_as(self._autocast):
+            yield
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Run the block as forward ran; leave the generators as they are now."""
+        before = self.random_states()
+        try:
+            with self.casting():
+                yield
+        finally:
+            for generator, state in before or ():
+                generator.set_state(state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +239,7 @@ class TorchMachine:
     def hold(self, state: Any, step: int, tier: int) -> Held:
         """Return what keeps a state: the tensors themselves, or copies of them."""
         leaves, structure = flatten(state)
-        kept = [_detached(leaf) for leaf in leaves]
+        kept = [detached(leaf) for leaf in leaves]
         if self.in_place:
             kept = copied(kept)
         watched = self._verify == "always" or (
@@ -140,9 +286,12 @@ class TorchMachine:
         if self.sweeping and start == 0:
             state = self._first(state)
             start = 1
-        if self.sweeping and self.stack is not None:
-            return self._advance_with_outputs(state, start, stop)
-        return self.step.advance(state, start, stop)
+        if not self.sweeping or self.stack is None:
+            return self.step.advance(state, start, stop)
+        for index in range(start, stop):
+            state, output = self.step.run(state, index)
+            self.stack.put(index, output)
+        return state
 
     def tape(self, state: Any, start: int, stop: int) -> Tape:
         """Run steps with a graph."""
@@ -166,11 +315,7 @@ class TorchMachine:
         pull(tape, self.cotangents, self.captures, self.step.feed)
 
     def conclude(self) -> None:
-        """Raise if a state that was computed again was another one.
-
-        Raises:
-            MismatchError: Names the steps.
-        """
+        """Raise if a state that was computed again was another one."""
         for start, stop, claim in self._claims:
             if bool(claim):
                 raise MismatchError(
@@ -191,10 +336,10 @@ class TorchMachine:
         claims: list[Any] = []
         witness = self.witnesses.pop(tape.stop, None)
         if witness is not None:
-            claims += witness.differs([_detached(leaf) for leaf in tape.after])
+            claims += witness.differs([detached(leaf) for leaf in tape.after])
         witness = self.output_witnesses.pop(tape.stop, None)
         if witness is not None:
-            claims += witness.differs([_detached(leaf) for leaf in tape.outputs[-1]])
+            claims += witness.differs([detached(leaf) for leaf in tape.outputs[-1]])
         for claim in claims:
             if claim is not False:  # known to be wrong, or not known yet
                 self._claims.append((tape.start, tape.stop, claim))
@@ -211,21 +356,12 @@ class TorchMachine:
         leaves, structure = flatten(state)
         copies = copied(leaves)
         writes = Writes(leaves, copies)
-        given = None if self.step.feed is None else self.step.feed.at(0)
-        state, output = self.step.run(unflatten(structure, copies), 0, given)
+        state, output = self.step.run(unflatten(structure, copies), 0)
         self.in_place = writes.seen()
         if self.stack is not None:
             self.stack.put(0, output)
         if self.outside is not None and self.verifies:
             self.outside.settle()
-        return state
-
-    def _advance_with_outputs(self, state: Any, start: int, stop: int) -> Any:
-        assert self.stack is not None, "asked for by the caller"
-        for index in range(start, stop):
-            given = None if self.step.feed is None else self.step.feed.at(index)
-            state, output = self.step.run(state, index, given)
-            self.stack.put(index, output)
         return state
 
 
@@ -245,5 +381,6 @@ def is_tensor(leaf: Any) -> bool:
     return isinstance(leaf, Tensor)
 
 
-def _detached(leaf: Any) -> Any:
+def detached(leaf: Any) -> Any:
+    """Return a tensor without its graph, and anything else as it is."""
     return leaf.detach() if is_tensor(leaf) else leaf

@@ -9,30 +9,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recoup.backend.autograd.saved_tensors import hooks_refused, records_gradients
+from recoup.backend.autograd.transforms import carries_tangents
 from recoup.backend.memory.storages import has_storage, storage_address
 from recoup.backend.state.snapshots import buffers_restored
 from recoup.engine.replay.captured_variables import Captures as Variables
 from recoup.engine.replay.recomputing import recomputing
-from recoup.errors import CaptureError, ClearedError, UnsupportedError, UsageError
+from recoup.errors import CaptureError, ClearedError, UnsupportedError
 from recoup.loops import drive
-from recoup.loops.loop_outputs import OutputStack
 from recoup.loops.loop_plan import Plan
-from recoup.loops.slots import Slots
+from recoup.loops.slots import Checkpoints, Slots
 from recoup.loops.state_trees import flatten, unflatten
-from recoup.loops.steps import KindError
-from recoup.loops.torch.machine import TorchMachine, is_tensor
-from recoup.loops.torch.outside import Outside, holds_other_tensors
-from recoup.loops.torch.step_tape import Cotangents, Tape
-from recoup.schedules.actions import Action, Reverse
+from recoup.loops.steps import KindError, Step, require_cotangent
+from recoup.loops.torch.captures import (
+    Captures,
+    Outside,
+    captured_by,
+    holds_other_tensors,
+)
+from recoup.loops.torch.machine import (
+    Environment,
+    OutputStack,
+    TorchMachine,
+    detached,
+    is_tensor,
+)
+from recoup.loops.torch.step_tape import Cotangents, Tape, record
+from recoup.measurement.tracing.saved import SavedBytes
+from recoup.schedules.revolve import Chunked
+from recoup.schedules.schedule import Action, Reverse
+from recoup.schedules.slot_budget import fit_budget
 
 
 class TorchRun:
-    """One loop between its forward and its backward.
-
-    Attributes:
-        slots: The states held now.
-        structure: The structure of a state.
-    """
+    """One loop between its forward and its backward."""
 
     def __init__(self, machine: TorchMachine, plan: Plan, state: Any) -> None:
         leaves, self.structure = flatten(state)
@@ -48,20 +58,14 @@ class TorchRun:
         self._variables: Variables | None = None
         self._places = [place for place, leaf in enumerate(leaves) if is_tensor(leaf)]
         self._constants = [None if is_tensor(leaf) else leaf for leaf in leaves]
-        feed = machine.step.feed
-        self._fed = (
-            []
-            if feed is None
-            else [p for p, x in enumerate(feed.leaves) if is_tensor(x)]
-        )
+        self._fed = [p for p, x in enumerate(machine.step.fed) if is_tensor(x)]
 
     def inputs(self, leaves: list[Any]) -> list[Tensor]:
         """Return every tensor the loop depends on: state, feed, captures."""
-        feed = self._machine.step.feed
-        fed = [] if feed is None else [feed.leaves[place] for place in self._fed]
+        fed = self._machine.step.fed
         return [
             *(leaves[place] for place in self._places),
-            *fed,
+            *(fed[place] for place in self._fed),
             *self._machine.captures.tensors,
         ]
 
@@ -82,11 +86,7 @@ class TorchRun:
             machine.outside = None
             self._variables = Variables(machine.step.function)
         final, structure = flatten(state)
-        if structure != self.structure:
-            raise KindError(
-                f"{machine.step.name!r} returned a state that is built otherwise than "
-                "the initial one. Return the same structure, as in a scan."
-            )
+        machine.step.require_structure(structure, self.structure)
         if [p for p, leaf in enumerate(final) if is_tensor(leaf)] != self._places:
             raise KindError(
                 f"{machine.step.name!r} turned a tensor of the state into something "
@@ -108,7 +108,7 @@ class TorchRun:
         self._steps = schedule.steps
         if machine.step.with_outputs:
             machine.stack = OutputStack(self._steps)
-        self._make_rest = partial(_after_first_reverse, schedule.actions)
+        self._make_rest = partial(drive.after_first_reverse, schedule.actions)
         self._rest = schedule.actions()
         state, reverse = drive.forward(self._rest, machine, self.slots, state)
         if reverse is None:
@@ -124,20 +124,12 @@ class TorchRun:
         return unflatten(self._last.structure, self._last.after)
 
     def _run_to_condition(self, state: Any) -> Any:
-        machine, plan = self._machine, self._plan
-        assert plan.online is not None, "no schedule, so an online one"
-        assert plan.condition is not None, "an online schedule needs it"
+        machine = self._machine
         if machine.step.with_outputs:
             machine.stack = OutputStack(None)
-        placement = plan.online.begin()
-        index = 0
-        while index != plan.most_steps and bool(plan.condition(state)):
-            actions = placement.reach(index)
-            state, _ = drive.forward(actions, machine, self.slots, state)
-            state = machine.advance(state, index, index + 1)
-            index += 1
-        self._steps = index
-        self._make_rest = partial(placement.reversal, index)
+        state, self._steps, self._make_rest = drive.run_to_condition(
+            self._plan, machine, self.slots, state
+        )
         self._rest = self._make_rest()
         return state
 
@@ -155,7 +147,10 @@ class TorchRun:
                 "the result otherwise."
             )
         self._running = True
-        self._begin(gradients)
+        state: list[Tensor | None] = [None] * len(self._constants)
+        for place, gradient in zip(self._places, gradients, strict=False):
+            state[place] = gradient
+        self._begin([*state, *gradients[len(self._places) :]])
         outside = Outside(machine.step.function)
         with torch.no_grad(), recomputing(), self._again():
             try:
@@ -179,21 +174,15 @@ class TorchRun:
             )
         machine = self._machine
         leaves, structure = flatten(cotangent)
-        if structure != self.structure:
-            raise UsageError(
-                "a cotangent is built like the final state: got another structure."
-            )
-        machine.cotangents = Cotangents(
-            list(leaves),
-            [None] * len(machine.captures.sources),
-            [None]
-            * (0 if machine.step.feed is None else len(machine.step.feed.leaves)),
-        )
+        require_cotangent(structure, self.structure)
+        self._begin(leaves)
         witnesses = dict(machine.witnesses)
         output_witnesses = dict(machine.output_witnesses)
         with torch.no_grad(), recomputing(), self._again():
             try:
-                self._reverse_pending()
+                if self._pending is not None:
+                    held, reverse = self._pending
+                    machine.reverse(machine.take(held), reverse.start, reverse.stop)
                 slots, ahead = self.slots.copy(), bool(self._plan.stores)
                 drive.backward(self._make_rest(), machine, slots, ahead=ahead)
                 machine.conclude()
@@ -209,12 +198,6 @@ class TorchRun:
         machine = self._machine
         with buffers_restored(machine.step.function), machine.environment.again():
             yield
-
-    def _reverse_pending(self) -> None:
-        machine = self._machine
-        if self._pending is not None:
-            held, reverse = self._pending
-            machine.reverse(machine.take(held), reverse.start, reverse.stop)
 
     def again(
         self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]
@@ -235,33 +218,26 @@ class TorchRun:
     def _plain_results(self, tensors: Sequence[Tensor]) -> list[Any]:
         step = self._machine.step
         state = self._initial(tensors)
-        feed = step.feed
-        if feed is not None:
-            feed = feed.with_leaves(
-                dict(zip(self._fed, tensors[len(self._places) :], strict=False))
-            )
-            step = replace(step, feed=feed)
+        if step.feed is not None:
+            fed = dict(zip(self._fed, tensors[len(self._places) :], strict=False))
+            step = replace(step, feed=step.feed.with_leaves(fed))
         rows: list[list[Any]] = []
         for index in range(self._steps):
-            given = None if feed is None else feed.at(index)
-            state, output = step.run(state, index, given)
+            state, output = step.run(state, index)
             rows.append(flatten(output)[0])
         leaves, _ = flatten(state)
         if not step.with_outputs:
             return leaves
         return leaves + [torch.stack(column) for column in zip(*rows, strict=True)]
 
-    def _begin(self, gradients: Sequence[Tensor | None]) -> None:
-        machine = self._machine
-        feed = machine.step.feed
-        state: list[Tensor | None] = [None] * len(self._constants)
-        for place, gradient in zip(self._places, gradients, strict=False):
-            state[place] = gradient
+    def _begin(self, cotangents: Sequence[Tensor | None]) -> None:
+        """Set the cotangents of the state's leaves, and of stacked outputs."""
+        machine, count = self._machine, len(self._constants)
         machine.cotangents = Cotangents(
-            state=state,
+            state=list(cotangents[:count]),
             captures=[None] * len(machine.captures.sources),
-            feed=[None] * (0 if feed is None else len(feed.leaves)),
-            outputs=gradients[len(self._places) :],
+            feed=[None] * len(machine.step.fed),
+            outputs=cotangents[count:],
         )
 
     def _reverse(self, tensors: Sequence[Tensor]) -> None:
@@ -294,16 +270,6 @@ class TorchRun:
             *(cotangents.feed[place] for place in self._fed),
             *cotangents.captures,
         ]
-
-
-def _after_first_reverse(
-    make_actions: Callable[[], Iterator[Action]],
-) -> Iterator[Action]:
-    actions = make_actions()
-    for action in actions:
-        if isinstance(action, Reverse):
-            break
-    return actions
 
 
 def _differentiated(
@@ -346,6 +312,112 @@ def _apart(leaves: list[Any]) -> list[Any]:
     return found
 
 
-def detached(leaf: Any) -> Any:
-    """Return a tensor without its graph, and anything else as it is."""
-    return leaf.detach() if is_tensor(leaf) else leaf
+def fit_torch_budget(
+    step: Step,
+    state: Any,
+    steps: int,
+    budget_bytes: int,
+    captures: Sequence[Tensor] = (),
+) -> Chunked:
+    """Return the schedule for a budget, after running the first step once on a tape.
+
+    What autograd keeps for it is counted by unique storage, captured tensors left out;
+    the state it begins with counts, because the next step's tape keeps it too.
+    """
+    leaves, structure = flatten(state)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    state_bytes = sum(leaf.nbytes for leaf in tensors)
+    if steps == 0:
+        return Chunked(0, slots=1, chunk=1)
+    seen = Captures([*captures, *captured_by(step, leaves)])
+    devices = [leaf.device for leaf in tensors if leaf.device.type != "cpu"]
+    with (
+        torch.random.fork_rng(devices=devices),
+        buffers_restored(step.function),
+        SavedBytes(*seen.sources) as saved,
+    ):
+        tape = record(step, leaves, structure, (0, 1), seen, in_place=True)
+    tape_bytes = max(saved.bytes, state_bytes)
+    del tape
+    return fit_budget(
+        steps, budget_bytes, state_bytes=state_bytes, tape_bytes=tape_bytes
+    )
+
+
+class _LoopNode(torch.autograd.Function):
+    """The one node of a loop in the outer graph; it computes nothing in forward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, run: TorchRun, results: list[Tensor], *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.run = run
+        ctx.set_materialize_grads(False)
+        # For autograd's own checks: freed twice, changed in place, hooks around.
+        ctx.save_for_backward(*inputs)
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        tensors = ctx.saved_tensors
+        if all(gradient is None for gradient in gradients):
+            return (None, None, *[None] * len(tensors))
+        if torch.is_grad_enabled():
+            return (None, None, *ctx.run.again(tensors, gradients))
+        return (None, None, *ctx.run.backward(tensors, gradients))
+
+
+def run_torch(
+    step: Step, initial_state: Any, plan: Plan, captures: Sequence[Tensor] = ()
+) -> tuple[Any, Any, Checkpoints]:
+    """Run a loop on tensors.
+
+    Returns:
+        The final state, the stacked outputs (None without), and the checkpoints.
+    """
+    refused = hooks_refused()
+    if refused is not None:
+        raise UnsupportedError(
+            "checkpointed_loop is called under a torch.func transform, which it cannot "
+            f"carry ({refused}). Use torch.autograd.grad, backward or loops.grad."
+        )
+    leaves, _ = flatten(initial_state)
+    found = captured_by(step, leaves)
+    if carries_tangents([*filter(is_tensor, leaves), *captures, *found]):
+        raise UnsupportedError(
+            "checkpointed_loop is called in forward-mode differentiation, which it "
+            "cannot carry: tangents would be lost. Use torch.autograd.grad, backward "
+            "or recoup.loops.grad, or run the loop plainly there."
+        )
+    machine = TorchMachine(
+        step,
+        Captures([*captures, *found]),
+        Environment(leaves, step.function),
+        verify=plan.verify,
+        tolerance=plan.tolerance,
+        stores=plan.stores,
+    )
+    run = TorchRun(machine, plan, initial_state)
+    inputs = run.inputs(leaves)
+    wanted = records_gradients() and any(tensor.requires_grad for tensor in inputs)
+    final = run.forward([detached(leaf) for leaf in leaves], taped=wanted)
+    stack = machine.stack
+    stacked = [] if stack is None else stack.leaves()
+    if wanted:
+        places = [place for place, leaf in enumerate(final) if is_tensor(leaf)]
+        results = _LoopNode.apply(run, [final[p] for p in places] + stacked, *inputs)
+        for place, result in zip(places, results, strict=False):
+            final[place] = result
+        stacked = list(results[len(places) :])
+    outputs = None if stack is None else stack.tree(stacked)
+    checkpoints = Checkpoints(
+        run.slots,
+        partial(_state_of, machine),
+        run.pull_back,
+        hidden=None if plan.shows_beginning else 0,
+    )
+    return unflatten(run.structure, final), outputs, checkpoints
+
+
+def _state_of(machine: TorchMachine, held: Any) -> Any:
+    return unflatten(held.structure, machine.leaves_of(held))

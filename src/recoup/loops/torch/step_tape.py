@@ -93,7 +93,7 @@ def _run(step: Step, state: Any, tape: Tape) -> Any:
         return step.advance(state, tape.start, tape.stop)
     for index in range(tape.start, tape.stop):
         tree = _watched_input(step, index, tape.given)
-        state, output = step.run(state, index, tree)
+        state, output = step.run_on(state, index, tree)
         leaves, tape.output_structure = flatten(output)
         tape.outputs.append(leaves)
     return state
@@ -213,12 +213,7 @@ def copied(leaves: list[Any]) -> list[Any]:
 
 
 class Writes:
-    """Notices that a step writes to copies of a state.
-
-    Args:
-        leaves: The leaves of the state.
-        copies: What the step is given.
-    """
+    """Notices that a step writes to copies of a state."""
 
     def __init__(self, leaves: list[Any], copies: list[Any]) -> None:
         self._copies = [copy for copy in copies if isinstance(copy, Tensor)]

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from recoup.backend.memory.links import link_bytes_per_second
 from recoup.backend.memory.meters import device_meter
+from recoup.backend.memory.streams import link_bytes_per_second
 from recoup.backend.operators.timers import OperatorTimer
 from recoup.backend.state.trees import tensors
 from recoup.core.graph import Graph

@@ -12,7 +12,7 @@ from recoup.backend.memory.ledger import storages_in
 from recoup.backend.memory.meters import device_meter
 from recoup.backend.operators.fakes import NEEDS_CONTENTS, without_memory
 from recoup.backend.state.trees import tensors
-from recoup.backend.training.joint_optimizer import members_of
+from recoup.backend.training.optimizer_steps import members_of
 from recoup.errors import UsageError
 
 

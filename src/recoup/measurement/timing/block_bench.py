@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from recoup.backend.memory.interval_meter import interval_meter
 from recoup.backend.memory.ledger import storages_in
+from recoup.backend.memory.meters import interval_meter
 from recoup.backend.state.trees import leaves, map_leaves, tensors
 from recoup.core.block_options import BlockOption
 from recoup.engine.applied.compiled_blocks import signature_of

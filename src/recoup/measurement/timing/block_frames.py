@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from recoup.backend.memory.interval_meter import Interval, interval_meter
 from recoup.backend.memory.ledger import StorageLedger, storages_in
+from recoup.backend.memory.meters import Interval, interval_meter
 from recoup.backend.state.trees import tensors
 from recoup.core.block_options import BlockFrame, BlockOption, BlockStep
 from recoup.core.graph import BEFORE, Boundary, Graph, Operation, Storage

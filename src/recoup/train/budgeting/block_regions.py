@@ -1,4 +1,7 @@
-"""Regions around every block of a model, put on and taken off."""
+"""Regions around the blocks of a model: put on, taken off, and known to a trainer."""
+
+from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 
@@ -10,7 +13,7 @@ from recoup.engine.scopes.module import (
     uncheckpoint_module,
 )
 from recoup.errors import UnsupportedError, UsageError
-from recoup.train.processes import is_sharded
+from recoup.train.budgeting.process_budget import sharded_parts
 
 
 def checkpoint_blocks(
@@ -52,10 +55,6 @@ def segment_blocks(model: nn.Module, size: int) -> int:
     Costs what `checkpoint_blocks` costs, and holds one input for each region. Take them
     off with `uncheckpoint_module(model)`.
 
-    Args:
-        model: The model.
-        size: How many blocks make a region.
-
     Returns:
         How many blocks there are in these regions.
 
@@ -70,7 +69,7 @@ def segment_blocks(model: nn.Module, size: int) -> int:
         5
         >>> _ = uncheckpoint_module(model)
     """
-    if any(is_sharded(part) for part in model.modules() if part is not model):
+    if sharded_parts(model):
         raise UnsupportedError(
             f"checkpoint_segment_size={size} was set for a model that is sharded in "
             "several units: a region that reaches over some of them would need the "
@@ -92,3 +91,75 @@ def uncheckpoint_blocks(blocks: list[nn.Module]) -> None:
     """Take the regions off again."""
     for block in blocks:
         uncheckpoint_module(block)
+
+
+class BlockRegions:
+    """Knows which blocks are recomputed, each by itself or several together.
+
+    Examples:
+        >>> layers = [nn.Sequential(nn.Linear(2, 2), nn.Tanh()) for _ in range(4)]
+        >>> regions = BlockRegions(nn.Sequential(*layers))
+        >>> regions.put_on(2)
+        >>> regions.recompute_every_block()
+        True
+        >>> regions.recompute_every_block()
+        False
+        >>> regions.take_off()
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._alone: list[nn.Module] = []
+        self._together = 0
+        self._gave_up_segments = False
+
+    def put_on(self, segment_size: int | None) -> None:
+        """Recompute the repeated blocks, so many of them together.
+
+        Raises:
+            UsageError: The model has no such blocks.
+            UnsupportedError: They cannot be recomputed together.
+        """
+        if segment_size is not None and segment_size > 1:
+            self._together = segment_blocks(self._model, segment_size)
+            return
+        self._alone = checkpoint_blocks(self._model, only_repeated=True)
+        if not self._alone:
+            raise UsageError(
+                "use_gradient_checkpointing=True recomputes the repeated blocks of a "
+                "model: found none in this one. Mark them with checkpoint_module, or "
+                "set budget= instead."
+            )
+
+    def recompute_every_block(self) -> bool:
+        """Give every block a region of its own; say whether any had none."""
+        blocks = checkpoint_blocks(self._model)
+        self._alone += blocks
+        if blocks and self._together:
+            self._take_off_segments()
+            self._gave_up_segments = True
+        return bool(blocks)
+
+    def take_off(self) -> None:
+        """Take all regions off again."""
+        uncheckpoint_blocks(self._alone)
+        self._alone = []
+        self._take_off_segments()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a snapshot says of them."""
+        return {
+            "recomputes": self._together + len(self._alone),
+            "gave_up_segments": self._gave_up_segments,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Recompute every block if that had turned out to be needed."""
+        gave_up = self._together > 0 and state.get("gave_up_segments", False)
+        if gave_up or state["recomputes"] > self._together + len(self._alone):
+            self.recompute_every_block()
+
+    def _take_off_segments(self) -> None:
+        if self._together:
+            uncheckpoint_blocks([self._model])
+        self._together = 0

@@ -14,11 +14,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from recoup.backend.memory.meters import is_out_of_memory
-from recoup.backend.state.global_generators import random_states, restore_random_states
+from recoup.backend.state.rng import random_states, restore_random_states
 from recoup.core.display import as_html
 from recoup.core.units import print_bytes, print_seconds
 from recoup.errors import UsageError
-from recoup.precision.formats import resolve_precision
+from recoup.precision.mixed_precision import resolve_precision
 from recoup.train.data.batches import LossFunction
 from recoup.train.run_results import StepResult
 from recoup.train.settings import TrainerSettings, check_count

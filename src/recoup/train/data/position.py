@@ -7,18 +7,16 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from recoup.backend.state.global_generators import (
+from recoup.backend.state.rng import (
+    AnyGenerator,
     RandomStates,
-    random_states,
-    restore_random_states,
-)
-from recoup.backend.state.own_generators import (
-    Generator,
+    draw_as_if_new,
     generator_states,
     generators_of,
+    random_states,
     restore_generators,
+    restore_random_states,
 )
-from recoup.backend.training.loaders import draw_as_if_new
 from recoup.errors import SnapshotError, UsageError
 from recoup.train.data.batches import batch_size
 
@@ -54,7 +52,7 @@ class Position:
         self.first_epoch = 0
         self._device = device
         self._beginning: dict[str, Any] | None = None
-        self._generators: Sequence[Generator] = ()
+        self._generators: Sequence[AnyGenerator] = ()
         self._left_at: list[Any] = []
         self._seen_elsewhere = 0
         self._loader: Any = None
@@ -121,11 +119,7 @@ class Position:
         self.samples += sum(batch_size(batch) for batch in batches)
 
     def close(self) -> None:
-        """End the epoch.
-
-        Raises:
-            UsageError: It had no batch.
-        """
+        """End the epoch."""
         if not self.batches:
             raise UsageError(
                 f"there is nothing to train on: epoch {self.epoch + 1} has no batch. "
@@ -250,11 +244,8 @@ def own_position(positions: Any, rank: int, count: int) -> dict[str, Any]:
     return positions[rank if len(positions) == count else 0]
 
 
-class _Nothing:
-    """Stands for the end of an iterator."""
-
-
-_NOTHING = _Nothing()
+_NOTHING = object()
+"""Stands for the end of an iterator."""
 
 
 def make_loader(data: Any, batch_size: int | None) -> Iterable[Any]:

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from recoup.backend.operators.foreach import copy_all, lerp_all
 from recoup.errors import UsageError
-from recoup.train.saving.sharding import shard_like, whole_tree
+from recoup.train.saving.run_state import shard_like, whole_tree
 
 
 class ParameterAverage:
@@ -146,23 +146,10 @@ class ParameterAverage:
 
 
 def refuse_applied(average: ParameterAverage | None, what: str) -> None:
-    """Raise if a model has its averages now.
-
-    Args:
-        average: Its average, if it has one.
-        what: What is asked for, that has no meaning then.
-
-    Raises:
-        UsageError: It has.
-    """
+    """Raise if a model has its averages now."""
     if average is not None and average.is_applied:
         raise UsageError(
             f"{what} was called while the model has its averages: what it does to the "
             "parameters would be lost at the end of `with average.applied()`. Call it "
             "after the block."
         )
-
-
-def lifted(average: ParameterAverage | None) -> AbstractContextManager[None]:
-    """Give a model its parameters inside the block, whatever its average, if any."""
-    return nullcontext() if average is None else average.lifted()

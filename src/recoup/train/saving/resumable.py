@@ -10,9 +10,9 @@ from torch.optim import Optimizer
 from recoup.errors import SnapshotError
 from recoup.precision.scaler import GradientScaler
 from recoup.train.compatibility import check_parts
-from recoup.train.data.position import Position, own_position
+from recoup.train.data.position import Position
 from recoup.train.processes import Processes
-from recoup.train.saving.run_state import apply_state, collect_state, write_state
+from recoup.train.saving.run_state import load_run, save_run
 from recoup.train.saving.snapshot import check_folder, read_snapshot
 
 _VERSION = "resumable 1"
@@ -59,12 +59,12 @@ class ResumableRun:
         scheduler: Any = None,
         scaler: GradientScaler | None = None,
     ) -> None:
-        self._model = model
-        self._optimizer = check_parts(model, optimizer, ())
-        self._parts = {"scheduler": scheduler, "scaler": scaler}
-        self._processes = Processes(model)
+        optimizer = check_parts(model, optimizer, ())
+        parts = {"scheduler": scheduler, "scaler": scaler}
+        processes = Processes(model)
+        self._state = model, optimizer, parts, processes
         self._position = Position(next(iter(model.parameters())).device)
-        self._processes.connect()
+        processes.connect()
 
     @property
     def epoch(self) -> int:
@@ -97,15 +97,7 @@ class ResumableRun:
             UsageError: There is no such folder.
         """
         check_folder(path)
-        processes = self._processes
-        with processes.watching():
-            state = {
-                "version": _VERSION,
-                "processes": processes.count,
-                "position": processes.gather(self._position.state_dict()),
-                **collect_state(self._model, self._optimizer, self._parts, processes),
-            }
-            write_state(path, state, processes)
+        save_run(path, {"version": _VERSION}, self._position, *self._state)
 
     def load(self, path: str | Path) -> None:
         """Restore the state in a file. Nothing in it is executed.
@@ -119,12 +111,4 @@ class ResumableRun:
                 f"expected a file that ResumableRun.save wrote, got {path}; a snapshot "
                 "of recoup.Trainer is read by its own load."
             )
-        missing = sorted(_NEEDED - state.keys())
-        if missing:
-            raise SnapshotError(f"{path} has no {missing[0]!r}: it is not a whole run.")
-        processes = self._processes
-        apply_state(state, self._model, self._optimizer, self._parts, processes)
-        self._position.load_state_dict(
-            own_position(state["position"], processes.rank, processes.count),
-            share=state["processes"] / processes.count,
-        )
+        load_run(path, state, _NEEDED, self._position, *self._state)

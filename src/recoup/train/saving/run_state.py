@@ -7,16 +7,51 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from recoup.backend.state.global_generators import (
+from recoup.backend.state.rng import (
     RandomStates,
     random_states,
     restore_random_states,
 )
+from recoup.backend.state.trees import map_leaves
+from recoup.backend.training.optimizer_steps import parameters_of
 from recoup.errors import SnapshotError, SnapshotWriteError
 from recoup.precision.scaler import GradientScaler
+from recoup.train.data.position import Position, own_position
 from recoup.train.processes import Processes, Report, unwrapped
-from recoup.train.saving.sharding import shard_like, whole_tree
 from recoup.train.saving.snapshot import write_snapshot
+
+
+def whole(tensor: Any) -> Any:
+    """Return a sharded tensor as one on every process; anything else as it is.
+
+    All processes must call it together for a sharded one.
+    """
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def whole_tree(tree: Any) -> Any:
+    """Return a tree with its tensors detached and whole, sharded ones on the CPU."""
+
+    def change(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        leaf = leaf.detach()
+        return whole(leaf).cpu() if hasattr(leaf, "full_tensor") else leaf
+
+    return map_leaves(change, tree)
+
+
+def shard_like(own: Any, value: Any) -> Any:
+    """Return a whole tensor sharded as another of its shape; otherwise as it is."""
+    if not isinstance(value, Tensor) or not hasattr(own, "full_tensor"):
+        return value
+    if value.shape != own.shape:
+        return value
+    # Slow to import, and needed only where it has been imported already.
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value.to(own.device), own.device_mesh, own.placements)
+
 
 Parts = dict[str, Any]
 """What has a state besides model and optimizer, by name; None where there is none."""
@@ -93,7 +128,7 @@ def apply_state(
     inner.load_state_dict(
         {name: shard_like(own[name], value) for name, value in state["model"].items()}
     )
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = parameters_of(optimizer)
     optimizer.load_state_dict(
         {
             **state["optimizer"],
@@ -115,6 +150,50 @@ def apply_state(
     _apply_random(state["random"], device, processes.rank)
 
 
+def save_run(  # noqa: PLR0913 (all that has a state)
+    path: str | Path,
+    own: dict[str, Any],
+    position: Position,
+    model: nn.Module,
+    optimizer: Optimizer,
+    parts: Parts,
+    processes: Processes,
+) -> None:
+    """Write a run to a file: what it has of its own, its place in the data, its state.
+
+    All processes take part; the first one writes.
+    """
+    with processes.watching():
+        state = {
+            **own,
+            "processes": processes.count,
+            "position": processes.gather(position.state_dict()),
+            **collect_state(model, optimizer, parts, processes),
+        }
+        write_state(path, state, processes)
+
+
+def load_run(  # noqa: PLR0913 (all that has a state)
+    path: str | Path,
+    state: dict[str, Any],
+    needed: frozenset[str],
+    position: Position,
+    model: nn.Module,
+    optimizer: Optimizer,
+    parts: Parts,
+    processes: Processes,
+) -> None:
+    """Restore position and state from what `save_run` wrote to a file."""
+    missing = sorted(needed - state.keys())
+    if missing:
+        raise SnapshotError(f"{path} has no {missing[0]!r}: it is not a whole run.")
+    apply_state(state, model, optimizer, parts, processes)
+    position.load_state_dict(
+        own_position(state["position"], processes.rank, processes.count),
+        share=state["processes"] / processes.count,
+    )
+
+
 def _kinds(parts: Parts) -> dict[str, str]:
     """Return the classes of the parts that there are."""
     return {name: _kind(part) for name, part in parts.items() if part is not None}
@@ -129,9 +208,6 @@ def _check_parts(state: dict[str, Any], parts: Parts) -> None:
     """Refuse a state of other parts than this run has, or of parts of other classes.
 
     Many would take over the state of another class without a word.
-
-    Raises:
-        SnapshotError: It is one.
     """
     for name, part in parts.items():
         has, had = part is not None, state[name] is not None

@@ -5,7 +5,6 @@ a table of contents in JSON, and a fixed-size end that says where the table is a
 what its checksum is. A file without its end is not a snapshot.
 """
 
-import ctypes
 import json
 import math
 import os
@@ -19,6 +18,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from recoup.backend.memory.pinned import memory_of
 from recoup.backend.memory.storages import QUANTIZED
 from recoup.errors import SnapshotError, SnapshotWriteError, UsageError
 
@@ -205,7 +205,7 @@ def _write_tensor(
         return known[key]
     # A copy to the CPU of lazily conjugated or negated memory would copy the laziness.
     flat = tensor.resolve_conj().resolve_neg().cpu().contiguous()
-    memory = _memory(flat)
+    memory = memory_of(flat)
     tensors.append(
         {
             "dtype": str(tensor.dtype).removeprefix("torch."),
@@ -300,7 +300,7 @@ def _is_count(number: object) -> bool:
 
 def _read_tensor(file: BinaryIO, entry: _Entry) -> Tensor:
     tensor = torch.empty(entry.nbytes, dtype=torch.uint8)
-    memory = _memory(tensor)
+    memory = memory_of(tensor)
     file.seek(entry.start)
     if file.readinto(memory) != entry.nbytes:  # pyright: ignore[reportAttributeAccessIssue]
         raise SnapshotError("a tensor in it is cut off.")
@@ -336,15 +336,6 @@ def _pair(pair: Any, tensors: list[Tensor]) -> tuple[str | int, Any]:
         case [str() | int() as key, value]:
             return key, _decode(value, tensors)
     raise SnapshotError("a dictionary in it has an entry that is no pair.")
-
-
-def _memory(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor on the CPU, without a copy."""
-    nbytes = tensor.numel() * tensor.element_size()
-    if not nbytes:
-        return memoryview(bytearray())
-    array = (ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())
-    return memoryview(array).cast("B")
 
 
 def _sync_folder(folder: Path) -> None:

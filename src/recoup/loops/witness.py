@@ -1,6 +1,5 @@
 """Witness: what is remembered of a state to recognise it when it is computed again."""
 
-import ctypes
 import hashlib
 import struct
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recoup.backend.memory.pinned import memory_of
 from recoup.backend.memory.storages import has_storage
 from recoup.backend.operators.fingerprints import fingerprint
 
@@ -91,10 +91,5 @@ def _digest(leaf: Tensor) -> tuple[bytes, torch.Size, torch.dtype]:
     if whole.is_conj() or whole.is_neg():
         whole = whole.resolve_conj().resolve_neg()
     whole = whole.contiguous()
-    size = whole.nbytes
-    if not size:
-        return b"", leaf.shape, leaf.dtype
-    # NumPy would do, but torch works without it, and it knows no bfloat16.
-    octets = (ctypes.c_char * size).from_address(whole.data_ptr())
-    seen = hashlib.blake2b(octets, digest_size=16).digest()
+    seen = hashlib.blake2b(memory_of(whole), digest_size=16).digest()
     return seen, leaf.shape, leaf.dtype
