@@ -34,7 +34,7 @@ check: $(TOOLS) ## Check format, lint, types, layers, spelling and documentation
 	$(VENV)/bin/lint-imports
 	$(VENV)/bin/codespell
 	$(VENV)/bin/pyright
-	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
 
 docs: $(TOOLS) ## Build the documentation site in build/site
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict $(ARGS)

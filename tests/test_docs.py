@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -164,19 +165,40 @@ class Sum(nn.Module):
         return x.sum()
 
 
-@pytest.mark.slow
-def test_the_site_builds_without_a_warning(tmp_path):
+def built(folder: Path, out: Path) -> tuple[int, list[str]]:
+    """The status of a strict build, and its warnings; `--quiet` would hide both."""
     if importlib.util.find_spec("material") is None:
         pytest.skip("mkdocs-material is not installed: `pip install recoup[docs]`")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir"]
     done = subprocess.run(
-        [*command, "--site-dir", str(tmp_path)],
-        cwd=ROOT,
+        [*command, str(out)],
+        cwd=folder,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    lines = (done.stdout + done.stderr).splitlines()
+    return done.returncode, [line for line in lines if line.startswith("WARNING")]
+
+
+def test_a_dead_link_is_found(tmp_path):
+    """With the settings of the site: a page, an anchor, an absolute link."""
+    (validation,) = re.findall(
+        r"^validation:\n(?:  .*\n)+", SETTINGS, flags=re.MULTILINE
+    )
+    (tmp_path / "mkdocs.yml").write_text(f"site_name: dead\n{validation}")
+    (tmp_path / "docs").mkdir()
+    page = "# Page\n\n[a](gone.md) [b](#gone) [c](/gone.md)\n"
+    (tmp_path / "docs" / "index.md").write_text(page)
+    status, warnings = built(tmp_path, tmp_path / "site")
+    assert status != 0
+    assert len(warnings) == 3
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path):
+    assert built(ROOT, tmp_path) == (0, [])
     assert (tmp_path / "reference" / "fit" / "index.html").is_file()
     # What the hooks add: the changelog, notebooks with their outputs, and addresses
     # for files that are not of the site.
