@@ -119,6 +119,27 @@ def test_a_tensor_parallel_model_works(tmp_path, share, count):
         assert is_bitwise
 
 
+def plan_apart(rank: int, shares: list[float]) -> tuple[str, int, int, int]:
+    """Fit with budgets that differ by process; return plan, budget, peak and rounds."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = tensor_parallel(blocks(), mesh)
+    _, report = recoup.fit(model, batch(), shares[rank], loss=mean_square)
+    return (
+        report.plan.to_json(),
+        report.budget_bytes,
+        report.measured_peak_bytes,
+        report.rounds,
+    )
+
+
+@pytest.mark.slow
+def test_processes_that_share_parameters_get_one_plan(tmp_path):
+    first, second = together(plan_apart, tmp_path, [1.0, 0.6])
+    assert first == second
+    _, budget, peak, _ = first
+    assert peak <= budget
+
+
 class Graph(nn.Module):
     """A graph network, with its adjacency as a compressed sparse matrix."""
 

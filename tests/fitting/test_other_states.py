@@ -5,6 +5,7 @@ what the warning says is the measured peak of a step to the byte.
 """
 
 import contextlib
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -140,10 +141,16 @@ def test_a_state_that_changes_no_operator_keeps_the_measured_plan():
     assert peaks[1:] == [report.measured_peak_bytes] * 2
 
 
+def floor_of(model: Net) -> int:
+    with pytest.raises(recoup.errors.InfeasibleError) as caught:
+        fitted(model, 1000)
+    return caught.value.floor_bytes
+
+
 def test_what_does_not_fit_is_named_once_with_the_line():
     model = Net()
     freeze(model)
-    report = fitted(model, 0.9)
+    report = fitted(model, floor_of(model))
     unfreeze(model)
     with pytest.warns(recoup.errors.BudgetWarning) as caught:
         model(rows()).backward()
@@ -201,6 +208,84 @@ def test_a_step_that_never_ends_is_forgotten(ends):
             loss.backward()
     del loss
     peaks, _, said = train(model, 5)
+    assert not said
+    assert max(peaks) <= report.budget_bytes
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+# Layers that are unfrozen after fit: what they save is not in the measured step.
+
+
+def check_bitwise(model: Net, steps: int) -> None:
+    twin = Net()
+    for number in range(steps):
+        for each in (model, twin):
+            each.zero_grad()
+            torch.manual_seed(number)
+            each(rows()).backward()
+        for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
+            assert mine.grad is not None
+            assert other.grad is not None
+            assert torch.equal(mine.grad, other.grad)
+
+
+@pytest.mark.parametrize("above", [1.1, 1.5, 3.0])
+def test_unfrozen_layers_train_within_every_budget_that_has_room_for_them(above):
+    model = Net()
+    floor_bytes = floor_of(model)
+    freeze(model)
+    report = fitted(model, int(above * floor_bytes))
+    unfreeze(model)
+    peaks, _, said = train(model, 4)
+    assert not said
+    assert max(peaks) <= report.budget_bytes
+    # The first step recomputes every block, later ones use what there is.
+    plain = recoup.fit(Net(), rows(), 1.0)[1].plain_peak_bytes
+    assert peaks[-1] >= 0.8 * min(plain, report.budget_bytes)
+    check_bitwise(model, 2)
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+def test_the_observed_step_of_unfrozen_layers_is_bitwise():
+    model = Net()
+    freeze(model)
+    fitted(model, 0.9)
+    unfreeze(model)
+    check_bitwise(model, 2)
+
+
+def test_layers_that_are_unfrozen_one_after_the_other_stay_within_the_budget():
+    model = Net()
+    floor_bytes = floor_of(model)
+    model.blocks[:4].requires_grad_(False)
+    report = fitted(model, int(1.2 * floor_bytes))
+    for number in (3, 2, 1, 0):
+        model.blocks[number].requires_grad_(True)
+        peaks, _, said = train(model, 2)
+        more, _, again = train(model, 2, ROWS // 2)
+        assert not said + again
+        assert max(peaks + more) <= report.budget_bytes
+    model.eval()
+    peaks, _, said = train(model, 2)
+    assert not said
+    assert max(peaks) <= report.budget_bytes
+
+
+@pytest.mark.parametrize("first", ["dropped", "copied"])
+def test_an_observed_step_that_is_dropped_or_copied_leaves_nothing(first):
+    model = Net()
+    floor_bytes = floor_of(model)
+    freeze(model)
+    report = fitted(model, int(1.2 * floor_bytes))
+    unfreeze(model)
+    loss = model(rows())
+    if first == "copied":
+        loss.backward()
+        other = copy.deepcopy(model)
+        report.remove()
+        model = other
+    del loss
+    peaks, _, said = train(model, 3)
     assert not said
     assert max(peaks) <= report.budget_bytes
     assert torch._C._len_torch_dispatch_stack() == 0

@@ -4,12 +4,15 @@ import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Any
 
 from torch.optim import Optimizer
 
+from recoup.backend.training.peers import Peers
 from recoup.core.graph import Graph
 from recoup.core.plan import plan_for_step
 from recoup.core.segments import Action
+from recoup.core.simulation import simulate
 from recoup.core.units import print_bytes
 from recoup.engine.applied.applied_plan import digest_of
 from recoup.engine.verification.replay_check import Verify
@@ -67,6 +70,33 @@ class Measurements:
 _REAL = Measurements()
 
 
+def _shared(mine: Measurements, peers: Peers) -> Measurements:
+    """Return measurements whose results are the same in all processes.
+
+    The graph is that of the process whose plain step takes most, a cost the largest,
+    the time that of the first process.
+    """
+
+    def graph(*args: Any, **kwargs: Any) -> Graph:
+        found = peers.gather(mine.graph(*args, **kwargs))
+        return found[0] if len(found) == 1 else max(found, key=_plain_bytes)
+
+    def cost(*args: Any, **kwargs: Any) -> Cost:
+        found = peers.gather(mine.cost(*args, **kwargs))
+        return Cost(
+            max(each.peak_bytes for each in found), max(each.seconds for each in found)
+        )
+
+    def pace(*args: Any, **kwargs: Any) -> Pace:
+        return peers.gather(mine.pace(*args, **kwargs))[0]
+
+    return Measurements(graph, cost, pace, lambda: peers.gather(mine.clock())[0])
+
+
+def _plain_bytes(graph: Graph) -> int:
+    return max(simulate(each, ()).peak_bytes for each in graph.passes)
+
+
 @dataclass(frozen=True, slots=True)
 class Attempt:
     """A plan that a real step ran with.
@@ -102,6 +132,9 @@ class Settled:
 class ClosedLoop:
     """Measure a step, and find the fastest plan that holds a budget on a real step.
 
+    Processes that share the parameters of the model run the same steps with the same
+    plan, that of the first process.
+
     Args:
         step: The step.
         allow: What may be done with a value besides recomputing it.
@@ -130,7 +163,8 @@ class ClosedLoop:
         measurements: Measurements = _REAL,
     ) -> None:
         self._step = step
-        self._measure = measurements
+        self._peers = Peers(step.model)
+        self._measure = measurements = _shared(measurements, self._peers)
         self._allow = allow
         self._verify: Verify = verify
         self.tell = tell
@@ -146,6 +180,11 @@ class ClosedLoop:
         for optimizer in optimizers:
             self.resident += state_tensors(optimizer)
             self.reserved_bytes += missing_state_bytes(optimizer, self._step.device)
+        self.reserved_bytes = max(self._peers.gather(self.reserved_bytes))
+
+    def agreed_bytes(self, asked_bytes: int) -> int:
+        """Return the smallest budget of the processes that share the model."""
+        return min(self._peers.gather(asked_bytes))
 
     def measure(self, blocks: Sequence[str] | None) -> None:
         """Measure the step at floor memory."""
@@ -219,6 +258,9 @@ class ClosedLoop:
 
     def _plan(self, target: int | None) -> Solution | None:
         """Return the fastest plan for a target; None: there is none."""
+        return self._peers.gather(self._own_plan(target))[0]
+
+    def _own_plan(self, target: int | None) -> Solution | None:
         started = perf_counter()
         try:
             if target is None:
@@ -304,7 +346,9 @@ class ClosedLoop:
         plain: list[float] = []
         if not any(plans):
             plain = planned
-        elif self.search.plain_bytes <= free_bytes(self._step.device):
+        elif self.search.plain_bytes <= self.agreed_bytes(
+            free_bytes(self._step.device)
+        ):
             for turn in range(_TURNS):
                 if turn:
                     planned.append(self._measure.pace(self._step, repeats=1).seconds)
@@ -323,7 +367,7 @@ class ClosedLoop:
         known, before = self.search, slow.attempt
         target = before.target_bytes
         target = budget_bytes if target is None else target
-        other = plan_beside(known, target, before.solution)
+        other = self._peers.gather(plan_beside(known, target, before.solution))[0]
         self.planning_seconds += other.seconds_planning
         if not is_much_faster(other.seconds, slow.pace):
             return slow

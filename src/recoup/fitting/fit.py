@@ -457,7 +457,9 @@ def _fitted(  # noqa: PLR0913 (what the step and the budget are)
         loop.reserve(optimizers)
         loop.measure(blocks)
         plain_bytes = loop.search.plain_bytes + loop.reserved_bytes
-        asked_bytes = budget_bytes(budget, plain_bytes, described.device)
+        asked_bytes = loop.agreed_bytes(
+            budget_bytes(budget, plain_bytes, described.device)
+        )
         compiled = None
         eager = None
         try:

@@ -77,6 +77,7 @@ class CuttingRun:
     """One forward of a model that is cut everywhere."""
 
     def __init__(self, cuts: Cuts) -> None:
+        self._modules = frozenset(cuts.modules)
         self._options = Options(policy=cuts.policy, verify="off", at_once=True)
         self._open: Yielding | None = None
         self._hooks = ambient_hooks()
@@ -84,8 +85,10 @@ class CuttingRun:
 
     def reach(self, module: str, *, entering: bool) -> None:
         """End one region and begin the next."""
-        del module, entering
-        if _are_foreign(self._hooks):
+        del entering
+        # Modules that only plans for other calls name are followed too.
+        is_cut = self._open is None or module in self._modules
+        if not is_cut or _are_foreign(self._hooks):
             return
         if self._open is not None and is_open(self._open):
             if not is_innermost(self._open):

@@ -90,6 +90,8 @@ class Adapted:
     def remove(self) -> None:
         """Take the plan off the model."""
         self._applied.remove()
+        for part in self.parts:
+            part.stop()
 
     def tighten(self) -> bool:
         """Plan anew for less memory; return whether that was possible.

@@ -2,7 +2,8 @@
 
 The plan was made for one step. A call of another size, or of a model in another state,
 is another step: it gets a plan of its own, and what it needs is compared with the
-budget. The first call of another size is traced, a step in another state is metered.
+budget. The first call of another size is traced, a step in another state is metered,
+and one that trains more parameters is observed: its graph is another one.
 """
 
 import weakref
@@ -28,6 +29,7 @@ from recoup.core.plan import (
 from recoup.core.segments import Action, Segment
 from recoup.core.simulation import LoopKept, live_after, simulate
 from recoup.engine.applied.applied_plan import Choice, refuse_sharded
+from recoup.engine.applied.model_blocks import block_names
 from recoup.engine.verification.replay_check import Verify
 from recoup.errors import InfeasibleError
 from recoup.fitting.following.budget_warnings import BudgetWarnings
@@ -44,8 +46,11 @@ from recoup.fitting.following.call_groups import (
 from recoup.fitting.following.call_watch import CallWatch
 from recoup.fitting.following.loop_memory import LoopMemory
 from recoup.fitting.following.metered_step import MeteredStep, unseen_bytes
+from recoup.fitting.following.observed_step import ObservedStep
 from recoup.measurement.steps.training_step import device_of
 from recoup.measurement.tracing.call_trace import CallTrace, storage_bytes
+from recoup.measurement.tracing.live import LiveStep
+from recoup.measurement.tracing.observation import cuts_of
 from recoup.planners.planner import floor_with, plan_with
 from recoup.planners.search import Search
 from recoup.planners.solution import Solution
@@ -72,6 +77,10 @@ prediction by more than this share."""
 
 _METERED_STEPS = 3
 """So many steps in another state are metered, until one is within the budget."""
+
+
+_NO_PLAN = Plan()
+"""Stands for the plan of an observed call, whose blocks are all recomputed."""
 
 
 class AdaptedPass:
@@ -116,11 +125,15 @@ class AdaptedPass:
         self._loop = LoopMemory(self._check_kept)
         self._metered: MeteredStep | None = None
         self._metered_in: CallGroup | None = None
+        self._observed: tuple[ObservedStep, CallCase, CallKey] | None = None
+        self._torn: set[str] = set()
+        self._unchecked: list[str] = []
         self.adopt(made)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs: it has another model, and no open calls."""
-        return {**vars(self), "_reader": None, "_metered": None}
+        nothing = dict.fromkeys(("_reader", "_metered", "_observed"))
+        return {**vars(self), **nothing}
 
     def tighten(self) -> bool:
         """Plan anew for less memory; say whether that was possible.
@@ -130,7 +143,8 @@ class AdaptedPass:
         taken_bytes = self._chosen.peak_bytes or self._warnings.budget_bytes
         budget_bytes = int(min(taken_bytes, self._warnings.budget_bytes) * _TIGHTER)
         try:
-            solution = plan_with(Search(self._graph, self._allow), budget_bytes)
+            room_bytes = budget_bytes - self._verification_bytes(self._graph)
+            solution = plan_with(Search(self._graph, self._allow), room_bytes)
         except InfeasibleError:
             return False
         self._warnings.budget_bytes = budget_bytes
@@ -143,7 +157,17 @@ class AdaptedPass:
         self._cases: dict[tuple[CallKey, ModelState], CallCase] = {}
         self._orders.clear()
         self._groups: dict[object, CallGroup] = {}
+        self._others: dict[bytes, AdaptedPass] = {}
         self._loop.forget()
+
+    def stop(self) -> None:
+        """Take the instruments off a step that is metered or observed."""
+        if self._metered is not None and self._metered.detach():
+            self._metered = None
+        if self._observed is not None and self._observed[0].detach():
+            self._observed = None
+        for other in self._others.values():
+            other.stop()
 
     def finish_measuring(self) -> None:
         """Warn from now on of memory that only the training loop keeps."""
@@ -157,7 +181,8 @@ class AdaptedPass:
     @property
     def open_calls(self) -> int:
         """How many calls of this thread wait for their backward."""
-        return self._loop.open_calls()
+        others = sum(other.open_calls for other in self._others.values())
+        return self._loop.open_calls() + others
 
     def choose(
         self,
@@ -191,6 +216,11 @@ class AdaptedPass:
             )
             self._chosen = self.plan
             return self.plan, CallWatch(self, None, self.plan)
+        if self._observed is not None:
+            self._learn(*self._observed)
+        other = self._others.get(state.trained)
+        if other is not None:
+            return other.choose(model, args, kwargs, is_alone=is_alone, metered=metered)
         case = self._cases.get((key, state))
         if case is None:
             case = self._case(key, bytes_of(found), state)
@@ -198,6 +228,10 @@ class AdaptedPass:
                 self._cases.clear()
             self._cases[key, state] = case
         self._say_if_open()
+        if case.group.metered_steps == _METERED_STEPS and is_alone:
+            observed = self._observe(case, key, model, found, (args, kwargs))
+            if observed is not None:
+                return observed.cuts, CallWatch(self, None, _NO_PLAN, observed)
         self._chosen = self._plan_of(case)
         if case.group.metered_steps or self._metered is not None:
             mine = self._meter(case, model, found, is_alone=is_alone)
@@ -242,6 +276,72 @@ class AdaptedPass:
         self._metered = MeteredStep(model, batch, device_of(model), ended)
         return self._metered
 
+    def _observe(
+        self,
+        case: CallCase,
+        key: CallKey,
+        model: nn.Module,
+        found: Sequence[tuple[str, Tensor]],
+        arguments: tuple[tuple[Any, ...], dict[str, Any]],
+    ) -> ObservedStep | None:
+        """Observe the step that begins with a call, if it trains more parameters."""
+        if (
+            self._is_as_trained(case)
+            or self.plan.roots != ("",)
+            or self.open_calls
+            or not MeteredStep.is_possible()
+            or not LiveStep.is_possible()
+            or (self._metered is not None and not self._metered.detach())
+        ):
+            return None
+        self._metered = None
+        owner = weakref.ref(self)
+        differences = case.group.differences
+
+        def ended(peak_bytes: int) -> None:
+            found = owner()
+            if found is not None:
+                found.say_difference("; ".join(differences), peak_bytes)
+
+        cuts = [n for n in cuts_of(model, block_names(model)) if n not in self._torn]
+        batch = [tensor for _, tensor in found]
+        observed = ObservedStep(model, batch, arguments, cuts, ended)
+        self._observed = (observed, case, key)
+        return observed
+
+    def _learn(self, observed: ObservedStep, case: CallCase, key: CallKey) -> None:
+        """Plan for the step that was observed, if its backward has ended."""
+        if observed.is_running and self.open_calls:
+            return  # the next call of the same step
+        if not observed.detach():
+            return  # another thread's step
+        self._observed = None
+        if observed.is_running:
+            return  # it never ended
+        torn = observed.torn()
+        if torn:
+            self._torn |= torn
+            return
+        graph = observed.graph()
+        sizes = [storage.bytes for storage in graph.storages]
+        graph = resized(graph, sizes, added_bytes=self.unseen_bytes)
+        budget_bytes = self._warnings.budget_bytes
+        search = Search(graph, self._allow)
+        until = perf_counter() + _PLANNING_SECONDS
+        target_bytes = budget_bytes - self._verification_bytes(graph)
+        try:
+            solution = plan_with(search, target_bytes, until=until)
+        except InfeasibleError:
+            solution = floor_with(search)
+        made = _plan_of(graph, solution, budget_bytes)
+        other = AdaptedPass(graph, made, self._allow, verify=self._verify)
+        other._warnings = self._warnings
+        other._measured = [MeasuredCall(key, size_of(key), case.nbytes, case.state)]
+        other._unchecked = case.group.differences
+        other.unmeasured, other.unseen_bytes = self.unmeasured, self.unseen_bytes
+        other.finish_measuring()
+        self._others[case.state.trained] = other
+
     def say_difference(self, reason: str, peak_bytes: int) -> int:
         """Warn of a step that is not the measured one, if it exceeded the budget.
 
@@ -256,6 +356,7 @@ class AdaptedPass:
         """Plan the measured step for so many bytes less, or as small as it can be."""
         search = Search(self._graph, self._allow)
         try:
+            nbytes += self._verification_bytes(self._graph)
             solution = plan_with(search, self.plan.peak_bytes - nbytes)
         except InfeasibleError:
             solution = floor_with(search)
@@ -330,6 +431,10 @@ class AdaptedPass:
             # Nothing that is asked of the measured step can be new here.
             group.is_traced = bool(same) and not differences
             group.metered_steps = _METERED_STEPS if differences else 0
+            if self._unchecked and not differences and group_size == measured.size:
+                # It was observed, and no step has run with the plan for it.
+                group.differences = self._unchecked
+                group.metered_steps = _METERED_STEPS - 1
         return CallCase(group, size, nbytes, number, state)
 
     def _plan_of(self, case: CallCase) -> Plan:
@@ -384,10 +489,14 @@ class AdaptedPass:
         Its first run is verified, which takes memory of its own.
         """
         error_bytes = int(_MARGIN * self._warnings.budget_bytes)
+        return error_bytes + self._verification_bytes(step)
+
+    def _verification_bytes(self, step: Graph) -> int:
+        """Return what verifying the first run of a plan takes at most."""
         if self._verify == "off":
-            return error_bytes
+            return 0
         largest = max((storage.bytes for storage in step.storages), default=0)
-        return error_bytes + fingerprint_bytes(largest)
+        return fingerprint_bytes(largest)
 
     def _step_of(self, size: Mapping[Axis, int], case: CallCase) -> Graph:
         """Return the measured step at another size."""

@@ -8,6 +8,7 @@ import torch
 from recoup.core.plan import Place, Plan
 from recoup.fitting.following.call_groups import CallCase
 from recoup.fitting.following.metered_step import MeteredStep
+from recoup.fitting.following.observed_step import ObservedStep
 from recoup.measurement.tracing.call_trace import CallTrace
 
 
@@ -39,7 +40,7 @@ class CallWatch:
         adapted: PassCalls,
         case: CallCase | None,
         plan: Plan,
-        metered: MeteredStep | None = None,
+        metered: MeteredStep | ObservedStep | None = None,
     ) -> None:
         self._adapted = adapted
         self._metered = metered

@@ -311,7 +311,7 @@ class Learner:
             return managed.last, managed
         tracer = None
         if step.watch is not None:
-            step.watch.call(model, number, args, kwargs)
+            step.watch.call(model, str(number), args, kwargs)
             tracer = step.watch.tracer
         managed.last = Cuts(managed.cuts)
         return Cuts(managed.cuts, policy=tracer), managed

@@ -6,8 +6,9 @@ torch's stacks: modes and hooks that the user enters and leaves meanwhile are ab
 """
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache, partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -73,8 +74,16 @@ class LiveTracer(Tracer):
         is_over: Nothing more is traced.
     """
 
-    def __init__(self, meter: MemoryMeter, timer: Timer) -> None:
-        super().__init__(meter, timer, reruns=False)
+    def __init__(
+        self,
+        meter: MemoryMeter,
+        timer: Timer,
+        resident: Sequence[Tensor],
+        parameters: Mapping[str, Tensor],
+    ) -> None:
+        super().__init__(
+            meter, timer, storages_in(resident), reruns=False, parameters=parameters
+        )
         self.highest_bytes = 0
         self.is_over = False
         self._replay_bytes = 0
@@ -135,6 +144,8 @@ class LiveStep:
         gradients: Returns the gradients there are now. Those that are there before
             the step count as part of it.
         traced: Trace the step; False: only count its bytes.
+        resident: What else counts and is alive in any case, as parameters.
+        parameters: Parameters whose gradients are recorded, by path.
 
     Attributes:
         tracer: The tracer, if the step is traced.
@@ -151,6 +162,8 @@ class LiveStep:
         gradients: Callable[[], Sequence[Tensor]],
         *,
         traced: bool,
+        resident: Sequence[Tensor] = (),
+        parameters: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
         self._gradients = gradients
         self._thread = threading.get_ident()
@@ -161,16 +174,26 @@ class LiveStep:
         self._handles: list[RemovableHandle] = []
         self._followed: set[int] = set()
         self._prefix: str | None = None
-        self.tracer = LiveTracer(self._meter, self._timer) if traced else None
+        self.tracer = (
+            LiveTracer(self._meter, self._timer, resident, parameters)
+            if traced
+            else None
+        )
         self._is_attached = True
+        self._of_gradients: list[RemovableHandle] = []
         if self.tracer is not None:
             self.tracer.attach(at_bottom=True)
+            for name, parameter in parameters.items():
+                if parameter.requires_grad:
+                    note = partial(_note_gradient, self.tracer, name)
+                    handle = parameter.register_post_accumulate_grad_hook(note)
+                    self._of_gradients.append(handle)
         if isinstance(self._meter, LiveMeter):
             enter_at_bottom(self._meter)
         else:
             self._meter.__enter__()
         carried = gradients()
-        self._meter.track(*carried)
+        self._meter.track(*resident, *carried)
         self.start_bytes = self._meter.live_bytes - bytes_of(carried)
         self.peak_bytes = self.fixed_bytes = self._left_bytes = 0
 
@@ -191,15 +214,15 @@ class LiveStep:
         live_bytes = self._meter.live_bytes - self.start_bytes
         return max(0, live_bytes - bytes_of(self._gradients()))
 
-    def call(self, model: nn.Module, number: int, *arguments: object) -> None:
+    def call(self, model: nn.Module, prefix: str, *arguments: object) -> None:
         """Record where modules begin and end in the call of a model that begins now.
 
-        Paths in the trace begin with the number of the call.
+        Paths in the trace begin with the prefix, if there is one.
         """
         if self.tracer is None:
             return
-        self._prefix = str(number)
-        self.tracer.call_model(self._prefix)
+        self._prefix = prefix
+        self.tracer.call_model(prefix)
         self._record("", True, model, *arguments)
         if id(model) in self._followed:
             return
@@ -224,12 +247,18 @@ class LiveStep:
         *passed: object,
     ) -> None:
         if self._prefix is not None and self.tracer is not None:
-            path = f"{self._prefix}.{name}" if name else self._prefix
+            path = ".".join(filter(None, (self._prefix, name)))
             self.tracer.reach(path, passed, entering=entering)
 
     def returned(self) -> None:
         """End the call of the model."""
         self._prefix = None
+
+    def unfollow(self) -> None:
+        """Take the hooks off the modules: no call follows."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
 
     def backward_ended(self) -> None:
         """Read the peak; stop tracing if autograd holds nothing of the step any more.
@@ -279,9 +308,10 @@ class LiveStep:
             return
         self.tracer.is_over = True
         self.tracer.stop()
-        for handle in self._handles:
+        self.unfollow()
+        for handle in self._of_gradients:
             handle.remove()
-        self._handles = []
+        self._of_gradients = []
 
     @property
     def _traced(self) -> LiveTracer:
@@ -312,6 +342,10 @@ class LiveStep:
             blocks=cuts,
             recording_seconds=_recording_seconds(),
         )
+
+
+def _note_gradient(tracer: LiveTracer, name: str, _: Tensor) -> None:
+    tracer.add_gradient(name)
 
 
 def _fix(trace: Trace, calls: Collection[int]) -> int:

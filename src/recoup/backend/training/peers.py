@@ -1,0 +1,39 @@
+"""The processes that share the parameters of a model."""
+
+from typing import Any, TypeVar
+
+from torch import distributed, nn
+
+Thing = TypeVar("Thing")
+
+
+class Peers:
+    """The processes that hold parts of a model's parameters, this one included.
+
+    Each operator on such a parameter may exchange data between them, so all must run
+    the same steps. What they decide by their own clocks and their own memory they
+    decide together. A model whose parameters are all here has no peers: then nothing
+    is sent.
+
+    Args:
+        model: The model; its parameters are `DTensor`s if they are shared.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        found = [getattr(p, "device_mesh", None) for p in model.parameters()]
+        meshes: list[Any] = [mesh for mesh in dict.fromkeys(found) if mesh is not None]
+        self._groups = [
+            mesh.get_group(dimension)
+            for mesh in meshes
+            for dimension in range(mesh.ndim)
+            if mesh.size(dimension) > 1
+        ]
+
+    def gather(self, thing: Thing) -> list[Thing]:
+        """Return what every process has, in one order; all must call it together."""
+        found = [thing]
+        for group in self._groups:
+            answers: list[Any] = [None] * group.size()
+            distributed.all_gather_object(answers, found, group=group)
+            found = [each for answer in answers for each in answer]
+        return found
