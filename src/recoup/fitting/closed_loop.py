@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from recoup.backend.training.peers import Peers
+from recoup.backend.training.sharing_processes import SharingProcesses
 from recoup.core.graph import Graph
 from recoup.core.plan import plan_for_step
 from recoup.core.segments import Action
@@ -17,7 +17,13 @@ from recoup.core.units import print_bytes
 from recoup.engine.applied.applied_plan import digest_of
 from recoup.engine.verification.replay_check import Verify
 from recoup.errors import InfeasibleError
-from recoup.fitting.budgets import free_bytes, infeasible_with, told_bytes
+from recoup.fitting.budgets import (
+    Budget,
+    budget_bytes,
+    free_bytes,
+    infeasible_with,
+    told_bytes,
+)
 from recoup.fitting.decision import (
     Accept,
     Infeasible,
@@ -70,7 +76,7 @@ class Measurements:
 _REAL = Measurements()
 
 
-def _shared(mine: Measurements, peers: Peers) -> Measurements:
+def _shared(mine: Measurements, sharing: SharingProcesses) -> Measurements:
     """Return measurements whose results are the same in all processes.
 
     The graph is that of the process whose plain step takes most, a cost the largest,
@@ -78,19 +84,19 @@ def _shared(mine: Measurements, peers: Peers) -> Measurements:
     """
 
     def graph(*args: Any, **kwargs: Any) -> Graph:
-        found = peers.gather(mine.graph(*args, **kwargs))
+        found = sharing.gather(mine.graph(*args, **kwargs))
         return found[0] if len(found) == 1 else max(found, key=_plain_bytes)
 
     def cost(*args: Any, **kwargs: Any) -> Cost:
-        found = peers.gather(mine.cost(*args, **kwargs))
+        found = sharing.gather(mine.cost(*args, **kwargs))
         return Cost(
             max(each.peak_bytes for each in found), max(each.seconds for each in found)
         )
 
     def pace(*args: Any, **kwargs: Any) -> Pace:
-        return peers.gather(mine.pace(*args, **kwargs))[0]
+        return sharing.gather(mine.pace(*args, **kwargs))[0]
 
-    return Measurements(graph, cost, pace, lambda: peers.gather(mine.clock())[0])
+    return Measurements(graph, cost, pace, lambda: sharing.gather(mine.clock())[0])
 
 
 def _plain_bytes(graph: Graph) -> int:
@@ -163,8 +169,8 @@ class ClosedLoop:
         measurements: Measurements = _REAL,
     ) -> None:
         self._step = step
-        self._peers = Peers(step.model)
-        self._measure = measurements = _shared(measurements, self._peers)
+        self._sharing = SharingProcesses(step.model)
+        self._measure = measurements = _shared(measurements, self._sharing)
         self._allow = allow
         self._verify: Verify = verify
         self.tell = tell
@@ -180,11 +186,17 @@ class ClosedLoop:
         for optimizer in optimizers:
             self.resident += state_tensors(optimizer)
             self.reserved_bytes += missing_state_bytes(optimizer, self._step.device)
-        self.reserved_bytes = max(self._peers.gather(self.reserved_bytes))
+        self.reserved_bytes = max(self._sharing.gather(self.reserved_bytes))
 
-    def agreed_bytes(self, asked_bytes: int) -> int:
-        """Return the smallest budget of the processes that share the model."""
-        return min(self._peers.gather(asked_bytes))
+    def asked_bytes(self, budget: Budget) -> int:
+        """Return a budget in bytes: the smallest of the processes that share a model.
+
+        Args:
+            budget: As `recoup.fit` takes it.
+        """
+        plain_bytes = self.search.plain_bytes + self.reserved_bytes
+        found = budget_bytes(budget, plain_bytes, self._step.device)
+        return min(self._sharing.gather(found))
 
     def measure(self, blocks: Sequence[str] | None) -> None:
         """Measure the step at floor memory."""
@@ -258,7 +270,7 @@ class ClosedLoop:
 
     def _plan(self, target: int | None) -> Solution | None:
         """Return the fastest plan for a target; None: there is none."""
-        return self._peers.gather(self._own_plan(target))[0]
+        return self._sharing.gather(self._own_plan(target))[0]
 
     def _own_plan(self, target: int | None) -> Solution | None:
         started = perf_counter()
@@ -346,8 +358,8 @@ class ClosedLoop:
         plain: list[float] = []
         if not any(plans):
             plain = planned
-        elif self.search.plain_bytes <= self.agreed_bytes(
-            free_bytes(self._step.device)
+        elif self.search.plain_bytes <= min(
+            self._sharing.gather(free_bytes(self._step.device))
         ):
             for turn in range(_TURNS):
                 if turn:
@@ -367,7 +379,7 @@ class ClosedLoop:
         known, before = self.search, slow.attempt
         target = before.target_bytes
         target = budget_bytes if target is None else target
-        other = self._peers.gather(plan_beside(known, target, before.solution))[0]
+        other = self._sharing.gather(plan_beside(known, target, before.solution))[0]
         self.planning_seconds += other.seconds_planning
         if not is_much_faster(other.seconds, slow.pace):
             return slow

@@ -29,7 +29,7 @@ from recoup.errors import (
     UsageError,
 )
 from recoup.fitting.arguments import actions_of, one_model, optimizers_of
-from recoup.fitting.budgets import Budget, budget_bytes, check_budget, told_bytes
+from recoup.fitting.budgets import Budget, check_budget, told_bytes
 from recoup.fitting.closed_loop import ClosedLoop, Settled
 from recoup.fitting.collected_findings import (
     fit_findings,
@@ -457,9 +457,7 @@ def _fitted(  # noqa: PLR0913 (what the step and the budget are)
         loop.reserve(optimizers)
         loop.measure(blocks)
         plain_bytes = loop.search.plain_bytes + loop.reserved_bytes
-        asked_bytes = loop.agreed_bytes(
-            budget_bytes(budget, plain_bytes, described.device)
-        )
+        asked_bytes = loop.asked_bytes(budget)
         compiled = None
         eager = None
         try:

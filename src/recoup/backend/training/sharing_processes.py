@@ -7,12 +7,12 @@ from torch import distributed, nn
 Thing = TypeVar("Thing")
 
 
-class Peers:
+class SharingProcesses:
     """The processes that hold parts of a model's parameters, this one included.
 
     Each operator on such a parameter may exchange data between them, so all must run
     the same steps. What they decide by their own clocks and their own memory they
-    decide together. A model whose parameters are all here has no peers: then nothing
+    decide together. A model whose parameters are all here is not shared: nothing
     is sent.
 
     Args:
