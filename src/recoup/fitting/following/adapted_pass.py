@@ -8,28 +8,19 @@ and one that trains more parameters is observed: its graph is another one.
 
 import weakref
 from collections.abc import Mapping, Sequence
-from time import perf_counter
+from operator import le
 from typing import Any
 
 from torch import Tensor, nn
 
-from recoup.backend.operators.fingerprints import fingerprint_bytes
 from recoup.backend.state.model_state import ModelState, StateReader
 from recoup.backend.state.trees import named_tensors
 from recoup.core.graph import Graph
-from recoup.core.growth import Axis, Growth, group_of, resized
-from recoup.core.plan import (
-    Place,
-    Plan,
-    displaced,
-    measured_order,
-    plan_for,
-    segments_of,
-)
+from recoup.core.growth import group_of
+from recoup.core.plan import Place, Plan, segments_of
 from recoup.core.segments import Action, Segment
 from recoup.core.simulation import LoopKept, live_after, simulate
 from recoup.engine.applied.applied_plan import Choice, refuse_sharded
-from recoup.engine.applied.model_blocks import block_names
 from recoup.engine.verification.replay_check import Verify
 from recoup.errors import InfeasibleError
 from recoup.fitting.following.budget_warnings import BudgetWarnings
@@ -38,28 +29,27 @@ from recoup.fitting.following.call_groups import (
     CallGroup,
     CallKey,
     MeasuredCall,
+    SizedSteps,
     bytes_of,
     describe_size,
     key_of,
     size_of,
 )
+from recoup.fitting.following.call_order import CallOrders
 from recoup.fitting.following.call_watch import CallWatch
 from recoup.fitting.following.loop_memory import LoopMemory
-from recoup.fitting.following.metered_step import MeteredStep, unseen_bytes
+from recoup.fitting.following.metered_step import (
+    MeteredStep,
+    expected_excess,
+    unseen_bytes,
+)
 from recoup.fitting.following.observed_step import ObservedStep
+from recoup.fitting.following.replanning import replanned, verification_bytes
 from recoup.measurement.steps.training_step import device_of
 from recoup.measurement.tracing.call_trace import CallTrace, storage_bytes
-from recoup.measurement.tracing.live import LiveStep
-from recoup.measurement.tracing.observation import cuts_of
-from recoup.planners.planner import floor_with, plan_with
-from recoup.planners.search import Search
-from recoup.planners.solution import Solution
 
 _TIGHTER = 0.9
 """A budget that was too much for the device is cut to this share of itself."""
-
-_PLANNING_SECONDS = 0.5
-"""Planning for another size begins nothing that takes long after so many seconds."""
 
 _MOST_GROUPS = 48
 """For more groups of sizes than this no plan is made: the smallest plan serves them, or
@@ -118,8 +108,8 @@ class AdaptedPass:
         self._measured: list[MeasuredCall] = []
         self.unmeasured: set[str] = set()
         self.unseen_bytes = 0
-        self._orders: dict[int, tuple[Plan, tuple[Place, ...]]] = {}
-        self._growths: dict[int, Growth] = {}
+        self._orders = CallOrders(graph)
+        self._steps = SizedSteps(graph, self._measured)
         self._chosen = made
         self._reader: StateReader | None = None
         self._loop = LoopMemory(self._check_kept)
@@ -140,22 +130,36 @@ class AdaptedPass:
 
         A plan that takes much less than the budget was still too much.
         """
-        taken_bytes = self._chosen.peak_bytes or self._warnings.budget_bytes
-        budget_bytes = int(min(taken_bytes, self._warnings.budget_bytes) * _TIGHTER)
+        known_bytes = self._warnings.budget_bytes
+        taken_bytes = self._chosen.peak_bytes or known_bytes
+        self._warnings.budget_bytes = int(min(taken_bytes, known_bytes) * _TIGHTER)
         try:
-            room_bytes = budget_bytes - self._verification_bytes(self._graph)
-            solution = plan_with(Search(self._graph, self._allow), room_bytes)
+            made, _ = self._replanned(
+                self._graph, self._warnings.budget_bytes, or_smallest=False
+            )
         except InfeasibleError:
+            self._warnings.budget_bytes = known_bytes
             return False
-        self._warnings.budget_bytes = budget_bytes
-        self.adopt(_plan_of(self._graph, solution, budget_bytes))
+        self.adopt(made)
         return True
+
+    def _replanned(
+        self, step: Graph, target_bytes: int, *, or_smallest: bool = True
+    ) -> tuple[Plan, tuple[Segment, ...]]:
+        """Plan a step, with room for the verification of the plan's first run."""
+        return replanned(
+            step,
+            self._allow,
+            target_bytes - verification_bytes(step, self._verify),
+            self._warnings.budget_bytes,
+            or_smallest=or_smallest,
+        )
 
     def adopt(self, made: Plan) -> None:
         """Apply another plan for the measured step."""
         self.plan = self._chosen = made
         self._cases: dict[tuple[CallKey, ModelState], CallCase] = {}
-        self._orders.clear()
+        self._orders.forget()
         self._groups: dict[object, CallGroup] = {}
         self._others: dict[bytes, AdaptedPass] = {}
         self._loop.forget()
@@ -181,8 +185,10 @@ class AdaptedPass:
     @property
     def open_calls(self) -> int:
         """How many calls of this thread wait for their backward."""
-        others = sum(other.open_calls for other in self._others.values())
-        return self._loop.open_calls() + others
+        count = self._loop.open_calls()
+        for other in self._others.values():  # no generator: it runs in every call
+            count += other.open_calls
+        return count
 
     def choose(
         self,
@@ -289,23 +295,21 @@ class AdaptedPass:
             self._is_as_trained(case)
             or self.plan.roots != ("",)
             or self.open_calls
-            or not MeteredStep.is_possible()
-            or not LiveStep.is_possible()
+            or not ObservedStep.is_possible()
             or (self._metered is not None and not self._metered.detach())
         ):
             return None
         self._metered = None
         owner = weakref.ref(self)
-        differences = case.group.differences
+        reasons = "; ".join(case.group.differences)
 
         def ended(peak_bytes: int) -> None:
             found = owner()
             if found is not None:
-                found.say_difference("; ".join(differences), peak_bytes)
+                found.say_difference(reasons, peak_bytes)
 
-        cuts = [n for n in cuts_of(model, block_names(model)) if n not in self._torn]
         batch = [tensor for _, tensor in found]
-        observed = ObservedStep(model, batch, arguments, cuts, ended)
+        observed = ObservedStep(model, batch, arguments, self._torn, ended)
         self._observed = (observed, case, key)
         return observed
 
@@ -322,21 +326,12 @@ class AdaptedPass:
         if torn:
             self._torn |= torn
             return
-        graph = observed.graph()
-        sizes = [storage.bytes for storage in graph.storages]
-        graph = resized(graph, sizes, added_bytes=self.unseen_bytes)
-        budget_bytes = self._warnings.budget_bytes
-        search = Search(graph, self._allow)
-        until = perf_counter() + _PLANNING_SECONDS
-        target_bytes = budget_bytes - self._verification_bytes(graph)
-        try:
-            solution = plan_with(search, target_bytes, until=until)
-        except InfeasibleError:
-            solution = floor_with(search)
-        made = _plan_of(graph, solution, budget_bytes)
+        graph = observed.graph(self.unseen_bytes)
+        made, _ = self._replanned(graph, self._warnings.budget_bytes)
         other = AdaptedPass(graph, made, self._allow, verify=self._verify)
         other._warnings = self._warnings
-        other._measured = [MeasuredCall(key, size_of(key), case.nbytes, case.state)]
+        call = MeasuredCall(key, size_of(key), case.nbytes, case.state)
+        other._measured.append(call)
         other._unchecked = case.group.differences
         other.unmeasured, other.unseen_bytes = self.unmeasured, self.unseen_bytes
         other.finish_measuring()
@@ -354,13 +349,8 @@ class AdaptedPass:
 
     def leave_room(self, nbytes: int) -> None:
         """Plan the measured step for so many bytes less, or as small as it can be."""
-        search = Search(self._graph, self._allow)
-        try:
-            nbytes += self._verification_bytes(self._graph)
-            solution = plan_with(search, self.plan.peak_bytes - nbytes)
-        except InfeasibleError:
-            solution = floor_with(search)
-        self.adopt(_plan_of(self._graph, solution, self._warnings.budget_bytes))
+        target_bytes = self.plan.peak_bytes - nbytes
+        self.adopt(self._replanned(self._graph, target_bytes)[0])
 
     def metered(self, case: CallCase, plan: Plan, peak_bytes: int) -> None:
         """Compare what a step took, with this plan, with the prediction and the budget.
@@ -380,14 +370,15 @@ class AdaptedPass:
             group.metered_steps = 0  # it holds, or nothing smaller is known
             return
         group.metered_steps -= 1
-        step, used = self._step_of(case.size, case), segments_of(self._graph, plan)
+        step, used = (
+            self._steps.step_of(case.size, case),
+            segments_of(self._graph, plan),
+        )
         predicted_bytes = simulate(step, used or ()).peak_bytes
-        resident_bytes = min(step.other_bytes)
         if is_first:
-            taken_bytes = max(1, peak_bytes - resident_bytes)
-            share = (predicted_bytes - resident_bytes) / taken_bytes
-            room_bytes = self._warnings.budget_bytes - resident_bytes
-            group.excess_bytes = max(0, int(room_bytes * (1 - share)))
+            group.excess_bytes = expected_excess(
+                step, predicted_bytes, peak_bytes, self._warnings.budget_bytes
+            )
         else:
             group.excess_bytes += peak_bytes - self._warnings.budget_bytes
         group.plan = None
@@ -465,55 +456,15 @@ class AdaptedPass:
             target_bytes: The peak to plan for; by default what the budget leaves.
         """
         group = case.group
-        step = self._step_of(group.size, case)
+        step = self._steps.step_of(group.size, case)
         if target_bytes is None:
-            target_bytes = (
-                self._warnings.budget_bytes - group.excess_bytes - self._slack(step)
-            )
-        search = Search(step, self._allow)
-        until = perf_counter() + _PLANNING_SECONDS
+            room_bytes = int((1 - _MARGIN) * self._warnings.budget_bytes)
+            target_bytes = room_bytes - group.excess_bytes
         if self.planned_groups > _MOST_GROUPS:
             target_bytes = 0
-        try:
-            solution = plan_with(search, target_bytes, until=until)
-        except InfeasibleError:
-            solution = floor_with(search)
-        group.segments = tuple(solution.segments)
-        group.plan = _plan_of(step, solution, self._warnings.budget_bytes)
+        group.plan, group.segments = self._replanned(step, target_bytes)
         if group.is_traced and not case.group.differences:
             self._check_size(case, group.segments)
-
-    def _slack(self, step: Graph) -> int:
-        """Return what a step of another size may take beyond its prediction.
-
-        Its first run is verified, which takes memory of its own.
-        """
-        error_bytes = int(_MARGIN * self._warnings.budget_bytes)
-        return error_bytes + self._verification_bytes(step)
-
-    def _verification_bytes(self, step: Graph) -> int:
-        """Return what verifying the first run of a plan takes at most."""
-        if self._verify == "off":
-            return 0
-        largest = max((storage.bytes for storage in step.storages), default=0)
-        return fingerprint_bytes(largest)
-
-    def _step_of(self, size: Mapping[Axis, int], case: CallCase) -> Graph:
-        """Return the measured step at another size."""
-        measured = self._measured[case.measured]
-        if size == measured.size:
-            return self._graph
-        growth = self._growth_of(case.measured)
-        added_bytes = max(0, case.nbytes - measured.nbytes)
-        return resized(self._graph, growth.predicted(size), added_bytes=added_bytes)
-
-    def _growth_of(self, number: int) -> Growth:
-        growth = self._growths.get(number)
-        if growth is None:
-            storages = [storage.bytes for storage in self._graph.storages]
-            growth = Growth(self._measured[number].size, storages)
-            self._growths[number] = growth
-        return growth
 
     def _segments_of(self, case: CallCase) -> tuple[Segment, ...] | None:
         group = case.group
@@ -525,7 +476,7 @@ class AdaptedPass:
         """Learn from the first call of a group."""
         group = case.group
         group.is_traced = True
-        growth = self._growth_of(case.measured)
+        growth = self._steps.growth_of(case.measured)
         operations = self._graph.operations_of_call(case.measured)
         found, is_same = storage_bytes(self._graph, trace, operations)
         is_measured = case.size == self._measured[case.measured].size
@@ -546,7 +497,7 @@ class AdaptedPass:
                 return
         if used is None:
             return
-        step = self._step_of(case.size, case)
+        step = self._steps.step_of(case.size, case)
         excess_bytes = trace.live_bytes - live_after(step, used, operations)
         if not is_same and excess_bytes > 0:
             group.excess_bytes = excess_bytes
@@ -555,29 +506,22 @@ class AdaptedPass:
 
     def _is_as_trained(self, case: CallCase) -> bool:
         """Return whether a call trains no more than the measured one."""
-        trained = zip(
-            self._measured[case.measured].state.trained,
-            case.state.trained,
-            strict=False,
-        )
-        return all(now <= was for was, now in trained)
+        before = self._measured[case.measured].state.trained
+        return all(map(le, case.state.trained, before))
 
     def _check_size(self, case: CallCase, used: tuple[Segment, ...] | None) -> None:
         """Warn if the plan of a call needs more than the budget."""
         group = case.group
         if used is None or group.is_warned:
             return
-        step = self._step_of(case.size, case)
+        step = self._steps.step_of(case.size, case)
         peak_bytes = simulate(step, used).peak_bytes + group.excess_bytes
         if used == group.segments:
-            peak_bytes += self._slack(step)
+            # Its first run is verified, which takes memory of its own.
+            peak_bytes += int(_MARGIN * self._warnings.budget_bytes)
+            peak_bytes += verification_bytes(step, self._verify)
         size = describe_size(case, self._measured[case.measured])
-        group.is_warned = self._warnings.say(
-            f"expected a batch that fits, got {size}: {{needs}}. The smallest plan "
-            "known is applied; give smaller batches, or call recoup.fit with the "
-            "largest batch.",
-            peak_bytes,
-        )
+        group.is_warned = self._warnings.say_size(size, peak_bytes)
 
     def _say_blocks(self, case: CallCase, blocks: Mapping[str, CallTrace]) -> None:
         """Leave room for blocks that were not measured; warn if there is none."""
@@ -591,36 +535,19 @@ class AdaptedPass:
         group.excess_bytes += sum(trace.live_bytes for trace in blocks.values())
         group.metered_steps = _METERED_STEPS - 1
         group.plan = None
-        step = self._step_of(case.size, case)
+        step = self._steps.step_of(case.size, case)
         peak_bytes = simulate(step, used).peak_bytes + group.excess_bytes
         self._warnings.say_difference(group.differences, peak_bytes)
 
-    def _is_in_order(self, plan: Plan, order: Sequence[Place]) -> bool:
-        known = self._orders.get(id(plan))
-        if known is None:
-            # With the plan, so that its identity is not given to another.
-            known = (plan, measured_order(self._graph, plan))
-            self._orders[id(plan)] = known
-        # The end of the call closes what is open: it is not reached as a place.
-        return _inside(plan, known[1]) == _inside(plan, order)
-
-    def _say_order(self, case: CallCase, plan: Plan, order: Sequence[Place]) -> None:
+    def _say_order(self, case: CallCase, plan: Plan, wrong: Sequence[int]) -> None:
         """Warn of a call that did not run the blocks as the measured one did."""
         used = segments_of(self._graph, plan)
         if used is None or "order" in self._warnings.said:
             return
-        wrong = displaced(plan, self._orders[id(plan)][1], order)
         names = [plan.spans[number].start.module or "the model" for number in wrong]
-        step = self._step_of(case.size, case)
+        step = self._steps.step_of(case.size, case)
         begun = [used[n] for n in range(len(used)) if n not in wrong]
-        self._warnings.say(
-            f"expected the blocks in the measured order, got another one: "
-            f"{', '.join(names[:3])} did not run as in the measured step; {{needs}}, "
-            "if what ran elsewhere is kept. Call recoup.fit with a step that runs the "
-            "blocks as you train them.",
-            simulate(step, begun).peak_bytes,
-            kinds=["order"],
-        )
+        self._warnings.say_order(names, simulate(step, begun).peak_bytes)
 
     def _say_if_open(self) -> None:
         """Warn of a call whose memory adds to that of calls before it."""
@@ -632,20 +559,15 @@ class AdaptedPass:
             live_after(self._graph, used, self._graph.operations_of_call(number))
             for number in range(times)
         )
-        self._warnings.say(
-            f"expected backward after {times} call{'s' if times > 1 else ''} of the "
-            "model, as in the measured step, got another call before it: {needs}. "
-            "Call recoup.fit with step= a function that runs all calls and backward.",
-            self.plan.peak_bytes + held_bytes * count // times,
-            kinds=["open"],
-        )
+        needed_bytes = self.plan.peak_bytes + held_bytes * count // times
+        self._warnings.say_open(times, needed_bytes)
 
     def _check_kept(self, case: CallCase | None, plan: Plan, kept: LoopKept) -> None:
         """Warn if a step does not fit because of what the training loop keeps."""
         if case is None:
             step, used = self._graph, segments_of(self._graph, plan)
         else:
-            step, used = self._step_of(case.size, case), self._segments_of(case)
+            step, used = self._steps.step_of(case.size, case), self._segments_of(case)
         if used is None:
             return
         excess_bytes = 0 if case is None else case.group.excess_bytes
@@ -660,16 +582,7 @@ class AdaptedPass:
         trace: CallTrace | None,
         blocks: Mapping[str, CallTrace],
     ) -> None:
-        """Learn from a call that returned; see `Watch.end`.
-
-        Args:
-            case: What is known of it; None: it was a call of the measured step.
-            plan: The plan that it ran with.
-            output: What it returned.
-            order: The places of the plan as they were reached.
-            trace: Its operators, if it was the first of its kind.
-            blocks: What ran of blocks that did not run in the measured step.
-        """
+        """Learn from a call that returned; see `PassCalls`."""
         self._loop.opened(
             case, plan, output, self._reader, is_measured_plan=plan is self.plan
         )
@@ -678,24 +591,10 @@ class AdaptedPass:
             return
         if blocks:
             self._say_blocks(case, blocks)
-        is_alone = plan.model_calls == 1
-        if order is not None and is_alone and not self._is_in_order(plan, order):
-            self._say_order(case, plan, order)
+        wrong = None
+        if order is not None and plan.model_calls == 1:
+            wrong = self._orders.displaced_spans(plan, order)
+        if wrong is not None:
+            self._say_order(case, plan, wrong)
         elif trace is not None:
             self._traced(case, trace)
-
-
-def _inside(plan: Plan, order: Sequence[Place]) -> list[Place]:
-    """Return the places that are not the end of a call of the step's own."""
-    roots = plan.roots
-    return [place for place in order if place.entering or place.module not in roots]
-
-
-def _plan_of(graph: Graph, solution: Solution, budget_bytes: int) -> Plan:
-    return plan_for(
-        graph,
-        solution.segments,
-        budget_bytes=budget_bytes,
-        peak_bytes=solution.simulation.peak_bytes,
-        seconds=solution.simulation.seconds,
-    )

@@ -63,6 +63,36 @@ class BudgetWarnings:
             kinds=[reasons],
         )
 
+    def say_size(self, size: str, needed_bytes: int) -> bool:
+        """Warn of a batch that does not fit; return whether it was said."""
+        return self.say(
+            f"expected a batch that fits, got {size}: {{needs}}. The smallest plan "
+            "known is applied; give smaller batches, or call recoup.fit with the "
+            "largest batch.",
+            needed_bytes,
+        )
+
+    def say_order(self, names: Sequence[str], needed_bytes: int) -> None:
+        """Warn of a call that did not run blocks as the measured one did."""
+        self.say(
+            f"expected the blocks in the measured order, got another one: "
+            f"{', '.join(names[:3])} did not run as in the measured step; {{needs}}, "
+            "if what ran elsewhere is kept. Call recoup.fit with a step that runs the "
+            "blocks as you train them.",
+            needed_bytes,
+            kinds=["order"],
+        )
+
+    def say_open(self, times: int, needed_bytes: int) -> None:
+        """Warn of a call whose memory adds to that of calls before it."""
+        self.say(
+            f"expected backward after {times} call{'s' if times > 1 else ''} of the "
+            "model, as in the measured step, got another call before it: {needs}. "
+            "Call recoup.fit with step= a function that runs all calls and backward.",
+            needed_bytes,
+            kinds=["open"],
+        )
+
     def say_kept(
         self,
         graph: Graph,

@@ -1,13 +1,14 @@
 """Calls of a model, as far as the memory of a step depends on them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from recoup.backend.state.model_state import ModelState
-from recoup.core.growth import Axis
+from recoup.core.graph import Graph
+from recoup.core.growth import Axis, Growth, resized
 from recoup.core.plan import Plan
 from recoup.core.segments import Segment
 
@@ -60,6 +61,38 @@ class CallCase:
     nbytes: int
     measured: int
     state: ModelState
+
+
+class SizedSteps:
+    """A measured step at other sizes.
+
+    Args:
+        graph: The measured step.
+        measured: Its calls; they may be added later.
+    """
+
+    def __init__(self, graph: Graph, measured: Sequence[MeasuredCall]) -> None:
+        self._graph = graph
+        self._measured = measured
+        self._growths: dict[int, Growth] = {}
+
+    def step_of(self, size: Mapping[Axis, int], case: CallCase) -> Graph:
+        """Return the step with a call of this size."""
+        measured = self._measured[case.measured]
+        if size == measured.size:
+            return self._graph
+        growth = self.growth_of(case.measured)
+        added_bytes = max(0, case.nbytes - measured.nbytes)
+        return resized(self._graph, growth.predicted(size), added_bytes=added_bytes)
+
+    def growth_of(self, number: int) -> Growth:
+        """Return how storages grow with the size of a call."""
+        growth = self._growths.get(number)
+        if growth is None:
+            storages = [storage.bytes for storage in self._graph.storages]
+            growth = Growth(self._measured[number].size, storages)
+            self._growths[number] = growth
+        return growth
 
 
 def key_of(found: Sequence[tuple[str, Tensor]]) -> CallKey:

@@ -26,7 +26,16 @@ class PassCalls(Protocol):
         trace: CallTrace | None,
         blocks: Mapping[str, CallTrace],
     ) -> None:
-        """Learn from a call that returned."""
+        """Learn from a call that returned; see `Watch.end`.
+
+        Args:
+            case: What is known of it; None: it was a call of the measured step.
+            plan: The plan that it ran with.
+            output: What it returned.
+            order: The places of the plan as they were reached.
+            trace: Its operators, if it was the first of its kind.
+            blocks: What ran of blocks that did not run in the measured step.
+        """
         ...
 
 

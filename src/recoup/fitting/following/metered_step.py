@@ -146,3 +146,16 @@ def unseen_bytes(
     carried_bytes = sum(p.nbytes for n, p in model.named_parameters() if n in carried)
     resident_bytes = min(graph.other_bytes, default=0) - carried_bytes
     return max(0, resident_bytes - ledger.live_bytes)
+
+
+def expected_excess(
+    step: Graph, predicted_bytes: int, peak_bytes: int, budget_bytes: int
+) -> int:
+    """Return what plans for a budget are expected to take beyond their prediction.
+
+    In proportion to what one step took beyond its own.
+    """
+    resident_bytes = min(step.other_bytes)
+    taken_bytes = max(1, peak_bytes - resident_bytes)
+    share = (predicted_bytes - resident_bytes) / taken_bytes
+    return max(0, int((budget_bytes - resident_bytes) * (1 - share)))

@@ -7,18 +7,22 @@ block recomputed, which takes little memory, and its graph is what later plans a
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from recoup.backend.autograd.saved_tensors import follow_backward
 from recoup.backend.state.trees import tensors_within
 from recoup.core.graph import Graph
+from recoup.core.growth import resized
+from recoup.engine.applied.model_blocks import block_names
 from recoup.engine.applied.planned_runs import Cuts
 from recoup.measurement.steps.training_step import device_of
 from recoup.measurement.tracing.live import LiveStep
+from recoup.measurement.tracing.observation import cuts_of
 
 
 class ObservedStep:
@@ -28,7 +32,7 @@ class ObservedStep:
         model: The model that the step calls once.
         batch: What it is called with.
         arguments: The same, as they were passed.
-        cuts: The paths of the modules at which the step is cut.
+        torn: The paths of blocks at which the step is not cut; see `torn`.
         ended: Called once with the peak in bytes, when backward has ended.
 
     Attributes:
@@ -41,7 +45,7 @@ class ObservedStep:
         model: nn.Module,
         batch: Iterable[Tensor],
         arguments: tuple[tuple[Any, ...], Mapping[str, Any]],
-        cuts: Sequence[str],
+        torn: Collection[str],
         ended: Callable[[int], None],
     ) -> None:
         self._ended = ended
@@ -55,8 +59,14 @@ class ObservedStep:
             resident=resident,
             parameters=dict(model.named_parameters()),
         )
+        cuts = (n for n in cuts_of(model, block_names(model)) if n not in torn)
         self.cuts = Cuts(tuple(cuts), policy=self._live.tracer)
         self._live.call(model, "", *arguments)
+
+    @staticmethod
+    def is_possible() -> bool:
+        """Return whether a step can be observed here."""
+        return LiveStep.is_possible() and not torch.compiler.is_compiling()
 
     def begin(self) -> None:
         """Do nothing: the instruments are attached."""
@@ -93,9 +103,15 @@ class ObservedStep:
         """Return the cuts where a value is about to be written over."""
         return self._live.torn(self.cuts.modules)
 
-    def graph(self) -> Graph:
-        """Return the graph of the step, which has ended."""
-        return self._live.graph(self.cuts.modules, ())
+    def graph(self, unseen_bytes: int) -> Graph:
+        """Return the graph of the step, which has ended.
+
+        Args:
+            unseen_bytes: What else is in memory during the step.
+        """
+        graph = self._live.graph(self.cuts.modules, ())
+        sizes = [storage.bytes for storage in graph.storages]
+        return resized(graph, sizes, added_bytes=unseen_bytes)
 
 
 def _gradients_of(model: Callable[[], nn.Module | None]) -> list[Tensor]:
