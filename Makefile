@@ -6,6 +6,7 @@ PYTHON ?= python3
 ARGS ?=
 TORCH ?=
 VENV := .venv$(if $(TORCH),-$(TORCH))
+BASE := $(VENV)/.base
 PACKAGES := $(VENV)/.packages
 INTEGRATIONS := $(VENV)/.integrations
 TOOLS := $(VENV)/.tools
@@ -18,7 +19,7 @@ INSTALL := $(RUN) -m pip install --quiet -c $(VENV)/constraints.txt
 help: ## Say what each target does
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
 
-demo: $(PACKAGES) ## Train a small GPT plainly and with recoup, and compare them
+demo: $(BASE) ## Train a small GPT plainly and with recoup, and compare them
 	@mkdir -p build
 	$(RUN) -m recoup.cli.main demo --page build/demo.html $(ARGS)
 
@@ -73,19 +74,27 @@ $(VENV)/.created:
 
 # Without a network nothing can be installed: then the machine's own packages have to
 # do, and recoup itself is put on the path.
-$(PACKAGES): pyproject.toml constraints.txt | $(VENV)/.created
+define install
 	@site=$$($(RUN) -c '$(SITE_PACKAGES)'); \
 	sed $(if $(TORCH),'s/^torch==.*/torch==$(TORCH).*/',-n p) constraints.txt > $(VENV)/constraints.txt; \
 	if ! test -e "$$site/machine.pth"; then \
-	  $(INSTALL) -e '.[test]'; \
+	  $(INSTALL) -e '$(1)'; \
 	else \
 	  sed '/^torch==/d' constraints.txt > $(VENV)/constraints.txt; \
-	  PIP_RETRIES=1 $(INSTALL) -e '.[test]' > $(VENV)/install.log 2>&1 \
+	  PIP_RETRIES=1 $(INSTALL) -e '$(1)' > $(VENV)/install.log 2>&1 \
 	  || { echo "Nothing could be installed ($(VENV)/install.log says why):" \
 	            "using this machine's own packages."; \
 	       echo "$(CURDIR)/src" > "$$site/recoup.pth"; }; \
 	fi
 	@touch $@
+endef
+
+# What recoup needs to run: enough for the demonstration.
+$(BASE): pyproject.toml constraints.txt | $(VENV)/.created
+	$(call install,.)
+
+$(PACKAGES): $(BASE)
+	$(call install,.[test])
 
 # The frameworks that recoup has integrations for. Without a network their tests are
 # skipped; torch stays the one that is there.
