@@ -2,8 +2,10 @@
 
 The changelog and the notebooks are pages of the site. A link to a file outside of
 `docs`, which serves those who read in a clone, becomes an address in the repository.
+Examples with prompts, which the tests run, become code that can be pasted.
 """
 
+import doctest
 import json
 import posixpath
 import re
@@ -19,6 +21,7 @@ from mkdocs.structure.pages import Page
 
 _BLANK = re.compile(r"\n\s*\n")
 _NOTEBOOK = re.compile(r"\]\(([^):]*notebooks/[\w-]+)\.ipynb\)")
+_PROMPTS = re.compile(r"^```\n(>>> .*?)^```$", re.DOTALL | re.MULTILINE)
 _OUTWARDS = re.compile(r"\]\(((?:\.\./)+[^)#\s]+)")
 
 
@@ -55,7 +58,33 @@ def on_page_markdown(
             raise PluginError(f"{page.file.src_uri} links to {path}, which is missing")
         return f"]({config.repo_url}/blob/main/{path}"
 
+    markdown = _PROMPTS.sub(lambda found: pasteable(found[1]), markdown)
     return _OUTWARDS.sub(address, _NOTEBOOK.sub(r"](\1.md)", markdown))
+
+
+def pasteable(examples: str) -> str:
+    r"""Return examples with prompts as blocks of code, and of what they print.
+
+    Examples:
+        >>> print(pasteable(">>> x = 1\n>>> x + 1\n2\n"))
+        ```python
+        x = 1
+        x + 1
+        ```
+        <BLANKLINE>
+        ```text
+        2
+        ```
+    """
+    blocks: list[str] = []
+    code = ""
+    for example in doctest.DocTestParser().get_examples(examples):
+        code += re.sub(r"  # doctest: .*", "", example.source)
+        if example.want:
+            want = example.want.replace("<BLANKLINE>", "")
+            blocks += [f"```python\n{code}```", f"```text\n{want}```"]
+            code = ""
+    return "\n\n".join([*blocks, f"```python\n{code}```"] if code else blocks)
 
 
 def page_of(notebook: Mapping[str, Any]) -> str:

@@ -211,3 +211,10 @@ def test_the_site_builds_without_a_warning(tmp_path):
     )
     guide = (tmp_path / "guides" / "fit" / "index.html").read_text(encoding="utf-8")
     assert 'href="https://recoup.example/source/blob/main/examples/gan.py"' in guide
+    # Code on the site can be pasted: it has no prompts (the reference is docstrings).
+    prompted = [
+        page
+        for page in tmp_path.rglob("*.html")
+        if "&gt;&gt;&gt; " in page.read_text(encoding="utf-8")
+    ]
+    assert {page.relative_to(tmp_path).parts[0] for page in prompted} == {"reference"}
