@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 
 from recoup import CheckpointScope, checkpoint_module, rerun
 from recoup.backend.training.optimizer_steps import STEPS
 from recoup.errors import ChangedTensorError, MismatchError
+from tests.support.wrapping import begin_fake_group, end_fake_group, mesh_of_two
 
 OPTIMIZERS = [
     pytest.param(functools.partial(torch.optim.Adam, fused=True), id="adam"),
@@ -155,3 +157,20 @@ class TestData:
 
     def test_they_go_unnoticed_once_a_region_was_verified(self):
         self.run("first")
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_step_on_a_distributed_tensor_counts_for_the_local_one_that_was_read(kind):
+    begin_fake_group()
+    try:
+        x = torch.linspace(-1, 1, 4, requires_grad=True)
+        whole = DTensor.from_local(torch.randn(4), mesh_of_two(), [Shard(0)])
+        weight = nn.Parameter(whole)
+        weight.grad = torch.ones_like(whole)
+        with CheckpointScope("block", verify="off"):
+            y = (x * (weight.to_local() * 2)).sin()
+        kind([weight], lr=0.1).step()
+        with pytest.raises(ChangedTensorError, match="changed in place"):
+            y.sum().backward()
+    finally:
+        end_fake_group()

@@ -7,12 +7,14 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.compiler import is_compiling
+from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
+from recoup.backend.autograd.wrappers import inner_tensors, is_wrapper
 from recoup.backend.memory.storages import version_of
 
 
@@ -133,8 +135,8 @@ class StepWatch:
     """Counts optimizer steps as writes while anything waits for its backward.
 
     Fused optimizers, and those of other libraries, write to parameters without giving
-    them a new version. Plain autograd then uses the new weights without a word, and so
-    would a replay.
+    them a new version, and a step on a DTensor gives none to its local tensor. Plain
+    autograd then uses the new weights without a word, and so would a replay.
 
     Costs nothing while nothing waits. Else a step reads the version of each parameter
     twice, about a tenth of a microsecond each.
@@ -159,23 +161,39 @@ class StepWatch:
 
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
         if self._waiting and not is_compiling():
-            versions = [version_of(each) for each in parameters_of(optimizer)]
+            versions = [version_of(each) for _, each in _watched(optimizer)]
             self._versions[id(optimizer)] = versions
 
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
         if is_compiling():
             return
         before = self._versions.pop(id(optimizer), None)
-        parameters = parameters_of(optimizer)
-        if before is None or len(before) != len(parameters):
+        if before is None:
+            return
+        watched = _watched(optimizer)
+        if len(before) != len(watched):
             return
         uncounted = [
-            parameter
-            for parameter, version in zip(parameters, before, strict=True)
-            if parameter.grad is not None and version_of(parameter) == version >= 0
+            tensor
+            for (parameter, tensor), version in zip(watched, before, strict=True)
+            if parameter.grad is not None and version_of(tensor) == version >= 0
         ]
         if uncounted and self._waiting:
             increment_version(uncounted)
+
+
+def _watched(optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
+    """Return each parameter with the tensors that a step on it writes to.
+
+    A wrapper such as DTensor counts its own writes; the tensors that it is made of,
+    which `to_local()` gives, count none.
+    """
+    found: list[tuple[Tensor, Tensor]] = []
+    for parameter in parameters_of(optimizer):
+        found.append((parameter, parameter))
+        if type(parameter) is not Parameter and is_wrapper(parameter):
+            found += [(parameter, each) for each in inner_tensors(parameter)]
+    return found
 
 
 STEPS = StepWatch()
