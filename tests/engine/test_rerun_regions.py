@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils.checkpoint import CheckpointError
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from recoup import (
@@ -68,7 +69,7 @@ def in_scope(function: Callable[..., Any], *args: Any) -> Any:
 
 
 @pytest.mark.parametrize("tier", [Host, Disk])
-@pytest.mark.parametrize("call", [rerun, twice, in_scope])
+@pytest.mark.parametrize("call", [rerun, twice, in_scope, torch_call])
 def test_a_region_inside_may_keep_tensors_in_a_tier(call, tier):
     def function(scope: Any, x: Tensor) -> Tensor:
         with scope("tier", store=tier(smallest_bytes=0)), scope("inside"):
@@ -252,3 +253,28 @@ def test_a_step_that_is_traced_is_right_too():
             tracer.stop()
             tracer.detach()
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_torch_never_takes_one_tensor_of_a_region_for_another(is_nested):
+    # torch.utils.checkpoint finds tensors by their place. What a region holds depends
+    # on what else is alive when it ends, which is not the same in both calls here.
+    first, second = torch.randn(4), torch.randn(4)
+    x = torch.randn(4, requires_grad=True)
+    alive: list[Tensor] = []
+
+    def function(x: Tensor, calls: list[None]) -> Tensor:
+        with (
+            CheckpointScope("outer", verify="off", enabled=is_nested),
+            CheckpointScope("inner", verify="off"),
+        ):
+            y, z = x * first.exp(), x * second.exp()
+            if calls:
+                alive.append(z)
+            del z
+            calls.append(None)
+        return y
+
+    y = torch_checkpoint(function, x, [], use_reentrant=False)
+    with pytest.raises(CheckpointError, match="different metadata"):
+        y.sum().backward()

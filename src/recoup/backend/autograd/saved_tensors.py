@@ -40,6 +40,15 @@ def ambient_hooks() -> tuple[Pack, Unpack] | None:
     return _autograd._top_saved_tensors_default_hooks(False)
 
 
+def finds_by_place(pack: Pack) -> bool:
+    """Return whether hooks are those of torch.utils.checkpoint, of either call.
+
+    Its second call gives back the n-th tensor that it saves for the n-th that the first
+    saved, if shape, type and device are equal.
+    """
+    return getattr(pack, "__module__", None) == "torch.utils.checkpoint"
+
+
 def hooks_refused() -> str | None:
     """Return why saved-tensor hooks cannot be used here, or None if they can."""
     if _autograd._saved_tensors_hooks_is_enabled():

@@ -4,14 +4,23 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
+from zlib import crc32
 
 from torch import Tensor
 
-from recoup.backend.autograd.saved_tensors import Unpack, ambient_hooks
-from recoup.backend.memory.storages import copy_storage, version_of
+from recoup.backend.autograd.saved_tensors import (
+    Pack,
+    Unpack,
+    ambient_hooks,
+    finds_by_place,
+)
+from recoup.backend.memory.storages import copy_storage, has_storage, version_of
 from recoup.core.restoring import restoring
-from recoup.engine.lifetime.values import Hold, Value
+from recoup.engine.lifetime.values import Hold, Operation, Value
 from recoup.engine.recording.observers import is_transparent
+
+_MARKS = 8191
+"""How many shapes there are to tell tensors apart."""
 
 
 class _Handing(threading.local):
@@ -69,19 +78,53 @@ def role_around() -> tuple[bool, Collector | None]:
     return False, getattr(around, "collector", None)
 
 
-def hand_over(holds: Sequence[Hold]) -> None:
-    """Pass holds on to the saved-tensor hooks in force on this thread, if any.
+def mark_of(
+    ran: Sequence[Operation], needed: Sequence[Operation], roots: Sequence[Value]
+) -> int:
+    """Return a number that stands for what a region holds, or -1 if none is needed.
+
+    What it holds depends on tiers and on what else is alive. In the two calls of
+    torch.utils.checkpoint that may differ, and torch finds tensors by their place.
+
+    Args:
+        ran: The operations that the region ran; producers are places in it.
+        needed: Those that are to be run again.
+        roots: The values that it holds for these and for backward.
+    """
+    hooks = ambient_hooks()
+    if hooks is None or not finds_by_place(hooks[0]):
+        return -1
+    places = {id(operation): place for place, operation in enumerate(ran)}
+    parts = [places[id(operation)] for operation in needed]
+    return crc32(repr((parts, [value.producer for value in roots])).encode())
+
+
+def hand_over(holds: Sequence[Hold], mark: int = -1) -> None:
+    """Pass holds on to the active saved-tensor hooks of this thread, if any.
 
     So an outer region can drop what an inner one holds, and `save_on_cpu` around a
     region moves it.
+
+    Args:
+        holds: The holds.
+        mark: What `mark_of` returned. Each tensor gets a shape of its own, which takes
+            no memory, so that torch.utils.checkpoint raises its error rather than give
+            one for another.
     """
     hooks = ambient_hooks()
     if hooks is None or is_transparent(hooks[0]):
         return
+    pack, unpack = hooks
     with restoring(partial(setattr, _HANDING, "over", False)):
         _HANDING.over = True
-        for hold in holds:
-            hold.hand_over(*hooks)
+        for place, hold in enumerate(holds):
+            if mark >= 0:
+                pack = partial(_pack_marked, hooks[0], (mark + place) % _MARKS + 1)
+            hold.hand_over(pack, unpack)
+
+
+def _pack_marked(pack: Pack, mark: int, tensor: Tensor) -> Any:
+    return pack(tensor.expand(mark, *tensor.shape) if has_storage(tensor) else tensor)
 
 
 def apart(hold: Hold, kept: Mapping[int, Hold]) -> Hold:

@@ -27,6 +27,7 @@ from recoup.engine.lifetime.handover import (
     hand_over,
     is_handing_over,
     is_watched_from_around,
+    mark_of,
     part_holds,
     role_around,
 )
@@ -85,6 +86,7 @@ class Region(Counted):
     collector: Collector | None = None
     _is_forgotten = False
     _is_handed_over = False
+    _mark = -1
     _traced: Pack | None = None
     _roots: list[Value] | None = None
     _program: Program | None = None
@@ -159,7 +161,7 @@ class Region(Counted):
         if not is_left and is_watched_from_around():
             part_holds(self._roots or (), self._kept)
             self._is_handed_over = True
-            hand_over(self.holds())
+            hand_over(self.holds(), self._mark)
             self._program = None  # what was handed over is wanted too
         self.tape.finish()
 
@@ -197,6 +199,8 @@ class Region(Counted):
             roots = list(dict.fromkeys(held + roots))
         if tape.histories:
             tape.settle_histories(program)
+        if self._is_inside_hooks:
+            self._mark = mark_of(tape.operations, operations, roots)
         number(operations)
         tape.operations = operations
         if len(wanted) < len(tape.saved):
