@@ -79,8 +79,7 @@ FindingsPath = Annotated[
     Path | None, typer.Option(help="Write all findings there, as JSON.")
 ]
 ChartPath = Annotated[
-    Path | None,
-    typer.Option(help="Write time against memory there, as .svg or .png."),
+    Path | None, typer.Option(help="Write time against memory there, as .svg or .png.")
 ]
 MemoryPath = Annotated[
     Path | None,

@@ -250,10 +250,7 @@ def frontier(  # noqa: PLR0913 (one for each thing to be had)
     loaded = load_target(target, dry=dry)
     busy = "" if dry else noise(loaded)
     found = frontier_findings(
-        loaded,
-        points,
-        offload=offload,
-        way=Way(dry=dry, device=device),
+        loaded, points, offload=offload, way=Way(dry=dry, device=device)
     )
     if chart is not None:
         write_picture(chart, frontier_chart(found))

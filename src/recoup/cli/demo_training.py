@@ -190,10 +190,7 @@ def _gradients(model: GPT) -> tuple[Tensor, ...]:
 
 
 def _cost(
-    settings: Settings,
-    model: GPT,
-    optimizer: torch.optim.Optimizer,
-    text: Tensor,
+    settings: Settings, model: GPT, optimizer: torch.optim.Optimizer, text: Tensor
 ) -> StepCost:
     tokens, targets = draw_batch(text, settings)
     moments = [

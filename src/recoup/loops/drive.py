@@ -7,14 +7,7 @@ from typing import Any, Protocol
 
 from recoup.loops.loop_plan import Plan
 from recoup.loops.slots import Slots
-from recoup.schedules.schedule import (
-    Action,
-    Advance,
-    Free,
-    Restore,
-    Reverse,
-    Snapshot,
-)
+from recoup.schedules.schedule import Action, Advance, Free, Restore, Reverse, Snapshot
 
 
 class Machine(Protocol):

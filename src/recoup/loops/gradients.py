@@ -207,31 +207,34 @@ def _differentiated(
     args: Sequence[Any],
     kwargs: dict[str, Any],
 ) -> list[Any]:
-    leaves, _ = flatten([args[place] for place in places])
-    if any(isinstance(leaf, Tensor) for leaf in leaves):
-        return _by_torch(fn, places, args, kwargs)
+    """Return the gradients by the arguments in some places, by whoever made them."""
+    given = [args[place] for place in places]
+    leaves, _ = flatten(given)
     jax = sys.modules.get("jax")
-    if jax is not None and any(isinstance(leaf, jax.Array) for leaf in leaves):
-        return _by_jax(fn, places, args, kwargs)
-    return _by_autograd(fn, places, args, kwargs)
+    if any(isinstance(leaf, Tensor) for leaf in leaves):
+        differentiate = _by_torch
+    elif jax is not None and any(isinstance(leaf, jax.Array) for leaf in leaves):
+        differentiate = _by_jax
+    else:
+        differentiate, fn = _by_autograd, _with_traced_numpy(fn)
+
+    def call(*values: Any) -> Any:
+        changed = list(args)
+        for place, value in zip(places, values, strict=True):
+            changed[place] = value
+        return fn(*changed, **kwargs)
+
+    return differentiate(call, given)
 
 
-def _by_torch(
-    fn: Callable[..., Any],
-    places: Sequence[int],
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-) -> list[Any]:
-    leaves, structure = flatten([args[place] for place in places])
+def _by_torch(call: Callable[..., Any], given: list[Any]) -> list[Any]:
+    leaves, structure = flatten(given)
     with torch.enable_grad():
         watched = [
             leaf.detach().requires_grad_() if isinstance(leaf, Tensor) else leaf
             for leaf in leaves
         ]
-        changed = list(args)
-        for place, tree in zip(places, unflatten(structure, watched), strict=True):
-            changed[place] = tree
-        result = fn(*changed, **kwargs)
+        result = call(*unflatten(structure, watched))
         found_leaves, _ = flatten(result)
         results = [leaf for leaf in found_leaves if isinstance(leaf, Tensor)]
         if not results:
@@ -251,46 +254,32 @@ def _by_torch(
     return unflatten(structure, gradients)
 
 
-def _by_autograd(
-    fn: Callable[..., Any],
-    places: Sequence[int],
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-) -> list[Any]:
+def _by_autograd(call: Callable[..., Any], given: list[Any]) -> list[Any]:
+    import autograd
+    import autograd.numpy
+
+    make: Any = autograd.make_vjp
+    traced_numpy: Any = autograd.numpy
+    pull, result = make(call, tuple(range(len(given))))(*given)
+    return list(pull(traced_numpy.ones_like(result)))
+
+
+def _by_jax(call: Callable[..., Any], given: list[Any]) -> list[Any]:
+    import jax
+
+    result, pull = jax.vjp(call, *given)
+    return list(pull(jax.tree.map(jax.numpy.ones_like, result)))
+
+
+def _with_traced_numpy(fn: Any) -> Any:
+    """Return the function with autograd's NumPy in place of NumPy among its globals."""
     try:
-        import autograd
-        import autograd.numpy
+        import autograd.numpy as traced_numpy
     except ImportError as error:
         raise UnsupportedError(
             "the gradient of a NumPy function needs HIPS autograd. Install it with: "
             "pip install 'recoup[numpy]'."
         ) from error
-    make: Any = autograd.make_vjp
-    traced_numpy: Any = autograd.numpy
-    pull, result = make(_with_module(fn, traced_numpy), tuple(places))(*args, **kwargs)
-    return list(pull(traced_numpy.ones_like(result)))
-
-
-def _by_jax(
-    fn: Callable[..., Any],
-    places: Sequence[int],
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-) -> list[Any]:
-    import jax
-
-    def partial_function(*given: Any) -> Any:
-        changed = list(args)
-        for place, value in zip(places, given, strict=True):
-            changed[place] = value
-        return fn(*changed, **kwargs)
-
-    result, pull = jax.vjp(partial_function, *(args[place] for place in places))
-    return list(pull(jax.tree.map(jax.numpy.ones_like, result)))
-
-
-def _with_module(fn: Any, traced_numpy: Any) -> Any:
-    """Return the function with autograd's NumPy in place of NumPy among its globals."""
     numpy = sys.modules.get("numpy")
     if not isinstance(fn, types.FunctionType):
         return fn

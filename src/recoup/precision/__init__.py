@@ -7,8 +7,4 @@ from recoup.precision.mixed_precision import MixedPrecisionScope
 from recoup.precision.ranges import RangeMonitor
 from recoup.precision.scaler import GradientScaler
 
-__all__ = [
-    "GradientScaler",
-    "MixedPrecisionScope",
-    "RangeMonitor",
-]
+__all__ = ["GradientScaler", "MixedPrecisionScope", "RangeMonitor"]

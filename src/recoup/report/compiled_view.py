@@ -91,11 +91,7 @@ def compose_compiled(
     plain = replace(plain, name="plain", seconds=eager.plain_seconds)
     views = sorted((compiled, plain), key=lambda view: view.peak_bytes)
     return replace(
-        eager,
-        step=step,
-        plans=tuple(views),
-        chosen=views.index(compiled),
-        baselines=(),
+        eager, step=step, plans=tuple(views), chosen=views.index(compiled), baselines=()
     )
 
 

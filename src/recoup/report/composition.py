@@ -27,11 +27,7 @@ from recoup.report.findings import (
     Signed,
     Step,
 )
-from recoup.report.modules import (
-    Block,
-    block_of,
-    named_blocks,
-)
+from recoup.report.modules import Block, block_of, named_blocks
 
 Plans = Sequence[Sequence[Segment]]
 """The segments of each pass of a step; empty: plain."""

@@ -1,12 +1,7 @@
 """The transforms of torch.func that are under way, and how to step out of them."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import (
-    AbstractContextManager,
-    ExitStack,
-    contextmanager,
-    nullcontext,
-)
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch

@@ -35,11 +35,7 @@ from recoup.engine.recording.region_options import Options
 from recoup.engine.replay.rerun import rerun
 from recoup.engine.scopes.function import call_in_region
 from recoup.engine.tiers.protocol import Tier
-from recoup.errors import (
-    CheckpointIndexError,
-    MissingCheckpointError,
-    UsageError,
-)
+from recoup.errors import CheckpointIndexError, MissingCheckpointError, UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -477,10 +473,7 @@ class ActivationCheckpointer:
 
 
 def _run_stretch(
-    function: LayerFunction,
-    sizes: list[int],
-    activation: Any,
-    stretch: Sequence[int],
+    function: LayerFunction, sizes: list[int], activation: Any, stretch: Sequence[int]
 ) -> Any:
     for layer in stretch:
         activation = function(activation, layer)

@@ -119,17 +119,9 @@ class CheckpointProfiler:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._would = StorageLedger()
-        self._kept = StorageLedger()
-        self._would_parameters = StorageLedger()
-        self._kept_parameters = StorageLedger()
-        self._random_bytes = 0
-        self._count = 0
-        self._accounts = Accounts()
-        self._saved: dict[int, _Saved] = {}
         self._numbers = itertools.count()
         self._running: dict[int, int] = {}
-        self._just_ended = {_ELSEWHERE}
+        self._reset()
         self._thread: int | None = None
         self._around: tuple[Pack, Unpack] | None = None
 
@@ -187,6 +179,9 @@ class CheckpointProfiler:
     @_OnClassToo
     def reset_statistics(self) -> None:
         """Set all counts back to zero."""
+        self._reset()
+
+    def _reset(self) -> None:
         with self._lock:
             self._would = StorageLedger()
             self._kept = StorageLedger()
@@ -195,7 +190,7 @@ class CheckpointProfiler:
             self._random_bytes = 0
             self._count = 0
             self._accounts = Accounts()
-            self._saved = {}
+            self._saved: dict[int, _Saved] = {}
             self._just_ended = {_ELSEWHERE}
 
     @_OnClassToo

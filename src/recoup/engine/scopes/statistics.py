@@ -17,18 +17,9 @@ if TYPE_CHECKING:
 
 
 class Account:
-    """Sums over regions. Counts are class attributes until they differ from zero.
+    """Sums over regions, as `Statistics` names them.
 
-    Attributes:
-        calls: How many regions ran.
-        replays: How many backwards made them replay.
-        replayed_operators: How many operators the replays ran.
-        replay_seconds: How long the host took for the replays.
-        kept_bytes: The activations that the regions held from forward to backward,
-            with the states of random generators. Parameters are not among them.
-        freed_bytes: What autograd would have saved of their results and they did not
-            hold.
-        recomputed_bytes: What replays gave back to autograd.
+    Counts are class attributes until they differ from zero.
     """
 
     calls = 0
@@ -58,7 +49,7 @@ class NamedAccount(Account):
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """What regions of one name did; see `Account`.
+    """What regions of one name did.
 
     Attributes:
         name: The name of the regions.
@@ -66,8 +57,10 @@ class Statistics:
         replays: How many backwards made them replay.
         replayed_operators: How many operators the replays ran.
         replay_seconds: How long the host took for the replays.
-        kept_bytes: The activations that they held.
-        freed_bytes: What autograd would have saved and they did not hold.
+        kept_bytes: The activations that they held from forward to backward, with the
+            states of random generators. Parameters are not among them.
+        freed_bytes: What autograd would have saved of their results and they did not
+            hold.
         recomputed_bytes: What replays gave back to autograd.
 
     Examples:

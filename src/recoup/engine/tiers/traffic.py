@@ -277,9 +277,7 @@ class Traffic:
         assert copied is not None, "it is on the host"
         storage = self._streams.allocate(parcel.nbytes)
         complete = self._streams.copy_in(
-            storage,
-            buffer.memory[: parcel.nbytes],
-            after=(self._streams.now(), copied),
+            storage, buffer.memory[: parcel.nbytes], after=(self._streams.now(), copied)
         )
         parcel.copied = complete
         parcel.arriving = storage, complete

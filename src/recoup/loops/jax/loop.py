@@ -15,12 +15,7 @@ from jax import lax
 
 from recoup.core.units import print_bytes
 from recoup.engine.replay.captured_variables import Captures as Variables
-from recoup.errors import (
-    CaptureError,
-    MismatchError,
-    UnsupportedError,
-    UsageError,
-)
+from recoup.errors import CaptureError, MismatchError, UnsupportedError, UsageError
 from recoup.loops.jax.run import REVERSE_START, Loop, Tree, inexact, merged, run, table
 from recoup.loops.loop_plan import Plan
 from recoup.loops.slots import Checkpoints, Slots

@@ -15,13 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from recoup.schedules.schedule import (
-    Action,
-    Advance,
-    Restore,
-    Reverse,
-    Snapshot,
-)
+from recoup.schedules.schedule import Action, Advance, Restore, Reverse, Snapshot
 
 # The columns of the table; -1 in a slot stands for nothing to do.
 RESTORE, START, STOP, KEEP, REVERSE_START, REVERSE_STOP = range(6)
@@ -58,8 +52,6 @@ def table(actions: Iterable[Action]) -> tuple[np.ndarray, int, dict[int, int]]:
                 if first_reverse < 0:
                     first_reverse, reached = len(rows), 5
                 part(4)[REVERSE_START:] = start, stop
-            case _:
-                pass
     return np.array(rows, np.int32).reshape(-1, 6), first_reverse, positions
 
 

@@ -40,8 +40,6 @@ def written_names(body: Iterable[ast.AST]) -> set[str]:
                 found.add(name)
             case ast.alias(name=name, asname=asname):
                 found.add((asname or name).split(".")[0])
-            case _:
-                pass
     return found
 
 
@@ -84,8 +82,6 @@ def in_place_names(body: Iterable[ast.AST]) -> set[str]:
                 found |= root_names(node)
             case ast.AugAssign(target=ast.Name(id=name)):
                 found.add(name)
-            case _:
-                pass
     return found
 
 

@@ -246,10 +246,7 @@ _CHANGES_AND_RETURNS = {"pop", "popleft", "popitem", "setdefault"}
 
 
 def fault_of(
-    loop: LoopNode,
-    function: ast.FunctionDef,
-    around: list[LoopNode],
-    first_line: int,
+    loop: LoopNode, function: ast.FunctionDef, around: list[LoopNode], first_line: int
 ) -> str | None:
     """Return why a loop cannot be rewritten, or None."""
     written, carried = loop_state(loop, function, around)
@@ -456,10 +453,7 @@ def _container_change(node: ast.AST) -> ast.expr | None:
 
 
 def _escape(
-    loop: LoopNode,
-    function: ast.FunctionDef,
-    around: list[LoopNode],
-    first_line: int,
+    loop: LoopNode, function: ast.FunctionDef, around: list[LoopNode], first_line: int
 ) -> str | None:
     """Return what would see variables of another time.
 

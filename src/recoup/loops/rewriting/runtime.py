@@ -48,10 +48,7 @@ def run_plainly(
 
 
 def run_while_plainly(
-    body: Body,
-    carry: Carry,
-    test: Callable[[Carry], Any],
-    lists: Sequence[list[Any]],
+    body: Body, carry: Carry, test: Callable[[Carry], Any], lists: Sequence[list[Any]]
 ) -> Ended:
     """Run a `while` loop; return how it ended, with which value, and the carry."""
     while test(carry):

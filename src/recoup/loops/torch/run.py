@@ -273,9 +273,7 @@ class TorchRun:
 
 
 def _differentiated(
-    results: Sequence[Any],
-    gradients: Sequence[Tensor | None],
-    inputs: Sequence[Tensor],
+    results: Sequence[Any], gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]
 ) -> list[Tensor | None]:
     tensors = [result for result in results if is_tensor(result)]
     asked = [

@@ -121,9 +121,7 @@ def reduction_of(
         return Reduction(_count_labels)
     if _is_over_classes(loss_fn) and options.get("reduction", "mean") == "mean":
         weigh = functools.partial(
-            _count_classes,
-            options.get("ignore_index", _IGNORED),
-            options.get("weight"),
+            _count_classes, options.get("ignore_index", _IGNORED), options.get("weight")
         )
         return Reduction(weigh, is_known=True)
     return Reduction(_count_targets)

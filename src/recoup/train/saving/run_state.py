@@ -7,11 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from recoup.backend.state.rng import (
-    RandomStates,
-    random_states,
-    restore_random_states,
-)
+from recoup.backend.state.rng import RandomStates, random_states, restore_random_states
 from recoup.backend.state.trees import map_leaves
 from recoup.backend.training.optimizer_steps import parameters_of
 from recoup.errors import SnapshotError, SnapshotWriteError
