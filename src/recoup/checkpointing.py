@@ -4,11 +4,11 @@ from recoup.engine.replay.recomputing import is_recomputing
 from recoup.engine.replay.rerun import rerun
 from recoup.engine.scopes.checkpoint_node import CheckpointNode
 from recoup.engine.scopes.function import (
+    CheckpointGroup,
     checkpoint,
     checkpoint_segment,
     checkpoint_segment_flex,
 )
-from recoup.engine.scopes.group import CheckpointGroup
 from recoup.engine.scopes.marks import (
     adaptive_checkpoint,
     checkpoint_count,

@@ -7,8 +7,7 @@ from recoup.engine.applied.applying import apply_plan
 from recoup.engine.layers.checkpointer import ActivationCheckpointer
 from recoup.engine.layers.layer_plan import CheckpointConfig
 from recoup.engine.replay.rerun import rerun
-from recoup.engine.scopes.function import checkpoint
-from recoup.engine.scopes.group import CheckpointGroup
+from recoup.engine.scopes.function import CheckpointGroup, checkpoint
 from recoup.engine.scopes.marks import keep, recompute
 from recoup.engine.scopes.module import checkpoint_module, uncheckpoint_module
 from recoup.engine.scopes.policies import KeepCostly, KeepSmall

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from recoup import CheckpointManager, CheckpointScope, keep
 from recoup.checkpointing import CheckpointNode
-from recoup.engine.scopes.selection import Candidate, candidate_of, select
+from recoup.engine.scopes.checkpoint_node import Candidate, candidate_of, select
 
 MEBIBYTE = 1 << 20
 

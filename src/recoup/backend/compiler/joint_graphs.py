@@ -121,8 +121,9 @@ class _Reader:
         self._operations: list[tuple[fx.Node, tuple[int, ...], list[int]]] = []
 
     def read(self) -> JointGraph:
-        forward = [n for n in self._graph.nodes if self._is_forward(n)]
-        for node in forward:
+        for node in self._graph.nodes:
+            if node.op == "output" or node in self._backward:
+                continue
             if node.op in ("placeholder", "get_attr"):
                 self._read_input(node)
             elif is_view(node) and node.args[0] in self._value:
@@ -171,9 +172,6 @@ class _Reader:
                 for node in nodes
             ),
         )
-
-    def _is_forward(self, node: fx.Node) -> bool:
-        return node.op != "output" and node not in self._backward
 
     def _read_input(self, node: fx.Node) -> None:
         if not isinstance(node.meta.get("val"), Tensor):

@@ -266,22 +266,16 @@ def _enlarge(result: Tensor, elements: int) -> None:
     storage.resize_(max(storage.nbytes(), elements * result.element_size()))
 
 
-def _both_elements(args: tuple[Any, ...]) -> int:
-    return math.prod(torch.broadcast_shapes(args[0].shape, args[1].shape))
-
-
-def _first_elements(args: tuple[Any, ...]) -> int:
-    return args[0].numel()
-
-
 _REUSING = {
     getattr(torch.ops.aten, name).default: elements
     for elements, names in (
         (
-            _both_elements,
+            lambda args: math.prod(
+                torch.broadcast_shapes(*(t.shape for t in args[:2]))
+            ),
             "binary_cross_entropy mse_loss smooth_l1_loss soft_margin_loss",
         ),
-        (_first_elements, "col2im im2col"),
+        (lambda args: args[0].numel(), "col2im im2col"),
     )
     for name in names.split()
 }

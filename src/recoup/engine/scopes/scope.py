@@ -20,15 +20,15 @@ from recoup.engine.recording.active import (
     skip,
 )
 from recoup.engine.recording.region_options import Options, keeping_nothing
-from recoup.engine.scopes.checkpoint_node import CheckpointNode, held_bytes
+from recoup.engine.scopes.checkpoint_node import CheckpointNode, NodeKeeper
 from recoup.engine.scopes.policies import Policy, recomputes_beside
-from recoup.engine.scopes.statistics import Account, NamedAccount, Statistics
+from recoup.engine.scopes.statistics import Account, NamedAccount
 from recoup.engine.tiers.protocol import Tier
 from recoup.engine.verification.replay_check import Verify, check_verify
 from recoup.errors import UsageError
 
 
-class CheckpointScope:
+class CheckpointScope(NodeKeeper):
     """Forget what autograd saves inside the block; replay it in backward.
 
     The block is ordinary code: nothing has to be put into a function. Between forward
@@ -119,33 +119,12 @@ class CheckpointScope:
         return self._name
 
     @property
-    def nodes(self) -> list[CheckpointNode]:
-        """The regions of this scope whose graph is still alive, oldest first."""
-        self._nodes = [node for node in self._nodes if node.is_alive]
-        return list(self._nodes)
-
-    @property
     def kept_operators(self) -> dict[str, int]:
         """How often operators ran in the scope whose results are never recomputed.
 
         What they return is held if backward or a replay needs it.
         """
         return dict(self._kept_operators or {})
-
-    @property
-    def memory_bytes(self) -> int:
-        """The bytes that the scope's living regions hold; shared storages once."""
-        return held_bytes(self.nodes)
-
-    @property
-    def statistics(self) -> Statistics:
-        """What all regions of the scope did, also those that are gone.
-
-        Print it for a table. Bytes are counted when a region is first replayed, or now.
-        """
-        for node in self.nodes:
-            node.count_bytes()
-        return self._account.snapshot()
 
     def add_account(self, account: Account) -> None:
         """Let the regions of the scope add to another account from now on."""

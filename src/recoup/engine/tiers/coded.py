@@ -8,6 +8,17 @@ from recoup.engine.tiers.protocol import Stored, Tier
 from recoup.errors import UsageError
 
 
+class Wrapper(Tier):
+    """A tier that codes storages and keeps the result on another one."""
+
+    on: Tier
+    smallest_bytes: int
+
+    def takes(self, nbytes: int) -> bool:
+        """Return whether a storage is large enough, here and where it is kept."""
+        return nbytes >= self.smallest_bytes and self.on.takes(nbytes)
+
+
 class Coded(Stored):
     """A storage held as other tensors, from which it is decoded."""
 

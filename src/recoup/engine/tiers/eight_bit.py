@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from recoup.engine.tiers.coded import Coded, check_place, in_blocks, trimmed
+from recoup.engine.tiers.coded import Coded, Wrapper, check_place, in_blocks, trimmed
 from recoup.engine.tiers.device import Device
 from recoup.engine.tiers.protocol import SMALLEST_BYTES, LossyTier, Stored, Tier
 
@@ -27,7 +27,7 @@ the infinities and NaN."""
 
 
 @dataclass(frozen=True)
-class EightBit(LossyTier):
+class EightBit(Wrapper, LossyTier):
     """Keep floating-point numbers in 8 bits, scaled by blocks of 256 elements.
 
     With m the largest finite magnitude in its block, the error of each number is at
@@ -56,10 +56,6 @@ class EightBit(LossyTier):
 
     def __post_init__(self) -> None:
         check_place(self.on, "EightBit")
-
-    def takes(self, nbytes: int) -> bool:
-        """Return whether a storage is large enough."""
-        return nbytes >= self.smallest_bytes and self.on.takes(nbytes)
 
     def put(self, storage: Tensor, guard: Tensor | None = None) -> Stored:
         """Round the storage and put that where it is kept."""

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from recoup.engine.tiers.coded import Coded, check_place, in_blocks, trimmed
+from recoup.engine.tiers.coded import Coded, Wrapper, check_place, in_blocks, trimmed
 from recoup.engine.tiers.device import Device
 from recoup.engine.tiers.protocol import SMALLEST_BYTES, LossyTier, Stored, Tier
 from recoup.errors import UsageError
@@ -19,7 +19,7 @@ _COMPLEX = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
 @dataclass(frozen=True)
-class Half(LossyTier):
+class Half(Wrapper, LossyTier):
     """Keep floating-point numbers of 32 and 64 bits in 16 bits.
 
     Every 1024 elements share an exponent, which is zero unless one of them is beyond
@@ -64,10 +64,6 @@ class Half(LossyTier):
                 "Half keeps numbers as torch.bfloat16 or torch.float16: got "
                 f"{self.dtype}."
             )
-
-    def takes(self, nbytes: int) -> bool:
-        """Return whether a storage is large enough."""
-        return nbytes >= self.smallest_bytes and self.on.takes(nbytes)
 
     def put(self, storage: Tensor, guard: Tensor | None = None) -> Stored:
         """Round the storage and put that where it is kept."""

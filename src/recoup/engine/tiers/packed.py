@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from recoup.engine.tiers.coded import Coded, check_place, in_blocks
+from recoup.engine.tiers.coded import Coded, Wrapper, check_place, in_blocks
 from recoup.engine.tiers.device import Device
 from recoup.engine.tiers.protocol import SMALLEST_BYTES, ExactTier, Stored, Tier
 from recoup.errors import UsageError
@@ -24,7 +24,7 @@ _GLANCE = 256
 
 
 @dataclass(frozen=True)
-class Packed(ExactTier):
+class Packed(Wrapper, ExactTier):
     """Keep storages in fewer bytes where not a bit is lost by it.
 
     Booleans are kept as bits, if their bytes are 0 and 1. Integers, such as the indices
@@ -62,10 +62,6 @@ class Packed(ExactTier):
                 "Turn them round: Half(Packed(Host()))."
             )
 
-    def takes(self, nbytes: int) -> bool:
-        """Return whether a storage is large enough."""
-        return nbytes >= self.smallest_bytes and self.on.takes(nbytes)
-
     def put(self, storage: Tensor, guard: Tensor | None = None) -> Stored:
         """Pack the storage, if that loses nothing, and put that where it is kept."""
         dtype = storage.dtype
@@ -81,7 +77,7 @@ class Packed(ExactTier):
         for narrow in _NARROWER.get(dtype, ()):
             packed = _cast_down(storage, narrow)
             if packed is not None:
-                return Coded(self.on, [packed], partial(_cast_up, dtype))
+                return Coded(self.on, [packed], lambda packed: packed.to(dtype))
         return self.on.put(storage, guard)
 
 
@@ -138,7 +134,3 @@ def _fits(storage: Tensor, narrow: torch.dtype) -> bool:
     bits = _SAME_SIZE[storage.dtype]
     there_and_back = storage.to(narrow).to(storage.dtype)
     return torch.equal(there_and_back.view(bits), storage.view(bits))
-
-
-def _cast_up(dtype: torch.dtype, packed: Tensor) -> Tensor:
-    return packed.to(dtype)

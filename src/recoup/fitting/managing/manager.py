@@ -21,9 +21,13 @@ from recoup.backend.autograd.saved_tensors import current_backward, records_grad
 from recoup.engine.applied.applied_plan import plans_on
 from recoup.engine.recording.observers import Watched, subscribe, unsubscribe
 from recoup.engine.recording.region import Region
-from recoup.engine.scopes.checkpoint_node import CheckpointNode, held_bytes
+from recoup.engine.scopes.checkpoint_node import (
+    CheckpointNode,
+    candidate_of,
+    held_bytes,
+    select,
+)
 from recoup.engine.scopes.scope import CheckpointScope
-from recoup.engine.scopes.selection import candidate_of, select
 from recoup.engine.scopes.statistics import Accounts, StatisticsTable
 from recoup.errors import UsageError
 from recoup.fitting.managing.learner import Learner, Managed

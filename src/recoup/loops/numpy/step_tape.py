@@ -158,13 +158,9 @@ def _rooted(value: Any, trace: int) -> Any:
     return new_box(value, trace, VJPNode.new_root())
 
 
-def _is_traced(value: Any, trace: int) -> bool:
-    return isbox(value) and value._trace == trace  # noqa: SLF001
-
-
 def _refuse_foreign(values: list[Any], trace: int, name: str) -> None:
     for value in values:
-        if isbox(value) and not _is_traced(value, trace):
+        if isbox(value) and value._trace != trace:  # noqa: SLF001
             raise CaptureError(
                 f"{name} of a checkpointed loop use a traced array that the function "
                 "around them does not name: its gradient would be lost. Make it a "

@@ -176,11 +176,9 @@ class _Replacing(TorchFunctionMode):
     ) -> Any:
         """Call the operator with twins."""
         del types
-        given, named = map_leaves(self._twin, (args, dict(kwargs or {})))
-        return func(*given, **named)
-
-    def _twin(self, leaf: Any) -> Any:
-        return self._twins.get(id(leaf), leaf)
+        twins, given = self._twins, (args, dict(kwargs or {}))
+        args, named = map_leaves(lambda leaf: twins.get(id(leaf), leaf), given)
+        return func(*args, **named)
 
 
 _ADVICE = (

@@ -410,12 +410,8 @@ def run_torch(
     outputs = None if stack is None else stack.tree(stacked)
     checkpoints = Checkpoints(
         run.slots,
-        partial(_state_of, machine),
+        lambda held: unflatten(held.structure, machine.leaves_of(held)),
         run.pull_back,
         hidden=None if plan.shows_beginning else 0,
     )
     return unflatten(run.structure, final), outputs, checkpoints
-
-
-def _state_of(machine: TorchMachine, held: Any) -> Any:
-    return unflatten(held.structure, machine.leaves_of(held))
