@@ -4,7 +4,6 @@ import collections
 import copy
 import functools
 import logging
-import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Self
@@ -270,9 +269,7 @@ _REUSING = {
     getattr(torch.ops.aten, name).default: elements
     for elements, names in (
         (
-            lambda args: math.prod(
-                torch.broadcast_shapes(*(t.shape for t in args[:2]))
-            ),
+            lambda args: torch.broadcast_shapes(args[0].shape, args[1].shape).numel(),
             "binary_cross_entropy mse_loss smooth_l1_loss soft_margin_loss",
         ),
         (lambda args: args[0].numel(), "col2im im2col"),
