@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from recoup import checkpointed_loop
 from recoup.errors import CaptureError
-from recoup.loops.torch.captures import Captures
+from recoup.loops.torch.captures import CapturedTensors
 from recoup.schedules import Chunked
 from tests.support.instructions import Doubling
 
@@ -23,7 +23,7 @@ def test_a_stray_tensor_is_found_at_whatever_step_it_is_used(steps, data):
     result = state
     for index in range(steps):
         result = torch.tanh(result * weight + (stray if index == place else 0.5))
-    found = Captures([weight]).stray([result], [state])
+    found = CapturedTensors([weight]).stray([result], [state])
     assert found is (None if place is None else stray)
 
 
@@ -51,23 +51,25 @@ def test_a_tensor_that_one_step_alone_takes_from_nowhere_is_an_error(place):
 class TestWhatIsKnown:
     def test_the_given_and_the_captured_themselves(self):
         state, weight = leaf(2), leaf(2)
-        assert Captures([weight]).stray([state, weight, 1, None], [state]) is None
+        assert (
+            CapturedTensors([weight]).stray([state, weight, 1, None], [state]) is None
+        )
 
     def test_a_leaf_that_is_returned_as_it_is_and_is_not_known(self):
         state, stray = leaf(2), leaf(2)
-        assert Captures([]).stray([state * 2, stray], [state]) is stray
+        assert CapturedTensors([]).stray([state * 2, stray], [state]) is stray
 
     def test_a_tensor_computed_before_the_loop(self):
         state, weight = leaf(2), leaf(2)
         double = weight * 2
         result = state * double
-        assert Captures([double]).stray([result], [state]) is None
-        assert Captures([]).stray([result], [state]) is weight
+        assert CapturedTensors([double]).stray([result], [state]) is None
+        assert CapturedTensors([]).stray([result], [state]) is weight
 
     def test_one_of_several_results_of_an_operator_and_not_the_others(self):
         state, weight = leaf(2), leaf(2, 2)
         first, second = weight.unbind(0)
-        captures = Captures([first])
+        captures = CapturedTensors([first])
         assert captures.stray([state * first], [state]) is None
         assert captures.stray([first], [state]) is None
         assert captures.stray([state * second], [state]) is weight
@@ -77,13 +79,13 @@ class TestWhatIsKnown:
     def test_a_tensor_behind_a_custom_function(self):
         state, stray = leaf(2), leaf(2)
         result = Doubling.apply(state + Doubling.apply(stray))
-        assert Captures([stray]).stray([result], [state]) is None
-        assert Captures([]).stray([result], [state]) is stray
+        assert CapturedTensors([stray]).stray([result], [state]) is None
+        assert CapturedTensors([]).stray([result], [state]) is stray
 
     def test_a_tensor_that_joins_where_paths_part_and_meet(self):
         state, stray = leaf(2), leaf(2)
         result = state
         for _ in range(5):
             result = result.sin() * result.cos() + result * (result + stray).exp()
-        assert Captures([stray]).stray([result, result * 2], [state]) is None
-        assert Captures([]).stray([result, result * 2], [state]) is stray
+        assert CapturedTensors([stray]).stray([result, result * 2], [state]) is None
+        assert CapturedTensors([]).stray([result, result * 2], [state]) is stray

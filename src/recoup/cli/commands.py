@@ -155,7 +155,7 @@ def measure(
     check_device(device, dry=dry)
 
     from recoup.cli.targets import load_target
-    from recoup.cli.work import Way, measure_findings, noise, step_numbers
+    from recoup.cli.work import MeasureMode, measure_findings, noise, step_numbers
     from recoup.report.texts import (
         alive_text,
         blocks_text,
@@ -167,7 +167,7 @@ def measure(
 
     loaded = load_target(target, dry=dry)
     busy = "" if dry else noise(loaded)
-    graph, found = measure_findings(loaded, Way(dry=dry, device=device), budget)
+    graph, found = measure_findings(loaded, MeasureMode(dry=dry, device=device), budget)
     numbers, view = step_numbers(graph, found), found.plan
     drawn = timeline(found.step, view)
     if json:
@@ -243,14 +243,14 @@ def frontier(  # noqa: PLR0913 (one for each thing to be had)
     check_figure(chart)
 
     from recoup.cli.targets import load_target
-    from recoup.cli.work import Way, frontier_findings, noise
+    from recoup.cli.work import MeasureMode, frontier_findings, noise
     from recoup.report.charts import frontier_chart
     from recoup.report.texts import estimate_words, frontier_text
 
     loaded = load_target(target, dry=dry)
     busy = "" if dry else noise(loaded)
     found = frontier_findings(
-        loaded, points, offload=offload, way=Way(dry=dry, device=device)
+        loaded, points, offload=offload, way=MeasureMode(dry=dry, device=device)
     )
     if chart is not None:
         write_picture(chart, frontier_chart(found))

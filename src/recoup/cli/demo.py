@@ -10,8 +10,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from recoup.cli.demo_training import (
-    Outcome,
     Settings,
+    TrainingRun,
     compare_repeatably,
     gradients_equal,
     losses_equal,
@@ -80,7 +80,9 @@ def demonstrate(steps: int, page: Path | None, *, is_small: bool, in_json: bool)
     return 0 if same else 1
 
 
-def comparison_table(settings: Settings, plain: Outcome, fitted: Outcome) -> Table:
+def comparison_table(
+    settings: Settings, plain: TrainingRun, fitted: TrainingRun
+) -> Table:
     """Lay both outcomes side by side."""
     shape = settings.shape
     table = Table(
@@ -112,7 +114,7 @@ def comparison_table(settings: Settings, plain: Outcome, fitted: Outcome) -> Tab
 
 
 def comparison_numbers(
-    settings: Settings, plain: Outcome, fitted: Outcome
+    settings: Settings, plain: TrainingRun, fitted: TrainingRun
 ) -> dict[str, Any]:
     """Return both outcomes side by side, for programs."""
     return {

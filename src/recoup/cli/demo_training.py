@@ -55,7 +55,7 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class TrainingRun:
     """What one training run left behind, on the processor, and what a step costs."""
 
     losses: tuple[float, ...]
@@ -91,7 +91,7 @@ def keep_plain(model: GPT, optimizer: torch.optim.Optimizer, text: Tensor) -> No
 
 def compare_repeatably(
     settings: Settings, progress: Progress
-) -> tuple[Outcome, Outcome, str]:
+) -> tuple[TrainingRun, TrainingRun, str]:
     """Compare with kernels that repeat, as far as torch has them.
 
     Returns:
@@ -108,7 +108,7 @@ def compare_repeatably(
         return *compare(settings, progress), f"{note}."
 
 
-def compare(settings: Settings, progress: Progress) -> tuple[Outcome, Outcome]:
+def compare(settings: Settings, progress: Progress) -> tuple[TrainingRun, TrainingRun]:
     """Train twice from the same seed: plainly, and in half the memory of that."""
     plain = train(settings, keep_plain, progress, label="plain")
     fit_model = partial(fit_to_budget, settings, plain.cost.peak_bytes // 2)
@@ -117,7 +117,7 @@ def compare(settings: Settings, progress: Progress) -> tuple[Outcome, Outcome]:
 
 def train(
     settings: Settings, fit_model: FitModel, progress: Progress, *, label: str
-) -> Outcome:
+) -> TrainingRun:
     """Train from a fixed seed, then measure one more step."""
     torch.manual_seed(0)  # pyright: ignore[reportUnknownMemberType]
     text = encode(read_text()).to(settings.device)
@@ -133,7 +133,7 @@ def train(
         optimizer.step()  # pyright: ignore[reportUnknownMemberType]
         losses.append(loss.detach())
         progress.advance(task)
-    return Outcome(
+    return TrainingRun(
         losses=tuple(float(loss) for loss in losses),
         gradients=_gradients(model),
         cost=_cost(settings, model, optimizer, text),
@@ -149,12 +149,12 @@ def draw_batch(text: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def losses_equal(plain: Outcome, fitted: Outcome) -> bool:
+def losses_equal(plain: TrainingRun, fitted: TrainingRun) -> bool:
     """Return whether every loss of one run is the other's to the last bit."""
     return plain.losses == fitted.losses
 
 
-def gradients_equal(plain: Outcome, fitted: Outcome) -> bool:
+def gradients_equal(plain: TrainingRun, fitted: TrainingRun) -> bool:
     """Return whether every gradient of the last step is the other's bit by bit."""
     pairs = zip(plain.gradients, fitted.gradients, strict=True)
     return all(torch.equal(_bits(one), _bits(other)) for one, other in pairs)

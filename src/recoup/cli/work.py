@@ -77,7 +77,7 @@ def largest_batch_of(
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class MeasureMode:
     """How a step is measured.
 
     Attributes:
@@ -89,10 +89,10 @@ class Way:
     device: str | None = None
 
 
-_REAL = Way()
+_REAL = MeasureMode()
 
 
-def measure_target(target: Target, way: Way = _REAL) -> Graph:
+def measure_target(target: Target, way: MeasureMode = _REAL) -> Graph:
     """Measure a step of the user's model."""
     doing = "running a step without memory" if way.dry else "measuring a step"
     with _status(doing), told_apart(target):
@@ -107,7 +107,7 @@ def measure_target(target: Target, way: Way = _REAL) -> Graph:
 
 
 def measure_findings(
-    target: Target, way: Way, budget: str | None
+    target: Target, way: MeasureMode, budget: str | None
 ) -> tuple[Graph, Findings]:
     """Measure a step; return what is known of it, and of a plan if there is a budget.
 
@@ -171,7 +171,7 @@ def _chosen(search: Search, asked_bytes: int, room: Room) -> Plans:
         raise infeasible_with(error, aside_bytes, asked_bytes) from None
 
 
-def _reserved_bytes(target: Target, way: Way) -> int:
+def _reserved_bytes(target: Target, way: MeasureMode) -> int:
     """Return the bytes of an optimizer's state that a measured step did not count."""
     if target.optimizer is None:
         return 0
@@ -186,13 +186,13 @@ def _reserved_bytes(target: Target, way: Way) -> int:
     return missing_bytes
 
 
-def _counting_device(target: Target, way: Way) -> torch.device:
+def _counting_device(target: Target, way: MeasureMode) -> torch.device:
     """Return the device whose allocator decides what a plan takes."""
     return torch.device("cpu") if way.dry else device_of(target.model)
 
 
 def frontier_findings(
-    target: Target, points: int, *, offload: bool, way: Way = _REAL
+    target: Target, points: int, *, offload: bool, way: MeasureMode = _REAL
 ) -> Findings:
     """Measure a step, and work out the fastest plans for many budgets.
 

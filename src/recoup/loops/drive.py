@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, Protocol
 
-from recoup.loops.loop_plan import Plan
+from recoup.loops.loop_plan import LoopPlan
 from recoup.loops.slots import Slots
 from recoup.schedules.schedule import Action, Advance, Free, Restore, Reverse, Snapshot
 
@@ -67,7 +67,7 @@ def after_first_reverse(make: Callable[[], Iterator[Action]]) -> Iterator[Action
 
 
 def run_to_condition(
-    plan: Plan, machine: Machine, slots: Slots, state: Any
+    plan: LoopPlan, machine: Machine, slots: Slots, state: Any
 ) -> tuple[Any, int, Callable[[], Iterator[Action]]]:
     """Run a loop of unknown length.
 

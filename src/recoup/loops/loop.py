@@ -12,10 +12,10 @@ from recoup.backend.state.walk import reach
 from recoup.core.units import parse_bytes
 from recoup.engine.tiers.protocol import Tier
 from recoup.errors import UsageError
-from recoup.loops.loop_plan import Plan, checked_verification, known_length
+from recoup.loops.loop_plan import LoopPlan, checked_verification, known_length
 from recoup.loops.slots import Checkpoints
 from recoup.loops.state_trees import flatten
-from recoup.loops.steps import Feed, Listed, Stacked, Step
+from recoup.loops.steps import Feed, Listed, LoopStep, Stacked
 from recoup.loops.torch.run import fit_torch_budget, run_torch
 from recoup.schedules.online import Online
 from recoup.schedules.schedule import Schedule
@@ -109,7 +109,7 @@ def checkpointed_loop(  # noqa: PLR0913 (each is a separate wish of the caller)
     leaves, _ = flatten(initial_state)
     feed = _feed(inputs)
     steps = _steps(seq_length, feed, condition)
-    step = Step(func, feed, with_index, with_outputs)
+    step = LoopStep(func, feed, with_index, with_outputs)
     kind = _kind_of(leaves, step)
     if budget is not None:
         if schedule is not None or num_checkpoints is not None:
@@ -161,7 +161,7 @@ def _plan(
     condition: Callable[[Any], Any] | None,
     verify: str,
     tolerance: float | None,
-) -> Plan:
+) -> LoopPlan:
     if condition is None:
         if isinstance(schedule, Online):
             raise UsageError(
@@ -170,7 +170,7 @@ def _plan(
             )
         assert steps is not None, "checked with the arguments"
         known, shows_beginning = known_length(steps, num_checkpoints, schedule)
-        return Plan(
+        return LoopPlan(
             schedule=known,
             shows_beginning=shows_beginning,
             verify=verify,
@@ -187,7 +187,7 @@ def _plan(
         )
     wanted = 31 if num_checkpoints is None else num_checkpoints
     online = schedule if schedule is not None else Online(slots=wanted + 1)
-    return Plan(
+    return LoopPlan(
         online=online,
         condition=condition,
         most_steps=steps,
@@ -226,7 +226,7 @@ def _steps(
     return seq_length
 
 
-def _kind_of(leaves: list[Any], step: Step) -> str:
+def _kind_of(leaves: list[Any], step: LoopStep) -> str:
     arrays = [*leaves, *step.fed]
     if any(isinstance(leaf, Tensor) for leaf in arrays):
         return "torch"
@@ -244,7 +244,7 @@ def _kind_of(leaves: list[Any], step: Step) -> str:
 
 
 def _fitted(
-    kind: str, step: Step, state: Any, steps: int, budget_bytes: int, *further: Any
+    kind: str, step: LoopStep, state: Any, steps: int, budget_bytes: int, *further: Any
 ) -> Schedule:
     """Return the schedule for a budget; NumPy and JAX are optional packages."""
     if kind == "torch":
@@ -259,7 +259,12 @@ def _fitted(
 
 
 def _run(
-    kind: str, step: Step, state: Any, plan: Plan, captures: Sequence[Any], vjp: Any
+    kind: str,
+    step: LoopStep,
+    state: Any,
+    plan: LoopPlan,
+    captures: Sequence[Any],
+    vjp: Any,
 ) -> tuple[Any, Any, Checkpoints]:
     if kind == "numpy":
         from recoup.loops.numpy.loop import run_numpy

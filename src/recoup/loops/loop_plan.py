@@ -12,7 +12,7 @@ from recoup.schedules.schedule import Action, Schedule
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LoopPlan:
     """How one loop is carried out.
 
     Attributes:

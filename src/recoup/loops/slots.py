@@ -6,7 +6,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptState:
     """A state in a slot: the step it comes before, and what the backend made of it."""
 
     step: int
@@ -22,12 +22,12 @@ class Kept:
 class Slots:
     """The states that a schedule holds now, by slot."""
 
-    def __init__(self, kept: Mapping[int, Kept] | None = None) -> None:
-        self._kept: dict[int, Kept] = dict(kept or {})
+    def __init__(self, kept: Mapping[int, KeptState] | None = None) -> None:
+        self._kept: dict[int, KeptState] = dict(kept or {})
 
     def put(self, slot: int, step: int, held: Any) -> None:
         """Keep a state."""
-        self._kept[slot] = Kept(step, held)
+        self._kept[slot] = KeptState(step, held)
 
     def get(self, slot: int) -> Any:
         """Return what is held in a slot."""

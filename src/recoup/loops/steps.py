@@ -105,7 +105,7 @@ class ConcreteError(KindError):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class LoopStep:
     """One step of a loop.
 
     Attributes:

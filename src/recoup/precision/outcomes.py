@@ -51,7 +51,7 @@ def _rounded(number: float) -> float:
 
 
 @dataclass(slots=True)
-class Outcome:
+class OptimizerOutcome:
     """What became of an optimizer's step: known on the host, or on the device.
 
     Attributes:
@@ -83,7 +83,7 @@ class Outcomes:
     """
 
     def __init__(self) -> None:
-        self._found: dict[int, Outcome] = {}
+        self._found: dict[int, OptimizerOutcome] = {}
         self._iteration_is_over = False
 
     def __contains__(self, optimizer: Optimizer) -> bool:
@@ -91,7 +91,7 @@ class Outcomes:
 
     def add(self, optimizer: Optimizer, *, skipped: bool | Tensor) -> None:
         """Take note of a step."""
-        self._found[id(optimizer)] = Outcome(ref(optimizer), skipped)
+        self._found[id(optimizer)] = OptimizerOutcome(ref(optimizer), skipped)
 
     def discard(self, optimizer: Optimizer) -> None:
         """Forget the optimizer's last step, because another one begins."""
@@ -111,7 +111,7 @@ class Outcomes:
         """Take note that no more steps belong to this iteration."""
         self._iteration_is_over = True
 
-    def last(self, optimizer: Optimizer | None) -> list[Outcome]:
+    def last(self, optimizer: Optimizer | None) -> list[OptimizerOutcome]:
         """Return the last steps: of one optimizer, or of all."""
         chosen = [
             outcome

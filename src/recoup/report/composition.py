@@ -27,7 +27,7 @@ from recoup.report.findings import (
     Signed,
     Step,
 )
-from recoup.report.modules import Block, block_of, named_blocks
+from recoup.report.modules import NamedBlock, block_of, named_blocks
 
 Plans = Sequence[Sequence[Segment]]
 """The segments of each pass of a step; empty: plain."""
@@ -268,7 +268,7 @@ class _Pass:
     ) -> None:
         self.graph = graph
         self.start = start
-        self._blocks: tuple[Block, ...] = named_blocks(graph)
+        self._blocks: tuple[NamedBlock, ...] = named_blocks(graph)
         self._parts = [
             numbers[block_of(self._blocks, number).name, path]
             for number, path in enumerate(module_paths(graph))

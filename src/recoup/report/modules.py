@@ -12,7 +12,7 @@ from recoup.report.findings import BlockRow, Part, PartCost, PlanView, Step
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class NamedBlock:
     """A block of forward, or what runs before the first or after the last.
 
     Attributes:
@@ -26,7 +26,7 @@ class Block:
     stop: int
 
 
-def named_blocks(graph: Graph) -> tuple[Block, ...]:
+def named_blocks(graph: Graph) -> tuple[NamedBlock, ...]:
     """Return the blocks of a pass in order; together they are all of forward.
 
     Examples:
@@ -37,14 +37,14 @@ def named_blocks(graph: Graph) -> tuple[Block, ...]:
         >>> [block.name for block in named_blocks(graph)]
         ['before h.0', 'h.0', 'the loss']
     """
-    found: list[Block] = []
+    found: list[NamedBlock] = []
     seen: Counter[str] = Counter()
 
     def add(name: str, first: int, stop: int) -> None:
         if first < stop:
             seen[name] += 1
             again = f" ({seen[name]})" if seen[name] > 1 else ""
-            found.append(Block(name + again, first, stop))
+            found.append(NamedBlock(name + again, first, stop))
 
     position = 0
     for start, stop in blocks_of(graph):
@@ -56,11 +56,11 @@ def named_blocks(graph: Graph) -> tuple[Block, ...]:
     return tuple(found)
 
 
-def block_of(blocks: Sequence[Block], operation: int) -> Block:
+def block_of(blocks: Sequence[NamedBlock], operation: int) -> NamedBlock:
     """Return the block in which an operation runs.
 
     Examples:
-        >>> block_of([Block("a", 0, 2), Block("b", 2, 3)], 2).name
+        >>> block_of([Block("a", 0, 2), NamedBlock("b", 2, 3)], 2).name
         'b'
     """
     return blocks[bisect_right(blocks, operation, key=lambda block: block.first) - 1]

@@ -38,9 +38,9 @@ class Online:
     def __post_init__(self) -> None:
         require_at_least(1, slots=self.slots)
 
-    def begin(self) -> "Placement":
+    def begin(self) -> "SnapshotPlacement":
         """Return the placement of a loop that begins now."""
-        return Placement(self.slots)
+        return SnapshotPlacement(self.slots)
 
     def actions(self, steps: int) -> Iterator[Action]:
         """Return what is done for a loop that turns out to have `steps` steps."""
@@ -77,7 +77,7 @@ class Online:
         )
 
 
-class Placement:
+class SnapshotPlacement:
     """The snapshots of one loop while it runs.
 
     Attributes:

@@ -17,7 +17,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from recoup.train.run_results import Outcome, StepResult
+from recoup.train.run_results import StepOutcome, StepResult
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -84,7 +84,7 @@ class ProgressBar:
             )
             self._task = self._progress.add_task("", total=None, facts="")
         self._skipped = 0
-        self._uncounted: list[Outcome] = []
+        self._uncounted: list[StepOutcome] = []
         self._read_at = -_SECONDS_BETWEEN_READS
 
     def begin_epoch(self, number: int, *, steps: int | None, done: int) -> None:
@@ -122,7 +122,7 @@ class ProgressBar:
             self._progress.stop()
 
 
-class Run:
+class FitCall:
     """What one call of `fit` carries along."""
 
     def __init__(self, on_step: Callable[[StepResult], object] | None) -> None:

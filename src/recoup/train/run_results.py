@@ -9,13 +9,13 @@ from recoup.train.budgeting.peaks import Peak
 from recoup.train.saving.run_state import whole
 
 
-class Outcome:
+class StepOutcome:
     """Whether a step was skipped: known, or on its way from the device.
 
     Reading it waits for the step, and for nothing that was issued after it.
 
     Examples:
-        >>> outcome = Outcome(torch.tensor([True]))
+        >>> outcome = StepOutcome(torch.tensor([True]))
         >>> outcome.is_known, outcome.skipped, outcome.is_known
         (False, True, True)
     """
@@ -71,7 +71,7 @@ class StepResult:
     norm_tensor: Tensor | None = field(repr=False)
     used_scale: Tensor | float | None = field(repr=False)
     peak: Peak = field(repr=False)
-    outcome: Outcome = field(repr=False)
+    outcome: StepOutcome = field(repr=False)
 
     @property
     def stepped(self) -> bool:

@@ -28,7 +28,7 @@ from recoup.train.data.batches import (
 )
 from recoup.train.data.reduction import Proof, WeightFunction, reduction_of
 from recoup.train.processes import Processes, Report
-from recoup.train.run_results import Outcome, StepResult
+from recoup.train.run_results import StepOutcome, StepResult
 from recoup.train.saving.run_state import whole
 from recoup.train.settings import TrainerSettings
 
@@ -276,7 +276,7 @@ class Stepper:
             self.recovery.refuse_to_split(proof.finding)
         return loss
 
-    def _take_back(self, outcome: Outcome) -> None:
+    def _take_back(self, outcome: StepOutcome) -> None:
         """Undo what forward changed, if the step was skipped.
 
         What only the device knows so far it undoes by itself: the host need not wait
@@ -289,7 +289,7 @@ class Stepper:
             self._before.restore()
 
     @calls_user
-    def _move(self) -> tuple[Outcome, Tensor | None, Tensor | float | None]:
+    def _move(self) -> tuple[StepOutcome, Tensor | None, Tensor | float | None]:
         """Unscale, clip, and step if everything is finite."""
         settings, scaler = self._settings, self.scaler
         scale = None
@@ -308,13 +308,13 @@ class Stepper:
             else:
                 skipped = scaler.step_was_skipped(self._optimizer)
             scaler.update()
-            return Outcome(skipped), norm, scale
+            return StepOutcome(skipped), norm, scale
         if settings.skip_nonfinite:
             assert norm is not None, "computed for this"
             if not bool(whole(norm).isfinite()):
-                return Outcome(True), norm, scale
+                return StepOutcome(True), norm, scale
         self._optimizer.step()
-        return Outcome(False), norm, scale
+        return StepOutcome(False), norm, scale
 
     def _clip(self) -> Tensor | None:
         settings = self._settings

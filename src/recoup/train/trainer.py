@@ -29,9 +29,9 @@ from recoup.train.compatibility import (
 from recoup.train.data.batches import LossFunction
 from recoup.train.data.position import Position, make_loader
 from recoup.train.data.reduction import WeightFunction
-from recoup.train.fit_call import Interruption, ProgressBar, Run, groups, step_count
+from recoup.train.fit_call import FitCall, Interruption, ProgressBar, groups, step_count
 from recoup.train.processes import Processes, Report, unwrapped
-from recoup.train.run_results import Outcome, RunResult, StepResult
+from recoup.train.run_results import RunResult, StepOutcome, StepResult
 from recoup.train.saving.averaging import ParameterAverage, refuse_applied
 from recoup.train.saving.run_state import load_run, save_run
 from recoup.train.saving.snapshot import check_folder, keep_last, read_snapshot
@@ -122,8 +122,8 @@ class Trainer:
         self.average = None if decay is None else ParameterAverage(inner, decay=decay)
         self._steps = 0
         self._known_skips = 0
-        self._unknown: Outcome | None = None
-        self._run: Run | None = None
+        self._unknown: StepOutcome | None = None
+        self._run: FitCall | None = None
         self._regions = BlockRegions(inner)
         if self.settings.use_gradient_checkpointing:
             self._regions.put_on(self.settings.checkpoint_segment_size)
@@ -229,7 +229,7 @@ class Trainer:
         check_folder(self.settings.snapshot_path)
         resumed = resume and self._resume()
         steps, skipped = self._steps, self.skipped_steps
-        run = Run(on_step)
+        run = FitCall(on_step)
         position = self._position
         end = epochs if resumed else position.first_epoch + epochs
         is_first = self._stepper.processes.is_first
@@ -352,7 +352,7 @@ class Trainer:
             if self.scaler is not None:
                 _ = self.scaler.skipped_updates  # which logs it
 
-    def _run_epoch(self, loader: Iterable[Any], run: Run) -> bool:
+    def _run_epoch(self, loader: Iterable[Any], run: FitCall) -> bool:
         """Go through the data once; return False if asked to stop before its end."""
         position, processes = self._position, self._stepper.processes
         size = self.settings.accumulation_steps
@@ -435,7 +435,7 @@ class Trainer:
         if keep is not None and self._stepper.processes.is_first:
             keep_last(path, self._steps, keep)
 
-    def _write_between(self, run: Run) -> None:
+    def _write_between(self, run: FitCall) -> None:
         """Write a snapshot that the run can do without."""
         try:
             self._write()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recoup.backend.memory.streams import REACHED, Mark
+from recoup.backend.memory.streams import REACHED, StreamMark
 
 _STEPS = 8
 """Buffer sizes between two powers of two: at most one part in eight is unused."""
@@ -24,7 +24,7 @@ class Buffer:
     """
 
     memory: Tensor
-    ready: Mark = REACHED
+    ready: StreamMark = REACHED
 
 
 class BufferPool:

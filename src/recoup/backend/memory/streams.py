@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class Mark(Protocol):
+class StreamMark(Protocol):
     """A point in the work of a stream."""
 
     def query(self) -> bool:
@@ -33,23 +33,23 @@ class Streams(Protocol):
         """Return device memory that the computation may have used until now."""
         ...
 
-    def now(self) -> Mark:
+    def now(self) -> StreamMark:
         """Return the point that the computation's queue has reached on this thread."""
         ...
 
     def copy_out(
-        self, destination: Tensor, source: Tensor, *, after: Sequence[Mark]
-    ) -> Mark:
+        self, destination: Tensor, source: Tensor, *, after: Sequence[StreamMark]
+    ) -> StreamMark:
         """Queue a copy to the host, to run after the marks; return its own mark."""
         ...
 
     def copy_in(
-        self, destination: Tensor, source: Tensor, *, after: Sequence[Mark]
-    ) -> Mark:
+        self, destination: Tensor, source: Tensor, *, after: Sequence[StreamMark]
+    ) -> StreamMark:
         """Queue a copy to the device, to run after the marks; return its own mark."""
         ...
 
-    def hold_back(self, mark: Mark) -> None:
+    def hold_back(self, mark: StreamMark) -> None:
         """Let the computation that is queued from now on run after the mark."""
         ...
 
@@ -68,23 +68,23 @@ class DeviceStreams:
         """Return memory of the current stream."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
-    def now(self) -> Mark:
+    def now(self) -> StreamMark:
         """Return the point that the current stream has reached."""
         return torch.accelerator.current_stream(self._device).record_event()
 
     def copy_out(
-        self, destination: Tensor, source: Tensor, *, after: Sequence[Mark]
-    ) -> Mark:
+        self, destination: Tensor, source: Tensor, *, after: Sequence[StreamMark]
+    ) -> StreamMark:
         """Queue a copy to pinned memory."""
         return _queue(self._out, destination, source, after)
 
     def copy_in(
-        self, destination: Tensor, source: Tensor, *, after: Sequence[Mark]
-    ) -> Mark:
+        self, destination: Tensor, source: Tensor, *, after: Sequence[StreamMark]
+    ) -> StreamMark:
         """Queue a copy from pinned memory."""
         return _queue(self._in, destination, source, after)
 
-    def hold_back(self, mark: Mark) -> None:
+    def hold_back(self, mark: StreamMark) -> None:
         """Let the current stream wait for the mark."""
         assert isinstance(mark, torch.Event), "made by these streams"
         torch.accelerator.current_stream(self._device).wait_event(mark)
@@ -100,7 +100,7 @@ class _Reached:
         pass
 
 
-REACHED: Mark = _Reached()
+REACHED: StreamMark = _Reached()
 """A mark that lies behind."""
 
 
@@ -113,13 +113,13 @@ class NoStreams:
         """Return memory."""
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    def now(self) -> Mark:
+    def now(self) -> StreamMark:
         """Return a mark that lies behind: everything has run."""
         return REACHED
 
     def copy_out(
-        self, destination: Tensor, source: Tensor, *, after: Sequence[Mark]
-    ) -> Mark:
+        self, destination: Tensor, source: Tensor, *, after: Sequence[StreamMark]
+    ) -> StreamMark:
         """Copy at once."""
         del after
         destination.copy_(source)
@@ -127,7 +127,7 @@ class NoStreams:
 
     copy_in = copy_out
 
-    def hold_back(self, mark: Mark) -> None:
+    def hold_back(self, mark: StreamMark) -> None:
         """Do nothing: every mark lies behind."""
         del mark
 
@@ -141,8 +141,11 @@ def streams_of(device: torch.device) -> Streams:
 
 
 def _queue(
-    stream: torch.Stream, destination: Tensor, source: Tensor, after: Sequence[Mark]
-) -> Mark:
+    stream: torch.Stream,
+    destination: Tensor,
+    source: Tensor,
+    after: Sequence[StreamMark],
+) -> StreamMark:
     for mark in after:
         if mark is not REACHED:
             assert isinstance(mark, torch.Event), "made by these streams"

@@ -39,7 +39,7 @@ from recoup.errors import CheckpointIndexError, MissingCheckpointError, UsageErr
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class LayerMoment:
     """How Python's, NumPy's and torch's generators, and autocast, stood at one moment.
 
     Costs some thirty kilobytes, and as many microseconds to take one.
@@ -81,7 +81,7 @@ class Moment:
 
 @contextmanager
 def leaving_no_trace(
-    function: Callable[..., Any], moment: Moment | None
+    function: Callable[..., Any], moment: LayerMoment | None
 ) -> Iterator[None]:
     """Run a function in the block as at a moment; put back what it moves on.
 
@@ -93,11 +93,11 @@ def leaving_no_trace(
         moment: When it was called before; by default it draws numbers as if now.
     """
     functions = (function, original_of(function))
-    with buffers_restored(*functions), (moment or Moment.now()).again():
+    with buffers_restored(*functions), (moment or LayerMoment.now()).again():
         yield
 
 
-class Entry:
+class KeptActivation:
     """One activation that is kept.
 
     Args:
@@ -115,7 +115,7 @@ class Entry:
         activation: Any,
         tier: Tier | None,
         *,
-        moment: Moment | None = None,
+        moment: LayerMoment | None = None,
     ) -> None:
         self.layer = layer
         self.position = position
@@ -156,8 +156,8 @@ class Table:
     """
 
     def __init__(self) -> None:
-        self.entries: dict[object, Entry] = {}
-        self.input: Entry | None = None
+        self.entries: dict[object, KeptActivation] = {}
+        self.input: KeptActivation | None = None
         self.limit = 0
         self.saved_bytes = 0
         self.skipped_bytes = 0
@@ -168,12 +168,12 @@ class Table:
         other.entries = dict(self.entries)
         return other
 
-    def keep(self, key: object, entry: Entry) -> None:
+    def keep(self, key: object, entry: KeptActivation) -> None:
         """Put an entry in."""
         self.entries[key] = entry
         self.limit = max(self.limit, entry.layer + 1)
 
-    def find(self, layer: int) -> Entry | None:
+    def find(self, layer: int) -> KeptActivation | None:
         """Return the last entry of a layer."""
         found = [entry for entry in self.entries.values() if entry.layer == layer]
         return found[-1] if found else None
@@ -185,7 +185,9 @@ class Table:
             del self.entries[key]
         return bool(found)
 
-    def nearest(self, layers: Sequence[int], end: int) -> tuple[int, Entry | None]:
+    def nearest(
+        self, layers: Sequence[int], end: int
+    ) -> tuple[int, KeptActivation | None]:
         """Return the last place up to `end` that is kept, and its entry."""
         start, nearest = -1, self.input
         for entry in self.entries.values():
@@ -303,7 +305,7 @@ class ActivationCheckpointer:
             if config.on_overflow != "evict_oldest" or not table.entries:
                 raise too_many(config, layer)
             del table.entries[next(iter(table.entries))]
-        entry = Entry(layer, None, activation, place_of(config))
+        entry = KeptActivation(layer, None, activation, place_of(config))
         table.discard(layer)
         table.keep(("layer", layer), entry)
 
@@ -389,7 +391,7 @@ class ActivationCheckpointer:
         self._chosen = dict.fromkeys(layers, False)
         self._chosen.update((layers[position], True) for position in kept)
         table, sizes = Table(), []
-        table.input = Entry(-1, -1, activation, None, moment=Moment.now())
+        table.input = KeptActivation(-1, -1, activation, None, moment=LayerMoment.now())
         start = 0
         for position in [*kept, len(layers) - 1]:
             if start <= position:
@@ -397,12 +399,12 @@ class ActivationCheckpointer:
                 activation = self._run(function, sizes, activation, stretch)
                 start = position + 1
             if position in kept:
-                entry = Entry(
+                entry = KeptActivation(
                     layers[position],
                     position,
                     activation,
                     place_of(self._config),
-                    moment=Moment.now(),
+                    moment=LayerMoment.now(),
                 )
                 table.keep(position, entry)
         table.limit = max(layers, default=-1) + 1

@@ -32,7 +32,7 @@ from recoup.backend.memory.storages import (
 from recoup.backend.operators.kernels import Kernel
 from recoup.backend.operators.properties import Operator
 from recoup.backend.state.trees import tensors
-from recoup.engine.tiers.deposits import Claim, Deposit, deposit
+from recoup.engine.tiers.deposits import Deposit, DepositClaim, deposit
 from recoup.engine.tiers.device import Device
 from recoup.engine.tiers.protocol import Tier
 from recoup.errors import ChangedTensorError
@@ -442,7 +442,7 @@ class Hold:
         self.stored = None
         self.past = None
 
-    def fetch(self, user: str, claim: Claim | None = None) -> Tensor:
+    def fetch(self, user: str, claim: DepositClaim | None = None) -> Tensor:
         """Return the value, or raise if it was changed; `user` is named then."""
         tensor = self.tensor
         if tensor is not None:

@@ -104,7 +104,7 @@ def checkpoint_module(  # noqa: PLR0913 (options by keyword)
         store=store,
     )
     name = name or type(module).__name__
-    attached: Attached | Replaced | Segmented
+    attached: RegionHooks | Replaced | Segmented
     if segment_size is not None:
         attached = _segment(module, segment_size, options)
     elif is_compiled(module):
@@ -116,7 +116,7 @@ def checkpoint_module(  # noqa: PLR0913 (options by keyword)
             )
         attached = _replace(module)
     else:
-        attached = Attached(name, options)
+        attached = RegionHooks(name, options)
         _forget_at_its_end(module)
         attached.handles = (
             module.register_forward_pre_hook(attached.before, with_kwargs=True),
@@ -198,7 +198,7 @@ def _forget_at_its_end(module: nn.Module) -> None:
 
 
 @dataclass
-class Attached:
+class RegionHooks:
     """Opens a region before a module's forward and closes it afterwards."""
 
     name: str

@@ -22,11 +22,11 @@ class Usage:
     back_bytes: int = 0
 
 
-class Account:
+class TierAccount:
     """Counts the bytes of one tier.
 
     Examples:
-        >>> account = Account()
+        >>> account = TierAccount()
         >>> account.put(10)
         >>> account.got(10)
         >>> account.dropped(10)
@@ -76,14 +76,14 @@ class Account:
 
 
 @dataclass(frozen=True, slots=True)
-class Accounts:
+class TierAccounts:
     """The accounts of the tiers that are not the device."""
 
-    host: Account
-    disk: Account
+    host: TierAccount
+    disk: TierAccount
 
 
-ACCOUNTS = Accounts(host=Account(), disk=Account())
+ACCOUNTS = TierAccounts(host=TierAccount(), disk=TierAccount())
 
 
 def tier_usage() -> dict[str, Usage]:

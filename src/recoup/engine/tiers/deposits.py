@@ -17,7 +17,7 @@ from recoup.backend.memory.storages import (
 from recoup.engine.tiers.protocol import Tier
 
 
-class Claim(Protocol):
+class DepositClaim(Protocol):
     """Somebody who will ask for a deposit in backward.
 
     Attributes:
@@ -67,7 +67,7 @@ class Deposit:
         """Return whether the tensor's storage is still what was put in."""
         return self.is_current and self.version == version_of(tensor)
 
-    def fetch(self, claim: Claim | None = None) -> Tensor:
+    def fetch(self, claim: DepositClaim | None = None) -> Tensor:
         """Return the storage on its device.
 
         Args:
@@ -90,7 +90,7 @@ class Deposit:
         self._brought = brought if wanted else None
         return brought
 
-    def release(self, claim: Claim) -> None:
+    def release(self, claim: DepositClaim) -> None:
         """Count down: a claim is gone.
 
         Finalizers call this at any point, so it takes no lock. Two threads may lose a

@@ -12,7 +12,7 @@ from recoup.core.units import print_bytes
 from recoup.engine.tiers.account import ACCOUNTS
 from recoup.engine.tiers.host import WINDOW_BYTES, OnHost
 from recoup.engine.tiers.protocol import ExactTier, Stored, check_sizes
-from recoup.engine.tiers.shelf import Shelf, Slot, shelf_in
+from recoup.engine.tiers.shelf import Shelf, ShelfSlot, shelf_in
 from recoup.errors import TierError, UsageError
 
 QUEUE_BYTES = 1 << 30
@@ -91,7 +91,7 @@ class Disk(ExactTier):
 class OnDisk(Stored):
     """One storage on disk, or on its way there or back."""
 
-    _slot: Slot | None = None
+    _slot: ShelfSlot | None = None
 
     def __init__(
         self, shelf: Shelf, storage: Tensor, guard: Tensor | None, window_bytes: int

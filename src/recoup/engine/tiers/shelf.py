@@ -121,7 +121,7 @@ def _try_lock(file: int) -> bool:
     return True
 
 
-class Slot:
+class ShelfSlot:
     """One storage on a shelf.
 
     Attributes:
@@ -210,7 +210,7 @@ class Shelf:
         self._pool = pool
         self._queue_bytes = queue_bytes
         self._numbers = itertools.count()
-        self._slots: dict[int, Slot] = {}
+        self._slots: dict[int, ShelfSlot] = {}
         self._writer = Worker("recoup-write")
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="recoup-read")
         self._room = threading.Condition()
@@ -229,7 +229,7 @@ class Shelf:
         """
         return self.directory.is_of_this_process
 
-    def put(self, host: OnHost) -> Slot:
+    def put(self, host: OnHost) -> ShelfSlot:
         """Write what is on the host to a file, and drop it there.
 
         Warns:
@@ -239,7 +239,7 @@ class Shelf:
             TierError: There is no room: too much could not be written.
         """
         number = next(self._numbers)
-        slot = Slot(number, self.directory.path / f"{number:08d}", host)
+        slot = ShelfSlot(number, self.directory.path / f"{number:08d}", host)
         try:
             with self._room:
                 # What cannot be written makes no room, however long one waits.
@@ -272,7 +272,7 @@ class Shelf:
                 stacklevel=2,
             )
 
-    def contents(self, slot: Slot) -> Buffer:
+    def contents(self, slot: ShelfSlot) -> Buffer:
         """Return what is in a file, waiting for it if need be.
 
         Raises:
@@ -291,14 +291,14 @@ class Shelf:
         finally:
             del reading  # it holds the error, and the error this frame
 
-    def read_ahead(self, slot: Slot) -> None:
+    def read_ahead(self, slot: ShelfSlot) -> None:
         """Begin to read a file."""
         with self._room:
             if slot.reading is None:
                 self._ahead_bytes += slot.nbytes
                 slot.reading = self._reader.submit(self._read, slot)
 
-    def drop(self, slot: Slot) -> None:
+    def drop(self, slot: ShelfSlot) -> None:
         """Remove a file in the background, and its contents if they were read.
 
         Finalizers may call this at any point, on any thread.
@@ -323,14 +323,14 @@ class Shelf:
         waiting = [slot for slot in self._slots.values() if slot.is_waiting]
         return all(slot.is_unwritable and not slot.is_dropped for slot in waiting)
 
-    def _before(self, slot: Slot) -> list[Slot]:
+    def _before(self, slot: ShelfSlot) -> list[ShelfSlot]:
         """Return the files put before one, the last of them first."""
         slots = self._slots
         numbers = sorted((n for n in slots if n < slot.number), reverse=True)
         earlier = [slots[number] for number in numbers]
         return [s for s in earlier if s.host is None and not s.is_dropped]
 
-    def _taken(self, slot: Slot) -> "Future[Buffer] | None":
+    def _taken(self, slot: ShelfSlot) -> "Future[Buffer] | None":
         """Return the contents on their way back, which count no longer as ahead."""
         with self._room:
             reading, slot.reading = slot.reading, None
@@ -338,7 +338,7 @@ class Shelf:
                 self._ahead_bytes -= slot.nbytes
             return reading
 
-    def _write(self, slot: Slot) -> None:
+    def _write(self, slot: ShelfSlot) -> None:
         """Write a file; on the writer's thread."""
         host, failure = slot.host, None
         assert host is not None, "not written yet"
@@ -359,7 +359,7 @@ class Shelf:
                 slot.is_unwritable = True
             self._room.notify_all()
 
-    def _try_to_write(self, slot: Slot, host: OnHost) -> str | None:
+    def _try_to_write(self, slot: ShelfSlot, host: OnHost) -> str | None:
         """Write a file, and return why that failed if it did."""
         try:
             contents = host.wait()
@@ -380,12 +380,12 @@ class Shelf:
             )
         return None
 
-    def _finish_waiting(self, slot: Slot) -> None:
+    def _finish_waiting(self, slot: ShelfSlot) -> None:
         if slot.is_waiting:
             slot.is_waiting = False
             self._waiting_bytes -= slot.nbytes
 
-    def _read(self, slot: Slot) -> Buffer:
+    def _read(self, slot: ShelfSlot) -> Buffer:
         buffer = self._pool.take(slot.nbytes)
         try:
             buffer.ready.synchronize()
@@ -400,7 +400,7 @@ class Shelf:
             raise
         return buffer
 
-    def _remove(self, slot: Slot) -> None:
+    def _remove(self, slot: ShelfSlot) -> None:
         """Remove a file; on the writer's thread, so after it was written."""
         with slot.lock:
             host, slot.host = slot.host, None
@@ -429,7 +429,7 @@ class Shelf:
         self.directory.remove()
 
 
-def _damaged(slot: Slot, reason: str) -> TierError:
+def _damaged(slot: ShelfSlot, reason: str) -> TierError:
     return TierError(
         f"the disk tier cannot bring back {print_bytes(slot.nbytes)} from {slot.path}: "
         f"{reason}. Something else removed or changed the file; run the step again."

@@ -10,7 +10,7 @@ from torch import Tensor
 from recoup.backend.autograd.saved_tensors import current_backward, follow_backward
 from recoup.backend.memory.pinned import Buffer, BufferPool
 from recoup.backend.memory.storages import version_of
-from recoup.backend.memory.streams import Mark, Streams
+from recoup.backend.memory.streams import StreamMark, Streams
 from recoup.engine.tiers.device import changed
 from recoup.errors import ChangedTensorError
 
@@ -51,8 +51,8 @@ class Parcel:
         self.guard: Tensor | None = guard
         self.version = version_of(guard)
         self.buffer: Buffer | None = None
-        self.copied: Mark | None = None
-        self.arriving: tuple[Tensor, Mark] | None = None
+        self.copied: StreamMark | None = None
+        self.arriving: tuple[Tensor, StreamMark] | None = None
         self.error: str | None = None
         self.is_dropped = False
         self.before: Parcel | None = None

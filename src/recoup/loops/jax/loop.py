@@ -16,16 +16,28 @@ from jax import lax
 from recoup.core.units import print_bytes
 from recoup.engine.replay.captured_variables import Captures as Variables
 from recoup.errors import CaptureError, MismatchError, UnsupportedError, UsageError
-from recoup.loops.jax.run import REVERSE_START, Loop, Tree, inexact, merged, run, table
-from recoup.loops.loop_plan import Plan
+from recoup.loops.jax.run import (
+    REVERSE_START,
+    LoopProgram,
+    Tree,
+    inexact,
+    merged,
+    run,
+    table,
+)
+from recoup.loops.loop_plan import LoopPlan
 from recoup.loops.slots import Checkpoints, Slots
-from recoup.loops.steps import ConcreteError, Stacked, Step
+from recoup.loops.steps import ConcreteError, LoopStep, Stacked
 from recoup.schedules.revolve import Revolve
 from recoup.schedules.schedule import Schedule
 
 
 def run_jax(
-    step: Step, initial_state: Tree, plan: Plan, captures: Sequence[Any], vjp: Any
+    step: LoopStep,
+    initial_state: Tree,
+    plan: LoopPlan,
+    captures: Sequence[Any],
+    vjp: Any,
 ) -> tuple[Tree, Tree, Checkpoints]:
     """Run a loop on JAX arrays; works inside `jit`, `vmap` and `grad`.
 
@@ -62,8 +74,8 @@ def run_jax(
 
 
 def _closed(
-    step: Step, feed: Tree, state: Tree, schedule: Schedule
-) -> tuple[Loop, list[Any]]:
+    step: LoopStep, feed: Tree, state: Tree, schedule: Schedule
+) -> tuple[LoopProgram, list[Any]]:
     """Return the constant part of the loop, and the arrays its step captures."""
 
     def call(state: Tree, index: Any, given: Tree) -> tuple[Tree, Tree]:
@@ -91,7 +103,7 @@ def _closed(
         ) from error
     rows, first_reverse, positions = table(schedule.actions())
     counts = schedule.counts()
-    loop = Loop(
+    loop = LoopProgram(
         # `fori_loop` counts in 64 bits where JAX has them; the step was traced with 32.
         call=lambda state, index, given, constants: closed(
             state, lax.convert_element_type(index, jnp.int32), given, *constants
@@ -107,7 +119,7 @@ def _closed(
     return loop, list(constants)
 
 
-def _schedule(step: Step, state: Tree, plan: Plan) -> Schedule:
+def _schedule(step: LoopStep, state: Tree, plan: LoopPlan) -> Schedule:
     """Return the schedule; a loop with a condition is run once to learn its length."""
     if plan.schedule is not None:
         return plan.schedule
@@ -130,7 +142,7 @@ def _schedule(step: Step, state: Tree, plan: Plan) -> Schedule:
     return Revolve(index, slots=plan.online.slots)
 
 
-def stacked_feed(step: Step) -> Tree:
+def stacked_feed(step: LoopStep) -> Tree:
     """Return the inputs of all steps as arrays whose first axis is the step."""
     if step.feed is None:
         return None
@@ -141,7 +153,7 @@ def stacked_feed(step: Step) -> Tree:
 
 
 def _require_same_types(
-    call: Any, state: Tree, index: Any, first: Tree, step: Step
+    call: Any, state: Tree, index: Any, first: Tree, step: LoopStep
 ) -> None:
     after, _ = jax.eval_shape(call, state, index, first)
     before = jax.eval_shape(lambda: state)
@@ -180,7 +192,9 @@ def _break_seal(*_: Any) -> Tree:
 _sealed.defvjp(_seal, _break_seal)
 
 
-def fit_jax_budget(step: Step, state: Any, steps: int, budget_bytes: int) -> Revolve:
+def fit_jax_budget(
+    step: LoopStep, state: Any, steps: int, budget_bytes: int
+) -> Revolve:
     """Return the schedule for a budget.
 
     A tape in JAX holds states, and one step's residuals at a time. States are best
@@ -203,7 +217,7 @@ def fit_jax_budget(step: Step, state: Any, steps: int, budget_bytes: int) -> Rev
     return Revolve(steps, slots=min(slots, max(steps, 1)))
 
 
-def _residual_bytes(step: Step, state: Any) -> int:
+def _residual_bytes(step: LoopStep, state: Any) -> int:
     first = jax.tree.map(lambda rows: rows[0], stacked_feed(step))
     index: Any = jnp.zeros((), jnp.int32)
 

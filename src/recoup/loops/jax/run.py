@@ -123,7 +123,7 @@ def slot_or(kept: Tree, slot: Any, state: Tree) -> Tree:
 
 
 @dataclass(frozen=True, slots=True)
-class Loop:
+class LoopProgram:
     """What is constant about a loop.
 
     Attributes:
@@ -154,7 +154,7 @@ class Loop:
 
 
 def run(
-    loop: Loop, state: Tree, constants: list[Any], feed: Tree
+    loop: LoopProgram, state: Tree, constants: list[Any], feed: Tree
 ) -> tuple[Tree, Tree, Tree]:
     """Carry out a loop; its derivative is the backward sweep.
 
@@ -166,13 +166,13 @@ def run(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _swept(loop: Loop, state: Tree, constants: list[Any], feed: Tree) -> Any:
+def _swept(loop: LoopProgram, state: Tree, constants: list[Any], feed: Tree) -> Any:
     results, _ = _forward(loop, state, constants, feed)
     return results
 
 
 def _forward(
-    loop: Loop, state: Tree, constants: list[Any], feed: Tree
+    loop: LoopProgram, state: Tree, constants: list[Any], feed: Tree
 ) -> tuple[tuple[Tree, Tree, Tree], Tree]:
     """Sweep forward; return final state, outputs and checkpoints, and the residuals."""
     index = jnp.zeros((), jnp.int32)
@@ -203,7 +203,7 @@ def _forward(
     return (final, outputs, kept), (before, kept, constants, feed)
 
 
-def _backward(loop: Loop, residuals: Tree, cotangents: Tree) -> Tree:
+def _backward(loop: LoopProgram, residuals: Tree, cotangents: Tree) -> Tree:
     """Sweep backward; return the gradients of state, constants and feed."""
     before, kept, constants, feed = residuals
     cotangent, output_cotangents, _ = cotangents
@@ -246,7 +246,7 @@ _swept.defvjp(_forward, _backward)
 
 
 def _reverse(
-    loop: Loop, advance: Any, pull: Any, state: Tree, actions: Any, found: Any
+    loop: LoopProgram, advance: Any, pull: Any, state: Tree, actions: Any, found: Any
 ) -> Any:
     """Pull back through the steps of one reverse, from the last to the first."""
     start, stop = actions[REVERSE_START], actions[REVERSE_STOP]
@@ -271,7 +271,7 @@ def _reverse(
 
 
 def _pull(  # noqa: PLR0913 (bound one by one by the caller)
-    loop: Loop,
+    loop: LoopProgram,
     constants: list[Any],
     feed: Tree,
     output_cotangents: Tree,

@@ -12,7 +12,7 @@ import numpy as np
 
 from recoup.errors import CaptureError, ClearedError, UnsupportedError, UsageError
 from recoup.loops import drive
-from recoup.loops.loop_plan import Plan
+from recoup.loops.loop_plan import LoopPlan
 from recoup.loops.numpy.machine import (
     NumpyMachine,
     hides_arrays,
@@ -21,16 +21,16 @@ from recoup.loops.numpy.machine import (
 )
 from recoup.loops.slots import Checkpoints, Slots
 from recoup.loops.state_trees import flatten, unflatten
-from recoup.loops.steps import Step, require_cotangent
+from recoup.loops.steps import LoopStep, require_cotangent
 from recoup.schedules.revolve import Chunked
 from recoup.schedules.schedule import Action, Reverse
 from recoup.schedules.slot_budget import fit_budget
 
 
 def run_numpy(
-    step: Step,
+    step: LoopStep,
     initial_state: Any,
-    plan: Plan,
+    plan: LoopPlan,
     captures: Sequence[Any],
     vjp: Callable[..., Any] | None,
 ) -> tuple[Any, Any, Checkpoints]:
@@ -81,7 +81,7 @@ class NumpyRun:
     """
 
     def __init__(
-        self, machine: NumpyMachine, plan: Plan, structure: Any, leaf_count: int
+        self, machine: NumpyMachine, plan: LoopPlan, structure: Any, leaf_count: int
     ) -> None:
         self.machine = machine
         self.slots = Slots()
@@ -224,7 +224,7 @@ class NumpyRun:
         drive.backward(self._make_rest(), self.machine, slots)
 
 
-def boxes_of(step: Step, captures: Sequence[Any]) -> list[Any]:
+def boxes_of(step: LoopStep, captures: Sequence[Any]) -> list[Any]:
     """Return the traced arrays that a step captures, each once."""
     found = [*captures, *traced_arrays(step.function)]
     return list({id(box): box for box in found if _is_box(box)}.values())
@@ -280,7 +280,7 @@ def _plain(leaf: Any) -> Any:
 
 
 def fit_numpy_budget(
-    step: Step,
+    step: LoopStep,
     state: Any,
     steps: int,
     budget_bytes: int,
@@ -309,7 +309,7 @@ def fit_numpy_budget(
     )
 
 
-def _traced_bytes(step: Step, state: Any, captures: Sequence[Any]) -> int:
+def _traced_bytes(step: LoopStep, state: Any, captures: Sequence[Any]) -> int:
     from recoup.loops.numpy.step_tape import record_steps  # an optional package
 
     boxes = boxes_of(step, captures)

@@ -11,7 +11,7 @@ from recoup.backend.state.walk import reach
 from recoup.errors import CaptureError, MismatchError, UnsupportedError, UsageError
 from recoup.loops.numpy.substitution import rebuilt
 from recoup.loops.state_trees import Structure, flatten, unflatten
-from recoup.loops.steps import Step
+from recoup.loops.steps import LoopStep
 from recoup.loops.witness import Witness
 
 Held = tuple[Structure, list[Any]]
@@ -33,7 +33,7 @@ class NumpyMachine:
 
     def __init__(
         self,
-        step: Step,
+        step: LoopStep,
         captured: Sequence[Any],
         vjp: Callable[..., Any] | None,
         *,
@@ -62,7 +62,7 @@ class NumpyMachine:
         """Whether the user gave derivatives."""
         return self._vjp is not None
 
-    def seeing(self, values: Sequence[Any]) -> Step:
+    def seeing(self, values: Sequence[Any]) -> LoopStep:
         """Return the step with other values in place of the captured ones."""
         if not self.captured:
             return self.step
@@ -149,7 +149,7 @@ class NumpyMachine:
         leaves, self.output_structure = flatten(output)
         self.rows.append(leaves)
 
-    def _first(self, step: Step, state: Any) -> Any:
+    def _first(self, step: LoopStep, state: Any) -> Any:
         """Run the first step on a copy, and see whether it writes to it."""
         leaves, structure = flatten(state)
         copies = [_copied(leaf) for leaf in leaves]

@@ -21,7 +21,7 @@ from recoup.backend.memory.storages import version_of
 from recoup.backend.state.trees import map_leaves
 from recoup.backend.state.walk import reach
 from recoup.errors import CaptureError
-from recoup.loops.steps import Step
+from recoup.loops.steps import LoopStep
 
 Edge = tuple[Node, int]
 
@@ -41,13 +41,13 @@ def captured_tensors(function: Any) -> list[Tensor]:
     return [tensor for tensor in reach(function, kind=Tensor) if tensor.requires_grad]
 
 
-def captured_by(step: Step, leaves: Sequence[Any]) -> list[Tensor]:
+def captured_by(step: LoopStep, leaves: Sequence[Any]) -> list[Tensor]:
     """Return what a step captures, also through objects in its state and inputs."""
     objects = [leaf for leaf in [*leaves, *step.fed] if not isinstance(leaf, Tensor)]
     return captured_tensors([step.function, *objects])
 
 
-class Captures:
+class CapturedTensors:
     """The captured tensors of one loop.
 
     Attributes:

@@ -15,9 +15,16 @@ from recoup.backend.state.walk import reach
 from recoup.engine.tiers.protocol import Stored, Tier
 from recoup.errors import ChangedTensorError, MismatchError
 from recoup.loops.state_trees import Structure, flatten, unflatten
-from recoup.loops.steps import KindError, Step
-from recoup.loops.torch.captures import Captures, Outside
-from recoup.loops.torch.step_tape import Cotangents, Tape, Writes, copied, pull, record
+from recoup.loops.steps import KindError, LoopStep
+from recoup.loops.torch.captures import CapturedTensors, Outside
+from recoup.loops.torch.step_tape import (
+    Cotangents,
+    StateWrites,
+    StepTape,
+    copied,
+    pull,
+    record,
+)
 from recoup.loops.witness import Witness
 
 _Kind = tuple[torch.Size, torch.dtype, torch.device]
@@ -175,7 +182,7 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldState:
     """A state in a slot: its leaves without a graph, with versions and random state."""
 
     structure: Structure
@@ -212,8 +219,8 @@ class TorchMachine:
 
     def __init__(
         self,
-        step: Step,
-        captures: Captures,
+        step: LoopStep,
+        captures: CapturedTensors,
         environment: Environment,
         *,
         verify: str = "first",
@@ -236,7 +243,7 @@ class TorchMachine:
         self.output_witnesses: dict[int, Witness] = {}
         self._claims: list[tuple[int, int, Any]] = []
 
-    def hold(self, state: Any, step: int, tier: int) -> Held:
+    def hold(self, state: Any, step: int, tier: int) -> HeldState:
         """Return what keeps a state: the tensors themselves, or copies of them."""
         leaves, structure = flatten(state)
         kept = [detached(leaf) for leaf in leaves]
@@ -255,14 +262,14 @@ class TorchMachine:
         if self._stores and step > 0:
             store = self._stores[min(tier, len(self._stores) - 1)]
             kept = [_placed(leaf, store) for leaf in kept]
-        return Held(structure, kept, versions, self.environment.random_states())
+        return HeldState(structure, kept, versions, self.environment.random_states())
 
-    def take(self, held: Held) -> Any:
+    def take(self, held: HeldState) -> Any:
         """Return a state that is held, with the random state it came with."""
         self.environment.rewind(held.random)
         return unflatten(held.structure, self.leaves_of(held))
 
-    def leaves_of(self, held: Held) -> list[Any]:
+    def leaves_of(self, held: HeldState) -> list[Any]:
         """Return the leaves of a state that is held."""
         for leaf, version in zip(held.leaves, held.versions, strict=True):
             if isinstance(leaf, Tensor) and version_of(leaf) != version:
@@ -293,7 +300,7 @@ class TorchMachine:
             self.stack.put(index, output)
         return state
 
-    def tape(self, state: Any, start: int, stop: int) -> Tape:
+    def tape(self, state: Any, start: int, stop: int) -> StepTape:
         """Run steps with a graph."""
         leaves, structure = flatten(state)
         span = (start, stop)
@@ -310,7 +317,7 @@ class TorchMachine:
             self._recognise(tape)
         self.pull(tape)
 
-    def pull(self, tape: Tape) -> None:
+    def pull(self, tape: StepTape) -> None:
         """Pull the cotangents back through a tape."""
         pull(tape, self.cotangents, self.captures, self.step.feed)
 
@@ -332,7 +339,7 @@ class TorchMachine:
         self.cotangents = Cotangents([], [], [])
         self._claims = []
 
-    def _recognise(self, tape: Tape) -> None:
+    def _recognise(self, tape: StepTape) -> None:
         claims: list[Any] = []
         witness = self.witnesses.pop(tape.stop, None)
         if witness is not None:
@@ -355,7 +362,7 @@ class TorchMachine:
         """Run the first step on a copy, and see whether it writes to it."""
         leaves, structure = flatten(state)
         copies = copied(leaves)
-        writes = Writes(leaves, copies)
+        writes = StateWrites(leaves, copies)
         state, output = self.step.run(unflatten(structure, copies), 0)
         self.in_place = writes.seen()
         if self.stack is not None:

@@ -17,12 +17,12 @@ from recoup.engine.replay.captured_variables import Captures as Variables
 from recoup.engine.replay.recomputing import recomputing
 from recoup.errors import CaptureError, ClearedError, UnsupportedError
 from recoup.loops import drive
-from recoup.loops.loop_plan import Plan
+from recoup.loops.loop_plan import LoopPlan
 from recoup.loops.slots import Checkpoints, Slots
 from recoup.loops.state_trees import flatten, unflatten
-from recoup.loops.steps import KindError, Step, require_cotangent
+from recoup.loops.steps import KindError, LoopStep, require_cotangent
 from recoup.loops.torch.captures import (
-    Captures,
+    CapturedTensors,
     Outside,
     captured_by,
     holds_other_tensors,
@@ -34,7 +34,7 @@ from recoup.loops.torch.machine import (
     detached,
     is_tensor,
 )
-from recoup.loops.torch.step_tape import Cotangents, Tape, record
+from recoup.loops.torch.step_tape import Cotangents, StepTape, record
 from recoup.measurement.tracing.saved import SavedBytes
 from recoup.schedules.revolve import Chunked
 from recoup.schedules.schedule import Action, Reverse
@@ -44,7 +44,7 @@ from recoup.schedules.slot_budget import fit_budget
 class TorchRun:
     """One loop between its forward and its backward."""
 
-    def __init__(self, machine: TorchMachine, plan: Plan, state: Any) -> None:
+    def __init__(self, machine: TorchMachine, plan: LoopPlan, state: Any) -> None:
         leaves, self.structure = flatten(state)
         self.slots = Slots()
         self._machine = machine
@@ -53,7 +53,7 @@ class TorchRun:
         self._running = False
         self._rest: Iterator[Action] | None = None
         self._make_rest: Callable[[], Iterator[Action]] | None = None
-        self._last: Tape | None = None
+        self._last: StepTape | None = None
         self._pending: tuple[Any, Reverse] | None = None
         self._variables: Variables | None = None
         self._places = [place for place, leaf in enumerate(leaves) if is_tensor(leaf)]
@@ -311,7 +311,7 @@ def _apart(leaves: list[Any]) -> list[Any]:
 
 
 def fit_torch_budget(
-    step: Step,
+    step: LoopStep,
     state: Any,
     steps: int,
     budget_bytes: int,
@@ -327,7 +327,7 @@ def fit_torch_budget(
     state_bytes = sum(leaf.nbytes for leaf in tensors)
     if steps == 0:
         return Chunked(0, slots=1, chunk=1)
-    seen = Captures([*captures, *captured_by(step, leaves)])
+    seen = CapturedTensors([*captures, *captured_by(step, leaves)])
     devices = [leaf.device for leaf in tensors if leaf.device.type != "cpu"]
     with (
         torch.random.fork_rng(devices=devices),
@@ -366,7 +366,7 @@ class _LoopNode(torch.autograd.Function):
 
 
 def run_torch(
-    step: Step, initial_state: Any, plan: Plan, captures: Sequence[Tensor] = ()
+    step: LoopStep, initial_state: Any, plan: LoopPlan, captures: Sequence[Tensor] = ()
 ) -> tuple[Any, Any, Checkpoints]:
     """Run a loop on tensors.
 
@@ -389,7 +389,7 @@ def run_torch(
         )
     machine = TorchMachine(
         step,
-        Captures([*captures, *found]),
+        CapturedTensors([*captures, *found]),
         Environment(leaves, step.function),
         verify=plan.verify,
         tolerance=plan.tolerance,

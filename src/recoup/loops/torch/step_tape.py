@@ -15,12 +15,12 @@ from recoup.backend.memory.storages import (
     version_of,
 )
 from recoup.loops.state_trees import Structure, flatten, unflatten
-from recoup.loops.steps import KindError, Step
-from recoup.loops.torch.captures import Captures, lost_gradient
+from recoup.loops.steps import KindError, LoopStep
+from recoup.loops.torch.captures import CapturedTensors, lost_gradient
 
 
 @dataclass(slots=True)
-class Tape:
+class StepTape:
     """Steps that were run with autograd watching.
 
     Attributes:
@@ -48,14 +48,14 @@ class Tape:
 
 
 def record(
-    step: Step,
+    step: LoopStep,
     leaves: list[Any],
     structure: Structure,
     span: tuple[int, int],
-    captures: Captures,
+    captures: CapturedTensors,
     *,
     in_place: bool,
-) -> Tape:
+) -> StepTape:
     """Run the steps of a span with autograd watching.
 
     Args:
@@ -69,8 +69,8 @@ def record(
     start, stop = span
     before, watched = _watched(leaves)
     passed = copied(before) if in_place else before
-    writes = Writes(before, passed) if in_place else None
-    tape = Tape(start, stop, before, watched, [], structure, [], [], None)
+    writes = StateWrites(before, passed) if in_place else None
+    tape = StepTape(start, stop, before, watched, [], structure, [], [], None)
     with recording():
         state = unflatten(structure, passed)
         if captures.sources is captures.tensors:
@@ -87,7 +87,7 @@ def record(
     return tape
 
 
-def _run(step: Step, state: Any, tape: Tape) -> Any:
+def _run(step: LoopStep, state: Any, tape: StepTape) -> Any:
     """Run the steps of a tape, and note there what they are given and put out."""
     if step.feed is None and not step.with_outputs:
         return step.advance(state, tape.start, tape.stop)
@@ -116,7 +116,9 @@ class Cotangents:
     outputs: Sequence[Tensor | None] = ()
 
 
-def pull(tape: Tape, cotangents: Cotangents, captures: Captures, feed: Any) -> None:
+def pull(
+    tape: StepTape, cotangents: Cotangents, captures: CapturedTensors, feed: Any
+) -> None:
     """Pull cotangents back through a tape, in place.
 
     The sums of the captured tensors are fed to autograd as gradients that have arrived
@@ -212,7 +214,7 @@ def copied(leaves: list[Any]) -> list[Any]:
     return found
 
 
-class Writes:
+class StateWrites:
     """Notices that a step writes to copies of a state."""
 
     def __init__(self, leaves: list[Any], copies: list[Any]) -> None:
@@ -243,7 +245,7 @@ def _memory_of(tensor: Tensor) -> int:
 
 
 def _watched_input(
-    step: Step, index: int, given: list[tuple[Tensor, tuple[int, int | None]]]
+    step: LoopStep, index: int, given: list[tuple[Tensor, tuple[int, int | None]]]
 ) -> Any:
     feed = step.feed
     if feed is None:
@@ -259,13 +261,13 @@ def _watched_input(
     return feed.tree(index, parts)
 
 
-def _results(tape: Tape) -> list[Any]:
+def _results(tape: StepTape) -> list[Any]:
     if not tape.outputs:
         return tape.after
     return [*tape.after, *(leaf for leaves in tape.outputs for leaf in leaves)]
 
 
-def _sources(tape: Tape) -> list[Tensor]:
+def _sources(tape: StepTape) -> list[Tensor]:
     sources: list[Tensor] = [tape.before[place] for place in tape.watched]
     if tape.given:
         sources += [part for part, _ in tape.given]
