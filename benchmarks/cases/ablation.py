@@ -33,8 +33,7 @@ from recoup.core.simulation import simulate
 from recoup.errors import InfeasibleError
 from recoup.planners import option, search
 from recoup.planners.cost_weighting import Lens
-from recoup.planners.lp import rounding
-from recoup.planners.lp.one_level import OneLevel
+from recoup.planners.linear_program import OneLevel, Swaps
 from recoup.planners.planner import EXACT, plan_with
 from recoup.planners.search import Search
 
@@ -67,7 +66,7 @@ STAGES: Mapping[str, Sequence[tuple[Any, str, Any]]] = {
     "programme over blocks": [(Search, "_solve_blocks", _nothing)],
     "linear programme": [(OneLevel, "solve", _nothing)],
     "offloaded copies": [(OneLevel, "_may_offload", False)],
-    "exchanges of pairs": [(rounding.Swaps, "_pairs", lambda *_: (_NONE,) * 3)],
+    "exchanges of pairs": [(Swaps, "_pairs", lambda *_: (_NONE,) * 3)],
     "partition": [(Search, "_solve_partition", _nothing)],
     "nested segments": [(Search, "_solve_partition", _only("partition"))],
     "other targets": [(search, "_TARGETS", 1)],

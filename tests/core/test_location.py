@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recoup.core.location import locate
-from recoup.core.plan import Place, Plan, Span, plan_for
+from recoup.core.plan import Place, Plan, Span, locate, plan_for
 from recoup.core.segments import Action, Segment
 from recoup.core.simulation import simulate
 from recoup.errors import PlanError

@@ -9,13 +9,14 @@ import torch
 
 from benchmarks.zoo.cases import CASES
 from recoup.core.graph import Issuing
+from recoup.core.plan import locate
 from recoup.core.segments import Action
 from recoup.core.simulation import simulate
 from recoup.engine.applied.applied_plan import Applied
 from recoup.fitting.closed_loop import ClosedLoop, Measurements
 from recoup.measurement.steps.floor import measure_floor, run_step
 from recoup.measurement.steps.training_step import training_step, untouched
-from recoup.measurement.timing.issuing import Work
+from recoup.measurement.timing.host_cost import Work
 from recoup.measurement.timing.pace import Pace
 
 NAME = "gpt"
@@ -72,10 +73,10 @@ class Host:
         active = self.loop._active
         if active is None or not segments:
             return False
-        places = self.loop.graph.boundaries
-        wanted = [(places[s.start].label, places[s.stop].label) for s in segments]
-        spans = active.plan.spans
-        return wanted == [(span.start.label, span.stop.label) for span in spans]
+        found = locate(self.loop.graph, active.plan)
+        return [(s.start, s.stop) for s in found] == [
+            (s.start, s.stop) for s in segments
+        ]
 
 
 def settle(host, *, paces=(), alone_seconds=math.inf, peak_share=1.0, elapsed=0.0):

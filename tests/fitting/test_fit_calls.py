@@ -10,7 +10,7 @@ import recoup
 from recoup.backend.memory.meters import StorageMeter
 from recoup.core.plan import Plan
 from recoup.core.simulation import simulate
-from recoup.measurement.tracing.graphs import recompute_all
+from recoup.planners.baselines import recompute_all
 from tests.support.bits import tree_differences
 from tests.support.fitting import gradients_after, state_of
 from tests.support.odd_models import Perceptron, mean_square, odd_batch

@@ -10,10 +10,14 @@ from recoup.core.graph import Issuing
 from recoup.core.simulation import simulate
 from recoup.measurement.steps.floor import measure_floor
 from recoup.measurement.steps.training_step import training_step
-from recoup.measurement.timing.correction import calibrated, compared, corrected
-from recoup.measurement.timing.issuing import issuing_of
+from recoup.measurement.timing.host_cost import (
+    calibrated,
+    compared,
+    corrected,
+    issuing_of,
+)
 from recoup.measurement.timing.pace import Pace
-from recoup.measurement.tracing.graphs import recompute_all
+from recoup.planners.baselines import recompute_all
 
 
 def unmeasured():

@@ -17,8 +17,8 @@ from recoup.engine.applied.planned_runs import Cuts
 from recoup.measurement.steps import floor
 from recoup.measurement.steps.floor import measure_floor, run_step
 from recoup.measurement.steps.training_step import training_step
-from recoup.measurement.tracing.graphs import recompute_all
 from recoup.measurement.tracing.observation import observe
+from recoup.planners.baselines import recompute_all
 
 NAMES = ["bert", "convnext", "densenet-121", "llama", "resnet-50", "u-net"]
 

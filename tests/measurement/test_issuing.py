@@ -13,17 +13,17 @@ from benchmarks.graphs import transformer_graph
 from recoup.core.graph import Issuing
 from recoup.core.simulation import simulate
 from recoup.measurement.steps.training_step import training_step
-from recoup.measurement.timing.correction import corrected
-from recoup.measurement.timing.issuing import (
+from recoup.measurement.timing.host_cost import (
+    RECORDING_BY_LEAST,
     REPLAY_BY_FORWARD,
     STEP_BY_FORWARD,
     Calls,
     Work,
+    corrected,
     issuing_of,
 )
 from recoup.measurement.timing.pace import Pace
-from recoup.measurement.timing.recording_cost import RECORDING_BY_LEAST
-from recoup.measurement.tracing.graphs import recompute_all
+from recoup.planners.baselines import recompute_all
 
 
 class Slow(nn.Module):

@@ -2,8 +2,7 @@
 
 import torch
 
-from recoup.measurement.tracing.lives import Lives
-from recoup.measurement.tracing.trace import Trace, TracedSave
+from recoup.measurement.tracing.trace import Lives, Trace, TracedSave
 
 
 def storage_of(tensor):

@@ -1,12 +1,13 @@
 """Options of compiled blocks: the dynamic program against all combinations."""
 
+from dataclasses import replace
 from itertools import product
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recoup.core.block_options import BlockFrame, BlockOption, BlockStep
-from recoup.planners.dp.block_choice import choose_options
+from recoup.core.compiled_plan import BlockFrame, BlockOption, BlockStep
+from recoup.planners.block_choice import choose_options
 
 BYTES = st.integers(0, 20)
 
@@ -51,6 +52,15 @@ def test_the_choice_is_the_fastest_of_all_that_fit(problem, budget):
     chosen = [kind[number] for kind, number in zip(kinds, found, strict=True)]
     assert step.peak_bytes(chosen) <= budget
     assert abs(step.total_seconds(chosen) - min(fitting)) < 1e-9
+
+
+@given(problems())
+def test_a_step_takes_no_less_time_than_its_blocks_however_short_it_was(problem):
+    step, options = problem
+    disturbed = replace(step, seconds=0.01)
+    for number in range(len(options[0])):
+        chosen = [(kind * 3)[number] for kind in (options[f.kind] for f in step.frames)]
+        assert disturbed.total_seconds(chosen) >= sum(o.seconds for o in chosen) > 0
 
 
 @given(problems())

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recoup.core.simulation import simulate
-from recoup.planners.cut.bounds import bound_seconds, knapsack_bound
+from recoup.planners.bounds import bound_seconds, knapsack_bound
 from tests.support.graphs import graphs, plans
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 
 from benchmarks.graphs import Kernel, step_graph
-from recoup.planners.cut.min_cut import Demand, choose, evaluate, frontier_of
+from recoup.planners.min_cut import Demand, choose, evaluate, frontier_of
 from tests.support.graphs import graphs, hold_sets
 
 

@@ -10,9 +10,8 @@ from benchmarks.graphs import transformer_graph
 from recoup.core import batch_footprint as flat
 from recoup.core.batch_footprint import Costs, costs_of_holding
 from recoup.core.graph import Graph
-from recoup.planners.dp.stretch_memory import Memory
-from recoup.planners.dp.stretch_options import Ways
 from recoup.planners.option import holding
+from recoup.planners.stretch_options import Memory, Ways
 from tests.support.graphs import graphs, hold_sets
 
 

@@ -5,9 +5,9 @@ from itertools import chain, combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recoup.core.block_options import JointForward
+from recoup.core.compiled_plan import JointForward
 from recoup.core.graph import BEFORE, Graph, Operation, Storage, Value
-from recoup.planners.cut.saved_sets import saved_sets
+from recoup.planners.block_choice import saved_sets
 
 
 @st.composite

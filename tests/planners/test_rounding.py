@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import LinearConstraint, milp
 
-from recoup.planners.lp.highs import System, mixture
-from recoup.planners.lp.rounding import Guide, near
+from recoup.planners.linear_program import Guide, System, mixture, near
 
 
 def make_system(

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from benchmarks.graphs import transformer_graph
 from recoup.core.footprint import footprint
 from recoup.core.graph import Graph
-from recoup.planners.dp.partition import Partition
-from recoup.planners.dp.stretch_memory import Memory
-from recoup.planners.dp.stretch_options import Way, Ways
+from recoup.planners.partition import Partition
+from recoup.planners.stretch_options import Memory, Way, Ways
 from tests.support.graphs import graphs
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import recoup
 from recoup.backend.memory.meters import StorageMeter
-from recoup.core.location import locate
+from recoup.core.plan import locate
 from recoup.core.simulation import simulate
 from tests.support.architectures import ARCHITECTURES, BOTH, DECODER, ENCODER
 from tests.support.architectures import Architecture as Configured

@@ -8,7 +8,7 @@ import torch
 from recoup.backend.memory.streams import link_bytes_per_second
 from recoup.core.units import print_bytes
 from recoup.engine.scopes.function import checkpoint
-from recoup.fitting.environment import device_words, environment
+from recoup.fitting.collected_findings import device_words, environment
 from recoup.report.texts import table
 
 _OPTIONAL = ("numpy", "scipy", "jax", "autograd", "tensorboard", "transformers")

@@ -41,12 +41,7 @@ class Costs:
     use: Floats
 
     def seconds(self, graph: Graph, first: int) -> float:
-        """Return what is run again, and recorded for it.
-
-        Args:
-            graph: The step.
-            first: The first operation of the stretch.
-        """
+        """Return what is run again, and recorded for it."""
         operations = graph.operations
         total = 0.0
         for replay in self.replays:
@@ -90,13 +85,6 @@ def costs_of_holding(
     mentions: Mentions | None = None,
 ) -> list[Costs]:
     """Return what a stretch costs as one segment, for each set of values to hold.
-
-    Args:
-        graph: The step.
-        stretch: Where the segment begins and ends.
-        rows: The moments at which bytes are wanted, in order.
-        sets: Values made in the stretch, all of them holdable.
-        mentions: Those of the graph, where they are known.
 
     Costs one pass over the operators for all sets, and arrays of sets by moments.
 
@@ -317,13 +305,7 @@ class _Flat:
     def _peaks(
         self, runs: NDArray[np.bool_], kept: Integers, keeps: NDArray[np.bool_]
     ) -> Integers:
-        """Return the most bytes that replays take, for each set.
-
-        Args:
-            runs: Which operations run again.
-            kept: Storages that may outlive the replay.
-            keeps: Which of them do.
-        """
+        """Return the most bytes that replays take, for each set."""
         start, count = self.inside.start, len(self.inside)
         makers, made = self.mentions.made(self.inside)
         storages, places = np.unique(made, return_index=True)

@@ -1,12 +1,156 @@
-"""Plans for compiled blocks: what each captured graph saves, as plain data."""
+"""Compiled blocks as data: what their options cost, how a step is made of them, plans.
+
+A model's blocks run in forward one after another and in backward in reverse. Each block
+has *options*: partitions of its joint graph that save more or fewer bytes. A step is
+described by one reference run, in which every block had its option of fewest bytes.
+"""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from typing import Any
 
 from recoup.core.display import as_html
+from recoup.core.graph import Graph
+from recoup.core.readings import PlanReader, damaged, is_printable
 from recoup.core.units import print_bytes, print_seconds
 from recoup.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class JointForward:
+    """The forward half of a block's joint graph, with costs.
+
+    Attributes:
+        digest: Identifies the captured graph.
+        graph: Operators with the seconds that recomputing each of them takes.
+        names: The node of each value.
+        demanded: The values that backward reads.
+        resident: Values that are in memory in any case.
+        save_seconds: What writing and reading each value takes if it is saved.
+    """
+
+    digest: str
+    graph: Graph
+    names: tuple[str, ...]
+    demanded: tuple[int, ...]
+    resident: frozenset[int]
+    save_seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedSet:
+    """Values that a block saves for backward.
+
+    Attributes:
+        names: Their nodes, without inputs of the block.
+        held_bytes: Their bytes, inputs included.
+        seconds: Predicted time for saving them and recomputing the others.
+    """
+
+    names: tuple[str, ...]
+    held_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class BlockOption:
+    """One way to run a block, measured or predicted.
+
+    Attributes:
+        held_bytes: Bytes that it holds between its forward and its backward, without
+            its inputs and outputs.
+        saves_output: Whether it holds its output as well.
+        forward_bytes: The peak of its forward above the bytes in use at its start.
+        backward_bytes: The peak of its backward above the bytes in use at its start.
+        seconds: Time of forward and backward.
+        is_measured: False: predicted from the joint graph.
+    """
+
+    held_bytes: int
+    saves_output: bool
+    forward_bytes: int
+    backward_bytes: int
+    seconds: float
+    is_measured: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFrame:
+    """Where a block stands in the reference step.
+
+    Attributes:
+        kind: The number of its kind: blocks of one kind have the same options.
+        reference: The option that it had.
+        forward_peak_bytes: The peak of the step while its forward ran.
+        backward_peak_bytes: The peak of the step while its backward ran.
+        output_bytes: Bytes of its output, if nothing else held that until backward;
+            else 0.
+    """
+
+    kind: int
+    reference: BlockOption
+    forward_peak_bytes: int
+    backward_peak_bytes: int
+    output_bytes: int
+
+    def forward_bytes(self, option: BlockOption) -> int:
+        """Return the peak while its forward runs, if blocks before it do not change."""
+        more = option.forward_bytes - self.reference.forward_bytes
+        return self.forward_peak_bytes + more
+
+    def backward_bytes(self, option: BlockOption) -> int:
+        """Return the peak while its backward runs, apart from what options hold."""
+        more = option.backward_bytes - self.reference.backward_bytes
+        return self.backward_peak_bytes + more
+
+    def added_bytes(self, option: BlockOption) -> int:
+        """Return what an option holds beyond the reference."""
+        return self._held_bytes(option) - self._held_bytes(self.reference)
+
+    def _held_bytes(self, option: BlockOption) -> int:
+        return option.held_bytes + (self.output_bytes if option.saves_output else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStep:
+    """A training step made of blocks, measured once with the reference options.
+
+    Attributes:
+        frames: The blocks, in the order of forward.
+        outside_bytes: For each number of blocks between forward and backward, the peak
+            outside blocks while the first so many blocks held their values.
+        seconds: The time of the reference step.
+    """
+
+    frames: tuple[BlockFrame, ...]
+    outside_bytes: tuple[int, ...]
+    seconds: float
+
+    def peak_bytes(self, options: Sequence[BlockOption]) -> int:
+        """Return the predicted peak of a step with an option for each block."""
+        peak = self.outside_bytes[0]
+        added = 0
+        for number, (frame, option) in enumerate(
+            zip(self.frames, options, strict=True), 1
+        ):
+            forward = frame.forward_bytes(option) + added
+            added += frame.added_bytes(option)
+            backward = frame.backward_bytes(option) + added
+            outside = self.outside_bytes[number] + added
+            peak = max(peak, forward, backward, outside)
+        return peak
+
+    def total_seconds(self, options: Sequence[BlockOption]) -> float:
+        """Return the predicted time of a step with an option for each block.
+
+        Timings vary, and a difference of some may exceed the step. It takes no less
+        time than its blocks.
+        """
+        blocks = sum(option.seconds for option in options)
+        references = sum(frame.reference.seconds for frame in self.frames)
+        return max(self.seconds + blocks - references, blocks)
+
 
 FORMAT = "recoup compiled plan"
 FORMAT_VERSION = 1
@@ -86,57 +230,30 @@ class CompiledPlan:
         Raises:
             PlanError: The text is no such plan, or is of another version.
         """
-        try:
-            data = json.loads(text)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise PlanError(
-                f"expected a compiled plan as JSON, got: {error}."
-            ) from error
-        if not isinstance(data, dict):
-            raise PlanError(f"expected a compiled plan, got {type(data).__name__}.")
-        fields = cast("dict[str, Any]", data)
-        if (fields.get("format"), fields.get("version")) != (FORMAT, FORMAT_VERSION):
-            raise PlanError(
-                f"expected a {FORMAT!r} of version {FORMAT_VERSION}, got "
-                f"{fields.get('format')!r} of version {fields.get('version')!r}; make "
-                "it anew with recoup.fit."
-            )
-        if fields.get("executor") not in EXECUTORS:
-            raise PlanError(
-                f"expected an executor of {EXECUTORS}, got {fields.get('executor')!r}."
-            )
+        reader = PlanReader.of_file(text, FORMAT, FORMAT_VERSION)
+        executor = reader.text("executor")
+        if executor not in EXECUTORS:
+            raise PlanError(f"expected an executor of {EXECUTORS}, got {executor!r}.")
         return cls(
-            executor=_read(fields, "executor", str),
-            blocks=tuple(map(_read_block, _read(fields, "blocks", list))),
-            model=_read(fields, "model", str),
-            budget_bytes=_read(fields, "budget_bytes", int),
-            peak_bytes=_read(fields, "peak_bytes", int),
-            seconds=float(_read(fields, "seconds", (int, float))),
+            executor=executor,
+            blocks=tuple(map(_read_block, reader.items("blocks"))),
+            model=reader.text("model"),
+            budget_bytes=reader.number("budget_bytes"),
+            peak_bytes=reader.number("peak_bytes"),
+            seconds=reader.real("seconds"),
         )
 
 
 def _read_block(data: Any) -> BlockPartition:
-    if not isinstance(data, dict):
-        raise PlanError(f"expected a block of a plan, got {type(data).__name__}.")
-    fields = cast("dict[str, Any]", data)
-    saves = _read(fields, "saves", list)
-    if not all(isinstance(name, str) for name in saves):
-        raise PlanError("expected names of nodes in a block's saves.")
+    reader = PlanReader(data, "a block")
+    saves = tuple(reader.items("saves"))
+    if not all(map(is_printable, saves)):
+        raise damaged("saves", saves)
     return BlockPartition(
-        module=_read(fields, "module", str),
-        kind=_read(fields, "kind", int),
-        digest=_read(fields, "digest", str),
-        saves=tuple(saves),
-        saved_bytes=_read(fields, "saved_bytes", int),
-        held_bytes=_read(fields, "held_bytes", int),
+        module=reader.text("module"),
+        kind=reader.number("kind"),
+        digest=reader.text("digest"),
+        saves=saves,
+        saved_bytes=reader.number("saved_bytes"),
+        held_bytes=reader.number("held_bytes"),
     )
-
-
-def _read(fields: dict[str, Any], name: str, kind: Any) -> Any:
-    value = fields.get(name)
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise PlanError(
-            f"expected {name!r} in a compiled plan, got {value!r:.40}; make it anew "
-            "with recoup.fit."
-        )
-    return value

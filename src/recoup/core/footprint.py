@@ -416,12 +416,6 @@ def _leave(
 ) -> tuple[set[int], int]:
     """Account for what a replay leaves in use: its values live until the last claim.
 
-    Args:
-        graph: The step.
-        total: What is added to.
-        made: The moment and the depth of the replay.
-        wanted: What it is asked for.
-
     Returns:
         The storages that outlive it; and the bytes still in use at its moment.
     """
@@ -495,12 +489,6 @@ def replayed(
     graph: Graph, inside: range, demanded: Iterable[int], held: Mapping[int, object]
 ) -> tuple[list[int], list[int]]:
     """Return the operations that demanded values need, and the values these start from.
-
-    Args:
-        graph: The step.
-        inside: The operations of the segment.
-        demanded: The values to make.
-        held: The values made in the segment that are held.
 
     Returns:
         The operations, in order; and what they read, or what is demanded, that is held

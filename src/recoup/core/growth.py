@@ -79,10 +79,6 @@ def group_of(measured: Size, size: Size) -> dict[Axis, int]:
 class Growth:
     """Predicts the bytes of storages at sizes that have not run.
 
-    Args:
-        size: The measured size.
-        storage_bytes: The bytes of each storage at that size.
-
     Examples:
         >>> base = {("x", 0): 2, ("x", 1): 10}
         >>> growth = Growth(base, (80_000, 800_000))
@@ -106,10 +102,6 @@ class Growth:
                 found.update(storage_bytes)
                 return
         self._seen.append((known, dict(storage_bytes)))
-
-    def has_seen(self, size: Size) -> bool:
-        """Return whether a step of exactly this size was seen."""
-        return any(other == size for other, _ in self._seen)
 
     def predicted(self, size: Size) -> list[int]:
         """Return the bytes of each storage at another size."""
@@ -147,9 +139,6 @@ class Growth:
 
 class _Dimensions:
     """The dimensions that differ among some sizes.
-
-    Args:
-        sizes: The measured size, sizes that were seen, and the one that is asked for.
 
     Attributes:
         ratios: For each size, the ratio of each dimension to the measured size.
@@ -260,11 +249,6 @@ def resized(
     What lasts to the end of the step (parameters, gradients) keeps its size; what is
     used on the way grows as the storages that are used there. It does not shrink:
     where it was not seen, the measured amount is the safe one.
-
-    Args:
-        graph: The measured step.
-        storage_bytes: The bytes of each storage.
-        added_bytes: What the batch itself takes beyond the measured one.
 
     Examples:
         >>> from recoup.core.graph import Storage

@@ -9,11 +9,11 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 from recoup.core.display import as_html
 from recoup.core.graph import BEFORE, Boundary, Graph
-from recoup.core.readings import MOST, is_amount, is_duration, is_printable
+from recoup.core.readings import ADVICE, PlanReader, damaged, is_amount, is_printable
 from recoup.core.segments import Action, Segment
 from recoup.core.units import print_bytes, print_seconds
 from recoup.errors import PlanError, UsageError
@@ -159,20 +159,7 @@ class Plan:
         Raises:
             PlanError: The text is no plan, is damaged, or is of another version.
         """
-        try:
-            data = json.loads(text)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise PlanError(f"this is no plan of recoup: {error}. {_ADVICE}") from error
-        reader = _Reader(data, "the file")
-        if reader.text("format") != FORMAT:
-            raise PlanError(f"this is no plan of recoup: {data!r:.60}. {_ADVICE}")
-        version = reader.number("version")
-        if version != FORMAT_VERSION:
-            raise PlanError(
-                f"this plan is of version {version}, this recoup reads version "
-                f"{FORMAT_VERSION}. {_ADVICE}"
-            )
-        return _read_plan(reader)
+        return _read_plan(PlanReader.of_file(text, FORMAT, FORMAT_VERSION))
 
     def count(self) -> dict[str, int]:
         """Return how many values are kept and how many offloaded, by action."""
@@ -230,16 +217,7 @@ def plan_for_step(
     peak_bytes: int = 0,
     seconds: float = 0.0,
 ) -> Plan:
-    """Return the segments of each pass of a measured step as a plan.
-
-    Args:
-        graph: The step.
-        plans: The segments of each pass, in the order of `Graph.passes`.
-        model: The model it is for, as a digest.
-        budget_bytes: The budget it is for.
-        peak_bytes: The peak that is predicted.
-        seconds: The time of a step that is predicted.
-    """
+    """Return the segments of each pass of a measured step as a plan."""
     made = [
         plan_for(
             each,
@@ -256,12 +234,29 @@ def plan_for_step(
     return replace(made[0], spans=(), passes=tuple(made), order=graph.order)
 
 
+def locate(graph: Graph, plan: Plan) -> tuple[Segment, ...]:
+    """Return the segments of a measured step that a plan describes.
+
+    It is the inverse of `plan_for`. Costs time in proportion to the operators.
+
+    Raises:
+        PlanError: The step has no such place.
+
+    Examples:
+        >>> places = (Boundary(0, 0, "a"), Boundary(0, 0, "b"))
+        >>> graph = Graph((), 0, (), (), (), places, ())
+        >>> locate(graph, plan_for(graph, [Segment(0, 1)]))
+        (Segment(start=0, stop=1, actions={}, inner=()),)
+    """
+    places = {_place(boundary): n for n, boundary in enumerate(graph.boundaries)}
+    return tuple(_segment(graph, span, places) for span in plan.spans)
+
+
 def segments_of(graph: Graph, plan: Plan) -> tuple[Segment, ...] | None:
     """Return a plan as segments of a measured step; None: it is of another step."""
-    places = {_place(boundary): n for n, boundary in enumerate(graph.boundaries)}
     try:
-        return tuple(_segment(graph, span, places) for span in plan.spans)
-    except (KeyError, UsageError):
+        return locate(graph, plan)
+    except (PlanError, UsageError):
         return None
 
 
@@ -319,7 +314,18 @@ def _spans_at(plan: Plan, places: Sequence[Place]) -> dict[Place, int | None]:
 
 
 def _segment(graph: Graph, span: Span, places: Mapping[Place, int]) -> Segment:
+    for place in (span.start, span.stop):
+        if place not in places:
+            raise PlanError(
+                f"the plan speaks of '{place.label}', where this step can not be cut. "
+                "Make a plan for this model with recoup.fit."
+            )
     start, stop = places[span.start], places[span.stop]
+    if start >= stop:
+        raise PlanError(
+            f"the plan has a span from '{span.start.label}' to '{span.stop.label}', "
+            "which come in another order in this step. Make a plan for this model."
+        )
     actions = {(held.operator, held.nth): held.action for held in span.held}
     seen: Counter[str] = Counter()
     found: dict[int, Action] = {}
@@ -378,18 +384,18 @@ def _plan_data(plan: Plan) -> dict[str, Any]:
     return data
 
 
-def _read_plan(reader: "_Reader", *, is_part: bool = False) -> Plan:
+def _read_plan(reader: PlanReader, *, is_part: bool = False) -> Plan:
     passes: tuple[Plan, ...] = ()
     order: tuple[int, ...] = ()
     if not is_part and reader.has("passes"):
-        found = [_Reader(item, "a pass") for item in reader.items("passes")]
+        found = [PlanReader(item, "a pass") for item in reader.items("passes")]
         passes = tuple(_read_plan(each, is_part=True) for each in found)
         order = tuple(reader.items("order"))
         if not all(is_amount(n) and n < len(passes) for n in order) or not order:
-            raise _damaged("the order of passes", order)
+            raise damaged("the order of passes", order)
     roots = tuple(reader.items("roots")) if reader.has("roots") else ("",)
     if not roots or not all(map(is_printable, roots)):
-        raise _damaged("a root", roots)
+        raise damaged("a root", roots)
     return Plan(
         spans=tuple(_read_span(item) for item in reader.items("spans")),
         signature=reader.text("signature"),
@@ -421,59 +427,13 @@ def _place_data(place: Place) -> list[Any]:
     return [place.module, place.call, "enter" if place.entering else "leave"]
 
 
-_ADVICE = "Make it anew with recoup.fit(...).plan.to_json()."
 _DEPTH = 64
-
-
-class _Reader:
-    """Takes typed fields out of what came from a file."""
-
-    def __init__(self, data: Any, what: str) -> None:
-        if not isinstance(data, dict):
-            raise PlanError(f"this plan is damaged: {what} is no object. {_ADVICE}")
-        self._data = cast("dict[str, Any]", data)
-
-    def text(self, name: str) -> str:
-        found = self._field(name, str)
-        if not is_printable(found):
-            raise _damaged(name, found)
-        return found
-
-    def number(self, name: str, *, default: int | None = None) -> int:
-        if default is not None and name not in self._data:
-            return default
-        found = self._field(name, int)
-        if not is_amount(found):
-            raise _damaged(name, found)
-        return found
-
-    def real(self, name: str) -> float:
-        found = self._field(name, (int, float))
-        if not is_duration(found):
-            raise _damaged(name, found)
-        return float(found)
-
-    def has(self, name: str) -> bool:
-        return name in self._data
-
-    def items(self, name: str) -> list[Any]:
-        return cast("list[Any]", self._field(name, list))
-
-    def _field(self, name: str, kind: Any) -> Any:
-        if name not in self._data:
-            raise PlanError(f"this is no plan of recoup: {name} is missing. {_ADVICE}")
-        found = self._data[name]
-        if not isinstance(found, kind):
-            raise PlanError(
-                f"this plan is damaged: {name} is {type(found).__name__}. {_ADVICE}"
-            )
-        return found
 
 
 def _read_span(data: Any, depth: int = 0) -> Span:
     if depth > _DEPTH:
-        raise PlanError(f"this plan is nested more than {_DEPTH} deep. {_ADVICE}")
-    reader = _Reader(data, "a span")
+        raise PlanError(f"this plan is nested more than {_DEPTH} deep. {ADVICE}")
+    reader = PlanReader(data, "a span")
     return Span(
         start=_read_place(reader.items("start")),
         stop=_read_place(reader.items("stop")),
@@ -490,7 +450,7 @@ def _read_place(data: list[Any]) -> Place:
         ) and is_amount(call):
             return Place(module, call, verb == "enter")
         case _:
-            raise _damaged("a place", data)
+            raise damaged("a place", data)
 
 
 def _read_held(data: Any) -> Held:
@@ -503,7 +463,7 @@ def _read_held(data: Any) -> Held:
         ):
             return Held(operator, nth, nbytes, _ACTIONS[action])
         case _:
-            raise _damaged("a held value", data)
+            raise damaged("a held value", data)
 
 
 def _read_made(data: Any) -> tuple[str, int]:
@@ -513,14 +473,7 @@ def _read_made(data: Any) -> tuple[str, int]:
         ):
             return operator, count
         case _:
-            raise _damaged("a count", data)
-
-
-def _damaged(what: str, found: object) -> PlanError:
-    return PlanError(
-        f"this plan is damaged: {what} is {found!r:.60}, where names can be printed "
-        f"and amounts are from 0 to {MOST}. {_ADVICE}"
-    )
+            raise damaged("a count", data)
 
 
 _ACTIONS = {action.value: action for action in Action}

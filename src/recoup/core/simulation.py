@@ -125,12 +125,7 @@ def simulate(graph: Graph, segments: Sequence[Segment]) -> Simulation:
 
 
 def live_after(graph: Graph, segments: Sequence[Segment], operations: range) -> int:
-    """Return the bytes made by some operations of forward that outlive the last.
-
-    Examples:
-        >>> live_after(Graph((), 0, (), (), (), (), ()), (), range(0))
-        0
-    """
+    """Return the bytes made by some operations of forward that outlive the last."""
     holds = total_footprint(graph, segments).holds
     return sum(
         storage.bytes

@@ -29,12 +29,6 @@ def narrowed(graph: Graph, segment: Segment) -> tuple[Segment, ...]:
     with others inside, or that move values elsewhere, stay as they are.
 
     Costs time in proportion to what is recomputed.
-
-    Examples:
-        >>> from recoup.core.graph import Boundary
-        >>> places = (Boundary(0, 0), Boundary(0, 0))
-        >>> narrowed(Graph((), 0, (), (), (), places, ()), Segment(0, 1))
-        ()
     """
     if not _may_be_narrowed(segment):
         return (segment,)
@@ -48,13 +42,7 @@ def narrowed(graph: Graph, segment: Segment) -> tuple[Segment, ...]:
 
 
 def recorded_narrowly(graph: Graph, segment: Segment, found: Footprint) -> int:
-    """Return how much a segment records when it is narrowed, to one at the most.
-
-    Args:
-        graph: The step.
-        segment: The segment.
-        found: What it does.
-    """
+    """Return how much a segment records when it is narrowed, to one at the most."""
     if not _may_be_narrowed(segment):
         return found.recorded
     saves = _saves_of_recomputed(graph, segment)
@@ -195,12 +183,6 @@ def is_idle(graph: Graph, segment: Segment) -> bool:
     """Return whether a segment runs nothing again and moves nothing to the host.
 
     Then it holds all that autograd would, for as long or longer, and records in vain.
-
-    Examples:
-        >>> from recoup.core.graph import Boundary
-        >>> places = (Boundary(0, 0), Boundary(0, 0))
-        >>> is_idle(Graph((), 0, (), (), (), places, ()), Segment(0, 1))
-        True
     """
     inside = graph.operations_between(segment.start, segment.stop)
     if any(graph.values[one.value].producer in inside for one in graph.dropped):

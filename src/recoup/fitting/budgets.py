@@ -41,11 +41,6 @@ def budget_or_environment(budget: Budget) -> Budget:
 def budget_bytes(budget: Budget, plain_peak_bytes: int, device: torch.device) -> int:
     """Return a budget in bytes.
 
-    Args:
-        budget: What the user asked for.
-        plain_peak_bytes: The peak of the plain run, as predicted.
-        device: Where the step computes.
-
     Raises:
         UsageError: It is no budget.
 
@@ -104,11 +99,6 @@ def infeasible_with(
     """Return an error for a budget of which a part had been set aside.
 
     It speaks of the whole budget alone, so that only one amount is to be given.
-
-    Args:
-        error: It says that the rest is not enough.
-        aside_bytes: What was set aside.
-        budget_bytes: The budget with it.
 
     Examples:
         >>> error = InfeasibleError("no.", budget_bytes=4, floor_bytes=7, reason="no.")

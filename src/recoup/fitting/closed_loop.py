@@ -25,14 +25,12 @@ from recoup.fitting.budgets import (
     told_bytes,
 )
 from recoup.fitting.decision import (
-    Accept,
     Infeasible,
-    Outcome,
     TimeLeft,
-    decide,
     is_much_faster,
     more_laps,
     plan_for_slower_host,
+    settle,
     settled_pace,
 )
 from recoup.fitting.following.adaptation import Adapted
@@ -40,7 +38,7 @@ from recoup.fitting.progress import Progress
 from recoup.measurement.steps.floor import Cost, measure_floor, run_step
 from recoup.measurement.steps.optimizers import missing_state_bytes, state_tensors
 from recoup.measurement.steps.training_step import TrainingStep
-from recoup.measurement.timing.correction import compared, corrected
+from recoup.measurement.timing.host_cost import compared, corrected
 from recoup.measurement.timing.pace import Pace, pace_of
 from recoup.planners.planner import (
     floor_with,
@@ -141,13 +139,6 @@ class ClosedLoop:
     Processes that share the parameters of the model run the same steps with the same
     plan, that of the first process.
 
-    Args:
-        step: The step.
-        allow: What may be done with a value besides recomputing it.
-        verify: When recomputed values are compared with forward's.
-        tell: Progress callback.
-        measurements: How the step is measured.
-
     Attributes:
         graph: The measured step.
         search: The known plans of it.
@@ -235,38 +226,31 @@ class ClosedLoop:
         """Return the accepted attempt; its plan need not be active now."""
         # An allocator counts a little more or less than predicted.
         margin_bytes = told_bytes(budget_bytes, self._step.device) - budget_bytes
-        history: list[Outcome] = []
-        attempts: list[Attempt | None] = []
-        while True:
-            last = attempts[-1] if attempts else None
-            decision = decide(
-                history,
-                budget_bytes,
-                margin_bytes=margin_bytes,
-                has_time=last is not None
-                and self._left.allows_attempt(last.cost.seconds),
-            )
-            if isinstance(decision, Accept):
-                accepted = attempts[decision.number]
-                assert accepted is not None, "only a plan that ran is accepted"
-                return accepted
-            if isinstance(decision, Infeasible):
-                raise self._infeasible(decision.needed_bytes, budget_bytes, asked_bytes)
-            target = decision.target_bytes
-            solution = self._plan(target)
-            attempt = None
+        last: Attempt | None = None
+
+        def attempt(
+            target: int | None,
+        ) -> tuple[int | None, int | None, Attempt | None]:
+            nonlocal last
             known = None if last is None or target is None else last.solution.plans
-            if solution is not None and solution.plans != known:
-                attempt = self._try(solution, target, budget_bytes)
-            attempts.append(attempt)
-            history.append(
-                Outcome(
-                    budget_bytes,
-                    target,
-                    None if solution is None else solution.peak_bytes,
-                    None if attempt is None else attempt.cost.peak_bytes,
-                )
-            )
+            last, solution = None, self._plan(target)
+            if solution is None or solution.plans == known:
+                return solution and solution.peak_bytes, None, None
+            last = self._try(solution, target, budget_bytes)
+            return solution.peak_bytes, last.cost.peak_bytes, last
+
+        accepted = settle(
+            attempt,
+            budget_bytes,
+            margin_bytes=margin_bytes,
+            has_time=lambda: (
+                last is not None and self._left.allows_attempt(last.cost.seconds)
+            ),
+        )
+        if isinstance(accepted, Infeasible):
+            raise self._infeasible(accepted.needed_bytes, budget_bytes, asked_bytes)
+        assert accepted is not None, "only a plan that ran is accepted"
+        return accepted
 
     def _plan(self, target: int | None) -> Solution | None:
         """Return the fastest plan for a target; None: there is none."""

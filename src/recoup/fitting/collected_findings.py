@@ -1,17 +1,22 @@
 """From a measured or fitted model to the findings that reports show."""
 
-from collections.abc import Callable, Sequence
+import platform
+from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from recoup.backend.memory.ledger import storages_in
+from recoup.core.device_figures import figures_of
 from recoup.core.graph import Graph
-from recoup.core.location import locate
+from recoup.core.plan import locate
 from recoup.core.segments import Action
-from recoup.core.units import print_seconds
+from recoup.core.units import print_bytes, print_seconds
+from recoup.core.version import VERSION
 from recoup.engine.applied.applied_plan import digest_of
-from recoup.fitting.environment import environment, resident_bytes
+from recoup.measurement.steps.training_step import device_of
 from recoup.planners.planner import frontier_with, plan_with
 from recoup.planners.search import Search
 from recoup.planners.solution import Solution
@@ -22,18 +27,10 @@ if TYPE_CHECKING:
     from recoup.fitting.fit import Fit
 
 
-def fit_findings(
-    fitted: "Fit", *, title: str = "", points: int = 7, device: str | None = None
-) -> Findings:
+def fit_findings(fitted: "Fit", *, title: str = "", points: int = 7) -> Findings:
     """Return what `fit` found, with the frontier around the active plan.
 
     Costs a planning and a simulation for each point.
-
-    Args:
-        fitted: What `fit` returned.
-        title: What the report is about; by default the kind of the model.
-        points: How many other plans are worked out; 0: none.
-        device: Where it ran; by default where the model is.
     """
     model = fitted.model
     allow = frozenset({Action.KEEP, *map(Action, fitted.plan.count())})
@@ -53,7 +50,7 @@ def fit_findings(
             measured_seconds=fitted.measured_seconds,
             resident=resident_bytes(model),
             reserved_bytes=fitted.reserved_bytes,
-            environment=environment(_device(model, device)),
+            environment=environment(device_of(model)),
             checks=_checks(fitted),
             model=digest_of(model),
         ),
@@ -68,11 +65,6 @@ def frontier_and_rules(
     """Return plans for budgets evenly spread, and for the peak of each known rule.
 
     So that each rule can be compared with a plan of the same peak.
-
-    Args:
-        search: Knows the step, and plans of it.
-        points: For how many budgets, evenly spread.
-        progress: Is called with the number of budgets that are done, and of all.
     """
     peaks = set(rule_peaks(search.graph)) - {search.plain_bytes}
     ours = [plan_with(search, n) for n in sorted(peaks) if n >= search.floor_bytes]
@@ -89,17 +81,7 @@ def graph_findings(  # noqa: PLR0913 (a report has many parts)
     reserved_bytes: int = 0,
     title: str = "",
 ) -> Findings:
-    """Return what is known of a measured step, without running a plan.
-
-    Args:
-        graph: What `measure` returned.
-        model: The model.
-        others: Plans to show.
-        chosen: The plan to show first, the segments of each pass; empty: plain.
-        budget_bytes: The budget it is for; 0: none.
-        reserved_bytes: What is kept free besides, as for an optimizer's state.
-        title: What the report is about; by default the kind of the model.
-    """
+    """Return what is known of a measured step, without running a plan."""
     return compose(
         graph,
         chosen,
@@ -110,7 +92,7 @@ def graph_findings(  # noqa: PLR0913 (a report has many parts)
             resident=resident_bytes(model),
             reserved_bytes=reserved_bytes,
             environment=environment(
-                _device(model, None), estimated_for=graph.estimated_for
+                device_of(model), estimated_for=graph.estimated_for
             ),
             model=digest_of(model),
         ),
@@ -153,9 +135,73 @@ def _checks(fitted: "Fit") -> tuple[tuple[str, str], ...]:
     )
 
 
-def _device(model: nn.Module, device: str | None) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    for tensor in (*model.parameters(), *model.buffers()):
-        return tensor.device
-    return torch.device("cpu")
+def environment(
+    device: torch.device, *, estimated_for: str = ""
+) -> tuple[tuple[str, str], ...]:
+    """Return names and values of what a measurement depends on.
+
+    Examples:
+        >>> [name for name, _ in environment(torch.device("cpu"))]
+        ['recoup', 'torch', 'Python', 'system', 'device', 'date']
+    """
+    return (
+        ("recoup", VERSION),
+        ("torch", str(torch.__version__)),
+        ("Python", platform.python_version()),
+        ("system", f"{platform.system()} {platform.machine()}"),
+        ("device", _estimate_words(estimated_for) or device_words(device)),
+        ("date", datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")),
+    )
+
+
+def device_words(device: torch.device) -> str:
+    """Return what a device is, in words.
+
+    Examples:
+        >>> device_words(torch.device("cpu"))
+        'the CPU'
+    """
+    if device.type == "cuda":
+        _, total_bytes = torch.cuda.mem_get_info(device)
+        return f"{torch.cuda.get_device_name(device)}, {print_bytes(total_bytes)}"
+    return "the CPU" if device.type == "cpu" else str(device)
+
+
+def _estimate_words(name: str) -> str:
+    if not name:
+        return ""
+    if name == "cpu":
+        return "the CPU; times estimated"
+    figures = figures_of(name)
+    memory = print_bytes(figures.memory_bytes)
+    return f"{name}, {memory}, not here; times estimated by its figures"
+
+
+def resident_bytes(model: nn.Module) -> tuple[tuple[str, int], ...]:
+    """Return names and bytes of what of a model is in memory all the time.
+
+    Each storage counts once, however many parameters share it.
+
+    Examples:
+        >>> resident_bytes(nn.Linear(2, 2))
+        (('parameters', 24),)
+    """
+    found: list[tuple[str, int]] = []
+    seen: set[int] = set()
+    for name, tensors in (
+        ("parameters", model.parameters()),
+        ("buffers", model.buffers()),
+    ):
+        total = _bytes_of(tensors, seen)
+        if total:
+            found.append((name, total))
+    return tuple(found)
+
+
+def _bytes_of(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
+    total = 0
+    for storage in storages_in(list(tensors)):
+        if id(storage) not in seen:
+            seen.add(id(storage))
+            total += storage.nbytes()
+    return total

@@ -8,14 +8,19 @@ by dynamic programming, compile and measure what was chosen, check it on a real 
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from recoup.backend.compiler.partitioning import Executor, saved_bytes
-from recoup.core.block_options import BlockOption, BlockStep, SavedSet
-from recoup.core.compiled_plan import BlockPartition, CompiledPlan
+from recoup.core.compiled_plan import (
+    BlockFrame,
+    BlockOption,
+    BlockPartition,
+    BlockStep,
+    CompiledPlan,
+    SavedSet,
+)
 from recoup.core.graph import Graph
 from recoup.core.units import print_bytes, print_seconds
 from recoup.engine.applied.applied_plan import digest_of
@@ -28,7 +33,9 @@ from recoup.engine.applied.compiled_blocks import (
 from recoup.engine.applied.model_blocks import block_names, repeated_names
 from recoup.engine.applied.planned_runs import Cuts
 from recoup.errors import InfeasibleError, UnsupportedError
-from recoup.fitting.environment import environment, resident_bytes
+from recoup.fitting.collected_findings import environment, resident_bytes
+from recoup.fitting.decision import Infeasible, settle
+from recoup.fitting.fit_result import FitResult
 from recoup.fitting.following.adaptation import Adapted, watched_loop
 from recoup.fitting.progress import Progress
 from recoup.measurement.steps.training_step import TrainingStep, device_of
@@ -36,6 +43,8 @@ from recoup.measurement.timing.block_bench import (
     BlockBench,
     BlockKinds,
     Forward,
+    KernelTimes,
+    costed,
     sample_calls,
 )
 from recoup.measurement.timing.block_frames import (
@@ -45,84 +54,42 @@ from recoup.measurement.timing.block_frames import (
     largest_difference,
     run_marked,
 )
-from recoup.measurement.timing.joint_costs import KernelTimes, costed
 from recoup.measurement.timing.pace import pace_of
 from recoup.measurement.tracing.observation import cut
-from recoup.planners.cut.saved_sets import saved_sets
-from recoup.planners.dp.block_choice import choose_options
+from recoup.planners.block_choice import choose_options, saved_sets
 from recoup.report.compiled_view import BlockPeak, compose_compiled
 from recoup.report.composition import Known
 from recoup.report.findings import Findings
-from recoup.report.pages import fragment, page
 from recoup.report.texts import slower_words
-
-_ROUNDS = 4
-"""How often a choice that misses the budget is corrected by the measured peak."""
 
 _BENCH_ROUNDS = 5
 
-COSTS = (
-    "budget_bytes",
-    "floor_bytes",
-    "plain_peak_bytes",
-    "plain_seconds",
-    "predicted_peak_bytes",
-    "predicted_seconds",
-    "measured_peak_bytes",
-    "measured_seconds",
-)
-"""What every result of `fit` says about costs."""
 
-
-@dataclass(repr=False)
-class CompiledFit:
+@dataclass(repr=False, kw_only=True)
+class CompiledFit(FitResult):
     """What `fit` with `compile=` did to a model, and what it costs.
 
     Attributes:
-        model: The model, with compiled blocks.
         plan: What each block saves.
         eager: Blocks that are not compiled, and why. Those in the plan recompute
             everything in a region; the others run as they were written.
-        budget_bytes: The budget.
-        plain_peak_bytes: The predicted peak of the eager step without recoup.
-        plain_seconds: The predicted time of that step.
-        predicted_peak_bytes: The predicted peak with the plan.
-        predicted_seconds: The predicted time of a step with the plan.
-        measured_peak_bytes: The measured peak of a real step with the plan.
-        measured_seconds: The measured time of a real step with the plan.
         floor_bytes: The smallest budget that these blocks can meet, predicted.
-        reserved_bytes: Kept free for optimizer state that does not exist yet.
         difference: The largest relative difference of a gradient to the eager step; 0
             is bitwise equality.
         noise: The same between two eager steps: kernels that are not deterministic.
         draws_otherwise: The compiled blocks draw other random numbers than the eager
             ones, as any model compiled by Inductor does; then `difference` says little.
-        total_seconds: How long all of `fit` took.
-        rounds: How many choices were tried on a real step.
-        graph: The eager step, as it was measured.
         blocks: The predicted peaks while each block runs, and what it holds.
         outside_bytes: Those before the blocks, between their forward and backward, and
             after them.
     """
 
-    model: nn.Module
     plan: CompiledPlan
     eager: Mapping[str, str]
-    budget_bytes: int
-    plain_peak_bytes: int
-    plain_seconds: float
-    predicted_peak_bytes: int
-    predicted_seconds: float
-    measured_peak_bytes: int
-    measured_seconds: float
     floor_bytes: int
-    reserved_bytes: int
     difference: float
     noise: float
     draws_otherwise: bool
-    total_seconds: float
-    rounds: int
-    graph: Graph = field(repr=False)
     blocks: tuple[BlockPeak, ...] = field(repr=False)
     outside_bytes: tuple[int, int, int] = field(repr=False)
     _loop: Adapted | None = field(default=None, repr=False)
@@ -147,21 +114,17 @@ class CompiledFit:
 
     def numbers(self) -> dict[str, Any]:
         """Return what it costs as plain data, for other programs."""
-        names = (*COSTS, "difference", "noise", "total_seconds")
         return {
-            **{name: getattr(self, name) for name in names},
+            **super().numbers(),
+            "difference": self.difference,
+            "noise": self.noise,
             "executor": self.plan.executor,
             "compiled": [block.module for block in self.plan.blocks if block.digest],
             "eager": dict(self.eager),
         }
 
     def findings(self, *, title: str = "", points: int = 0) -> Findings:
-        """Return all that was found, for `recoup.report`.
-
-        Args:
-            title: What the report is about; by default the kind of the model.
-            points: Ignored: of compiled blocks one plan is known.
-        """
+        """Return all that was found; of compiled blocks one plan is known."""
         del points
         peak = (
             f"measured on a real step: {self.measured_peak_bytes} B, budget "
@@ -189,23 +152,11 @@ class CompiledFit:
             ),
         )
 
-    def write_page(self, path: str | Path, *, title: str = "") -> Path:
-        """Write one self-contained HTML page: memory, plan, blocks, baselines."""
-        target = Path(path)
-        target.write_text(page(self.findings(title=title)), encoding="utf-8")
-        return target
-
-    def _repr_html_(self) -> str:
-        return fragment(self.findings())
-
     def __repr__(self) -> str:
         slower = slower_words(self.measured_seconds, self.plain_seconds)
         compiled = sum(1 for block in self.plan.blocks if block.digest)
         return (
-            f"CompiledFit of {type(self.model).__name__}: peak "
-            f"{print_bytes(self.measured_peak_bytes)} (measured), budget "
-            f"{print_bytes(self.budget_bytes)}, plain "
-            f"{print_bytes(self.plain_peak_bytes)}\n"
+            f"{self._memory(self.measured_peak_bytes)}\n"
             f"  step {print_seconds(self.measured_seconds)} measured, {slower} against "
             "the plain step\n"
             f"  {compiled} blocks compiled ({self.plan.executor}), {len(self.eager)} "
@@ -311,7 +262,7 @@ class _Search:
         self.eager: dict[str, str] = {}
         self.draws = False
         self.order: tuple[str, ...] = ()
-        self.peaks: list[int] = []
+        self.rounds = 0
         self.marks: StepMarks | None = None
 
     def capture(self, found: BlockKinds, blocks: Mapping[str, nn.Module]) -> None:
@@ -371,24 +322,38 @@ class _Search:
         seconds = pace_of(self._step).seconds
         return block_step(marks, self.kind_of, references, seconds)
 
-    def settle(self, step: BlockStep, budget_left: int) -> tuple[int, ...] | None:
+    def settle(self, step: BlockStep, budget_left: int) -> tuple[int, ...] | Infeasible:
         """Choose, compile what was chosen, check it on a real step, correct."""
-        target = budget_left
-        for _ in range(_ROUNDS):
-            choice = self._choose(step, target)
-            if choice is None:
-                return None
-            self._apply(dict(zip(self.order, choice, strict=True)))
+        last: tuple[int, ...] | None = None
+
+        def attempt(
+            target: int | None,
+        ) -> tuple[int | None, int | None, tuple[int, ...]]:
+            nonlocal last
+            known = None if target is None else last
+            last = self._least(step) if target is None else self._choose(step, target)
+            if last is None:
+                return None, None, ()
+            predicted = step.peak_bytes(self.options_of(step, last))
+            if last == known:
+                return predicted, None, last
+            self._apply(dict(zip(self.order, last, strict=True)))
             self._tell("checking the choice on a real step")
             self._step.begin()
             self._step.run()
             marks = run_marked(self._step, self._blocks(), resident=self._resident)
-            self.peaks.append(marks.peak_bytes)
+            self.rounds += 1
             self.marks = marks
-            if marks.peak_bytes <= budget_left:
-                return choice
-            target -= marks.peak_bytes - budget_left
-        return None
+            return predicted, marks.peak_bytes, last
+
+        return settle(attempt, budget_left)
+
+    def options_of(self, step: BlockStep, choice: Sequence[int]) -> list[BlockOption]:
+        """Return the chosen option of each block."""
+        return [
+            self.kinds[frame.kind].options[option]
+            for frame, option in zip(step.frames, choice, strict=True)
+        ]
 
     def plan_of(self, choice: Mapping[str, int]) -> CompiledPlan:
         """Return the plan with an option for each block."""
@@ -405,15 +370,28 @@ class _Search:
 
     def floor_bytes(self, step: BlockStep) -> int:
         """Return the predicted peak when every block holds as little as it can."""
-        options = [kind.options for kind in self.kinds]
-        least = [min(options[f.kind], key=f.added_bytes) for f in step.frames]
-        return step.peak_bytes(least)
+        return step.peak_bytes(self.options_of(step, self._least(step)))
 
     def take_off(self) -> None:
         """Give the blocks their own forwards again."""
         if self.applied is not None:
             self.applied.remove()
             self.applied = None
+
+    def _least(self, step: BlockStep) -> tuple[int, ...]:
+        """Choose for each block the option that holds least."""
+
+        def held(frame: BlockFrame, option: int) -> tuple[int, bool]:
+            found = self.kinds[frame.kind].options[option]
+            return frame.added_bytes(found), not found.is_measured
+
+        return tuple(
+            min(
+                range(len(self.kinds[frame.kind].options)),
+                key=lambda option, frame=frame: held(frame, option),
+            )
+            for frame in step.frames
+        )
 
     def _choose(self, step: BlockStep, target: int) -> tuple[int, ...] | None:
         """Choose until every chosen option is measured, not only predicted."""
@@ -455,14 +433,6 @@ def fit_compiled(
     The result is not applied yet: what runs inside `untouched` leaves no trace. Call
     its `apply` afterwards; what was compiled is not compiled again.
 
-    Args:
-        step: The step, inside `untouched`.
-        asked: The budget in bytes.
-        executor: Who runs the captured blocks.
-        plain: The step without recoup.
-        blocks: The paths of the modules to compile; by default they are found.
-        tell: Progress callback.
-
     Raises:
         InfeasibleError: No choice of partitions fits.
         UnsupportedError: No block of the model can be captured.
@@ -484,12 +454,11 @@ def fit_compiled(
         del calls  # its tensors would count in the peaks that follow
         reference = search.reference()
         choice = search.settle(reference, asked - reserved)
-        if choice is None:
-            raise _infeasible(asked, search.floor_bytes(reference) + reserved)
-        options = [
-            search.kinds[frame.kind].options[option]
-            for frame, option in zip(reference.frames, choice, strict=True)
-        ]
+        if isinstance(choice, Infeasible):
+            raise _infeasible(asked, choice.needed_bytes + reserved)
+        options = search.options_of(reference, choice)
+        assert search.marks is not None, "the accepted choice ran"
+        measured_bytes = search.marks.peak_bytes + reserved
         loop = watched_loop(
             model, search.marks, plain.graph, asked - reserved, reserved
         )
@@ -516,7 +485,7 @@ def fit_compiled(
         plain_seconds=plain.seconds,
         predicted_peak_bytes=peak_bytes,
         predicted_seconds=predicted_seconds,
-        measured_peak_bytes=search.peaks[-1] + reserved,
+        measured_peak_bytes=measured_bytes,
         measured_seconds=seconds,
         floor_bytes=search.floor_bytes(reference) + reserved,
         reserved_bytes=reserved,
@@ -524,7 +493,7 @@ def fit_compiled(
         noise=noise,
         draws_otherwise=search.draws and executor == "inductor",
         total_seconds=time.perf_counter() - started,
-        rounds=len(search.peaks),
+        rounds=search.rounds,
         graph=plain.graph,
         blocks=_block_peaks(search.order, reference, options),
         outside_bytes=(

@@ -23,6 +23,7 @@ from recoup.measurement.steps.training_step import (
     training_step,
     untouched,
 )
+from recoup.measurement.timing.block_frames import gradients_of
 from recoup.measurement.timing.pace import pace_of
 from recoup.report.findings import Entry
 
@@ -163,12 +164,7 @@ class _Arena:
             torch.accelerator.empty_cache()
 
     def _measured(self, name: str, step: TrainingStep) -> Entry:
-        step.begin()
-        step.run()
-        gradients = [
-            None if p.grad is None else p.grad.to("cpu", copy=True)
-            for p in step.model.parameters()
-        ]
+        gradients = gradients_of(step)
         cost = run_step(step)
         seconds = pace_of(step).seconds
         if self._reference is None:

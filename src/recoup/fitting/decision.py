@@ -5,10 +5,13 @@ measured peak with the budget, and plan for another target or accept. They diffe
 who runs the step. Everything they decide is decided here, from plain data.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from recoup.measurement.timing.pace import Pace
+
+Attempted = TypeVar("Attempted")
 
 _ROUNDS = 4
 """How many plans that exceed the budget are tried before the smallest one."""
@@ -151,6 +154,44 @@ def decide(
     is_known = last.measured_bytes is None and last.target_bytes == target_bytes
     runs = sum(history[n].measured_bytes is not None for n in mine)
     return Try(None if is_known or runs >= _ROUNDS else target_bytes)
+
+
+def settle(
+    attempt: Callable[[int | None], tuple[int | None, int | None, Attempted]],
+    budget_bytes: int,
+    *,
+    margin_bytes: int = 0,
+    has_time: Callable[[], bool] = lambda: False,
+) -> Attempted | Infeasible:
+    """Attempt plans as `decide` says; return the accepted attempt, or that none fits.
+
+    Args:
+        attempt: Plans for a target, None: with the smallest plan, and runs a step.
+            Returns `Outcome.predicted_bytes`, `Outcome.measured_bytes` and the attempt.
+        budget_bytes: The most bytes that a step may take.
+        margin_bytes: As for `decide`.
+        has_time: Returns whether there is time for an attempt that is not needed.
+
+    Examples:
+        >>> settle(lambda target: (target or 5, (target or 5) + 2, target), 10)
+        8
+        >>> settle(lambda target: (target or 5, 11, target), 10)
+        Infeasible(needed_bytes=11)
+    """
+    history: list[Outcome] = []
+    attempts: list[Attempted] = []
+    while True:
+        decision = decide(
+            history, budget_bytes, margin_bytes=margin_bytes, has_time=has_time()
+        )
+        if isinstance(decision, Infeasible):
+            return decision
+        if isinstance(decision, Accept):
+            return attempts[decision.number]
+        target = decision.target_bytes
+        predicted_bytes, measured_bytes, attempted = attempt(target)
+        history.append(Outcome(budget_bytes, target, predicted_bytes, measured_bytes))
+        attempts.append(attempted)
 
 
 @dataclass(frozen=True, slots=True)

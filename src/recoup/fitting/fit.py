@@ -5,7 +5,6 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 import torch
@@ -16,7 +15,6 @@ from recoup.backend.memory.meters import is_out_of_memory
 from recoup.backend.state.model_state import evaluation_advice
 from recoup.backend.state.snapshots import StepSnapshot
 from recoup.core.callers import user_stacklevel
-from recoup.core.graph import Graph
 from recoup.core.plan import Plan
 from recoup.core.segments import Action
 from recoup.core.units import print_bytes, print_seconds
@@ -36,7 +34,8 @@ from recoup.fitting.collected_findings import (
     frontier_and_rules,
     graph_findings,
 )
-from recoup.fitting.compiled_fit import COSTS, CompiledFit, PlainStep, fit_compiled
+from recoup.fitting.compiled_fit import CompiledFit, PlainStep, fit_compiled
+from recoup.fitting.fit_result import FitResult
 from recoup.fitting.following.adaptation import Adapted
 from recoup.fitting.progress import Progress, progress_for
 from recoup.measurement.steps.training_step import (
@@ -49,7 +48,7 @@ from recoup.planners.infeasible import in_units_of
 from recoup.planners.planner import EXACT, floor_with
 from recoup.planners.search import Search
 from recoup.report.findings import Findings
-from recoup.report.pages import fragment, page
+from recoup.report.pages import page
 from recoup.report.texts import slower_words
 
 Compile = Literal[False, "exact", "inductor", "auto"]
@@ -75,30 +74,16 @@ _RUNS = 10
 """How often the step runs if the first plan holds: the progress is told by it."""
 
 
-@dataclass(repr=False)
-class Fit:
+@dataclass(repr=False, kw_only=True)
+class Fit(FitResult):
     """What `fit` did to a model, and what it costs.
 
     Attributes:
-        model: The model, with the plan applied; of several, a list that contains them.
         plan: The plan.
-        graph: The step as it was measured.
-        budget_bytes: The budget, in bytes.
-        plain_peak_bytes: The peak of the plain run, as predicted.
-        plain_seconds: The time of the plain step; on a CPU as measured in turns with
-            the plan, if that fits into its memory, else as predicted.
-        predicted_peak_bytes: The peak of the plan, as predicted.
-        predicted_seconds: The time of a step with the plan, as predicted, with all
-            times corrected by the steps that `fit` ran.
-        planned_seconds: The same before a step had run with the plan.
-        measured_peak_bytes: The peak of a real step with the plan.
-        measured_seconds: The time of a real step with the plan.
-        reserved_bytes: Kept free for an optimizer's state that does not exist yet.
+        planned_seconds: The predicted time before a step had run with the plan.
         gap: By which part of its time the step could at best be shorter.
         planner: The algorithm that found the plan.
         planning_seconds: How long planning took.
-        total_seconds: How long all of `fit` took.
-        rounds: How many plans were tried on a real step.
         retries: How often a step ran out of memory and was run again.
         tightenings: How often it was planned anew for less memory. Since then peak and
             time are those that are predicted: what was measured is the plan before.
@@ -106,23 +91,11 @@ class Fit:
         search: The plans of the step that were found on the way.
     """
 
-    model: nn.Module
     plan: Plan
-    graph: Graph = field(repr=False)
-    budget_bytes: int
-    plain_peak_bytes: int
-    plain_seconds: float
-    predicted_peak_bytes: int
-    predicted_seconds: float
     planned_seconds: float
-    measured_peak_bytes: int
-    measured_seconds: float
-    reserved_bytes: int
     gap: float
     planner: str
     planning_seconds: float
-    total_seconds: float
-    rounds: int
     retries: int = 0
     tightenings: int = 0
     verify: Verify = "first"
@@ -211,9 +184,10 @@ class Fit:
 
     def numbers(self) -> dict[str, Any]:
         """Return what it costs as plain data, for other programs."""
-        names = (*COSTS, "planner", "planning_seconds", "total_seconds")
         return {
-            **{name: getattr(self, name) for name in names},
+            **super().numbers(),
+            "planner": self.planner,
+            "planning_seconds": self.planning_seconds,
             "regions": self.plan.regions,
             "held": self.plan.count(),
         }
@@ -222,24 +196,13 @@ class Fit:
         """Return all that was found, for `recoup.report`; see `fit_findings`."""
         return fit_findings(self, title=title, points=points)
 
-    def write_page(self, path: str | Path, *, title: str = "") -> Path:
-        """Write one self-contained HTML page: memory, plans, blocks, baselines."""
-        target = Path(path)
-        target.write_text(page(self.findings(title=title)), encoding="utf-8")
-        return target
-
-    def _repr_html_(self) -> str:
-        return fragment(self.findings(points=0))
-
     def __repr__(self) -> str:
         slower = slower_words(self.predicted_seconds, self.plain_seconds)
         how, peak_bytes = "measured", self.measured_peak_bytes
         if self.tightenings:
             how, peak_bytes = "predicted", self.predicted_peak_bytes
         return (
-            f"Fit of {type(self.model).__name__}: peak {print_bytes(peak_bytes)} "
-            f"({how}), budget {print_bytes(self.budget_bytes)}, plain "
-            f"{print_bytes(self.plain_peak_bytes)}\n"
+            f"{self._memory(peak_bytes, how)}\n"
             f"  step {print_seconds(self.measured_seconds)} measured, {slower} "
             f"predicted, at most {self.gap:.1%} above the optimum\n"
             f"  {self._actions()}; fitted in {print_seconds(self.total_seconds)}\n"
@@ -592,7 +555,6 @@ def _report(
         gap=solution.gap,
         planner=solution.planner,
         planning_seconds=loop.planning_seconds,
-        total_seconds=0.0,
         rounds=loop.rounds,
         _adapted=tried.adapted,
         search=loop.search,

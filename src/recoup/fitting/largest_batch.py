@@ -192,12 +192,6 @@ def largest_batch(  # noqa: PLR0913 (as `fit`)
 class _Sizes:
     """Measured sizes, and what they say of others.
 
-    Args:
-        measure: Measures a step of a size.
-        target_bytes: What a step may take.
-        allow: What may be done with a value besides recomputing it.
-        slowdown: How much longer than the plain step it may take; None: any.
-
     Attributes:
         graphs: The steps that were measured, by size.
     """

@@ -19,13 +19,7 @@ Show = Callable[[str, int, int], None]
 
 
 class Course:
-    """How far work has come that consists of running a step several times.
-
-    Args:
-        runs: How often the step will probably run.
-        show: Is told what is being done, how many runs there were, and how many there
-            will be.
-    """
+    """How far work has come that consists of running a step several times."""
 
     def __init__(self, runs: int, show: Show | None = None) -> None:
         self._show = show

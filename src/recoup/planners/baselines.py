@@ -93,10 +93,6 @@ def greedy(graph: Graph, budget_bytes: int) -> tuple[Segment, ...]:
     Whole blocks are ranked by the bytes that autograd saves in them for each second of
     recomputing. If even all of them do not meet the budget, all are returned. Costs one
     simulation for each doubling of the number of blocks.
-
-    Examples:
-        >>> greedy(Graph((), 0, (), (), (), (), ()), 100)
-        ()
     """
     ranked = sorted(
         blocks_of(graph), key=lambda block: -_bytes_per_second(graph, block)

@@ -8,11 +8,10 @@ from functools import cached_property
 from recoup.core.graph import Graph
 from recoup.core.segments import Action, Stretch
 from recoup.planners.baselines import blocks_of
-from recoup.planners.dp.min_peak import nested_reach
-from recoup.planners.dp.partition import Partition
-from recoup.planners.dp.places import ends_of_calls, narrow_places
-from recoup.planners.dp.stretch_memory import Memory
-from recoup.planners.lp.one_level import OneLevel
+from recoup.planners.linear_program import OneLevel
+from recoup.planners.partition import Partition, nested_reach
+from recoup.planners.places import ends_of_calls, narrow_places
+from recoup.planners.stretch_options import Memory
 
 _EFFORT = 20_000
 """Operators in stretches of two or three places: what the partition may look at."""
@@ -50,11 +49,6 @@ class Lens:
         self.allow = allow
         self.memory = memory
         self._levels: dict[tuple[Stretch, ...], OneLevel] = {}
-
-    @cached_property
-    def block_level(self) -> OneLevel:
-        """All plans over the blocks."""
-        return OneLevel(self.graph, blocks_of(self.graph), self.allow)
 
     def level_of(self, stretches: Iterable[Stretch]) -> OneLevel:
         """Return all plans over some stretches, the same for the same ones."""

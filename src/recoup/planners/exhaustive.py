@@ -1,5 +1,6 @@
 """Try everything, where there is little to try."""
 
+from collections.abc import Iterator
 from itertools import chain, combinations, product
 from math import prod
 
@@ -12,11 +13,19 @@ from recoup.planners.option import (
     holding,
     keep_all,
     kept_around,
+    segments_of,
 )
+
+_MOST = 2000
+"""So many plans are tried at most."""
 
 
 def exhaustive(
-    graph: Graph, stretches: tuple[Stretch, ...], budget_bytes: int, *, most: int = 2000
+    graph: Graph,
+    stretches: tuple[Stretch, ...],
+    budget_bytes: int,
+    *,
+    most: int = _MOST,
 ) -> tuple[Segment, ...] | None:
     """Return the fastest plan of a class within a budget; None: none, or too many.
 
@@ -28,45 +37,40 @@ def exhaustive(
         stretches: Where segments begin and end.
         budget_bytes: The most bytes in use.
         most: How many plans are tried at most; with more there is no answer.
-
-    Examples:
-        >>> exhaustive(Graph((), 0, (), (), (), (), ()), (), 0)
-        ()
     """
-    if _count(graph, stretches) > most:
+    found = _plans(graph, stretches, most)
+    if found is None:
         return None
-    use = MemoryUse(graph, [kept_around(graph, stretches)])
+    use, plans = found
     best: tuple[float, tuple[Option, ...]] | None = None
-    for options in product(*(_options(graph, stretch) for stretch in stretches)):
+    for options in plans:
         seconds = sum(option.seconds for option in options)
         if best is not None and seconds >= best[0]:
             continue
         if use.peak_bytes(footprints_of(options)) <= budget_bytes:
             best = seconds, options
-    if best is None:
-        return None
-    return tuple(segment for option in best[1] for segment in option.segments)
+    return None if best is None else segments_of(best[1])
 
 
 def smallest(
-    graph: Graph, stretches: tuple[Stretch, ...], *, most: int = 2000
+    graph: Graph, stretches: tuple[Stretch, ...]
 ) -> tuple[Segment, ...] | None:
-    """Return the plan of that class with the lowest peak; None: there are too many.
+    """Return the plan of that class with the lowest peak; None: there are too many."""
+    found = _plans(graph, stretches, _MOST)
+    if found is None:
+        return None
+    use, plans = found
+    return segments_of(min(plans, key=lambda o: use.peak_bytes(footprints_of(o))))
 
-    Examples:
-        >>> smallest(Graph((), 0, (), (), (), (), ()), ())
-        ()
-    """
-    if _count(graph, stretches) > most:
+
+def _plans(
+    graph: Graph, stretches: tuple[Stretch, ...], most: int
+) -> tuple[MemoryUse, Iterator[tuple[Option, ...]]] | None:
+    """Return the memory of the step and all plans; None: there are too many."""
+    if prod(2 ** len(_holdable(graph, each)) + 1 for each in stretches) > most:
         return None
     use = MemoryUse(graph, [kept_around(graph, stretches)])
-    every = product(*(_options(graph, stretch) for stretch in stretches))
-    best = min(every, key=lambda options: use.peak_bytes(footprints_of(options)))
-    return tuple(segment for option in best for segment in option.segments)
-
-
-def _count(graph: Graph, stretches: tuple[Stretch, ...]) -> int:
-    return prod(2 ** len(_holdable(graph, stretch)) + 1 for stretch in stretches)
+    return use, product(*(_options(graph, stretch) for stretch in stretches))
 
 
 def _holdable(graph: Graph, stretch: Stretch) -> list[int]:

@@ -3,8 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from recoup.core.graph import Graph
-from recoup.core.graph_places import module_paths, next_needed
+from recoup.core.graph import Graph, module_paths, next_needed
 from recoup.core.segments import Segment
 from recoup.core.simulation import simulate
 from recoup.core.units import parse_budget, print_bytes
@@ -48,11 +47,6 @@ def in_units_of(
     error: InfeasibleError, budget: str | float | None, plain_peak_bytes: int
 ) -> InfeasibleError:
     """Return an error that speaks of shares if the budget was one.
-
-    Args:
-        error: It speaks of bytes.
-        budget: What the user asked for.
-        plain_peak_bytes: The peak of the plain step.
 
     Examples:
         >>> error = InfeasibleError("no.", budget_bytes=1, floor_bytes=7, reason="Why.")

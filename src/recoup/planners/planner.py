@@ -74,11 +74,6 @@ def plan_with(
 
     Raises:
         InfeasibleError: No plan known fits; it names the smallest budget that does.
-
-    Examples:
-        >>> search = Search(Graph((), 0, (), (), (), (), ()), EXACT)
-        >>> plan_with(search, 0).segments
-        ()
     """
     found: list[Solution] = []
     for each in search.passes:
@@ -117,17 +112,6 @@ def plan_beside(search: Search, budget_bytes: int, known: Solution) -> Solution:
     """Return the fastest plan that a search knows, or finds for another host.
 
     Quicker than `plan_with`: only what the host has a part in is planned anew.
-
-    Args:
-        search: Knows the step beside that host, and plans of it.
-        budget_bytes: The most bytes that may be in use at any moment.
-        known: A plan within the budget, found beside the host of before.
-
-    Examples:
-        >>> search = Search(Graph((), 0, (), (), (), (), ()), EXACT)
-        >>> known = plan_with(search, 0)
-        >>> plan_beside(search, 0, known).segments
-        ()
     """
     solutions: list[Solution] = []
     for each, before in zip(search.passes, known.passes, strict=True):
@@ -197,11 +181,6 @@ def frontier_with(
     """Return plans from the smallest peak to that of plain training.
 
     What the search has found before is on the curve if nothing beats it.
-
-    Examples:
-        >>> search = Search(Graph((), 0, (), (), (), (), ()), EXACT)
-        >>> len(frontier_with(search))
-        1
     """
     started = perf_counter()
     lowest, highest = search.floor_bytes, search.plain_bytes

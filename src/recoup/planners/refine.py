@@ -28,16 +28,6 @@ def refine(
 
     Costs a footprint and the bytes at all moments for each value that may fit, and a
     few hundred of both for the exchange.
-
-    Args:
-        graph: The step.
-        segments: The plan.
-        budget_bytes: The most bytes in use at any moment.
-        swaps: Whether to exchange values too.
-
-    Examples:
-        >>> refine(Graph((), 0, (), (), (), (), ()), (), 0)
-        ()
     """
     if not segments:
         return ()

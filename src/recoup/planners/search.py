@@ -10,14 +10,13 @@ from recoup.core.segments import Action, Segment, within_calls
 from recoup.core.simulation import Simulation, simulate
 from recoup.core.trim_segments import is_idle, narrowed, without_idle_actions
 from recoup.planners.baselines import blocks_of
+from recoup.planners.bounds import bound_seconds
 from recoup.planners.cost_weighting import Lens
-from recoup.planners.cut.bounds import bound_seconds
-from recoup.planners.dp.min_peak import lowest_plan
-from recoup.planners.dp.partition import Partition, Path
-from recoup.planners.dp.stretch_memory import Memory
 from recoup.planners.exhaustive import exhaustive
 from recoup.planners.option import segments_of
+from recoup.planners.partition import Partition, Path, lowest_plan
 from recoup.planners.refine import refine
+from recoup.planners.stretch_options import Memory
 
 Plan = tuple[tuple[Segment, ...], Simulation, str]
 
@@ -51,12 +50,7 @@ with gives way to one that leaves it this much room."""
 
 
 class Search:
-    """Finds plans of one graph for any budget, and remembers them.
-
-    Args:
-        graph: One step.
-        allow: What may be done with values besides recomputing them.
-    """
+    """Finds plans of one graph for any budget, and remembers them."""
 
     def __init__(self, graph: Graph, allow: frozenset[Action]) -> None:
         self.graph = graph
@@ -98,8 +92,7 @@ class Search:
     def solve_for_host(self, budget_bytes: int) -> Plan | None:
         """Look for plans that keep the host for less time, where that is what counts.
 
-        Returns:
-            The fastest plan known within the budget.
+        Returns the fastest plan known within the budget.
         """
         for weight in _HOST_WEIGHTS:
             if not self._waits_for_host(budget_bytes):
@@ -303,14 +296,15 @@ class Search:
                 self.add(found, "exhaustive")
 
     def _solve_blocks(self, lens: Lens, budget_bytes: int) -> None:
-        found = lens.block_level.solve(budget_bytes)
+        """Decide what is held in each block: quick, and best where many repeat."""
+        found = lens.level_of(blocks_of(lens.graph)).solve(budget_bytes)
         if found is not None:
             self.add(segments_of(found), "blocks")
 
     def _solve_partition(
         self, lens: Lens, partition: Partition, budget_bytes: int
     ) -> None:
-        """Cut forward anew, and settle what is held in the stretches."""
+        """Cut forward anew, and decide what is held in the stretches."""
         paths: dict[float, Path] = {}
         target = budget_bytes
         for _ in range(_TARGETS):

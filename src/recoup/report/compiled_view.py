@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from recoup.core.compiled_plan import CompiledPlan
-from recoup.core.graph import Graph
-from recoup.core.graph_places import module_paths, next_needed
+from recoup.core.graph import Graph, module_paths, next_needed
 from recoup.core.simulation import simulate
 from recoup.core.units import print_bytes
 from recoup.report.composition import Known, compose

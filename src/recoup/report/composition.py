@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from recoup.core.footprint import Footprint, total_footprint
-from recoup.core.graph import Graph
-from recoup.core.graph_places import module_paths, next_needed
+from recoup.core.graph import Graph, module_paths, next_needed
 from recoup.core.memory_use import REMADE, SPIKE, MemoryUse
 from recoup.core.plan import plan_for_step
 from recoup.core.segments import Segment

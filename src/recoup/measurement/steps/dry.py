@@ -13,7 +13,7 @@ from recoup.core.device_figures import Figures
 from recoup.core.graph import Graph
 from recoup.errors import RecoupError, UnsupportedError
 from recoup.measurement.steps.training_step import training_step, untouched
-from recoup.measurement.timing.recording_cost import recording_seconds
+from recoup.measurement.timing.host_cost import recording_seconds
 from recoup.measurement.timing.roofline import Roofline
 from recoup.measurement.tracing.observation import observe
 
@@ -33,14 +33,6 @@ def measure_dry(
 
     The step runs twice on stand-ins for the model's tensors and the batch's, which have
     shapes and no memory. The model has its own tensors again afterwards.
-
-    Args:
-        model: The model; it may be on the meta device.
-        batch: What it is called with, on any device.
-        figures: The device whose times are estimated.
-        loss: Computes the loss.
-        step: Runs forward and backward by itself.
-        names: The paths of the modules that are its blocks.
 
     Raises:
         UnsupportedError: What the step does depends on numbers in its tensors.

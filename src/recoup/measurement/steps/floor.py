@@ -11,13 +11,14 @@ from recoup.core.graph import Graph
 from recoup.engine.applied.planned_runs import Cuts
 from recoup.errors import UsageError
 from recoup.measurement.steps.training_step import TrainingStep
-from recoup.measurement.timing.correction import calibrated, issued
-from recoup.measurement.timing.issuing import Calls
-from recoup.measurement.timing.pace import pace_of, timed
-from recoup.measurement.timing.recording_cost import (
+from recoup.measurement.timing.host_cost import (
+    Calls,
+    calibrated,
+    issued,
     least_recording_seconds,
     recording_seconds,
 )
+from recoup.measurement.timing.pace import pace_of, seconds_of
 from recoup.measurement.tracing.observation import cut, observe
 
 
@@ -44,7 +45,7 @@ def run_step(step: TrainingStep, *, resident: Sequence[object] = ()) -> Cost:
     step.begin()
     with device_meter(step.device) as meter:
         meter.track(*step.resident(), *tensors(list(resident)))
-        seconds = timed(step)
+        seconds = seconds_of(step.run, step.device)
         peak_bytes = meter.peak_bytes
     step.drop_gradients()
     return Cost(peak_bytes, seconds)
@@ -60,11 +61,6 @@ def measure_floor(
 
     Runs the step four times: once to warm up, once traced, twice for its time. Beside
     an accelerator once more, and the model without gradients.
-
-    Args:
-        step: The step.
-        names: The paths of the modules that are its blocks; by default they are found.
-        resident: What else is in memory during the step, as an optimizer's state.
 
     Raises:
         UsageError: A named block does not exist, the step does not call the model, or

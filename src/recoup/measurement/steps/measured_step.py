@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from recoup.backend.memory.meters import device_meter
 from recoup.errors import UsageError
+from recoup.measurement.timing.pace import synchronize
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +124,11 @@ def _loss(step: Step) -> Tensor:
 
 def _timed(step: Step, device: torch.device) -> tuple[float, float]:
     step.prepare()
-    _synchronize(device)
+    synchronize(device)
     start = time.perf_counter()
     step.backward(_loss(step))
     host_seconds = time.perf_counter() - start
-    _synchronize(device)
+    synchronize(device)
     return time.perf_counter() - start, host_seconds
 
 
@@ -147,8 +148,3 @@ def _flops(step: Step) -> int:
     with FlopCounterMode(display=False) as counter:
         step.backward(_loss(step))
     return counter.get_total_flops()
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)

@@ -28,12 +28,6 @@ class Repetition:
     that later runs find done. Copies of buffers are on the CPU, where they take no
     memory of the step. Tensors are copied only if the first run writes to them.
 
-    Args:
-        model: The model.
-        run: Runs the step.
-        batch: The arguments of the step; it may write to them.
-        devices: Where the step computes.
-
     Examples:
         >>> drop = nn.Dropout()
         >>> repetition = Repetition(drop, lambda: None)
@@ -70,11 +64,7 @@ class Repetition:
         self._gradients.take_off()
 
     def watched(self, run: Callable[[], object]) -> Callable[[], object]:
-        """Return a function that runs the step, and watches what the first run writes.
-
-        Args:
-            run: Runs the step.
-        """
+        """Return the step as a function that watches what the first run writes."""
 
         def watched_run() -> object:
             with self._written.watched():

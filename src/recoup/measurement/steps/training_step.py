@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,18 +91,7 @@ def training_step(
     device: torch.device | str | None = None,
     accumulate: bool = False,
 ) -> TrainingStep:
-    """Return the step that the arguments of `fit` and `measure` describe.
-
-    Args:
-        model: The model.
-        batch: What it is called with: a tensor, a tuple of positional arguments, or a
-            mapping of keyword arguments. With a loss that takes the output and a
-            target: a pair of what the model is called with and the target.
-        loss: Computes the loss from the model's output (and the target). Without it
-            the output must be the loss, or have it as `loss`.
-        step: Runs forward and backward by itself, instead of `batch` and `loss`.
-        device: Where to count memory; by default where the model's parameters are.
-        accumulate: Gradients of earlier steps are there when it begins.
+    """Return the step that the arguments of `fit` and `measure` describe; see `fit`.
 
     Raises:
         UnsupportedError: A part of the model can have no hooks.
@@ -221,6 +211,24 @@ def _optimizers_refused(model: nn.Module) -> Iterator[None]:
 
     with removing() as handles:
         handles.append(register_optimizer_step_pre_hook(refuse))
+        yield
+
+
+@contextmanager
+def gradients_followed(
+    parameters: Mapping[str, nn.Parameter], note: Callable[[str], object]
+) -> Iterator[None]:
+    """Note, by its path, whenever backward adds to the gradient of a parameter."""
+
+    def added(name: str, parameter: Tensor) -> None:  # what a hook returns, torch takes
+        del parameter
+        note(name)
+
+    with removing() as handles:
+        for name, parameter in parameters.items():
+            if parameter.requires_grad:
+                hook = partial(added, name)
+                handles.append(parameter.register_post_accumulate_grad_hook(hook))
         yield
 
 

@@ -1,22 +1,23 @@
-"""Measure one block by itself: the bytes and the time of a way to run it."""
+"""Measure one block by itself: the bytes and the time of an option, and of kernels."""
 
-import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from recoup.backend.compiler.joint_graphs import JointGraph, KernelCall, TensorSpec
 from recoup.backend.memory.ledger import storages_in
 from recoup.backend.memory.meters import interval_meter
 from recoup.backend.state.trees import leaves, map_leaves, tensors
-from recoup.core.block_options import BlockOption
+from recoup.core.compiled_plan import BlockOption, JointForward
 from recoup.engine.applied.compiled_blocks import signature_of
 from recoup.measurement.steps.training_step import TrainingStep
-from recoup.measurement.timing.pace import synchronize
+from recoup.measurement.timing.pace import least_seconds, seconds_of
 
 Forward = Callable[..., Any]
 
@@ -52,12 +53,7 @@ class BlockKinds:
 
 
 def sample_calls(step: TrainingStep, blocks: Mapping[str, nn.Module]) -> BlockKinds:
-    """Run a step once, and return which blocks are alike and how they are called.
-
-    Args:
-        step: The step; run it with as little memory as possible.
-        blocks: Its blocks by path.
-    """
+    """Run a step once, and return which blocks are alike and how they are called."""
     kinds: dict[str, int] = {}
     numbers: dict[Hashable, int] = {}
     samples: list[tuple[str, BlockCall]] = []
@@ -129,11 +125,6 @@ class BlockBench:
 
     Between measurements the call waits on the CPU: on an accelerator it would count in
     the peaks of whole steps.
-
-    Args:
-        block: The block.
-        call: The call.
-        device: Where it computes.
     """
 
     def __init__(self, block: nn.Module, call: BlockCall, device: torch.device) -> None:
@@ -175,11 +166,7 @@ class BlockBench:
         for _ in range(rounds):
             for forward, found in zip(forwards, times, strict=True):
                 self.run(forward)
-                synchronize(self._device)
-                start = time.perf_counter()
-                self.run(forward)
-                synchronize(self._device)
-                found.append(time.perf_counter() - start)
+                found.append(seconds_of(partial(self.run, forward), self._device))
         return [min(found) for found in times]
 
     def measure(self, forward: Forward) -> BlockOption:
@@ -256,3 +243,87 @@ class _End(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
         return (None, *(gradient.clone() for gradient in ctx.gradients))
+
+
+_FUSED = 0.02
+"""What a fused operator costs, as a share of the time that its traffic would take: it
+is computed in registers, in a kernel that runs in any case."""
+
+_COPY_BYTES = 1 << 26
+_REPEATS = 3
+
+
+class KernelTimes:
+    """Times kernels by running them on tensors of the same geometry, each once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._seconds: dict[str, float] = {}
+        source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+        seconds = self._timed(lambda: target.copy_(source))
+        self.bytes_per_second = 2 * _COPY_BYTES / seconds
+
+    def seconds(self, call: KernelCall, traffic_bytes: int) -> float:
+        """Return the time of a kernel; by its traffic if it cannot run by itself."""
+        key = f"{call.target}{call.args}{call.kwargs}"
+        known = self._seconds.get(key)
+        if known is None:
+            try:
+                known = self._run(call)
+            except (RuntimeError, TypeError, ValueError, IndexError):
+                known = traffic_bytes / self.bytes_per_second
+            self._seconds[key] = known
+        return known
+
+    @torch.no_grad()
+    def _run(self, call: KernelCall) -> float:
+        args = _made(call.args, self._device)
+        return self._timed(lambda: call.target(*args, **call.kwargs))
+
+    def _timed(self, function: Callable[[], object]) -> float:
+        function()
+        return least_seconds(function, self._device, _REPEATS)
+
+
+def costed(joint: JointGraph, times: KernelTimes) -> JointForward:
+    """Return a block's forward with the cost of recomputing and saving its values."""
+    speed = times.bytes_per_second
+    operations = []
+    for number, operation in enumerate(joint.graph.operations):
+        call, traffic = joint.calls[number], joint.traffic[number]
+        if number in joint.once:
+            seconds = 0.0
+        elif call is not None:
+            seconds = times.seconds(call, traffic)
+        else:
+            written = sum(
+                joint.graph.bytes_of(v) for v in operation.makes if v in joint.whole
+            )
+            seconds = (_FUSED * traffic + 2 * written) / speed
+        operations.append(replace(operation, seconds=seconds))
+    graph = replace(joint.graph, operations=tuple(operations))
+    save_seconds = []
+    for value in range(len(graph.values)):
+        producer = graph.values[value].producer
+        is_written = value in joint.materialized or producer in joint.once
+        passes = 1 if is_written else 2
+        nbytes = 0 if value in joint.resident else graph.bytes_of(value)
+        save_seconds.append(passes * nbytes / speed)
+    return JointForward(
+        joint.digest,
+        graph,
+        joint.names,
+        joint.demanded,
+        joint.resident,
+        tuple(save_seconds),
+    )
+
+
+def _made(argument: Any, device: torch.device) -> Any:
+    if isinstance(argument, TensorSpec):
+        made: Tensor = argument.make(device)
+        return made
+    if isinstance(argument, list | tuple):
+        return type(argument)(_made(item, device) for item in argument)
+    return argument

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -13,10 +12,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from recoup.backend.memory.ledger import StorageLedger, storages_in
 from recoup.backend.memory.meters import Interval, interval_meter
 from recoup.backend.state.trees import tensors
-from recoup.core.block_options import BlockFrame, BlockOption, BlockStep
+from recoup.core.compiled_plan import BlockFrame, BlockOption, BlockStep
 from recoup.core.graph import BEFORE, Boundary, Graph, Operation, Storage
 from recoup.errors import UnsupportedError
-from recoup.measurement.steps.training_step import TrainingStep
+from recoup.measurement.steps.training_step import TrainingStep, gradients_followed
 
 Event = Literal["enter", "leave", "backward", "after"]
 
@@ -69,12 +68,20 @@ def run_marked(
         base = resident_bytes(step, resident)
         meter = interval_meter(step.device)
 
-        gradients = _GradientMarks(step.model)
-        stack.callback(gradients.remove)
+        parameters = dict(step.model.named_parameters())
+        gradients = {n: BEFORE for n, p in parameters.items() if p.grad is not None}
+        interval = 0
 
         def mark(event: Event, name: str) -> None:
-            gradients.interval += 1
+            nonlocal interval
+            interval += 1
             meter.mark((event, name))
+
+        stack.enter_context(
+            gradients_followed(
+                parameters, lambda name: gradients.setdefault(name, interval)
+            )
+        )
 
         def enter(name: str, inputs: Any) -> None:
             order[name] = None
@@ -120,28 +127,7 @@ def run_marked(
         Interval(i.mark, i.live_bytes + base, i.peak_bytes + base)
         for i in meter.intervals
     ]
-    return StepMarks(intervals, tuple(order), unheld, gradients.found)
-
-
-class _GradientMarks:
-    """Notes in which interval each parameter of a model gets its gradient."""
-
-    def __init__(self, model: nn.Module) -> None:
-        named = dict(model.named_parameters())
-        self.interval = 0
-        self.found = {n: BEFORE for n, p in named.items() if p.grad is not None}
-        self._handles = [
-            parameter.register_post_accumulate_grad_hook(partial(self._note, name))
-            for name, parameter in named.items()
-            if parameter.requires_grad
-        ]
-
-    def _note(self, name: str, _: Tensor) -> None:
-        self.found.setdefault(name, self.interval)
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+    return StepMarks(intervals, tuple(order), unheld, gradients)
 
 
 def marked_graph(marks: StepMarks) -> Graph:
@@ -184,12 +170,6 @@ def block_step(
     seconds: float,
 ) -> BlockStep:
     """Return the step that a marked run with the reference options was.
-
-    Args:
-        marks: What was seen.
-        kinds: The kind of each block.
-        references: The option that the blocks of each kind had.
-        seconds: How long the step takes.
 
     Raises:
         UnsupportedError: A block ran again before its backward.

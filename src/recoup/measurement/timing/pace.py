@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,11 +44,6 @@ def pace_of(
     last one alone, and one that finds it idle comes first and does not count.
 
     Costs one run more than the repeats beside an accelerator, else as many.
-
-    Args:
-        step: The step.
-        repeats: How many runs count.
-        expected_seconds: The time that was predicted, see `judged`.
     """
     if step.device.type == "cpu":
         seconds = min(_time_alone(step) for _ in range(repeats))
@@ -129,18 +124,25 @@ def usual(times: Sequence[float], expected: float | None = None) -> float:
 
 def _time_alone(step: TrainingStep) -> float:
     step.begin()
-    seconds = timed(step)
+    seconds = seconds_of(step.run, step.device)
     step.drop_gradients()
     return seconds
 
 
-def timed(step: TrainingStep) -> float:
-    """Run a step by itself; return how long it took until the device had finished."""
-    synchronize(step.device)
+def seconds_of(call: Callable[[], object], device: torch.device) -> float:
+    """Return how long a call takes until the device has finished."""
+    synchronize(device)
     start = time.perf_counter()
-    step.run()
-    synchronize(step.device)
+    call()
+    synchronize(device)
     return time.perf_counter() - start
+
+
+def least_seconds(
+    call: Callable[[], object], device: torch.device, repeats: int
+) -> float:
+    """Return the least time of some calls."""
+    return min(seconds_of(call, device) for _ in range(repeats))
 
 
 def synchronize(device: torch.device) -> None:

@@ -1,7 +1,5 @@
 """Times by a roofline: arithmetic and traffic over what a device does at best."""
 
-import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,6 +9,7 @@ from torch.utils.flop_counter import flop_registry
 
 from recoup.backend.state.trees import tensors
 from recoup.core.device_figures import Figures
+from recoup.measurement.timing.pace import least_seconds
 
 _PRODUCT = 384
 _COPIED_BYTES = 1 << 24
@@ -24,9 +23,6 @@ class Roofline:
     writing its results, whichever is longer. Arithmetic is that of matrix products,
     convolutions and attention, by torch's own formulas. What starting an operator takes
     is not in it: the estimate is for operators that keep a device busy.
-
-    Args:
-        figures: What the device does at best.
 
     Examples:
         >>> from recoup.core.device_figures import figures_of
@@ -102,8 +98,8 @@ def here() -> Figures:
     left = torch.ones(_PRODUCT, _PRODUCT)
     source = torch.ones(_COPIED_BYTES // 4)
     target = torch.empty_like(source)
-    product_seconds = _least_seconds(lambda: left @ left)
-    copy_seconds = _least_seconds(lambda: target.copy_(source))
+    product_seconds = least_seconds(lambda: left @ left, left.device, _REPEATS)
+    copy_seconds = least_seconds(lambda: target.copy_(source), left.device, _REPEATS)
     flops_per_second = 2 * _PRODUCT**3 / product_seconds
     return Figures(
         "cpu",
@@ -121,15 +117,6 @@ def _touched_bytes(tensor: Tensor) -> int:
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         elements *= size if stride else min(size, 1)
     return elements * tensor.element_size()
-
-
-def _least_seconds(call: Callable[[], Any]) -> float:
-    least = float("inf")
-    for _ in range(_REPEATS):
-        start = time.perf_counter()
-        call()
-        least = min(least, time.perf_counter() - start)
-    return least
 
 
 _ATTENTION = "_scaled_dot_product_flash_attention"

@@ -74,11 +74,6 @@ def storage_bytes(
     Operators are matched in order; where the call has others, the n-th of a name is the
     n-th of that name, if there are equally many.
 
-    Args:
-        graph: The measured step.
-        trace: The call.
-        operations: The operations of that call in the measured step.
-
     Returns:
         The bytes, by the number of the storage, and whether all operators are the same.
     """

@@ -1,9 +1,9 @@
-"""From a trace of a step to its graph."""
+"""From the traces of a step's passes to its graph."""
 
 import bisect
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 from recoup.core.graph import (
     Boundary,
@@ -16,13 +16,31 @@ from recoup.core.graph import (
 )
 from recoup.core.segments import Segment
 from recoup.core.simulation import simulate
-from recoup.measurement.steps.boundaries import block_boundaries
+from recoup.measurement.timing.host_cost import scaled
 from recoup.measurement.tracing.trace import (
     Trace,
     TracedOperation,
     TracedSave,
     TracedStorage,
 )
+from recoup.planners.baselines import recompute_all
+
+
+def block_boundaries(
+    boundaries: Sequence[Boundary], names: Collection[str]
+) -> tuple[int, ...]:
+    """Return the numbers of the boundaries at which named modules begin and end.
+
+    The first and the last boundary of each call of the model are among them.
+    """
+    found = {0, len(boundaries) - 1} if boundaries else set[int]()
+    for number, boundary in enumerate(boundaries):
+        if boundary.module in names:
+            found.add(number)
+        if number and boundary.model_call != boundaries[number - 1].model_call:
+            found |= {number - 1, number}
+    return tuple(sorted(found))
+
 
 _SLACK = 64
 """A storage that a region held in the traced step, and that died so many moments after
@@ -84,15 +102,6 @@ def graph_of(
         for seen_bytes, model_bytes in zip(measured, modelled.settled_at, strict=True)
     ]
     return replace(graph, other_bytes=tuple(other))
-
-
-def recompute_all(graph: Graph) -> tuple[Segment, ...]:
-    """Return one segment for each block, as in the traced step."""
-    return tuple(
-        Segment(start, stop)
-        for start, stop in pairwise(graph.blocks)
-        if graph.is_within_call(start, stop)
-    )
 
 
 def boundaries_of(trace: Trace, blocks: Collection[str]) -> tuple[Boundary, ...]:
@@ -280,3 +289,57 @@ def _natural(
         else:
             found.append(storage)
     return tuple(found)
+
+
+def step_graph(
+    traces: Sequence[Trace],
+    seconds_of: Callable[[int], float],
+    *,
+    blocks: Collection[str],
+    recording_seconds: float = 0.0,
+) -> Graph:
+    """Return the graph of a step, with the times of its operators."""
+    kinds: dict[object, list[int]] = {}
+    graphs: list[Graph] = []
+    for number, trace in enumerate(traces):
+        graph = graph_of(trace, seconds_of, blocks=blocks)
+        backward_seconds = sum(map(seconds_of, trace.backward_timings))
+        graphs.append(
+            replace(
+                graph,
+                step_seconds=graph.forward_seconds + backward_seconds,
+                recording_seconds=recording_seconds,
+                roots=tuple(trace.roots),
+            )
+        )
+        kinds.setdefault(_kind(graph), []).append(number)
+    found: list[tuple[int, Graph, list[int]]] = []
+    for numbers in kinds.values():
+        largest = max((graphs[n] for n in numbers), key=_plain_bytes)
+        seconds = sum(graphs[n].step_seconds for n in numbers)
+        # A plan is carried out in each of them, and so is what it recomputes.
+        whole = replace(scaled(largest, len(numbers)), step_seconds=seconds)
+        found.append((_plain_bytes(largest), whole, numbers))
+    found.sort(key=lambda item: -item[0])
+    places = {n: place for place, (_, _, numbers) in enumerate(found) for n in numbers}
+    main, *others = (graph for _, graph, _ in found)
+    order = tuple(places[n] for n in range(len(traces))) if others else (0,)
+    return replace(
+        main, order=order, others=tuple(replace(other, order=()) for other in others)
+    )
+
+
+def _plain_bytes(graph: Graph) -> int:
+    return simulate(graph, ()).peak_bytes
+
+
+def _kind(graph: Graph) -> object:
+    """Return what is equal for passes that one plan can serve."""
+    return (
+        tuple(
+            (operation.name, tuple(map(graph.bytes_of, operation.makes)))
+            for operation in graph.operations
+        ),
+        graph.boundaries,
+        len(graph.saves),
+    )

@@ -32,9 +32,8 @@ from recoup.backend.operators.timers import OperatorTimer, Timer
 from recoup.core.graph import Graph
 from recoup.engine.recording.observers import Watched
 from recoup.engine.recording.region import Region
-from recoup.measurement.timing.recording_cost import recording_seconds
-from recoup.measurement.tracing.graphs import torn_blocks
-from recoup.measurement.tracing.passes import step_graph
+from recoup.measurement.timing.host_cost import recording_seconds
+from recoup.measurement.tracing.graphs import step_graph, torn_blocks
 from recoup.measurement.tracing.trace import Trace
 from recoup.measurement.tracing.tracer import Tracer
 

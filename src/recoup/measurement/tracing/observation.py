@@ -1,12 +1,12 @@
 """One observed step: traced while every block is recomputed."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
 from recoup.backend.autograd.saved_tensors import is_in_backward, records_gradients
 from recoup.backend.memory.ledger import storages_in
@@ -19,9 +19,8 @@ from recoup.engine.applied.applied_plan import Applied
 from recoup.engine.applied.model_blocks import block_names
 from recoup.engine.applied.planned_runs import Cuts
 from recoup.errors import UsageError
-from recoup.measurement.steps.training_step import TrainingStep
-from recoup.measurement.tracing.graphs import torn_blocks
-from recoup.measurement.tracing.passes import step_graph
+from recoup.measurement.steps.training_step import TrainingStep, gradients_followed
+from recoup.measurement.tracing.graphs import step_graph, torn_blocks
 from recoup.measurement.tracing.trace import Trace
 from recoup.measurement.tracing.tracer import Tracer
 
@@ -53,14 +52,6 @@ def observe(
 
     Runs the step twice, or three times: once to warm up, then traced; once more if it
     must be cut elsewhere.
-
-    Args:
-        step: The step.
-        meter: Makes a meter of the bytes in use.
-        timer: Makes a timer of operators.
-        recording_seconds: What a region adds to each operator of forward.
-        names: The paths of the modules that are its blocks; by default they are found.
-        resident: What else is in memory during the step, as an optimizer's state.
 
     Raises:
         UsageError: A named block does not exist, or the step does not call the model.
@@ -142,7 +133,7 @@ def _trace(
             restoring(tracer.stop),
             restoring(tracer.detach),
             _boundaries_recorded(step.model, tracer),
-            _gradients_recorded(parameters, tracer),
+            gradients_followed(parameters, tracer.add_gradient),
             cut(step, Cuts(cuts, policy=tracer)),
         ):
             tracer.attach()
@@ -190,24 +181,6 @@ def _boundaries_recorded(model: nn.Module, tracer: Tracer) -> Iterator[None]:
             lead = partial(module.register_forward_pre_hook, with_kwargs=True)
             add(lead(before, prepend=True))
             add(follow(after, always_call=True))
-        yield
-
-
-@contextmanager
-def _gradients_recorded(
-    parameters: Mapping[str, nn.Parameter], tracer: Tracer
-) -> Iterator[None]:
-    """Record in the trace when backward adds to the gradient of a parameter."""
-
-    def record(name: str, parameter: Tensor) -> None:
-        del parameter
-        tracer.add_gradient(name)
-
-    with removing() as handles:
-        for name, parameter in parameters.items():
-            if parameter.requires_grad:
-                hook = partial(record, name)
-                handles.append(parameter.register_post_accumulate_grad_hook(hook))
         yield
 
 

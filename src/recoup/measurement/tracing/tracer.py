@@ -36,9 +36,9 @@ from recoup.engine.lifetime.values import Hold
 from recoup.engine.recording.observers import Watched, subscribe, unsubscribe
 from recoup.engine.recording.region import STATE_BYTES, Region
 from recoup.engine.replay.recomputing import is_recomputing
-from recoup.measurement.tracing.lives import Lives
 from recoup.measurement.tracing.saved import KeptTensor
 from recoup.measurement.tracing.trace import (
+    Lives,
     Trace,
     TracedBoundary,
     TracedOperation,
@@ -204,11 +204,6 @@ class Tracer(OperatorMode):
         """Record that a module is entered or left.
 
         Not inside hooks of the model's own, where no region may begin or end.
-
-        Args:
-            module: Its path.
-            passed: Its arguments, or its output.
-            entering: It is entered; False: left.
         """
         if self._model_call is None:
             return

@@ -15,7 +15,7 @@ import numpy as np
 
 from recoup.core.graph import Graph
 from recoup.core.simulation import simulate
-from recoup.planners.cut.min_cut import (
+from recoup.planners.min_cut import (
     Choice,
     Demand,
     choose,
@@ -32,16 +32,7 @@ def bound_seconds(
 ) -> float:
     """Return seconds that every plan within a budget runs again or waits, at least.
 
-    Args:
-        graph: The step.
-        budget_bytes: The most bytes in use at any moment.
-        may_offload: Values may be copied to the host instead.
-
     Costs about ten minimum cuts over forward, twice as many with offloading.
-
-    Examples:
-        >>> bound_seconds(Graph((), 0, (), (), (), (), ()), 0)
-        0.0
     """
     best = 0.0
     for moment in _tightest(graph, budget_bytes):

@@ -1,10 +1,15 @@
-"""Which values of a captured block to save: the Pareto front of bytes against time."""
+"""Compiled blocks: which values each may save, and the fastest choice for a budget.
 
-from collections.abc import Iterable
+`saved_sets` finds the Pareto front of bytes and time of one captured block by minimum
+cuts; `choose_options` takes an option for each block by dynamic programming.
+"""
 
-from recoup.core.block_options import JointForward, SavedSet
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from recoup.core.compiled_plan import BlockOption, BlockStep, JointForward, SavedSet
 from recoup.core.graph import BEFORE
-from recoup.planners.cut.min_cut import Choice, Demand, choose, evaluate
+from recoup.planners.min_cut import Choice, Demand, choose, evaluate
 
 _NOTHING = 1e-15
 
@@ -101,3 +106,61 @@ def _thinned(sets: list[SavedSet], limit: int) -> list[SavedSet]:
         ]
         del sets[1 + gaps.index(min(gaps))]
     return sets
+
+
+_LABELS = 2000
+"""The most Pareto-optimal partial choices that are kept after each block."""
+
+
+class _Label(NamedTuple):
+    added_bytes: int
+    seconds: float
+    option: int
+    before: "_Label | None"
+
+
+def choose_options(
+    step: BlockStep, options: Sequence[Sequence[BlockOption]], budget_bytes: int
+) -> tuple[int, ...] | None:
+    """Return the number of an option for each block, or None if nothing fits.
+
+    A dynamic program over the blocks in the order of forward. While a block runs, only
+    what the blocks before it hold depends on choices, so a partial choice is described
+    by the bytes held and the seconds.
+    """
+    if step.outside_bytes[0] > budget_bytes:
+        return None
+    front = [_Label(0, 0.0, -1, None)]
+    for number, frame in enumerate(step.frames, 1):
+        reached: list[_Label] = []
+        for label in front:
+            for index, option in enumerate(options[frame.kind]):
+                forward = frame.forward_bytes(option) + label.added_bytes
+                if forward > budget_bytes:
+                    continue
+                added = label.added_bytes + frame.added_bytes(option)
+                backward = frame.backward_bytes(option) + added
+                if max(backward, step.outside_bytes[number] + added) > budget_bytes:
+                    continue
+                seconds = label.seconds + option.seconds
+                reached.append(_Label(added, seconds, index, label))
+        front = _best(reached)
+    if not front:
+        return None
+    label = min(front, key=lambda found: found.seconds)
+    chosen: list[int] = []
+    while label.before is not None:
+        chosen.append(label.option)
+        label = label.before
+    return tuple(reversed(chosen))
+
+
+def _best(labels: list[_Label]) -> list[_Label]:
+    kept: list[_Label] = []
+    for label in sorted(labels, key=lambda found: (found.added_bytes, found.seconds)):
+        if not kept or label.seconds < kept[-1].seconds:
+            kept.append(label)
+    if len(kept) > _LABELS:
+        stride = len(kept) / (_LABELS - 1)
+        kept = [*(kept[int(i * stride)] for i in range(_LABELS - 1)), kept[-1]]
+    return kept

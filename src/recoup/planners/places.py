@@ -7,6 +7,9 @@ import numpy as np
 
 from recoup.core.graph import Floats, Graph
 
+_NEAR = 2
+"""How many places to each side a place is compared with."""
+
 
 def crossing_bytes(graph: Graph) -> Floats:
     """Return for each boundary the bytes made before it and read after it."""
@@ -26,7 +29,7 @@ def crossing_bytes(graph: Graph) -> Floats:
 
 
 def narrow_places(
-    graph: Graph, *, most: int, always: Sequence[int] = (), span: int = 2
+    graph: Graph, *, most: int, always: Sequence[int] = ()
 ) -> tuple[int, ...]:
     """Return boundaries at which less crosses than at most others near them.
 
@@ -35,7 +38,6 @@ def narrow_places(
         most: About how many to return; the narrowest of each stretch of equally many
             saved bytes come first.
         always: Boundaries to return in any case.
-        span: How many places to each side a place is compared with.
     """
     crossing = crossing_bytes(graph)
     first, last = _ends(graph)
@@ -44,7 +46,7 @@ def narrow_places(
     chosen = {first, last, *(place for place in always if first <= place <= last)}
     found: list[int] = []
     for number, place in enumerate(distinct):
-        near = distinct[max(0, number - span) : number + span + 1]
+        near = distinct[max(0, number - _NEAR) : number + _NEAR + 1]
         if crossing[place] <= 1.05 * min(crossing[other] for other in near):
             found.append(place)
     if len(found) > most:

@@ -113,10 +113,6 @@ def demand_between(
 def choose(demand: Demand, price: Callable[[int], float]) -> frozenset[int]:
     """Return the values to hold for which prices and replayed seconds are least.
 
-    Args:
-        demand: What is needed.
-        price: What holding a value costs, in seconds.
-
     Costs one maximum flow over the operations that what is demanded depends on.
     """
     network = demand.network
@@ -282,12 +278,7 @@ class Network:
     def held_at(
         self, prices: Sequence[float], seconds: Sequence[float]
     ) -> frozenset[int]:
-        """Return the values that the cheapest choice holds, but for forced ones.
-
-        Args:
-            prices: What holding each value costs.
-            seconds: What replaying each operation costs.
-        """
+        """Return the values that the cheapest choice holds, but for forced ones."""
         edges: list[tuple[int, int]] = []
         finite: list[float] = []
         infinite = list(self._infinite)

@@ -1,0 +1,94 @@
+"""The result of `fit`, whoever runs the blocks: the model and its costs."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import nn
+
+from recoup.core.graph import Graph
+from recoup.core.units import print_bytes
+from recoup.report.findings import Findings
+from recoup.report.pages import fragment, page
+
+
+@dataclass(repr=False, kw_only=True)
+class FitResult(ABC):
+    """What every result of `fit` has: `Fit` and `CompiledFit` extend it.
+
+    Attributes:
+        model: The model, with the plan applied; of several, a list that contains them.
+        graph: The eager step, as it was measured.
+        budget_bytes: The budget.
+        plain_peak_bytes: The predicted peak of the plain step.
+        plain_seconds: The predicted time of that step, or as measured in turns with the
+            plan on a CPU where it fits into memory.
+        predicted_peak_bytes: The predicted peak with the plan.
+        predicted_seconds: The predicted time of a step with the plan, corrected by the
+            steps that `fit` ran.
+        measured_peak_bytes: The measured peak of a real step with the plan.
+        measured_seconds: The measured time of a real step with the plan.
+        reserved_bytes: Kept free for optimizer state that does not exist yet.
+        total_seconds: How long all of `fit` took.
+        rounds: How many plans were tried on a real step.
+    """
+
+    model: nn.Module
+    graph: Graph = field(repr=False)
+    budget_bytes: int
+    plain_peak_bytes: int
+    plain_seconds: float
+    predicted_peak_bytes: int
+    predicted_seconds: float
+    measured_peak_bytes: int
+    measured_seconds: float
+    reserved_bytes: int
+    total_seconds: float = 0.0
+    rounds: int
+
+    _COSTS: ClassVar[tuple[str, ...]] = (
+        "budget_bytes",
+        "floor_bytes",
+        "plain_peak_bytes",
+        "plain_seconds",
+        "predicted_peak_bytes",
+        "predicted_seconds",
+        "measured_peak_bytes",
+        "measured_seconds",
+        "total_seconds",
+    )
+
+    @abstractmethod
+    def remove(self) -> nn.Module:
+        """Take the plan off the model, which is then as it was before `fit`."""
+
+    @abstractmethod
+    def findings(self, *, title: str = "", points: int = 7) -> Findings:
+        """Return all that was found, for `recoup.report`.
+
+        Args:
+            title: What the report is about; by default the kind of the model.
+            points: How many other plans are worked out.
+        """
+
+    def numbers(self) -> dict[str, Any]:
+        """Return what it costs as plain data, for other programs."""
+        return {name: getattr(self, name) for name in self._COSTS}
+
+    def write_page(self, path: str | Path, *, title: str = "") -> Path:
+        """Write one self-contained HTML page: memory, plans, blocks, baselines."""
+        target = Path(path)
+        target.write_text(page(self.findings(title=title)), encoding="utf-8")
+        return target
+
+    def _repr_html_(self) -> str:
+        return fragment(self.findings(points=0))
+
+    def _memory(self, peak_bytes: int, how: str = "measured") -> str:
+        return (
+            f"{type(self).__name__} of {type(self.model).__name__}: peak "
+            f"{print_bytes(peak_bytes)} ({how}), budget "
+            f"{print_bytes(self.budget_bytes)}, plain "
+            f"{print_bytes(self.plain_peak_bytes)}"
+        )

@@ -1,0 +1,317 @@
+"""Host time of a step: recording and replaying, and times corrected by real steps."""
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from recoup.core.footprint import total_footprint
+from recoup.core.graph import Graph, Issuing
+from recoup.core.restoring import removing
+from recoup.core.segments import Segment, recorded_operators
+from recoup.core.simulation import simulate
+from recoup.engine.recording.region import Region
+from recoup.engine.recording.region_options import Options
+from recoup.measurement.steps.training_step import TrainingStep
+from recoup.measurement.timing.pace import Pace, synchronize
+from recoup.planners.baselines import recompute_all
+
+RECORDING_BY_LEAST = 4.0
+"""How much longer it takes to record an operator of a model, in forward and where
+backward asks for it, than the simplest one in forward: 2.5 to 5 times for eight models
+of small tensors on the CPU."""
+
+_OPERATORS = 128
+_REPEATS = 5
+
+
+def recording_seconds() -> float:
+    """Return what a region adds to each operator of a model in it, as it usually is.
+
+    Costs a few milliseconds.
+    """
+    return RECORDING_BY_LEAST * least_recording_seconds()
+
+
+def least_recording_seconds() -> float:
+    """Return the host time that a region adds to the simplest operator of forward.
+
+    Runs a row of small operators on the processor with and without a region, some
+    times each. Costs a few milliseconds.
+
+    Examples:
+        >>> 0 <= least_recording_seconds() < 0.01
+        True
+    """
+    x = torch.ones(8, requires_grad=True)
+
+    def row() -> float:
+        start = time.perf_counter()
+        y = x
+        for _ in range(_OPERATORS):
+            y = y * x
+        return time.perf_counter() - start
+
+    def recorded() -> float:
+        # Without `begin`: nobody who watches regions is to count this one.
+        region = Region("a row", Options(verify="off"), "row")
+        region.open()
+        seconds = row()
+        region.close()
+        return seconds
+
+    recorded()
+    plain = min(row() for _ in range(_REPEATS))
+    inside = min(recorded() for _ in range(_REPEATS))
+    return max(0.0, inside - plain) / recorded_operators(_OPERATORS)
+
+
+STEP_BY_FORWARD = 2.5
+"""How much longer a plain step keeps the host than its forward without gradients does:
+1.7 times for a ResNet-50 beside an H200, 2.0 for a DenseNet-121, 4.7 for a mixture of
+experts, which waits for the device on the way."""
+
+REPLAY_BY_FORWARD = 1.5
+"""How much longer it takes to run an operator again than in a forward without
+gradients: 1.2 times for that ResNet, 1.6 for the DenseNet."""
+
+
+class Calls:
+    """What a model was called with in a step."""
+
+    def __init__(self, count: int) -> None:
+        self._arguments: deque[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = (
+            deque(maxlen=count)
+        )
+
+    @contextmanager
+    def noted(self, models: Sequence[nn.Module]) -> Iterator[None]:
+        """Record the calls of models while the block runs."""
+        with removing() as handles:
+            for model in models:
+                register = partial(model.register_forward_pre_hook, prepend=True)
+                handles.append(register(self._note, with_kwargs=True))
+            yield
+
+    def again(self, step: TrainingStep) -> float:
+        """Call the model so again without gradients; return the host's time for it.
+
+        Needs no memory to speak of.
+
+        Returns:
+            Infinity if the model cannot be run without gradients.
+        """
+        try:
+            return min(self._timed_again(step) for _ in range(2))
+        except RuntimeError:  # it takes gradients in its forward
+            return float("inf")
+
+    @torch.no_grad()
+    def _timed_again(self, step: TrainingStep) -> float:
+        step.begin()
+        synchronize(step.device)
+        start = time.perf_counter()
+        for model, args, kwargs in list(self._arguments):
+            model(*args, **kwargs)
+        return time.perf_counter() - start
+
+    def _note(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._arguments.append((model, args, kwargs))
+
+
+class Work(NamedTuple):
+    """What a plan gives the host to do beside a plain step: how many operators."""
+
+    recorded: int
+    replayed: int
+
+    @classmethod
+    def of(cls, graph: Graph, segments: Sequence[Segment]) -> "Work":
+        """Count it."""
+        total = total_footprint(graph, segments)
+        replayed = sum(len(replay.operations) for replay in total.replays)
+        return cls(total.recorded, replayed)
+
+
+def issuing_of(
+    graph: Graph,
+    pace: Pace,
+    *,
+    plain_forward_seconds: float,
+    least_seconds: float = 0.0,
+) -> Issuing:
+    """Return what issuing the step costs the host.
+
+    A plain step may not fit to be run, so its time is told by its forward without
+    gradients, and so is that of an operator that is run again. What a step with every
+    block recomputed takes longer than both is recording: in forward, and where backward
+    asks for what was recorded. A host that is not waited for may itself wait, for room
+    in the device's queue: then it records in no more than the usual time.
+
+    Args:
+        graph: The step.
+        pace: The pace of the step with every block recomputed.
+        plain_forward_seconds: The host's time for a forward without gradients.
+        least_seconds: What recording the simplest operator costs this host: no other
+            one takes less, whatever the times say.
+    """
+    work = Work.of(graph, recompute_all(graph))
+    host = pace.host_seconds
+    forward = min(plain_forward_seconds, host / STEP_BY_FORWARD)
+    again = REPLAY_BY_FORWARD * forward / max(1, len(graph.operations))
+    least = Issuing(0.0, least_seconds, again).seconds(*work)
+    plain = min(STEP_BY_FORWARD * forward, max(0.0, host - least))
+    added = host - plain
+    least_recording = min(work.recorded * least_seconds, added)
+    recording = max(least_recording, added - work.replayed * again)
+    replaying = added - recording
+    if not pace.is_bound_by_host:
+        recording = min(recording, RECORDING_BY_LEAST * least_recording)
+    return Issuing(
+        plain_seconds=plain,
+        recording_seconds=recording / max(1, work.recorded),
+        replaying_seconds=replaying / max(1, work.replayed),
+    )
+
+
+def learned(thought: float, pace: Pace) -> float:
+    """Return by which factor the host takes longer than was thought.
+
+    A host that issues one plan slower than thought is taken to be slower at everything.
+    One that is not waited for is known to be no slower than it was seen to be.
+
+    Examples:
+        >>> learned(2.0, Pace(seconds=4.0, host_seconds=4.0))
+        2.0
+        >>> learned(2.0, Pace(seconds=8.0, host_seconds=4.0))
+        1.0
+    """
+    if not thought or (not pace.is_bound_by_host and thought <= pace.host_seconds):
+        return 1.0
+    return pace.host_seconds / thought
+
+
+_LEAST_FACTOR = 0.1
+"""A plan that ran no longer than the plain step is not taken to cost nothing."""
+
+Plans = Sequence[Sequence[Segment]]
+"""The segments of each pass of a step, in the order of `Graph.passes`."""
+
+
+def calibrated(graph: Graph, floor_seconds: float) -> Graph:
+    """Return the graph with times by which the measured step took what it took.
+
+    Operators that add up to more than the step overlapped in it. Time that they do not
+    explain is in the plain step as well.
+    """
+    predicted = sum(
+        simulate(each, recompute_all(each)).device_seconds for each in graph.passes
+    )
+    if predicted > floor_seconds:
+        share = floor_seconds / predicted
+        return graph.map_passes(lambda each: scaled(each, share))
+    plain = sum(each.step_seconds for each in graph.passes) or 1.0
+    unexplained = floor_seconds - predicted
+
+    def longer(each: Graph) -> Graph:
+        share = each.step_seconds / plain
+        return replace(each, step_seconds=each.step_seconds + share * unexplained)
+
+    return graph.map_passes(longer)
+
+
+def issued(
+    graph: Graph,
+    pace: Pace,
+    *,
+    plain_forward_seconds: float,
+    least_seconds: float = 0.0,
+) -> Graph:
+    """Return the graph with the host's time for each pass; see `issuing_of`."""
+    total = sum(len(each.operations) for each in graph.passes) or 1
+
+    def with_host(each: Graph) -> Graph:
+        share = len(each.operations) / total
+        issuing = issuing_of(
+            each,
+            Pace(share * pace.seconds, share * pace.host_seconds),
+            plain_forward_seconds=share * plain_forward_seconds,
+            least_seconds=least_seconds,
+        )
+        return replace(each, issuing=issuing)
+
+    graph = graph.map_passes(with_host)
+    return corrected(graph, [recompute_all(each) for each in graph.passes], pace)
+
+
+def corrected(graph: Graph, plans: Plans, pace: Pace) -> Graph:
+    """Return the graph with times by which a plan takes what it was seen to take.
+
+    Which of device and host the step waits for is known then, and so is how long that
+    one takes; the other takes no longer. All times of each are wrong by one factor.
+    Without a host beside the device the graph stays as it is.
+    """
+    passes = graph.passes
+    costs = [simulate(*each) for each in zip(passes, plans, strict=True)]
+    thought = sum(cost.issuing_seconds for cost in costs)
+    if any(each.issuing is None for each in passes):
+        return graph
+    factor = learned(thought, pace)
+    graph = graph.map_passes(
+        lambda each: replace(each, issuing=each.issuing and each.issuing.scaled(factor))
+    )
+    predicted = sum(cost.device_seconds for cost in costs)
+    if not predicted or (predicted <= pace.seconds and pace.is_bound_by_host):
+        return graph
+    share = pace.seconds / predicted
+    return graph.map_passes(lambda each: scaled(each, share))
+
+
+def compared(
+    graph: Graph, plans: Plans, planned_seconds: float, plain_seconds: float
+) -> Graph:
+    """Return the graph with the times that a plan and the plain step were seen to take.
+
+    Both were run in turns, so that their ratio is right whatever else the machine does.
+    What the plan adds, in replays and recording, is wrong by one factor.
+    """
+    plain = sum(each.step_seconds for each in graph.passes)
+    if not plain or not plain_seconds:
+        return graph
+    graph = graph.map_passes(lambda each: scaled(each, plain_seconds / plain))
+    costs = [simulate(*each) for each in zip(graph.passes, plans, strict=True)]
+    added = sum(cost.replay_seconds + cost.recording_seconds for cost in costs)
+    if not added:
+        return graph
+    factor = max(_LEAST_FACTOR, (planned_seconds - plain_seconds) / added)
+
+    def with_overhead(each: Graph) -> Graph:
+        return replace(scaled(each, factor), step_seconds=each.step_seconds)
+
+    return graph.map_passes(with_overhead)
+
+
+def scaled(graph: Graph, share: float) -> Graph:
+    """Return the graph with a share of the device's times, or a multiple.
+
+    Examples:
+        >>> scaled(Graph((), 0, (), (), (), (), (), step_seconds=4.0), 0.5).step_seconds
+        2.0
+    """
+    return replace(
+        graph,
+        operations=tuple(
+            replace(operation, seconds=operation.seconds * share)
+            for operation in graph.operations
+        ),
+        step_seconds=graph.step_seconds * share,
+        recording_seconds=graph.recording_seconds * share,
+    )
