@@ -122,7 +122,7 @@ def test_an_error_of_fit_writes_a_page_on_request(tmp_path):
     with pytest.raises(InfeasibleError) as caught:
         recoup.fit(model_of(), BATCH, 0.1, loss=torch.sum)
     path = caught.value.write_page(tmp_path / "why.html")
-    assert "Does not fit: peak" in path.read_text()
+    assert "Does not fit: the smallest peak known is" in path.read_text()
     share = floor_share(str(caught.value))
     _, fitted = recoup.fit(model_of(), BATCH, share, loss=torch.sum)
     assert fitted.measured_peak_bytes <= fitted.budget_bytes

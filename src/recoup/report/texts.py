@@ -64,12 +64,18 @@ def verdict(findings: Findings) -> str:
             f"The plain step takes {plain}; the smallest budget that can be met is "
             f"{floor}."
         )
+    is_over = fits_words(peak_bytes, budget_bytes) == "no"
+    if is_over and not findings.measured_peak_bytes:
+        return (
+            f"Does not fit: the smallest peak known is {print_bytes(peak_bytes)}, the "
+            f"budget {print_bytes(budget_bytes)}; plain {plain}."
+        )
     if view.seconds <= findings.plain_seconds or not findings.plain_seconds:
         slower = "a step is predicted as fast as plain"
     else:
         share = view.seconds / findings.plain_seconds - 1
         slower = f"a step is predicted {share:.1%} slower"
-    fits = "Does not fit" if fits_words(peak_bytes, budget_bytes) == "no" else "Fits"
+    fits = "Does not fit" if is_over else "Fits"
     budget = f" of a budget of {print_bytes(budget_bytes)}" if budget_bytes else ""
     return (
         f"{fits}: peak {print_bytes(peak_bytes)} ({how}){budget}, plain {plain}; "

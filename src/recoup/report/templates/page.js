@@ -421,7 +421,7 @@
   const wordsOf = (n) => {
     const view = plans[n];
     const host = view.host_bytes ? `; ${bytes(view.host_bytes)} on the host` : "";
-    return `${view.name}${n === found.chosen ? " (active)" : ""}: ${bytes(view.peak_bytes)} at the peak, ` +
+    return `${view.name}${n === found.chosen ? (found.budget_bytes && view.peak_bytes > found.budget_bytes ? " (does not fit)" : " (active)") : ""}: ${bytes(view.peak_bytes)} at the peak, ` +
       `${percent(view.peak_bytes, found.plain_peak_bytes)} of plain; ${seconds(view.seconds)} a step, ${slower(view.seconds)}${host}`;
   };
   const show = (number) => {
