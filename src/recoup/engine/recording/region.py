@@ -536,7 +536,8 @@ class Region(Counted):
         if "_recorder" in self.__dict__:
             return Uses(self.tape.operations)  # there are more to come
         if self._uses is None:
-            self._uses = Uses(self.tape.operations)
+            reads = None if self._program is None else self._program.reads
+            self._uses = Uses(self.tape.operations, reads)
         return self._uses
 
     def _watch_backward(self) -> None:

@@ -46,9 +46,11 @@ class Program:
         has_one_end: Whether the last operation needs all others. If not, some of the
             values can be computed without it.
         has_parts: Whether `part_at` was asked and has found some.
+        reads: What each operation reads, if `part_at` was asked.
     """
 
     has_parts = False
+    reads: list[list[Value]] | None = None
     _parts: dict[int, tuple[Part, list[Value]]] | None = None
 
     def __init__(
@@ -111,7 +113,8 @@ class Program:
         that `number` gave.
         """
         if self._parts is None:
-            self._parts = _parts_of(self.operations, self.wanted)
+            self.reads = reads_of(self.operations)
+            self._parts = _parts_of(self.reads, self.wanted)
             self.has_parts = bool(self._parts)
         return self._parts.get(place)
 
@@ -157,16 +160,19 @@ class Program:
 
 
 def _parts_of(
-    operations: Sequence[Operation], wanted: Iterable[Value]
+    reads: Sequence[list[Value]], wanted: Iterable[Value]
 ) -> dict[int, tuple[Part, list[Value]]]:
     """Return the parts of a program that have nothing in common, by their last place.
 
     Those with several ends are left out.
+
+    Args:
+        reads: What each operation reads, in order.
+        wanted: The values to compute.
     """
-    reads = reads_of(operations)
-    ends = [-1] * len(operations)
+    ends = [-1] * len(reads)
     joined: set[int] = set()
-    for place in range(len(operations) - 1, -1, -1):
+    for place in range(len(reads) - 1, -1, -1):
         end = ends[place]
         if end < 0:
             end = ends[place] = place

@@ -78,17 +78,22 @@ class Uses:
 
     Args:
         operations: What the region ran; there is no more to come.
+        reads: What each operation reads, if that is known.
 
     Attributes:
         reads: What each operation reads.
     """
 
-    def __init__(self, operations: Sequence[Operation]) -> None:
+    def __init__(
+        self,
+        operations: Sequence[Operation],
+        reads: list[list[Value]] | None = None,
+    ) -> None:
         self._operations = operations
         self._places: dict[Value, dict[int, None]] = {}
-        self.reads = reads_of(operations)
-        for place, reads in enumerate(self.reads):
-            for value in reads:
+        self.reads = reads_of(operations) if reads is None else reads
+        for place, values in enumerate(self.reads):
+            for value in values:
                 self._places.setdefault(value, {})[place] = None
 
     def awaited(
