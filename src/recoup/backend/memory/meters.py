@@ -1,4 +1,4 @@
-"""Meters of live and peak bytes: by unique storage, or by a device's allocator."""
+"""Meters of live and peak bytes: by storage, by allocator, or between marks."""
 
 from collections.abc import Hashable, Iterable
 from typing import Any, NamedTuple, Protocol, Self

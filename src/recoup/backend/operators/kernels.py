@@ -1,4 +1,4 @@
-"""Kernels: an operator with what is known of it, and the fastest way to call it."""
+"""Kernels: an operator, the fastest way to call it, and what is learnt of it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

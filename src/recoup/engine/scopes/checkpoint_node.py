@@ -1,4 +1,4 @@
-"""Nodes: one region, or one hand-made checkpoint, to look at."""
+"""Nodes: one region or hand-made checkpoint to look at, and which to recompute."""
 
 import itertools
 import math

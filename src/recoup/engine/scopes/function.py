@@ -1,4 +1,4 @@
-"""Functions: a region around one call."""
+"""Functions and groups: a region around one call, or around calls counted together."""
 
 import functools
 from collections.abc import Callable, Sequence

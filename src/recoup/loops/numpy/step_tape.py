@@ -1,4 +1,4 @@
-"""Autograd tape: some steps traced by HIPS autograd, and the pull back through them."""
+"""HIPS autograd: steps on a tape, the pull back, and a loop as one primitive."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

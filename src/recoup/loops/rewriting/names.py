@@ -1,4 +1,4 @@
-"""Names: which variables a piece of code reads and writes, and in which order."""
+"""Names: which variables code reads and writes, in which order, and in which loop."""
 
 import ast
 from collections import Counter

@@ -1,4 +1,10 @@
-"""Faults: why a loop cannot be rewritten."""
+"""Obstacles: why a loop cannot be rewritten.
+
+A checkpointed loop that raises has changed no variable yet, so code that continues
+after an exception would see the variables of before. Functions and generators made in a
+loop see its variables as these are when they are called. The body of a checkpointed
+loop is a function of its own, so they must be used up within their iteration.
+"""
 
 import ast
 from collections.abc import Iterable

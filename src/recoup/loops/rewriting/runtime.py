@@ -4,7 +4,8 @@ import itertools
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -314,10 +315,7 @@ class Runtime:
         carry = writes.write_back(carry)
         if not stopped:
             return None, None, (carry,)
-        signal, after, _ = body(carry, item(index))
-        if signal == "break":
-            return signal, None, (after,)
-        return signal, after, (carry,)
+        return run_plainly(body, carry, (item(index),), ())
 
     def _named(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Let messages call the step what the user calls the function."""
@@ -343,18 +341,14 @@ class Runtime:
         return options.strategy == "none" or steps < max(options.min_loop_size, 1)
 
 
-class _naming:  # noqa: N801 (reads as a statement)
-    """Says in our errors which loop of which function they come from."""
-
-    def __init__(self, name: str, line: int) -> None:
-        self._note = f"in the loop at line {line} of {name!r}, which was rewritten"
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if isinstance(error, RecoupError):
-            error.add_note(self._note)
+@contextmanager
+def _naming(name: str, line: int) -> Iterator[None]:
+    """Say in our errors which loop of which function they come from."""
+    try:
+        yield
+    except RecoupError as error:
+        error.add_note(f"in the loop at line {line} of {name!r}, which was rewritten")
+        raise
 
 
 def warn_about(message: str) -> None:

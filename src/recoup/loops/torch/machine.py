@@ -1,4 +1,4 @@
-"""Torch machine: holds, runs and reverses the steps of one loop on tensors."""
+"""Torch machine: holds, runs and reverses the steps of one loop; its environment."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Torch run: one loop over tensors between its forward and its backward."""
+"""Torch run: a loop over tensors, joined to autograd by one node; its byte budget."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

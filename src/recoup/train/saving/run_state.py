@@ -1,4 +1,4 @@
-"""The whole state of a run as plain data: collected, checked, and put back."""
+"""The whole state of a run as plain data: collected, written, checked, restored."""
 
 from pathlib import Path
 from typing import Any
