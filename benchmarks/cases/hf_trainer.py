@@ -13,15 +13,14 @@ import os
 import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from benchmarks.cases.hugging_face import CASES
-from benchmarks.harness import Row, device_at_hand, parsed, publish, synchronize
+from benchmarks.cases.hugging_face import CASES, run_models
+from benchmarks.harness import Row, synchronize
 from recoup.integrations.transformers import RecoupCallback
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -158,25 +157,8 @@ def rows_of(name: str, device: torch.device, options: argparse.Namespace) -> lis
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--executors", default="eager,exact,inductor")
-    parser.add_argument("--shares", default="0.75,0.5")
     parser.add_argument("--steps", type=int, default=20)
-    options = parsed(parser, arguments)
-    options.executors = [name for name in options.executors.split(",") if name]
-    options.shares = [float(share) for share in options.shares.split(",") if share]
-    device = device_at_hand()
-    rows = [
-        row
-        for name in options.models.split(",")
-        for row in rows_of(name, device, options)
-    ]
-    publish(
-        "hf-trainer",
-        rows,
-        device=device,
-        settings={"steps": options.steps, "dtype": "bfloat16 on a GPU"},
-        folder=Path(options.out),
-    )
+    run_models(parser, arguments, "hf-trainer", rows_of, "steps")
 
 
 if __name__ == "__main__":

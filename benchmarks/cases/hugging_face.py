@@ -11,7 +11,7 @@ import gc
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -275,30 +275,43 @@ def rows_of(
         yield row(f"torch knob {budget}", lambda budget=budget: knob(bench, budget))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", default=",".join(CASES))
+def numbers(text: str) -> list[float]:
+    return [float(number) for number in text.split(",") if number]
+
+
+def run_models(
+    parser: argparse.ArgumentParser,
+    arguments: Sequence[str] | None,
+    name: str,
+    rows_of: Callable[[str, torch.device, argparse.Namespace], Iterable[Row]],
+    steps: str,
+) -> None:
+    """Measure the models that were asked for, and publish their rows."""
     parser.add_argument("--executors", default="eager,exact,inductor")
-    parser.add_argument("--shares", default="0.75,0.5")
-    parser.add_argument("--knobs", default="1,0.5,0")
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--shares", type=numbers, default="0.75,0.5")
     options = parsed(parser, arguments)
     options.executors = [name for name in options.executors.split(",") if name]
-    options.shares = [float(share) for share in options.shares.split(",") if share]
-    options.knobs = [float(budget) for budget in options.knobs.split(",") if budget]
     device = device_at_hand()
     rows = [
         row
-        for name in options.models.split(",")
-        for row in rows_of(name, device, options)
+        for model in options.models.split(",")
+        for row in rows_of(model, device, options)
     ]
     publish(
-        "hugging-face",
+        name,
         rows,
         device=device,
-        settings={"steps in a row": options.steps, "dtype": "bfloat16 on a GPU"},
+        settings={steps: options.steps, "dtype": "bfloat16 on a GPU"},
         folder=options.out,
     )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", default=",".join(CASES))
+    parser.add_argument("--knobs", type=numbers, default="1,0.5,0")
+    parser.add_argument("--steps", type=int, default=6)
+    run_models(parser, arguments, "hugging-face", rows_of, "steps in a row")
 
 
 if __name__ == "__main__":
