@@ -279,7 +279,7 @@ def _is_out(written: tuple[int | str, ...]) -> bool:
 
 
 def _passes(operator: OpOverload, written: tuple[int | str, ...]) -> bool:
-    if operator._schema.name in _ASKED:
+    if operator._schema.name in _ASKED or operator._schema.name in _UNTOLD_VIEWS:
         return True
     if torch.Tag.inplace_view in operator.tags:
         return operator._schema.name not in _RESIZING
@@ -419,6 +419,9 @@ _RAGGED = {"aten::mkldnn_rnn_layer": (3,), "aten::_cudnn_rnn": (3,)}
 
 # Where a tensor without memory is, is asked through the dispatcher.
 _ASKED = frozenset({"prim::device"})
+
+# Views that autograd is not to know of as views: their schemas do not say so.
+_UNTOLD_VIEWS = frozenset({"aten::_unsafe_view"})
 
 _RESIZING = frozenset({"aten::resize_", "aten::resize_as_", "aten::_resize_output_"})
 

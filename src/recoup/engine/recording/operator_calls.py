@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from recoup.backend.memory.storages import storage_address
 from recoup.backend.operators.kernels import Kernel
 from recoup.backend.operators.properties import Facts
 from recoup.backend.state.trees import tensors
 from recoup.engine.lifetime.past_contents import Indices
-from recoup.engine.lifetime.values import Operation
+from recoup.engine.lifetime.values import OUTSIDE, Operation
 from recoup.engine.recording.tape import Tape
 
 _TORCH_KINDS = {torch.device, torch.dtype, torch.layout, torch.memory_format}
@@ -20,7 +21,7 @@ NO_TENSORS = frozenset({bool, float, int, str, type(None)} | _TORCH_KINDS)
 tensor is dear, torch overloads it."""
 
 
-def record_call(
+def record_call(  # noqa: PLR0912 (written out: every operator asks)
     tape: Tape,
     kernel: Kernel,
     args: Sequence[Any],
@@ -42,10 +43,33 @@ def record_call(
     """
     template: list[Any] = list(args)
     places: list[int] = []
+    named = tape.named
+    is_plain = not overwritten and not tape.tainted
     for position, argument in enumerate(args):
         kind = type(argument)
-        if (kind is Tensor or kind is Parameter) and not overwritten:
-            template[position] = tape.reference(argument)
+        if (kind is Tensor or kind is Parameter) and is_plain:
+            value = named.get(storage_address(argument))
+            # `Tape.reference`, written out for what is known: every operator asks.
+            if value is None or (value.hold is None and value.producer == OUTSIDE):
+                template[position] = tape.reference(argument)
+            else:
+                value.is_spare = False
+                born, whole = value.born, value.geometry
+                if (
+                    born is not None
+                    and born() is argument
+                    and (
+                        whole is None
+                        or (
+                            argument.stride() == whole[1]
+                            and argument.storage_offset() == whole[2]
+                            and argument.shape == whole[0]
+                        )
+                    )
+                ):
+                    template[position] = value
+                else:
+                    template[position] = tape.viewed(value, argument)
         elif kind in NO_TENSORS:
             continue
         elif kind is list and NO_TENSORS.issuperset(map(type, argument)):

@@ -49,6 +49,7 @@ class Tape:
         watch: Called with every value that an operation makes, and its tensor.
 
     Attributes:
+        named: The value that each storage is now, by the storage's address.
         operations: What ran, in order.
         saved: The values that autograd saved, each once, in order.
         forced: The values that the user asked to be recomputed.
@@ -65,7 +66,7 @@ class Tape:
     """
 
     def __init__(self, placement: Placement, watch: Watch | None = None) -> None:
-        self._current: dict[int, Value | None] = {}  # first: `__del__` looks at it
+        self.named: dict[int, Value | None] = {}  # first: `__del__` looks at it
         self.operations: list[Operation] = []
         self.saved: dict[Value, None] = {}
         self.forced: set[Value] = set()
@@ -87,7 +88,7 @@ class Tape:
         self.attached.part()
         # Unpinned with the tape: that takes its time, and backward has more of it. In
         # one assignment: an interrupt must not leave an address to be freed twice.
-        self._current = dict.fromkeys(self._current)
+        self.named = dict.fromkeys(self.named)
 
     def finish(self) -> None:
         """Let go of what only recording needs."""
@@ -97,12 +98,12 @@ class Tape:
 
     def __del__(self) -> None:
         STEPS.end(self)
-        for address in self.__dict__.get("_current", ()):
+        for address in self.__dict__.get("named", ()):
             free_weak_reference(address)
 
     def value_of(self, tensor: Tensor) -> Value | None:
         """Return the value that the tensor names now, if the tape knows it."""
-        return self._current.get(storage_address(tensor))
+        return self.named.get(storage_address(tensor))
 
     def save(self, tensor: Tensor) -> Value | View | Hold:
         """Return what stands for a tensor that autograd saves, or a region inside.
@@ -119,10 +120,10 @@ class Tape:
             NotImplementedError: The tensor has no storage.
         """
         address = storage_address(tensor)
-        value = self._current.get(address)
+        value = self.named.get(address)
         tainted = bool(self.tainted) and self.is_blank(value, tensor)
         if value is not None and value.producer != OUTSIDE and not tainted:
-            return self._viewed(value, tensor)
+            return self._lying(value, tensor)
         kind = type(tensor)
         if tensor.is_nested or (
             kind is not Tensor and kind is not Parameter and is_wrapper(tensor)
@@ -169,20 +170,20 @@ class Tape:
             NotImplementedError: The tensor has no storage.
         """
         address = storage_address(tensor)
-        value = self._current.get(address)
+        value = self.named.get(address)
         if value is None:
             value = self._admit(tensor)
         elif self.tainted and read and self.is_blank(value, tensor):
             self._give_up(value)
         elif value.producer != OUTSIDE:
-            return self._viewed(value, tensor)
+            return self._lying(value, tensor)
         elif value.hold is not None:
             value.is_spare = False
-            return self._viewed(value, tensor)
+            return self._lying(value, tensor)
         if value.hold is None and value.producer == OUTSIDE:
             value.hold = self.attached.hold(tensor, address, value.geometry)
             value.born = weakref.ref(tensor)
-        return self._viewed(value, tensor)
+        return self._lying(value, tensor)
 
     def view(self, tensor: Tensor) -> View:
         """Return a reference with a layout; hold the value if it is from outside."""
@@ -207,16 +208,13 @@ class Tape:
             tainted: They are uninitialised memory.
             ragged: Places of results with parts that the kernel does not write.
         """
-        index = len(self.operations)
-        if type(out) is Tensor:
-            self._born(operation, index, None, out)
+        if type(out) is Tensor or isinstance(out, Tensor):
+            self._born(operation, None, out)
         elif isinstance(out, (tuple, list)):
             for place, element in enumerate(out):
                 # Asked of a plain one first: `isinstance` is dear, torch overloads it.
                 if type(element) is Tensor or isinstance(element, Tensor):
-                    self._born(operation, index, place, element)
-        elif isinstance(out, Tensor):
-            self._born(operation, index, None, out)
+                    self._born(operation, place, element)
         if operation.outputs or operation.writes:
             self.operations.append(operation)
             if ragged:
@@ -383,7 +381,7 @@ class Tape:
 
     def forget(self, tensor: Tensor) -> None:
         """Take note of a write that is not recorded: the storage is opaque now."""
-        value = self._current.get(storage_address(tensor))
+        value = self.named.get(storage_address(tensor))
         if value is None or value.hold is not None or value.geometry is not None:
             value = Value(OUTSIDE, None)
             self.name_again(tensor, value)
@@ -405,7 +403,7 @@ class Tape:
                 value.hold = self.attached.twin(value.hold)
                 value.hold.version = None
 
-    def _viewed(self, value: Value, tensor: Tensor) -> Value | View:
+    def _lying(self, value: Value, tensor: Tensor) -> Value | View:
         """Return a reference to a value by a tensor that names it."""
         whole = value.geometry
         born = value.born
@@ -423,8 +421,14 @@ class Tape:
             )
         ):
             return value
+        return self.viewed(value, tensor)
+
+    def viewed(self, value: Value, tensor: Tensor) -> Value | View:
+        """Return a reference to a value by a tensor that may be any view of it."""
         geometry = self.geometry(tensor)
-        return value if geometry == whole else (value, value.layout(geometry))
+        if geometry == value.geometry:
+            return value
+        return value, value.layouts.get(geometry) or value.layout(geometry)
 
     def _watch_outputs(self, operation: Operation, out: Any) -> None:
         assert self._watch is not None, "only called when somebody watches"
@@ -441,7 +445,7 @@ class Tape:
         if tensor.is_nested:
             raise NotImplementedError("a nested tensor is no view of its storage")
         value = Value(OUTSIDE, None)
-        self._current[take_weak_reference(tensor)] = value
+        self.named[take_weak_reference(tensor)] = value
         return value
 
     def _fill(self, before: Value, after: Value, filled: Tensor | None) -> None:
@@ -467,23 +471,21 @@ class Tape:
     def name_again(self, tensor: Tensor, value: Value) -> None:
         """Let a tensor name a value that others may name too."""
         address = storage_address(tensor)
-        if address not in self._current:
+        if address not in self.named:
             take_weak_reference(tensor)  # the same address, pinned
-        self._current[address] = value
+        self.named[address] = value
 
-    def _born(
-        self, operation: Operation, index: int, place: int | None, tensor: Tensor
-    ) -> None:
+    def _born(self, operation: Operation, place: int | None, tensor: Tensor) -> None:
         try:
             geometry = self.geometry(tensor)
             address = take_weak_reference(tensor)
         except NotImplementedError:
             return
-        current = self._current
-        if address in current:
+        named = self.named
+        if address in named:
             free_weak_reference(address)
             return
-        value = current[address] = Value(index, geometry)
+        value = named[address] = Value(len(self.operations), geometry)
         value.born = weakref.ref(tensor)
         value.place = place
         operation.outputs.append(value)
@@ -507,5 +509,24 @@ class Tape:
         except RuntimeError as error:  # a compressed sparse layout
             raise NotImplementedError("the layout has no strides") from error
         bits = lazy_bits(tensor) if self.lazy_bits_seen else 0
-        # A plain tuple of numbers is nothing to the garbage collector.
-        return tuple(tensor.shape), stride, tensor.storage_offset(), dtype, bits  # pyright: ignore[reportReturnType]
+        shape = tensor.shape
+        try:
+            known = _SHAPES.get(shape)
+        except TypeError:  # of numbers that are not known yet
+            known = tuple(shape)
+        if known is None:
+            known = _add_shape(shape)
+        return known, stride, tensor.storage_offset(), dtype, bits  # pyright: ignore[reportReturnType]
+
+
+_SHAPES: dict[torch.Size, tuple[int, ...]] = {}
+"""Shapes as plain tuples, which are nothing to the garbage collector. Making one takes
+as long as all else that is asked of a tensor; a model has few."""
+
+_MOST_SHAPES = 4096
+
+
+def _add_shape(shape: torch.Size) -> tuple[int, ...]:
+    if len(_SHAPES) >= _MOST_SHAPES:
+        _SHAPES.clear()
+    return _SHAPES.setdefault(shape, tuple(shape))

@@ -133,6 +133,7 @@ class Program:
         """
         live: Live = {} if given is None else given
         copies = self._copies
+        default = default_dtype()
         # What hooks around the region keep: they may run anything to give it back.
         for value in self.roots:
             hold = value.hold
@@ -145,7 +146,7 @@ class Program:
         with outside_transforms(), below_autograd(), recomputing():
             for operation, frees in zip(self.operations, self._frees, strict=True):
                 copied = copies.get(operation, ()) if copies else ()
-                _run_operation(operation, live, copied)
+                _run_operation(operation, live, copied, default)
                 if observe is not None:
                     _show(operation, live, observe)
                 for value in frees:  # as `free` does
@@ -260,7 +261,9 @@ def free(value: Value, live: Live) -> None:
         live.pop(layout, None)
 
 
-def _run_operation(operation: Operation, live: Live, copied: Sequence[Value]) -> None:
+def _run_operation(
+    operation: Operation, live: Live, copied: Sequence[Value], default: torch.dtype
+) -> None:
     sources = _with_copies(operation, live, copied) if copied else live
     args = operation.args.copy()
     for place in operation.places:
@@ -278,7 +281,7 @@ def _run_operation(operation: Operation, live: Live, copied: Sequence[Value]) ->
         for name in operation.names:
             kwargs[name] = _fill(kwargs[name], sources, operation)
     run = operation.kernel.run
-    if operation.default_dtype is not default_dtype():
+    if operation.default_dtype is not default:
         run = partial(run_in_default, operation.default_dtype, run)
     if operation.random is not None:
         with random_state(*operation.random):
