@@ -167,6 +167,18 @@ def test_a_run_that_is_saved_and_resumed_is_bitwise_the_plain_one(tmp_path):
     assert callbacks[0].report.budget_bytes < max(plain[1].peaks)
 
 
+@pytest.mark.sweep
+def test_the_largest_batch_is_logged(tmp_path):
+    plain = train(tmp_path, steps=2)
+    callback = RecoupCallback(2 * max(plain[1].peaks), slowdown=100.0)
+    logger = CSVLogger(tmp_path, name="log")
+    ours = train(tmp_path, callback, steps=2, logger=logger)
+    assert_same_run(ours, plain)
+    assert callback.largest_batch is not None
+    assert callback.largest_batch.size > 64
+    assert "recoup_largest_batch" in Path(logger.log_dir, "metrics.csv").read_text()
+
+
 def test_manual_optimization_is_refused():
     module = Regression()
     module.automatic_optimization = False

@@ -17,6 +17,8 @@ from recoup.backend.memory.meters import StorageMeter
 from recoup.errors import InfeasibleError, UsageError
 from recoup.fitting.compiled_fit import CompiledFit
 from recoup.fitting.fit import Fit
+from recoup.integrations import first_step
+from recoup.train.budgeting.process_budget import fit_together
 from tests.support.bits import tree_differences
 from tests.support.processes import together
 from tests.support.trainings import Tokens, tiny_llama
@@ -177,7 +179,12 @@ def test_a_run_that_saves_evaluates_and_resumes_is_bitwise_the_plain_one(tmp_pat
     assert_nothing_is_left(begun)
     saved = tmp_path / "ours" / "checkpoint-12" / "trainer_state.json"
     state = json.loads(saved.read_text())["stateful_callbacks"]["RecoupCallback"]
-    assert state["args"] == {"budget": 0.7, "compile": None, "allow": ["keep"]}
+    assert state["args"] == {
+        "budget": 0.7,
+        "compile": None,
+        "allow": ["keep"],
+        "slowdown": None,
+    }
     report = callback.report
     assert report is not None
     numbers = state["attributes"]["_numbers"]
@@ -196,15 +203,53 @@ def test_a_run_that_saves_evaluates_and_resumes_is_bitwise_the_plain_one(tmp_pat
 
 
 def test_a_budget_that_cannot_be_met_makes_the_batch_smaller(tmp_path):
-    settings: dict[str, Any] = {"per_device_train_batch_size": 10, "max_steps": 2}
+    settings: dict[str, Any] = {"per_device_train_batch_size": 2, "max_steps": 2}
     with pytest.raises(InfeasibleError) as caught:
-        train(tmp_path, RecoupCallback(1 << 20), **settings)
+        train(tmp_path, RecoupCallback(1 << 19), **settings)
     floor = caught.value.floor_bytes
     callback = RecoupCallback(floor - 1)
     trainer = train(tmp_path, callback, auto_find_batch_size=True, **settings)
-    assert trainer._train_batch_size == 9
+    assert callback.largest_batch is not None
+    assert trainer._train_batch_size == callback.largest_batch.size == 1
     assert max(trainer.peaks) < floor
     assert_nothing_is_left(trainer)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("slowdown", [None, 100.0])
+def test_a_batch_that_does_not_fit_becomes_the_largest_that_does(
+    tmp_path, monkeypatch, slowdown
+):
+    fits = []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        fits.append(1)
+        return fit_together(*args, **kwargs)
+
+    monkeypatch.setattr(first_step, "fit_together", counted)
+    # Accelerate tries 12, 10, 9, 8, 7, ...
+    settings: dict[str, Any] = {"per_device_train_batch_size": 12, "max_steps": 1}
+    budget = 1_400_000
+    callback = RecoupCallback(budget, slowdown=slowdown)
+    trainer = train(tmp_path, callback, auto_find_batch_size=True, **settings)
+    largest = callback.largest_batch
+    assert largest is not None
+    tried = [12, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1]
+    expected = next(size for size in tried if size <= largest.size)
+    assert trainer._train_batch_size == expected < 9
+    # Only the sizes that train, and the first one if it had to be tried.
+    assert len(fits) == (2 if slowdown is None else 1)
+    assert max(trainer.peaks) <= budget
+    logged = [row.get("recoup_largest_batch") for row in trainer.state.log_history]
+    assert largest.size in logged
+    assert_nothing_is_left(trainer)
+
+
+def test_a_largest_batch_needs_a_budget_in_bytes():
+    with pytest.raises(UsageError, match="bytes"):
+        RecoupCallback(0.5, slowdown=0.3)
+    with pytest.raises(UsageError, match="slowdown"):
+        RecoupCallback("1GiB", slowdown=-1)
 
 
 def lora() -> nn.Module:

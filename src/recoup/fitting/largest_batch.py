@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -79,6 +80,7 @@ def largest_batch(  # noqa: PLR0913 (as `fit`)
     budget: Budget = None,
     *,
     loss: Callable[..., Tensor] | None = None,
+    step: Callable[[Any], object] | None = None,
     slowdown: float | None = 0.33,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     accumulate: bool = False,
@@ -102,6 +104,7 @@ def largest_batch(  # noqa: PLR0913 (as `fit`)
         budget: The most bytes on the device, as for `fit`, but no share; None for what
             the device has.
         loss: Computes the loss, as for `fit`.
+        step: Runs forward and backward on a batch by itself, instead of `loss`.
         slowdown: How much longer than the plain step of the same size a step may take,
             predicted; None for any.
         optimizer: Room is left for its state.
@@ -135,30 +138,38 @@ def largest_batch(  # noqa: PLR0913 (as `fit`)
         )
     if limit < 1:
         raise UsageError(f"expected limit of at least 1, got {limit}.")
-    if slowdown is not None and not slowdown >= 0:
-        raise UsageError(
-            f"expected slowdown of at least 0, got {slowdown!r}; 0.2 is 20 % longer."
-        )
+    if step is not None and loss is not None:
+        raise UsageError("expected loss= or step=, got both; a step has its own loss.")
+    check_slowdown(slowdown)
     optimizers = optimizers_of(optimizer)
     device = device_of(model)
     reserved_bytes = sum(missing_state_bytes(each, device) for each in optimizers)
 
+    def described(size: int) -> tuple[Any, Callable[[], object] | None]:
+        batch = make_batch(size)
+        return (batch, None) if step is None else (None, partial(step, batch))
+
     def measure(size: int) -> Graph:
-        step = training_step(model, make_batch(size), loss=loss, accumulate=accumulate)
+        batch, run = described(size)
+        measured = training_step(
+            model, batch, loss=loss, step=run, accumulate=accumulate
+        )
         moments = [tensor for each in optimizers for tensor in state_tensors(each)]
-        with untouched(step) as repeated:
+        with untouched(measured) as repeated:
             return measure_floor(repeated, resident=moments)
 
     allowed_bytes = budget_bytes(budget, 0, device)
     sizes = _Sizes(measure, allowed_bytes - reserved_bytes, actions_of(allow), slowdown)
     size = sizes.largest(limit)
     while True:
+        batch, run = described(size)
         try:
             _, report = fit(
                 model,
-                make_batch(size),
+                batch,
                 allowed_bytes,
                 loss=loss,
+                step=run,
                 optimizer=optimizer,
                 accumulate=accumulate,
                 allow=allow,
@@ -187,6 +198,18 @@ def largest_batch(  # noqa: PLR0913 (as `fit`)
         measured_sizes=tuple(sorted(sizes.graphs)),
         total_seconds=time.perf_counter() - started,
     )
+
+
+def check_slowdown(slowdown: float | None) -> None:
+    """Raise unless a slowdown can be asked for.
+
+    Raises:
+        UsageError: It is less than 0.
+    """
+    if slowdown is not None and not slowdown >= 0:
+        raise UsageError(
+            f"expected slowdown of at least 0, got {slowdown!r}; 0.2 is 20 % longer."
+        )
 
 
 class _Sizes:

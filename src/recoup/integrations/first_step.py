@@ -7,19 +7,28 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from recoup.backend.compiler.recognition import uncompiled
+from recoup.backend.state.trees import map_leaves
 from recoup.core.segments import Action
-from recoup.errors import UnsupportedError
+from recoup.core.units import parse_budget
+from recoup.errors import UnsupportedError, UsageError
 from recoup.fitting.arguments import actions_of
 from recoup.fitting.budgets import Budget, budget_or_environment
 from recoup.fitting.compiled_fit import CompiledFit
 from recoup.fitting.fit import Compile, Fit, check_compile
+from recoup.fitting.largest_batch import (
+    LargestBatch,
+    check_slowdown,
+    largest_batch,
+)
 from recoup.measurement.steps.training_step import loss_function
 from recoup.train.budgeting.process_budget import UnitPlan, fit_together
+from recoup.train.data.batches import batch_size
 from recoup.train.processes import Processes, unwrapped
 
 _log = logging.getLogger(__name__)
@@ -33,9 +42,12 @@ class FirstStep:
             `RECOUP_BUDGET`. Several processes need bytes, not a share.
         compile: As for `recoup.fit`; one process only.
         allow: As for `recoup.fit`.
+        slowdown: How much longer than the plain step a step may take; None: any, and
+            the largest batch is not looked for unless it must be.
 
     Attributes:
         report: What `recoup.fit` did; None before the first step.
+        largest: The largest batch, if it was looked for.
 
     Raises:
         UsageError: An argument is out of range.
@@ -46,11 +58,20 @@ class FirstStep:
         budget: Budget,
         compile: Compile,  # noqa: A002 (torch's own word)
         allow: Iterable[Action | str],
+        slowdown: float | None = None,
     ) -> None:
         self.budget = budget_or_environment(budget)
         self.compile: Compile = compile
         self.allow = actions_of(map(Action, allow))
         check_compile(compile, self.allow)
+        check_slowdown(slowdown)
+        if slowdown is not None and isinstance(parse_budget(self.budget or 0), float):
+            raise UsageError(
+                "expected a budget in bytes with slowdown=, got a share; the plain "
+                "peak that it is a share of grows with the batch."
+            )
+        self.slowdown = slowdown
+        self.largest: LargestBatch | None = None
         self.report: Fit | CompiledFit | UnitPlan | None = None
 
     def fit(
@@ -101,6 +122,51 @@ class FirstStep:
         _log.info("%s", self.report)
         return self.report
 
+    def find_largest(
+        self,
+        model: nn.Module,
+        run: Callable[[nn.Module, Any], object],
+        batch: Any,
+        *,
+        optimizer: Optimizer | None,
+        accumulate: bool,
+        limit: int = 1 << 16,
+    ) -> LargestBatch:
+        """Find the largest batch within the budget, of samples such as those given.
+
+        Args:
+            model: The model as the framework calls it, in its wrappers.
+            run: Runs forward and backward with a model and a batch.
+            batch: A batch; larger ones repeat its samples.
+            optimizer: Room is left for its state.
+            accumulate: Gradients of earlier batches are there when a step begins.
+            limit: No larger size is looked for.
+
+        Raises:
+            InfeasibleError: Not even one sample fits.
+            UnsupportedError: There are several processes.
+        """
+        called = eager(model)
+        if Processes(called).count > 1:
+            raise UnsupportedError(
+                "expected one process to look for the largest batch, got several; run "
+                "recoup.largest_batch in one process and set the batch size."
+            )
+        self.remove()
+        self.largest = largest_batch(
+            unwrapped(called),
+            lambda size: of_size(batch, size),
+            self.budget,
+            step=lambda given: run(called, given),
+            slowdown=self.slowdown,
+            optimizer=getattr(optimizer, "optimizer", optimizer),
+            accumulate=accumulate,
+            allow=self.allow,
+            limit=limit,
+        )
+        _log.info("%s", self.largest)
+        return self.largest
+
     def remove(self) -> None:
         """Take the plan off the model; `report` can still be read."""
         if self.report is not None:
@@ -114,7 +180,10 @@ class FirstStep:
         names = ["budget_bytes", "measured_peak_bytes"]
         if not isinstance(report, UnitPlan):
             names += ["plain_peak_bytes", "plain_seconds", "measured_seconds"]
-        return {f"recoup_{name}": getattr(report, name) for name in names}
+        found = {f"recoup_{name}": getattr(report, name) for name in names}
+        if self.largest is not None:
+            found["recoup_largest_batch"] = self.largest.size
+        return found
 
 
 @dataclass(frozen=True)
@@ -164,6 +233,24 @@ def fit_loop(
     report = first.fit(loop.inner, run, optimizer=optimizer, accumulate=accumulate)
     _FITTED[loop.inner] = first
     return report
+
+
+def of_size(batch: Any, size: int) -> Any:
+    """Return a batch of a size, whose samples are those of another, repeated.
+
+    Examples:
+        >>> import torch
+        >>> of_size((torch.tensor([1, 2]), 0.5), 3)
+        (tensor([1, 2, 1]), 0.5)
+    """
+    count = batch_size(batch)
+
+    def resized(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] != count:
+            return leaf
+        return leaf[torch.arange(size, device=leaf.device) % count]
+
+    return map_leaves(resized, batch)
 
 
 def eager(model: nn.Module) -> nn.Module:

@@ -17,6 +17,7 @@ from recoup.errors import UnsupportedError
 from recoup.fitting.budgets import Budget
 from recoup.fitting.compiled_fit import CompiledFit
 from recoup.fitting.fit import Compile, Fit
+from recoup.fitting.largest_batch import LargestBatch
 from recoup.integrations.first_step import FirstStep, Loop, fit_loop
 from recoup.train.budgeting.process_budget import UnitPlan
 
@@ -39,6 +40,10 @@ class RecoupCallback(Callback):
             environment variable `RECOUP_BUDGET`; without that, what the device has.
         compile: Who runs the blocks, as for `recoup.fit`.
         allow: What may be done with a value besides recomputing it.
+        slowdown: How much longer than the plain step a step may take, such as 0.3. If
+            given, the largest batch within the budget is found, of samples such as
+            those of the first batch, and logged as `recoup_largest_batch`. For one
+            process and a budget in bytes. Costs what `recoup.largest_batch` costs.
 
     Raises:
         UsageError: An argument is out of range.
@@ -50,8 +55,9 @@ class RecoupCallback(Callback):
         *,
         compile: Compile = False,  # noqa: A002 (torch's own word)
         allow: Iterable[Action | str] = (Action.KEEP,),
+        slowdown: float | None = None,
     ) -> None:
-        self._first = FirstStep(budget, compile, allow)
+        self._first = FirstStep(budget, compile, allow, slowdown)
         self._is_waiting = False
         self._numbers: dict[str, float] = {}
 
@@ -59,6 +65,11 @@ class RecoupCallback(Callback):
     def report(self) -> Fit | CompiledFit | UnitPlan | None:
         """What `recoup.fit` did; None before the first batch."""
         return self._first.report
+
+    @property
+    def largest_batch(self) -> LargestBatch | None:
+        """The largest batch per device; None if it was not looked for."""
+        return self._first.largest
 
     def state_dict(self) -> dict[str, Any]:
         """Return the report for a checkpoint."""
@@ -85,10 +96,10 @@ class RecoupCallback(Callback):
         self._is_waiting = False
         optimizer = trainer.optimizers[0]
         takes_number = len(inspect.signature(pl_module.training_step).parameters) > 1
-        given = (batch, batch_idx) if takes_number else (batch,)
 
-        def run(model: nn.Module) -> None:
+        def run(model: nn.Module, batch: Any) -> None:
             del model  # the strategy has it
+            given = (batch, batch_idx) if takes_number else (batch,)
             # By this function `self.log` knows where it is called.
             output = call._call_strategy_hook(trainer, "training_step", *given)  # noqa: SLF001
             loss = output if isinstance(output, Tensor) else output["loss"]
@@ -96,9 +107,11 @@ class RecoupCallback(Callback):
             trainer.strategy.backward(loss, optimizer)
 
         # Lightning drops the gradients of a step after the forward of the next one.
-        self._first.fit(
-            trainer.strategy.model, run, optimizer=optimizer, accumulate=True
-        )
+        options: dict[str, Any] = {"optimizer": optimizer, "accumulate": True}
+        model = trainer.strategy.model
+        if self._first.slowdown is not None:
+            self._first.find_largest(model, run, batch, **options)
+        self._first.fit(model, lambda called: run(called, batch), **options)
         self._numbers = self._first.numbers()
         for logger in trainer.loggers:
             logger.log_metrics(dict(self._numbers), step=trainer.global_step)

@@ -5,7 +5,7 @@
 
 import copy
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,8 +18,10 @@ from recoup.errors import InfeasibleError, UnsupportedError, UsageError
 from recoup.fitting.budgets import Budget
 from recoup.fitting.compiled_fit import CompiledFit
 from recoup.fitting.fit import Compile, Fit
+from recoup.fitting.largest_batch import LargestBatch
 from recoup.integrations.first_step import FirstStep, eager
 from recoup.train.budgeting.process_budget import UnitPlan
+from recoup.train.data.batches import batch_size
 
 
 class RecoupCallback(TrainerCallback, ExportableState):
@@ -36,7 +38,8 @@ class RecoupCallback(TrainerCallback, ExportableState):
 
     With `torch_compile=True` the model that the Trainer compiled is not called: blocks
     are compiled by recoup, with `compile="inductor"` unless you choose another. With
-    `auto_find_batch_size=True` a budget that cannot be met makes the batch smaller.
+    `auto_find_batch_size=True` a batch that does not fit is made smaller: the largest
+    one is found by planning, and larger ones are not tried.
 
     Args:
         budget: The most bytes on the device, as for `recoup.fit`: "8GiB", a number, or
@@ -45,9 +48,15 @@ class RecoupCallback(TrainerCallback, ExportableState):
         compile: Who runs the blocks, as for `recoup.fit`. None: False, or "inductor"
             with `torch_compile=True`.
         allow: What may be done with a value besides recomputing it.
+        slowdown: How much longer than the plain step a step may take, such as 0.3. If
+            given, the largest batch within the budget is found and logged as
+            `recoup_largest_batch`, and `auto_find_batch_size=True` takes no larger one.
+            For one process and a budget in bytes. Costs what `recoup.largest_batch`
+            costs.
 
     Attributes:
         report: What `recoup.fit` did; None before the first batch.
+        largest_batch: The largest batch per device; None if it was not looked for.
 
     Raises:
         UsageError: An argument is out of range.
@@ -59,16 +68,23 @@ class RecoupCallback(TrainerCallback, ExportableState):
         *,
         compile: Compile | None = None,  # noqa: A002 (torch's own word)
         allow: Iterable[Action | str] = (Action.KEEP,),
+        slowdown: float | None = None,
     ) -> None:
         self._compile: Compile | None = compile
-        self._first = FirstStep(budget, compile or False, allow)
+        self._first = FirstStep(budget, compile or False, allow, slowdown)
         self._trainer: Any = None
         self._numbers: dict[str, float] = {}
+        self._has_ended = False
 
     @property
     def report(self) -> Fit | CompiledFit | UnitPlan | None:
         """What `recoup.fit` did; None before the first batch."""
         return self._first.report
+
+    @property
+    def largest_batch(self) -> LargestBatch | None:
+        """The largest batch per device; None if it was not looked for."""
+        return self._first.largest
 
     def state(self) -> dict[str, Any]:
         """Return arguments and report for `trainer_state.json`."""
@@ -77,6 +93,7 @@ class RecoupCallback(TrainerCallback, ExportableState):
                 "budget": self._first.budget,
                 "compile": self._compile,
                 "allow": sorted(action.value for action in self._first.allow),
+                "slowdown": self._first.slowdown,
             },
             "attributes": {"_numbers": self._numbers},
         }
@@ -87,6 +104,8 @@ class RecoupCallback(TrainerCallback, ExportableState):
         """Wait for the first batch; of a retry too, with another batch size."""
         del state, control, kwargs
         self.remove()
+        if self._has_ended:  # and this is no retry
+            self._has_ended, self._first.largest = False, None
         trainer = _calling_trainer()
         if getattr(trainer, "is_deepspeed_enabled", False):
             raise UnsupportedError(
@@ -102,6 +121,7 @@ class RecoupCallback(TrainerCallback, ExportableState):
         """Take the plan off the model."""
         del args, state, control, kwargs
         self.remove()
+        self._has_ended = True
 
     def remove(self) -> None:
         """Take the plan off the model and leave the Trainer as it was.
@@ -121,24 +141,14 @@ class RecoupCallback(TrainerCallback, ExportableState):
         vars(trainer).pop("training_step")
         training_step = trainer.training_step
 
-        def run(called: nn.Module) -> None:
-            training_step(called, copy.copy(inputs), *args, **kwargs)
-
         eager(model).train()
-        try:
-            self._first.fit(
-                model,
-                run,
-                optimizer=trainer.optimizer,
-                accumulate=trainer.args.gradient_accumulation_steps > 1,
-            )
-        except InfeasibleError as error:
-            if not trainer.args.auto_find_batch_size:
-                raise
-            # In the words by which accelerate knows that the batch must be smaller.
-            raise torch.OutOfMemoryError(
-                f"recoup: with this batch the budget is out of memory. {error}"
-            ) from error
+
+        def run(called: nn.Module, given: Any) -> None:
+            # Some steps take labels out of their inputs.
+            training_step(called, copy.copy(given), *args, **kwargs)
+
+        # A BatchEncoding is no dictionary for those who look for its tensors.
+        self._fit(model, {**inputs}, run)
         self._numbers = self._first.numbers()
         trainer.log(dict(self._numbers))
         if eager(model) is not model:
@@ -147,6 +157,43 @@ class RecoupCallback(TrainerCallback, ExportableState):
                 eager(model), *args, **kwargs
             )
         return trainer.training_step(model, inputs, *args, **kwargs)
+
+    def _fit(
+        self, model: nn.Module, inputs: Any, run: Callable[[nn.Module, Any], object]
+    ) -> None:
+        """Fit the model; make the batch smaller if that is wanted.
+
+        Raises:
+            InfeasibleError: No plan fits.
+            torch.OutOfMemoryError: With `auto_find_batch_size`, the batch is too large.
+        """
+        trainer, first = self._trainer, self._first
+        is_found = trainer.args.auto_find_batch_size
+        options: dict[str, Any] = {
+            "optimizer": trainer.optimizer,
+            "accumulate": trainer.args.gradient_accumulation_steps > 1,
+        }
+        if first.slowdown is not None and first.largest is None:
+            first.find_largest(model, run, inputs, **options)
+        size = batch_size(inputs) if is_found else 1
+        if is_found and first.largest is not None and size > first.largest.size:
+            raise _too_large(f"the largest batch is {first.largest.size}.")
+        try:
+            first.fit(model, lambda called: run(called, inputs), **options)
+        except InfeasibleError as error:
+            if not is_found or size == 1:
+                raise
+            if trainer.args.world_size == 1:
+                # Accelerate tries 0.9 of the size again and again: know where to end.
+                first.find_largest(model, run, inputs, **options, limit=size - 1)
+            raise _too_large(str(error)) from error
+
+
+def _too_large(why: str) -> Exception:
+    """Return the error by which accelerate knows that the batch must be smaller."""
+    return torch.OutOfMemoryError(
+        f"recoup: with this batch the budget is out of memory. {why}"
+    )
 
 
 def _calling_trainer() -> Any:

@@ -193,7 +193,9 @@ class _Walk:
             yield from self._methods(type(thing), "forward")
         elif isinstance(thing, types.MethodType):
             yield from (thing.__self__, thing.__func__)
-            yield from self._methods(type(thing.__self__), thing.__func__.__name__)
+            # A method may be made of a partial, as torchao does: it has no name.
+            name = getattr(thing.__func__, "__name__", "")
+            yield from self._methods(type(thing.__self__), name)
         elif isinstance(thing, types.BuiltinMethodType | types.MethodWrapperType):
             yield thing.__self__  # as in `append = items.append`
         elif isinstance(thing, functools.partial):
