@@ -272,6 +272,13 @@ class LazyList(list[Any]):
     __iter__ = __len__ = LazyMapping.refuse  # pyright: ignore[reportAssignmentType]
 
 
+def test_a_method_made_of_a_partial_is_followed():
+    """A class of torchao replaces `extra_repr` of a module by one: it has no name."""
+    hidden = nn.Tanh()
+    method = types.MethodType(functools.partial(max, hidden), object())
+    assert list(reach(method, kind=nn.Module)) == [hidden]
+
+
 def test_a_container_is_read_without_its_own_methods():
     layer, other = nn.Tanh(), nn.ReLU()
     mapping, several = LazyMapping(), LazyList([other])
