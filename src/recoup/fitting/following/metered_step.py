@@ -7,40 +7,22 @@ modes.
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from recoup.backend.autograd.hook_stacks import (
-    enter_at_bottom,
-    has_infrastructure_modes,
-    leave_anywhere,
-)
+from recoup.backend.autograd.hook_stacks import has_infrastructure_modes
 from recoup.backend.autograd.saved_tensors import follow_backward
 from recoup.backend.memory.ledger import StorageLedger
-from recoup.backend.memory.meters import StorageMeter, device_meter
 from recoup.backend.state.trees import tensors_within
 from recoup.core.graph import BEFORE, Graph
 from recoup.measurement.steps.training_step import device_of
-
-
-class _StepMeter(StorageMeter):
-    """Count the bytes of a step, and nothing that is made after it."""
-
-    is_over = False
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Run the operator; count what it returned if it belongs to the step."""
-        if self.is_over:
-            return func(*args, **(kwargs or {}))
-        return super().__torch_dispatch__(func, types, args, kwargs)
+from recoup.measurement.tracing.live import (
+    LiveMeter,
+    attach_meter,
+    detach_meter,
+    live_meter,
+)
 
 
 class MeteredStep:
@@ -60,8 +42,7 @@ class MeteredStep:
         device: torch.device,
         ended: Callable[[int], None],
     ) -> None:
-        meter = device_meter(device)
-        self._meter = _StepMeter(device) if isinstance(meter, StorageMeter) else meter
+        self._meter = live_meter(device)
         self._meter.track(model, *batch)
         self._ended: Callable[[int], None] | None = ended
         self._thread = threading.get_ident()
@@ -82,10 +63,7 @@ class MeteredStep:
         if self._is_attached:
             return
         self._is_attached = True
-        if isinstance(self._meter, _StepMeter):
-            enter_at_bottom(self._meter)
-        else:
-            self._meter.__enter__()
+        attach_meter(self._meter)
 
     def wait_for(self, output: object) -> None:
         """Wait for the backward of a call of the step that returned this."""
@@ -107,7 +85,7 @@ class MeteredStep:
         del task
         ended, self._ended = self._ended, None
         peak_bytes = self._meter.peak_bytes
-        if isinstance(self._meter, _StepMeter):
+        if isinstance(self._meter, LiveMeter):
             self._meter.is_over = True
         if ended is not None:
             ended(peak_bytes)
@@ -117,11 +95,9 @@ class MeteredStep:
         if self._is_attached and self._thread == threading.get_ident():
             self._is_attached = False
             self._ended = None
-            if isinstance(self._meter, _StepMeter):
+            if isinstance(self._meter, LiveMeter):
                 self._meter.is_over = True
-                leave_anywhere(self._meter)
-            else:
-                self._meter.__exit__(None, None, None)
+            detach_meter(self._meter)
         return not self._is_attached
 
     def __del__(self) -> None:

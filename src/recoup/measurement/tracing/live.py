@@ -43,8 +43,12 @@ class LiveMeter(StorageMeter):
 
     Once backward has begun, what is made outside of one belongs to user code that
     follows the step, as copies of gradients and an optimizer's state.
+
+    Attributes:
+        is_over: Nothing more is counted.
     """
 
+    is_over = False
     _has_backward = False
 
     def __torch_dispatch__(
@@ -55,11 +59,33 @@ class LiveMeter(StorageMeter):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run the operator; count what it returned if it belongs to the step."""
-        if current_backward() != -1:
-            self._has_backward = True
-        elif self._has_backward:
+        in_backward = current_backward() != -1
+        if self.is_over or (self._has_backward and not in_backward):
             return func(*args, **(kwargs or {}))
+        self._has_backward = in_backward
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def live_meter(device: torch.device) -> MemoryMeter:
+    """Return what counts the bytes of a step of the user's own."""
+    meter = device_meter(device)
+    return LiveMeter(device) if isinstance(meter, StorageMeter) else meter
+
+
+def attach_meter(meter: MemoryMeter) -> None:
+    """Begin to count, below all modes that the user enters and leaves meanwhile."""
+    if isinstance(meter, LiveMeter):
+        enter_at_bottom(meter)
+    else:
+        meter.__enter__()
+
+
+def detach_meter(meter: MemoryMeter) -> None:
+    """End what `attach_meter` began, wherever the meter lies on the stack of modes."""
+    if isinstance(meter, LiveMeter):
+        leave_anywhere(meter)
+    else:
+        meter.__exit__(None, None, None)
 
 
 class LiveTracer(Tracer):
@@ -166,9 +192,8 @@ class LiveStep:
     ) -> None:
         self._gradients = gradients
         self._thread = threading.get_ident()
-        meter = device_meter(device)
-        self._counts = isinstance(meter, StorageMeter)
-        self._meter = LiveMeter(device) if self._counts else meter
+        self._meter = live_meter(device)
+        self._counts = isinstance(self._meter, LiveMeter)
         self._timer = OperatorTimer(device)
         self._handles: list[RemovableHandle] = []
         self._followed: set[int] = set()
@@ -187,10 +212,7 @@ class LiveStep:
                     note = partial(_note_gradient, self.tracer, name)
                     handle = parameter.register_post_accumulate_grad_hook(note)
                     self._of_gradients.append(handle)
-        if isinstance(self._meter, LiveMeter):
-            enter_at_bottom(self._meter)
-        else:
-            self._meter.__enter__()
+        attach_meter(self._meter)
         carried = gradients()
         self._meter.track(*resident, *carried)
         self.start_bytes = self._meter.live_bytes - bytes_of(carried)
@@ -290,10 +312,7 @@ class LiveStep:
         self._is_attached = False
         if self.tracer is not None:
             self.tracer.detach()
-        if isinstance(self._meter, LiveMeter):
-            leave_anywhere(self._meter)
-        else:
-            self._meter.__exit__(None, None, None)
+        detach_meter(self._meter)
 
     def _read_peak(self) -> None:
         highest_bytes = self._meter.peak_bytes
