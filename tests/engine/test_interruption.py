@@ -319,6 +319,25 @@ def test_a_region_whose_end_is_interrupted_dies_although_a_buffer_joined_its_gra
     assert len(places) > 30
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_before_the_region_of_a_module_is_open_keeps_no_argument():
+    model = checkpoint_module(nn.Linear(4, 4))
+    given: list[weakref.ref[Tensor]] = []
+
+    def step() -> None:
+        x = X.clone()
+        given.append(weakref.ref(x))
+        model(x)
+
+    step()
+    for at in itertools.count():
+        is_interrupted = Interrupter(at, only=("begin", "open")).run(step)
+        assert given[-1]() is None, at
+        if not is_interrupted:
+            break
+    assert at > 15
+
+
 class Keeping(nn.Module):
     """Keeps what it computes, and is interrupted then, if it is."""
 

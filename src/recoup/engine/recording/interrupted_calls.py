@@ -20,7 +20,7 @@ class _Calls(threading.local):
 _CALLS = _Calls()
 
 
-def begin_call(caller: object) -> object:
+def begin_call(caller: object) -> Call:
     """Take note of a call, from a module's hook; return who begins something in it.
 
     Costs nothing but the note, unless it is inside another call: then a walk through

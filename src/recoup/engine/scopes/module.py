@@ -211,11 +211,17 @@ class RegionHooks:
         """Open a region, if the module's flag says so."""
         del args, kwargs
         owner = begin_call(self)
-        if module.__dict__.get(_FLAG, False):
-            key = _key(module) if self.options.verify == "first" else _UNVERIFIED
-            begin(owner, self.name, self.options, key)
-        else:
-            skip(owner)
+        try:
+            if module.__dict__.get(_FLAG, False):
+                key = _key(module) if self.options.verify == "first" else _UNVERIFIED
+                begin(owner, self.name, self.options, key)
+            else:
+                skip(owner)
+        except Exception:
+            raise  # torch calls `after`
+        except BaseException:
+            owner.leave()
+            raise
 
     @leave_uncompiled
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
