@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from recoup.backend.memory.meters import AllocatorMeter, StorageMeter
-from recoup.train.budgeting.peaks import Peak, Peaks
+from recoup.train.run_results import Peak, Peaks
 
 MEBIBYTE = 1 << 20
 

@@ -12,8 +12,7 @@ from recoup.backend.state.walk import reach
 from recoup.core.units import parse_bytes
 from recoup.engine.tiers.protocol import Tier
 from recoup.errors import UsageError
-from recoup.loops.loop_plan import LoopPlan, checked_verification, known_length
-from recoup.loops.slots import Checkpoints
+from recoup.loops.drive import Checkpoints, LoopPlan, checked_verification, known_length
 from recoup.loops.state_trees import flatten
 from recoup.loops.steps import Feed, Listed, LoopStep, Stacked
 from recoup.loops.torch.run import fit_torch_budget, run_torch

@@ -1,6 +1,6 @@
 """Savings: the seed's figures for a loop, and what is really held and run again."""
 
-from recoup.loops.loop_plan import default_checkpoints
+from recoup.loops.drive import default_checkpoints
 from recoup.schedules.even import Even, StoreAll, compute_checkpoint_positions
 
 

@@ -2,9 +2,8 @@
 
 from recoup.schedules.even import Even, StoreAll
 from recoup.schedules.interpreter import draw, interpret
-from recoup.schedules.multistage import Multistage
 from recoup.schedules.online import Online
-from recoup.schedules.revolve import Chunked, Revolve
+from recoup.schedules.revolve import Chunked, Multistage, Revolve
 from recoup.schedules.schedule import Counts, Schedule, positions
 from recoup.schedules.slot_budget import fit_budget, least_evaluations
 

@@ -17,7 +17,6 @@ from recoup.core.callers import calls_user
 from recoup.errors import PeerError, UnsupportedError, UsageError
 from recoup.precision.mixed_precision import MixedPrecisionScope
 from recoup.precision.scaler import GradientScaler
-from recoup.train.budgeting.peaks import Peaks
 from recoup.train.budgeting.recovery import Recovery
 from recoup.train.data.batches import (
     LossFunction,
@@ -28,7 +27,7 @@ from recoup.train.data.batches import (
 )
 from recoup.train.data.reduction import Proof, WeightFunction, reduction_of
 from recoup.train.processes import Processes, Report
-from recoup.train.run_results import StepOutcome, StepResult
+from recoup.train.run_results import Peaks, StepOutcome, StepResult
 from recoup.train.saving.run_state import whole
 from recoup.train.settings import TrainerSettings
 

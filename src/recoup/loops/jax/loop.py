@@ -16,6 +16,7 @@ from jax import lax
 from recoup.core.units import print_bytes
 from recoup.engine.replay.captured_variables import Captures as Variables
 from recoup.errors import CaptureError, MismatchError, UnsupportedError, UsageError
+from recoup.loops.drive import Checkpoints, LoopPlan, Slots
 from recoup.loops.jax.run import (
     REVERSE_START,
     LoopProgram,
@@ -25,8 +26,6 @@ from recoup.loops.jax.run import (
     run,
     table,
 )
-from recoup.loops.loop_plan import LoopPlan
-from recoup.loops.slots import Checkpoints, Slots
 from recoup.loops.steps import ConcreteError, LoopStep, Stacked
 from recoup.schedules.revolve import Revolve
 from recoup.schedules.schedule import Schedule

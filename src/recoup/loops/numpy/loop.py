@@ -12,14 +12,13 @@ import numpy as np
 
 from recoup.errors import CaptureError, ClearedError, UnsupportedError, UsageError
 from recoup.loops import drive
-from recoup.loops.loop_plan import LoopPlan
+from recoup.loops.drive import Checkpoints, LoopPlan, Slots
 from recoup.loops.numpy.machine import (
     NumpyMachine,
     hides_arrays,
     is_continuous,
     traced_arrays,
 )
-from recoup.loops.slots import Checkpoints, Slots
 from recoup.loops.state_trees import flatten, unflatten
 from recoup.loops.steps import LoopStep, require_cotangent
 from recoup.schedules.revolve import Chunked

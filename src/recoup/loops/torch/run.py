@@ -17,8 +17,7 @@ from recoup.engine.replay.captured_variables import Captures as Variables
 from recoup.engine.replay.recomputing import recomputing
 from recoup.errors import CaptureError, ClearedError, UnsupportedError
 from recoup.loops import drive
-from recoup.loops.loop_plan import LoopPlan
-from recoup.loops.slots import Checkpoints, Slots
+from recoup.loops.drive import Checkpoints, LoopPlan, Slots
 from recoup.loops.state_trees import flatten, unflatten
 from recoup.loops.steps import KindError, LoopStep, require_cotangent
 from recoup.loops.torch.captures import (
