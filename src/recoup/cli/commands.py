@@ -68,7 +68,7 @@ def options(
 
 def demo(
     *,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 20,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 10,
     small: Annotated[
         bool, typer.Option("--small", help="A tiny model: seconds on any machine.")
     ] = False,
