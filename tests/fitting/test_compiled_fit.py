@@ -363,6 +363,64 @@ class TestLoops:
         assert not any(said)
 
 
+class TestSeveralPasses:
+    """Steps of several passes: within the budget, or said."""
+
+    def fitted(self, batches, budget, *, executor: Any = "exact"):
+        model = stack(lambda: Layer(dropout=0), 3)
+
+        def step(keep=None):
+            for batch in batches:
+                output = model(batch)
+                if keep is not None:
+                    keep.append(output)
+                loss = output.sum()
+                del output
+                loss.backward()
+
+        report: Any
+        _, report = recoup.fit(model, step=step, budget=budget, compile=executor)
+
+        def train(*, keeps=False):
+            model.zero_grad(set_to_none=True)
+            resident = sum(p.nbytes for p in model.parameters())
+            resident += sum(batch.nbytes for batch in batches)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                with interval_meter(torch.device("cpu")) as meter:
+                    step([] if keeps else None)
+            found = [w.message for w in caught]
+            said = [w for w in found if isinstance(w, BudgetWarning)]
+            return resident + meter.peak_bytes, said
+
+        return report, train
+
+    @pytest.mark.parametrize("sizes", [(8, 8), (8, 4, 8)])
+    def test_the_measured_step_is_silent_and_what_exceeds_is_said(self, sizes):
+        batches = [tokens(batch=size) for size in sizes]
+        other, _ = self.fitted(batches, 1.0)
+        other.remove()
+        report, train = self.fitted(batches, other.floor_bytes)
+        for _ in range(2):
+            peak, said = train()
+            assert peak <= report.budget_bytes
+            assert not said
+        peak, said = train(keeps=True)
+        assert peak > report.budget_bytes
+        assert said
+        assert "output" in str(said[0])
+
+    def test_two_calls_before_a_backward_are_refused(self):
+        model, batch = stack(lambda: Layer(dropout=0), 2), tokens()
+        with pytest.raises(UnsupportedError, match="Use compile=False"):
+            recoup.fit(
+                model,
+                step=lambda: (model(batch) + model(batch)).sum().backward(),
+                budget=0.9,
+                compile="exact",
+            )
+
+
 class TestCopies:
     def test_a_deep_copy_trains_by_its_own_parameters(self, transformer):
         model, twin, batch, _ = transformer

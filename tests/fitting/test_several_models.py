@@ -211,9 +211,11 @@ def test_calls_in_another_order_are_said_and_then_held():
     steps = [run() for _ in range(4) for run in (critic, critic, generator)]
     peaks = [peak for peak, _ in steps]
     said = [(n, needed) for n, (_, needed) in enumerate(steps) if needed]
-    # The first time it is noticed in the middle of a step, the second time measured.
-    assert max(peaks[:3]) > budget
-    assert said == [(4, [peaks[4]])]
+    # It is said at the first call that differs, in the middle of a step.
+    exceeding = [n for n, peak in enumerate(peaks) if peak > budget]
+    [(first, [needed])] = said
+    assert first == exceeding[0] == 1
+    assert peaks[1] <= needed <= 1.5 * peaks[1]
     assert max(peaks[5:]) <= budget
 
 

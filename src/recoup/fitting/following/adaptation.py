@@ -69,7 +69,7 @@ class Adapted:
             for each, part in zip(graph.passes, made.parts, strict=True)
         ]
         self._order = PassOrder(made)
-        self._disorder = _Disorder(self.parts)
+        self._disorder = None if is_fixed else _Disorder(self.parts)
         self._roots = made.all_roots
         # A plan does not keep the model alive, unless parts of it are called.
         self._model = None if self._roots == ("",) else model
@@ -132,16 +132,23 @@ class Adapted:
         root = next(n for n in self._roots if whole.get_submodule(n) is model)
         number = self._order.pass_of(root, shapes_of((args, kwargs)))
         expected = self._order.expected
+        reason = ""
         if expected is not None:
-            self._disorder.seen(
+            reason = (
                 f"{root or 'the model'} was called where the measured step called "
                 f"{expected or 'the model'}"
             )
         chosen = self.parts[number]
         is_alone = not any(part.open_calls for part in self.parts)
-        metered = None
-        if self._disorder.is_open:
-            metered = self._disorder.meter(whole, (args, kwargs), is_alone=is_alone)
+        disorder, metered = self._disorder, None
+        if disorder is not None:
+            metered = disorder.meter(reason, whole, (args, kwargs), is_alone=is_alone)
+        is_known = disorder is not None and not disorder.is_open
+        if reason and metered is None and not is_known:
+            # Noticed in the middle of a step: what it takes can only be predicted.
+            others = [part for part in self.parts if part is not chosen]
+            held_bytes = sum(part.open_bytes() for part in others)
+            chosen.say_predicted(reason, held_bytes)
         return chosen.choose(whole, args, kwargs, is_alone=is_alone, metered=metered)
 
 
@@ -162,19 +169,26 @@ def watched_loop(
         reserved_bytes: Part of the user's budget that is reserved.
 
     Returns:
-        What watches it; None: the step has several passes.
+        What watches it; None: its passes were not those of the eager step.
     """
-    if marks is None or len(graph.order) > 1:
+    marked = None if marks is None else marked_graph(marks, graph)
+    if marked is None:
         return None
-    made = Plan(
-        roots=graph.roots,
-        model_calls=graph.model_calls,
-        budget_bytes=budget_bytes,
-        peak_bytes=marks.peak_bytes,
+    plans = tuple(
+        Plan(
+            roots=known.roots,
+            model_calls=known.model_calls,
+            budget_bytes=budget_bytes,
+            peak_bytes=max(each.other_bytes),
+        )
+        for each, known in zip(marked.passes, graph.passes, strict=True)
     )
+    made = plans[0]
+    if len(plans) > 1:
+        made = replace(made, passes=plans, order=graph.order)
     return Adapted(
         model,
-        marked_graph(marks),
+        marked,
         made,
         frozenset(),
         verify="off",
@@ -186,9 +200,9 @@ def watched_loop(
 class _Disorder:
     """Calls in another order than in the measured step.
 
-    Such a call may get the plan of another pass. The first one comes in the middle of a
-    step. From the next step on steps are metered, until one that has such a call is
-    within the budget; all passes are planned for what it exceeds the budget by.
+    Such a call may get the plan of another pass. From the next step on steps are
+    metered, until one that has such a call is within the budget; all passes are planned
+    for what it exceeds the budget by.
 
     Args:
         parts: What is applied to each pass.
@@ -208,15 +222,22 @@ class _Disorder:
         """Return what a copy needs: no step of its own runs."""
         return {**vars(self), "_metered": None}
 
-    def seen(self, reason: str) -> None:
-        """Note such a call."""
-        self.is_open = self._steps > 0
-        self._reason = self._reason or reason
-
     def meter(
-        self, model: nn.Module, arguments: object, *, is_alone: bool
+        self, reason: str, model: nn.Module, arguments: object, *, is_alone: bool
     ) -> MeteredStep | None:
-        """Return what counts the bytes of the step that a call is in."""
+        """Return what counts the bytes of the step that a call is in.
+
+        Args:
+            reason: In words, what is not as in the measured step; empty: nothing.
+            model: The model.
+            arguments: What it is called with.
+            is_alone: No call waits for its backward.
+        """
+        if reason:
+            self.is_open = self._steps > 0
+            self._reason = self._reason or reason
+        if not self.is_open:
+            return None
         running = self._metered
         if running is not None and running.is_running:
             # The same step, also if the call before has no graph any more.
@@ -225,6 +246,7 @@ class _Disorder:
             return None  # the step has begun
         if self._metered is not None and not self._metered.detach():
             return None  # another thread's step
+        # A step that begins as another pass is that pass.
         self._reason, self._metered = "", None
 
         def ended(peak_bytes: int) -> None:

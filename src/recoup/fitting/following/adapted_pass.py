@@ -273,12 +273,10 @@ class AdaptedPass:
         owner = weakref.ref(self)
 
         def ended(peak_bytes: int) -> None:
-            found = owner()
-            if found is not None:
+            if (found := owner()) is not None:
                 found.metered(case, plan, peak_bytes)
 
-        self._metered_in = case.group
-        batch = [tensor for _, tensor in found]
+        self._metered_in, batch = case.group, [tensor for _, tensor in found]
         self._metered = MeteredStep(model, batch, device_of(model), ended)
         return self._metered
 
@@ -304,11 +302,10 @@ class AdaptedPass:
         reasons = "; ".join(case.group.differences)
 
         def ended(peak_bytes: int) -> None:
-            found = owner()
-            if found is not None:
+            if (found := owner()) is not None:
                 found.say_difference(reasons, peak_bytes)
 
-        batch = [tensor for _, tensor in found]
+        batch = (tensor for _, tensor in found)
         observed = ObservedStep(model, batch, arguments, self._torn, ended)
         self._observed = (observed, case, key)
         return observed
@@ -439,11 +436,9 @@ class AdaptedPass:
         if is_measured and not group.excess_bytes:
             return self.plan
         is_smaller = all(n <= measured.size[axis] for axis, n in group.size.items())
-        if is_smaller and not group.excess_bytes:
-            is_new = not group.is_traced
-            if is_new or self.planned_groups > _MOST_GROUPS:
-                # Whatever fits a larger step fits this one.
-                return self.plan
+        is_late = not group.is_traced or self.planned_groups > _MOST_GROUPS
+        if is_smaller and is_late and not group.excess_bytes:
+            return self.plan  # whatever fits a larger step fits this one
         self._plan_group(case)
         assert group.plan is not None, "a group has a plan once it was planned"
         return group.plan
@@ -525,11 +520,10 @@ class AdaptedPass:
 
     def _say_blocks(self, case: CallCase, blocks: Mapping[str, CallTrace]) -> None:
         """Leave room for blocks that were not measured; warn if there is none."""
-        used = self._segments_of(case)
+        used, group = self._segments_of(case), case.group
         if used is None:
             return
         self.unmeasured.difference_update(blocks)
-        group = case.group
         names = ", ".join(list(blocks)[:3])
         group.differences.append(f"{names} ran, which did not in the measured step")
         group.excess_bytes += sum(trace.live_bytes for trace in blocks.values())
@@ -549,18 +543,24 @@ class AdaptedPass:
         begun = [used[n] for n in range(len(used)) if n not in wrong]
         self._warnings.say_order(names, simulate(step, begun).peak_bytes)
 
+    def open_bytes(self, used: Sequence[Segment] = ()) -> int:
+        """Return what calls before their backward hold, by default without regions."""
+        times = self.plan.model_calls
+        calls = map(self._graph.operations_of_call, range(times))
+        held_bytes = sum(live_after(self._graph, used, each) for each in calls)
+        return held_bytes * self._loop.open_calls() // times
+
+    def say_predicted(self, reason: str, held_bytes: int) -> None:
+        """Warn of a step in which other passes hold so much: without regions."""
+        peak_bytes = simulate(self._graph, ()).peak_bytes
+        self._warnings.say_difference([reason], peak_bytes + held_bytes)
+
     def _say_if_open(self) -> None:
         """Warn of a call whose memory adds to that of calls before it."""
-        count, times = self._loop.open_calls(), self.plan.model_calls
-        if count < times or "open" in self._warnings.said:
-            return
-        used = segments_of(self._graph, self.plan) or ()
-        held_bytes = sum(
-            live_after(self._graph, used, self._graph.operations_of_call(number))
-            for number in range(times)
-        )
-        needed_bytes = self.plan.peak_bytes + held_bytes * count // times
-        self._warnings.say_open(times, needed_bytes)
+        times = self.plan.model_calls
+        if self._loop.open_calls() >= times and "open" not in self._warnings.said:
+            held_bytes = self.open_bytes(segments_of(self._graph, self.plan) or ())
+            self._warnings.say_open(times, self.plan.peak_bytes + held_bytes)
 
     def _check_kept(self, case: CallCase | None, plan: Plan, kept: LoopKept) -> None:
         """Warn if a step does not fit because of what the training loop keeps."""

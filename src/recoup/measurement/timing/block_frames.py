@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -29,14 +29,15 @@ class StepMarks:
         names: The blocks, in the order in which forward entered them.
         unheld_bytes: For each block, the bytes of outputs that nothing held any more
             when backward began.
-        gradients: For each parameter that gets a gradient, by its path, the interval
-            in which that came into being; `BEFORE`: it existed before the step.
+        passes: For each pass its first interval, and for each parameter that gets a
+            gradient in it, by its path, the interval in which that came into being;
+            `BEFORE`: it existed before the pass.
     """
 
     intervals: Sequence[Interval]
     names: tuple[str, ...]
     unheld_bytes: Mapping[str, int]
-    gradients: Mapping[str, int]
+    passes: Sequence[tuple[int, Mapping[str, int]]]
 
     @property
     def peak_bytes(self) -> int:
@@ -49,7 +50,7 @@ def resident_bytes(step: TrainingStep, resident: Sequence[object]) -> int:
     if step.device.type != "cpu":
         return 0
     ledger = StorageLedger()
-    ledger.add_all([step.model, step.batch, list(resident)])
+    ledger.add_all([*step.resident(), list(resident)])
     return ledger.live_bytes
 
 
@@ -69,17 +70,26 @@ def run_marked(
         meter = interval_meter(step.device)
 
         parameters = dict(step.model.named_parameters())
-        gradients = {n: BEFORE for n, p in parameters.items() if p.grad is not None}
-        interval = 0
+        passes: list[tuple[int, dict[str, int]]] = []
+        interval, has_backward = 0, False
+
+        def begin_pass() -> None:
+            carried = [n for n, p in parameters.items() if p.grad is not None]
+            passes.append((interval, dict.fromkeys(carried, BEFORE)))
 
         def mark(event: Event, name: str) -> None:
-            nonlocal interval
+            nonlocal interval, has_backward
             interval += 1
             meter.mark((event, name))
+            if event == "enter" and has_backward:
+                begin_pass()
+                has_backward = False
+            has_backward = has_backward or event == "backward"
 
+        begin_pass()
         stack.enter_context(
             gradients_followed(
-                parameters, lambda name: gradients.setdefault(name, interval)
+                parameters, lambda name: passes[-1][1].setdefault(name, interval)
             )
         )
 
@@ -127,25 +137,61 @@ def run_marked(
         Interval(i.mark, i.live_bytes + base, i.peak_bytes + base)
         for i in meter.intervals
     ]
-    return StepMarks(intervals, tuple(order), unheld, gradients)
+    return StepMarks(intervals, tuple(order), unheld, passes)
 
 
-def marked_graph(marks: StepMarks) -> Graph:
+def marked_graph(marks: StepMarks, step: Graph) -> Graph | None:
     """Return a marked step as a graph in which nothing can be planned.
 
-    Each interval is a moment. A gradient counts from the interval after the one in
-    which it came into being: that one may have had its peak before.
+    Args:
+        marks: What was seen.
+        step: The same step as it was measured without a compiler. One of its passes may
+            stand for several that are alike.
+
+    Returns:
+        The graph, with the passes of the measured step; None: they are not alike.
     """
-    events: list[Any] = [interval.mark for interval in marks.intervals]
+    starts = [first for first, _ in marks.passes]
+    ends = [*starts[1:], len(marks.intervals)]
+    found = [
+        _pass_graph(marks.intervals[first:end], first, gradients)
+        for (first, gradients), end in zip(marks.passes, ends, strict=True)
+    ]
+    order = step.order if len(step.order) > 1 else (0,) * len(found)
+    if len(order) != len(found):
+        return None
+    passes = [
+        replace(
+            max(
+                (graph for n, graph in zip(order, found, strict=True) if n == number),
+                key=lambda graph: max(graph.other_bytes),
+            ),
+            roots=known.roots,
+            order=(),
+        )
+        for number, known in enumerate(step.passes)
+    ]
+    return replace(passes[0], others=tuple(passes[1:]), order=step.order)
+
+
+def _pass_graph(
+    intervals: Sequence[Interval], first: int, gradients: Mapping[str, int]
+) -> Graph:
+    """Return the graph of one pass: each interval is a moment.
+
+    A gradient counts from the interval after the one in which it came into being: that
+    one may have had its peak before.
+    """
+    events: list[Any] = [interval.mark for interval in intervals]
     half = next(
         (n for n, mark in enumerate(events) if mark and mark[0] == "backward"),
         len(events),
     )
-    start_bytes = marks.intervals[0].live_bytes
+    start_bytes = intervals[0].live_bytes
     held_bytes = 0
     if half < len(events):
-        held_bytes = max(0, marks.intervals[half].live_bytes - start_bytes)
-    other_bytes = [interval.peak_bytes for interval in marks.intervals]
+        held_bytes = max(0, intervals[half].live_bytes - start_bytes)
+    other_bytes = [interval.peak_bytes for interval in intervals]
     for moment in range(half - 1, min(half + 1, len(events))):
         other_bytes[moment] -= held_bytes
     return Graph(
@@ -157,8 +203,8 @@ def marked_graph(marks: StepMarks) -> Graph:
         boundaries=(Boundary(0, 0), Boundary(half, 0, entering=False)),
         other_bytes=tuple(other_bytes),
         gradients=tuple(
-            (path, first if first == BEFORE else first + 1)
-            for path, first in marks.gradients.items()
+            (path, made if made == BEFORE else made - first + 1)
+            for path, made in gradients.items()
         ),
     )
 
