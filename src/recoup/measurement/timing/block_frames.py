@@ -70,28 +70,12 @@ def run_marked(
         meter = interval_meter(step.device)
 
         parameters = dict(step.model.named_parameters())
-        passes: list[tuple[int, dict[str, int]]] = []
-        interval, has_backward = 0, False
-
-        def begin_pass() -> None:
-            carried = [n for n, p in parameters.items() if p.grad is not None]
-            passes.append((interval, dict.fromkeys(carried, BEFORE)))
+        passes = _Passes(parameters)
+        stack.enter_context(gradients_followed(parameters, passes.note_gradient))
 
         def mark(event: Event, name: str) -> None:
-            nonlocal interval, has_backward
-            interval += 1
+            passes.note(event)
             meter.mark((event, name))
-            if event == "enter" and has_backward:
-                begin_pass()
-                has_backward = False
-            has_backward = has_backward or event == "backward"
-
-        begin_pass()
-        stack.enter_context(
-            gradients_followed(
-                parameters, lambda name: passes[-1][1].setdefault(name, interval)
-            )
-        )
 
         def enter(name: str, inputs: Any) -> None:
             order[name] = None
@@ -137,7 +121,34 @@ def run_marked(
         Interval(i.mark, i.live_bytes + base, i.peak_bytes + base)
         for i in meter.intervals
     ]
-    return StepMarks(intervals, tuple(order), unheld, passes)
+    return StepMarks(intervals, tuple(order), unheld, passes.found)
+
+
+class _Passes:
+    """The passes of a step, as `StepMarks` has them."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._interval = 0
+        self._has_backward = False
+        self.found: list[tuple[int, dict[str, int]]] = []
+        self._begin()
+
+    def note(self, event: Event) -> None:
+        """Begin an interval, and a pass where forward goes on after a backward."""
+        self._interval += 1
+        if event == "enter" and self._has_backward:
+            self._begin()
+        self._has_backward = self._has_backward or event == "backward"
+
+    def _begin(self) -> None:
+        self._has_backward = False
+        carried = [n for n, p in self._parameters.items() if p.grad is not None]
+        self.found.append((self._interval, dict.fromkeys(carried, BEFORE)))
+
+    def note_gradient(self, name: str) -> None:
+        """Note that a parameter gets its gradient."""
+        self.found[-1][1].setdefault(name, self._interval)
 
 
 def marked_graph(marks: StepMarks, step: Graph) -> Graph | None:
