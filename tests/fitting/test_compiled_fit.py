@@ -158,6 +158,13 @@ class TestContract:
         assert report.difference == 0
         assert same(outcome(model, batch), outcome(twin, batch))
 
+    def test_torch_compile_of_a_fitted_model_is_bitwise_that_of_the_eager_run(
+        self, transformer
+    ):
+        model, twin, batch, _ = transformer
+        compiled = torch.compile(model, backend="aot_eager")
+        assert same(outcome(compiled, batch), outcome(twin, batch))
+
     def test_the_checker_sees_another_gradient(self, transformer):
         model, twin, batch, _ = transformer
         with torch.no_grad():

@@ -19,8 +19,10 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 import recoup
+from recoup.errors import UnsupportedError
 from tests.support.odd_models import mean_square
 from tests.support.processes import together
 
@@ -165,3 +167,22 @@ def test_compressed_sparse_matrices_work():
         mean_square(each(x)).backward()
     for one, other in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad)
+
+
+def test_compiled_blocks_of_a_sharded_model_are_refused_in_one_sentence(mesh):
+    model = sharded(blocks(), mesh)
+    with pytest.raises(UnsupportedError, match="compile='exact' needs whole"):
+        recoup.fit(model, batch(), 0.9, loss=mean_square, compile="exact")
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.sweep
+@pytest.mark.usefixtures("mesh")
+def test_compiled_blocks_in_data_parallel_give_the_gradients_of_the_plain_run():
+    twin, model = DistributedDataParallel(blocks()), DistributedDataParallel(blocks())
+    _, report = recoup.fit(model, batch(), 0.95, loss=mean_square, compile="exact")
+    for each in (twin, model):
+        mean_square(each(batch())).backward()
+    pairs = zip(model.parameters(), twin.parameters(), strict=True)
+    assert all(torch.equal(one.grad, other.grad) for one, other in pairs)
+    assert report.measured_peak_bytes <= report.budget_bytes

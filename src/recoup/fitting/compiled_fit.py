@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from recoup.backend.compiler.partitioning import Executor, saved_bytes
+from recoup.backend.compiler.recognition import is_sharded
 from recoup.core.compiled_plan import (
     BlockFrame,
     BlockOption,
@@ -435,10 +436,17 @@ def fit_compiled(
 
     Raises:
         InfeasibleError: No choice of partitions fits.
-        UnsupportedError: No block of the model can be captured.
+        UnsupportedError: No block of the model can be captured, or it is sharded.
     """
     started = time.perf_counter()
     model = step.model
+    if any(is_sharded(type(module)) for module in model.modules()):
+        raise UnsupportedError(
+            f"compile={executor!r} needs whole parameters, got a "
+            f"{type(model).__name__} that fully_shard has sharded: its blocks are "
+            "captured without the hooks that gather them. Use compile=False, or "
+            "DistributedDataParallel."
+        )
     names = blocks or repeated_names(model, block_names(model))
     found = {name: block_at(model, name) for name in names}
     search = _Search(step, executor, tell, plain.resident)
