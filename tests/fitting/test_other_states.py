@@ -321,3 +321,22 @@ def test_blocks_that_run_again_later_are_silent():
     more, _, again = train(model, 2)
     assert not said + again
     assert max(peaks + more) <= report.budget_bytes
+
+
+# Verification takes memory: a plan is verified before it is measured, or has room.
+
+
+@pytest.mark.parametrize("verify", ["first", "always"])
+def test_no_step_after_fit_exceeds_the_budget_verifying_ones_included(verify):
+    model = Net()
+    with pytest.raises(recoup.errors.InfeasibleError) as caught:
+        fitted(model, 1000, verify=verify)
+    for budget in (caught.value.floor_bytes + 256, 0.7):
+        report = fitted(model, budget, verify=verify)
+        while True:
+            peaks, _, said = train(model, 2)
+            assert not said
+            assert max(peaks) <= report.budget_bytes
+            if not report.tighten():
+                break
+        report.remove()
