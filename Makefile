@@ -46,7 +46,7 @@ coverage: $(TOOLS) $(INTEGRATIONS) ## Run the tests once more, and require 95 % 
 	$(RUN) -m coverage report --skip-covered
 
 sweep: $(INTEGRATIONS) ## Run the long tests: the operator database, every model at every budget
-	RECOUP_EXAMPLES=random $(RUN) -m pytest -m sweep tests/sweep tests/integrations $(ARGS)
+	RECOUP_EXAMPLES=random $(RUN) -m pytest -m sweep tests $(ARGS)
 
 bench: $(PACKAGES) ## Measure recoup beside torch.utils.checkpoint
 	$(RUN) -m benchmarks.cases.overhead $(ARGS)

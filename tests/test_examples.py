@@ -37,8 +37,19 @@ def test_the_examples_of_the_seeds_are_there():
     assert set(NAMES) >= EXPECTED
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=NAMES)
+NEEDED = {"timm_training.py": "timm"}
+"""Packages that an example needs and the tests do not install."""
+
+BY_TORCHRUN = {"torchtitan_style.py"}
+"""Examples of several processes only, which tests/train/test_torchrun.py starts."""
+
+ALONE = [each for each in EXAMPLES if each.name not in BY_TORCHRUN]
+
+
+@pytest.mark.parametrize("example", ALONE, ids=lambda example: example.name)
 def test_an_example_runs_and_says_something(example, capsys):
+    if example.name in NEEDED:
+        pytest.importorskip(NEEDED[example.name])
     runpy.run_path(str(example), run_name="__main__")
     printed = capsys.readouterr().out
     assert "bitwise" in printed or "the same as" in printed

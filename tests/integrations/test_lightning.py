@@ -2,6 +2,8 @@
 
 # pyright: reportMissingImports=false
 
+import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch.utils.data import DataLoader
 from recoup.backend.memory.meters import StorageMeter
 from recoup.errors import UnsupportedError
 from tests.support.bits import tree_differences
+from tests.support.processes import together
 from tests.support.trainings import Rows, small_stack
 
 pytest.importorskip("lightning", reason="lightning is not installed")
@@ -20,6 +23,7 @@ pytest.importorskip("lightning", reason="lightning is not installed")
 import lightning
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import DDPStrategy
 
 from recoup.integrations.lightning import RecoupCallback, fit_once
 
@@ -184,6 +188,48 @@ def test_manual_optimization_is_refused():
     module.automatic_optimization = False
     with pytest.raises(UnsupportedError, match="step="):
         RecoupCallback(0.5).on_train_start(None, module)
+
+
+def train_in_process(rank: int, folder: str) -> Any:
+    """Train without and with the callback; return parameters, peaks and the plan."""
+    for name, value in (("LOCAL_RANK", rank), ("NODE_RANK", 0), ("WORLD_SIZE", 2)):
+        os.environ[name] = str(value)
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    settings: dict[str, Any] = {
+        "devices": 2,
+        "strategy": DDPStrategy(process_group_backend="gloo"),
+        "limit_val_batches": 0,
+    }
+    _, plain = train(Path(folder), **settings)
+    # In its second step DDP replaces its buckets, and the meter sees the new ones only.
+    del plain.peaks[1]
+    callback = RecoupCallback(int(0.85 * max(plain.peaks)))
+    settings["strategy"] = DDPStrategy(process_group_backend="gloo")
+    _, ours = train(Path(folder), callback, **settings)
+    del ours.peaks[1]
+    report: Any = callback.report
+    states = dict(plain.state_dict()), dict(ours.state_dict())
+    return {
+        "differences": list(tree_differences(*states, where="")),
+        "losses": (plain.losses, ours.losses),
+        "peaks": (max(ours.peaks), report.budget_bytes, max(plain.peaks)),
+        "plan": report.plan.to_json(),
+    }
+
+
+@pytest.mark.sweep
+def test_two_processes_agree_and_train_bitwise_as_without(tmp_path):
+    found = together(train_in_process, tmp_path, str(tmp_path), seconds=300)
+    for each in found:
+        assert not isinstance(each, str), each
+        assert each["differences"] == []
+        assert len(each["losses"][0]) == STEPS
+        assert each["losses"][0] == each["losses"][1]
+        ours, budget, plain = each["peaks"]
+        assert ours <= budget < plain
+    assert found[0]["plan"] == found[1]["plan"]
+    assert found[0]["losses"] != found[1]["losses"], "each has data of its own"
 
 
 def train_with_fabric(budget: float | None, **settings: Any) -> Any:

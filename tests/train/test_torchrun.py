@@ -10,8 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
-def test_the_example_runs_in_two_processes():
+def run_in_two(example: str) -> str:
     result = subprocess.run(
         [
             sys.executable,
@@ -20,7 +19,7 @@ def test_the_example_runs_in_two_processes():
             "--standalone",
             "--nproc-per-node",
             "2",
-            str(ROOT / "examples" / "distributed.py"),
+            str(ROOT / "examples" / example),
         ],
         env={
             **os.environ,
@@ -32,5 +31,19 @@ def test_the_example_runs_in_two_processes():
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    assert "Process 1 of 2: everything is bitwise as by hand." in result.stdout
-    assert "Process 2 of 2: everything is bitwise as by hand." in result.stdout
+    return result.stdout
+
+
+@pytest.mark.slow
+def test_the_example_runs_in_two_processes():
+    printed = run_in_two("distributed.py")
+    assert "Process 1 of 2: everything is bitwise as by hand." in printed
+    assert "Process 2 of 2: everything is bitwise as by hand." in printed
+
+
+@pytest.mark.sweep
+def test_a_model_as_torchtitan_makes_it_trains_in_two_processes():
+    """FSDP2 and compiled blocks."""
+    printed = run_in_two("torchtitan_style.py")
+    for rank in (1, 2):
+        assert f"Process {rank} of 2: parameters are bitwise those without" in printed
