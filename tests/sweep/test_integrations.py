@@ -28,4 +28,6 @@ SINGLE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("settings", SINGLE.values(), ids=SINGLE)
 def test_each_setting_by_itself(tmp_path, settings):
-    check_run(tmp_path, settings)
+    # The Trainer's own checkpointing leaves nothing to recompute.
+    share = 1.0 if "gradient_checkpointing" in settings else 0.7
+    check_run(tmp_path, settings, share)
