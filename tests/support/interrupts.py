@@ -29,8 +29,11 @@ def ends_of_blocks(code: CodeType) -> frozenset[int]:
             and call.opname == "CALL"
             and call.arg == 2
         ):
+            # A block that returns a value first moves it below `__exit__`.
+            moves = place > 0 and found[place - 1].opname == "SWAP"
+            first = found[place - moves]
             ends.update(
-                i.offset for i in found if nones[0].offset <= i.offset <= call.offset
+                i.offset for i in found if first.offset <= i.offset <= call.offset
             )
     return frozenset(ends)
 
