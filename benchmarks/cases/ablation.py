@@ -76,15 +76,15 @@ STAGES: Mapping[str, Sequence[tuple[Any, str, Any]]] = {
     "narrow segments": [
         (search, "narrowed", lambda _, segment: (segment,)),
         (option, "recorded_narrowly", lambda _, __, found: found.recorded),
-        (batch_footprint, "operators_around", lambda *_: _whole_stretch(*_)),
+        (batch_footprint, "operators_around", lambda *_: _whole_interval(*_)),
     ],
     "refine": [(Search, "_refine", _nothing)],
 }
 """What is patched to leave a stage out."""
 
 
-def _whole_stretch(graph: Graph, stretch: tuple[int, int], operations: Any, _: Any):  # noqa: ANN202 - an array
-    return 0 * operations[0] + len(graph.operations_between(*stretch))
+def _whole_interval(graph: Graph, interval: tuple[int, int], operations: Any, _: Any):  # noqa: ANN202 - an array
+    return 0 * operations[0] + len(graph.operations_between(*interval))
 
 
 @contextmanager

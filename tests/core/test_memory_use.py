@@ -13,7 +13,7 @@ from tests.support.interpreter import Machine
 
 @settings(max_examples=100)
 @given(st.data())
-def test_footprints_of_stretches_add_up_to_what_a_machine_uses(data):
+def test_footprints_of_intervals_add_up_to_what_a_machine_uses(data):
     graph = data.draw(graphs())
     segments = data.draw(plans(graph))
     around = kept_around(graph, [(s.start, s.stop) for s in segments])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from recoup import CheckpointScope, KeepCostly, Plan, apply_plan, checkpoint_module
 from recoup.core.plan import Place, Span
-from recoup.engine.replay.recall import Recall
+from recoup.engine.replay.replay_cache import ReplayCache
 from tests.engine.test_partial_replay import (
     SHARES,
     Graph,
@@ -175,7 +175,7 @@ def test_parts_that_a_policy_cuts_are_replayed_without_a_search(monkeypatch):
     def search(*_):
         raise AssertionError("searched")
 
-    monkeypatch.setattr(Recall, "plan", search)
+    monkeypatch.setattr(ReplayCache, "plan", search)
     net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(4)))
     x = torch.ones(2, 4, requires_grad=True)
     expected = torch.autograd.grad(net(x).sum(), list(net.parameters()))
@@ -205,14 +205,14 @@ def test_a_scope_that_is_gone_is_not_counted_for_and_one_that_lives_is():
 
 @pytest.mark.parametrize("before", [0, 3])
 def test_what_needs_everything_is_replayed_without_a_search(before, monkeypatch):
-    searches: list[Recall] = []
-    search = Recall.plan
+    searches: list[ReplayCache] = []
+    search = ReplayCache.plan
 
-    def count(recall: Recall, *arguments):
+    def count(recall: ReplayCache, *arguments):
         searches.append(recall)
         return search(recall, *arguments)
 
-    monkeypatch.setattr(Recall, "plan", count)
+    monkeypatch.setattr(ReplayCache, "plan", count)
     # What nobody saves is not on the tape in the end: places move.
     chain = Graph([("add", (0, 0))] * before + [("exp", (0,)), ("sin", (before + 1,))])
     chain.lines.append(("tanh", (before + 2,)))

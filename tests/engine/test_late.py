@@ -4,15 +4,15 @@ import torch
 
 from recoup import CheckpointScope
 from recoup.backend.memory.storages import geometry_of
-from recoup.engine.lifetime.late_writes import LateWrites
-from recoup.engine.lifetime.values import Value
+from recoup.engine.lifetime.values import TapeValue
+from recoup.engine.lifetime.version_bypass import LateWrites
 from tests.support.counting import Alive
 
 LENGTH = 1000
 
 
-def noted(tensor: torch.Tensor) -> tuple[LateWrites, Value]:
-    late, value = LateWrites(), Value(0, geometry_of(tensor))
+def noted(tensor: torch.Tensor) -> tuple[LateWrites, TapeValue]:
+    late, value = LateWrites(), TapeValue(0, geometry_of(tensor))
     late.before(value, tensor)
     return late, value
 

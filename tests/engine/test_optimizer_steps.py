@@ -165,7 +165,7 @@ def test_a_step_on_a_distributed_tensor_counts_for_the_local_one_that_was_read(k
     try:
         x = torch.linspace(-1, 1, 4, requires_grad=True)
         whole = DTensor.from_local(torch.randn(4), mesh_of_two(), [Shard(0)])
-        weight = nn.Parameter(whole)
+        weight: Any = nn.Parameter(whole)
         weight.grad = torch.ones_like(whole)
         with CheckpointScope("block", verify="off"):
             y = (x * (weight.to_local() * 2)).sin()

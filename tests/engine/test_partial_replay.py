@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from recoup import CheckpointScope, keep
 from recoup.engine.recording.region import Region
-from recoup.engine.verification.verified import LEDGER
+from recoup.engine.verification.verification_log import LEDGER
 from recoup.errors import MismatchError
 
 INPUT, RESULT = "input", "result"

@@ -71,7 +71,7 @@ def least_bytes(steps: list[Any]) -> int:
 
 
 def without_puts(steps: list[Any]) -> list[Any]:
-    """Return the steps whose writes lie in one stretch of memory each."""
+    """Return the steps whose writes lie in one interval of memory each."""
     return [step for step in steps if step[0] != "put"]
 
 

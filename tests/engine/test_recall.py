@@ -7,19 +7,21 @@ import torch
 
 from recoup import CheckpointScope
 from recoup.backend.memory.storages import geometry_of
-from recoup.engine.lifetime.values import Layout, Value
-from recoup.engine.replay.recall import Recall
+from recoup.engine.lifetime.values import Layout, TapeValue
+from recoup.engine.replay.replay_cache import ReplayCache
 from tests.support.counting import Operators
 
 x = torch.arange(6.0)
 
 
-def recalled(*, demand: int, lasting: bool = False) -> tuple[Recall, Value, Layout]:
-    value = Value(0, geometry_of(x))
+def recalled(
+    *, demand: int, lasting: bool = False
+) -> tuple[ReplayCache, TapeValue, Layout]:
+    value = TapeValue(0, geometry_of(x))
     value.demand = demand
     layout = value.layout(geometry_of(x.view(2, 3)))
     live = {value: x, layout: layout.view(x)}
-    recall = Recall(7, lasting=lasting)
+    recall = ReplayCache(7, lasting=lasting)
     recall.take([value], live)
     return recall, value, layout
 

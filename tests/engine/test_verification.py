@@ -17,7 +17,7 @@ from recoup import (
     uncheckpoint_module,
 )
 from recoup.backend.operators.fingerprints import fingerprint
-from recoup.engine.verification.verified import LEDGER
+from recoup.engine.verification.verification_log import LEDGER
 from recoup.errors import MismatchError, UsageError
 from tests.support.counting import Alive, Operators
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from recoup import CheckpointScope, checkpoint, checkpoint_module, rerun
 from recoup.checkpointing import is_recomputing
-from recoup.engine.verification.verified import LEDGER, Ledger
+from recoup.engine.verification.verification_log import LEDGER, Ledger
 from recoup.errors import MismatchError
 from tests.support.counting import Operators
 

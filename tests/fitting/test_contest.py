@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from benchmarks.zoo.cases import CASES
-from recoup.fitting import contest as contests
-from recoup.fitting.contest import contest, largest_difference
+from recoup.fitting import benchmark as contests
+from recoup.fitting.benchmark import contest, largest_difference
 from recoup.measurement.peers import PEERS, every_block
 from recoup.measurement.steps.floor import run_step
 from recoup.measurement.steps.training_step import training_step

@@ -8,7 +8,7 @@ from torch import nn
 
 from recoup.engine.recording.active import open_regions
 from recoup.engine.recording.observers import observers
-from recoup.fitting.contest import contest
+from recoup.fitting.benchmark import contest
 from recoup.fitting.fit import fit
 from recoup.fitting.measuring import measure
 from tests.support.interrupted_fits import Fitting

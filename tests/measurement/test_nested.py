@@ -16,7 +16,7 @@ from recoup.core.segments import Action, Segment
 from recoup.core.simulation import simulate
 from recoup.core.trim_segments import without_idle_actions
 from recoup.engine.applied.applied_plan import Applied
-from recoup.planners.stretch_options import holds
+from recoup.planners.interval_options import holds
 
 
 def stack(*, normalised: bool) -> nn.Sequential:

@@ -10,8 +10,8 @@ from benchmarks.graphs import transformer_graph
 from recoup.core import batch_footprint as flat
 from recoup.core.batch_footprint import Costs, costs_of_holding
 from recoup.core.graph import Graph
+from recoup.planners.interval_options import Memory, Ways
 from recoup.planners.option import holding
-from recoup.planners.stretch_options import Memory, Ways
 from tests.support.graphs import graphs, hold_sets
 
 
@@ -33,22 +33,22 @@ def in_place(graph: Graph, number: int) -> Graph:
     return replace(graph, values=tuple(values), storages=tuple(storages))
 
 
-def as_one_segment(ways: Ways, graph: Graph, stretch, held) -> Costs:
-    return ways._costs(stretch, holding(graph, stretch.first, stretch.last, held))
+def as_one_segment(ways: Ways, graph: Graph, interval, held) -> Costs:
+    return ways._costs(interval, holding(graph, interval.first, interval.last, held))
 
 
 def compare(graph: Graph, first: int, last: int, sets: list[tuple[int, ...]]) -> None:
-    stretch, _ = Memory().stretch(graph, first, last)
+    interval, _ = Memory().interval(graph, first, last)
     ways = Ways(graph, (first, last), (), nest=False)
-    together = costs_of_holding(graph, (first, last), stretch.rows, sets)
+    together = costs_of_holding(graph, (first, last), interval.rows, sets)
     assert len(together) == len(sets)
     for found, held in zip(together, sets, strict=True):
-        alone = as_one_segment(ways, graph, stretch, held)
+        alone = as_one_segment(ways, graph, interval, held)
         assert found.replays == alone.replays
         assert found.recorded == alone.recorded
         assert found.held_bytes == alone.held_bytes
         assert found.use.tolist() == alone.use.tolist()
-        start = stretch.inside.start
+        start = interval.inside.start
         option = holding(graph, first, last, held)
         assert found.seconds(graph, start) == option.seconds
 
@@ -85,11 +85,11 @@ def test_blocks_of_a_transformer_cost_what_their_segments_do():
 def test_more_sets_than_an_integer_has_bits_are_worked_out_in_parts(monkeypatch):
     graph = transformer_graph(2)
     places = graph.blocks[0], graph.blocks[1]
-    stretch, _ = Memory().stretch(graph, *places)
+    interval, _ = Memory().interval(graph, *places)
     sets = [*hold_sets(graph, *places)][:9]
-    whole = costs_of_holding(graph, places, stretch.rows, sets)
+    whole = costs_of_holding(graph, places, interval.rows, sets)
     monkeypatch.setattr(flat, "_MOST", 4)
-    parts = costs_of_holding(graph, places, stretch.rows, sets)
+    parts = costs_of_holding(graph, places, interval.rows, sets)
     assert len(parts) == len(whole) == 9
     for one, other in zip(whole, parts, strict=True):
         assert one.replays == other.replays

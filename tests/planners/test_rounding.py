@@ -19,7 +19,7 @@ def make_system(
     copies: list[list[float]] | None = None,
     third: float = 1.0,
 ) -> System:
-    """Return a programme: for each stretch and option its seconds and its rows."""
+    """Return a programme: for each interval and option its seconds and its rows."""
     counts = [len(options) for options in seconds]
     owners = np.repeat(np.arange(len(counts)), counts)
     columns = len(owners)
@@ -71,11 +71,11 @@ def every_choice(system: System) -> list[tuple[int, ...]]:
 
 @st.composite
 def systems(draw: st.DrawFn) -> System:
-    stretches = draw(st.integers(1, 4))
+    intervals = draw(st.integers(1, 4))
     rows = draw(st.integers(1, 3))
     number = st.integers(0, 12)
     seconds, use, copies = [], [], []
-    for _ in range(stretches):
+    for _ in range(intervals):
         count = draw(st.integers(1, 4))
         seconds.append([float(draw(number)) for _ in range(count)])
         use.append([[draw(number) / 10 for _ in range(rows)] for _ in range(count)])

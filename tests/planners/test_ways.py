@@ -1,4 +1,4 @@
-"""Ways to run stretches: working alike stretches out once changes no figure."""
+"""Ways to run intervals: working alike intervals out once changes no figure."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from benchmarks.graphs import transformer_graph
 from recoup.core.footprint import footprint
 from recoup.core.graph import Graph
+from recoup.planners.interval_options import IntervalOption, Memory, Ways
 from recoup.planners.partition import Partition
-from recoup.planners.stretch_options import Memory, Way, Ways
 from tests.support.graphs import graphs
 
 
@@ -18,12 +18,12 @@ def held_sets(graph: Graph) -> list[set[int]]:
     return [set(made[::3]), set(made[::2]), set(made)]
 
 
-def figures(ways: list[Way]) -> list[tuple[float, int, int]]:
+def figures(ways: list[IntervalOption]) -> list[tuple[float, int, int]]:
     return [(way.seconds, way.held_bytes, way.peak_bytes) for way in ways]
 
 
 def compare(graph: Graph, places: list[int], *, nest: bool) -> int:
-    """Compare every stretch with one that is worked out alone; say how many."""
+    """Compare every interval with one that is worked out alone; say how many."""
     shared = Ways(graph, places, held_sets(graph), nest=nest)
     count = 0
     for stop in range(1, len(places)):
@@ -39,7 +39,7 @@ def compare(graph: Graph, places: list[int], *, nest: bool) -> int:
 
 @settings(max_examples=40, deadline=None)
 @given(graph=graphs(most=9))
-def test_ways_of_any_stretch_are_those_of_the_stretch_alone(graph):
+def test_ways_of_any_interval_are_those_of_the_interval_alone(graph):
     assert compare(graph, list(range(len(graph.boundaries))), nest=True)
 
 
@@ -64,7 +64,7 @@ def test_a_path_is_made_of_segments_that_cost_what_its_ways_say():
     partition = Partition(graph, graph.blocks, reach=3)
     path = partition.best(partition.lowest())
     assert path is not None
-    for (_, stop), (start, _) in pairwise(stretch for stretch, _ in path):
+    for (_, stop), (start, _) in pairwise(interval for interval, _ in path):
         assert stop == start
     for _, option in path:
         for segment in option.segments:

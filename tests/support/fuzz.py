@@ -27,7 +27,7 @@ from recoup.engine.lifetime.values import Hold
 from recoup.engine.recording.active import _OPEN, abandon_from, open_regions
 from recoup.engine.recording.region import Region as RecordedRegion
 from recoup.engine.replay.rerun import Rerun
-from recoup.engine.verification.verified import LEDGER, Ledger
+from recoup.engine.verification.verification_log import LEDGER, Ledger
 from recoup.errors import ChangedTensorError
 from tests.support.interrupts import Interrupter
 from tests.support.programs import (

@@ -85,7 +85,7 @@ def _segments(
 
 
 def hold_sets(graph: Graph, start: int, stop: int) -> Iterator[tuple[int, ...]]:
-    """Yield every set of values made in a stretch that may be held."""
+    """Yield every set of values made in an interval that may be held."""
     made = [
         value
         for number in graph.operations_between(start, stop)

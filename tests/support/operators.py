@@ -90,7 +90,8 @@ OTHER_FORMULA = {
 }
 if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15):
     OTHER_FORMULA |= dict.fromkeys(
-        ("linalg_det", "linalg_slogdet", "logdet"), ("forward mode", "jvp", "jvp, then backward")
+        ("linalg_det", "linalg_slogdet", "logdet"),
+        ("forward mode", "jvp", "jvp, then backward"),
     )
 
 # Given the scopes of a run, names the operators whose values were kept there.

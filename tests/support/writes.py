@@ -1,4 +1,4 @@
-"""Stretches of code that write to tensors in every way there is."""
+"""Intervals of code that write to tensors in every way there is."""
 
 from collections.abc import Callable
 

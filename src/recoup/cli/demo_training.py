@@ -142,7 +142,7 @@ def train(
 
 
 def draw_batch(text: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
-    """Draw stretches of the text, and the same shifted by one as what to predict."""
+    """Draw intervals of the text, and the same shifted by one as what to predict."""
     context = settings.shape.context
     starts = torch.randint(len(text) - context, (settings.batch, 1)).to(text.device)
     tokens = text[starts + torch.arange(context + 1, device=text.device)]

@@ -16,10 +16,10 @@ from recoup.core.graph import Graph
 from recoup.core.segments import Action
 from recoup.core.units import print_bytes
 from recoup.errors import InfeasibleError, UsageError
+from recoup.fitting.benchmark import Entry, contest
 from recoup.fitting.budgets import budget_bytes, infeasible_with, told_bytes
 from recoup.fitting.collected_findings import frontier_and_rules, graph_findings
 from recoup.fitting.compiled_fit import CompiledFit
-from recoup.fitting.contest import Entry, contest
 from recoup.fitting.fit import Fit, fit
 from recoup.fitting.largest_batch import LargestBatch, largest_batch
 from recoup.fitting.measuring import measure

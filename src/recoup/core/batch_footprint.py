@@ -1,4 +1,4 @@
-"""A stretch as one segment: what holding each of several sets of values costs.
+"""An interval as one segment: what holding each of several sets of values costs.
 
 `recoup.core.footprint` says what a segment costs. Here that is worked out for many sets
 of held values at once: what runs again as bits, one for each set, and bytes in arrays
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recoup.core.graph import Claim, Floats, Graph, Integers
-from recoup.core.segments import Stretch, recorded_operators
+from recoup.core.segments import Interval, recorded_operators
 from recoup.core.trim_segments import operators_around
 
 _MOST = 60
@@ -26,13 +26,13 @@ _Span = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class Costs:
-    """What one way to run a stretch takes.
+    """What one way to run an interval takes.
 
     Attributes:
-        replays: The operations of each replay, counted from the first of the stretch.
+        replays: The operations of each replay, counted from the first of the interval.
         recorded: How many operators are recorded, by a narrow segment.
         held_bytes: What it holds when forward has ended.
-        use: The bytes in use at the rows of the stretch, beyond what is there anyway.
+        use: The bytes in use at the rows of the interval, beyond what is there anyway.
     """
 
     replays: tuple[tuple[int, ...], ...]
@@ -79,12 +79,12 @@ class Mentions:
 
 def costs_of_holding(
     graph: Graph,
-    stretch: Stretch,
+    interval: Interval,
     rows: Integers,
     sets: Sequence[Iterable[int]],
     mentions: Mentions | None = None,
 ) -> list[Costs]:
-    """Return what a stretch costs as one segment, for each set of values to hold.
+    """Return what an interval costs as one segment, for each set of values to hold.
 
     Costs one pass over the operators for all sets, and arrays of sets by moments.
 
@@ -99,17 +99,17 @@ def costs_of_holding(
     found: list[Costs] = []
     for start in range(0, len(sets), _MOST):
         some = sets[start : start + _MOST]
-        found += _Flat(graph, stretch, rows, some, mentions).costs()
+        found += _Flat(graph, interval, rows, some, mentions).costs()
     return found
 
 
 class _Flat:
-    """One stretch, and sets of values that may be held in it; set n is bit n."""
+    """One interval, and sets of values that may be held in it; set n is bit n."""
 
     def __init__(
         self,
         graph: Graph,
-        stretch: Stretch,
+        interval: Interval,
         rows: Integers,
         sets: Sequence[Iterable[int]],
         mentions: Mentions,
@@ -118,11 +118,11 @@ class _Flat:
         self.rows = rows
         self.mentions = mentions
         self.count = len(sets)
-        self.inside = graph.operations_between(*stretch)
-        first, last = graph.boundaries[stretch[0]], graph.boundaries[stretch[1]]
+        self.inside = graph.operations_between(*interval)
+        first, last = graph.boundaries[interval[0]], graph.boundaries[interval[1]]
         claims = graph.claims[first.saves : last.saves]
         self.end = max((claim.dies for claim in claims), default=0)
-        self.stretch = stretch
+        self.interval = interval
         self.saves = [
             number
             for number, claim in enumerate(claims, first.saves)
@@ -173,7 +173,7 @@ class _Flat:
         numbers = np.array(saves)
         counts = operators_around(
             self.graph,
-            self.stretch,
+            self.interval,
             self.inside.start + _ends(runs),
             numbers[_ends(asked)],
         )
@@ -213,7 +213,7 @@ class _Flat:
         return needed, demanded
 
     def _hold(self, demanded: dict[int, int], changes: Floats) -> list[int]:
-        """Add what is held from the stretch on; return what that is after forward."""
+        """Add what is held from the interval on; return what that is after forward."""
         graph, inside = self.graph, self.inside
         holds: dict[int, int] = {}
         spans: list[_Span] = []
@@ -243,7 +243,7 @@ class _Flat:
         return (self._of_sets(list(charged.values())) @ nbytes).tolist()
 
     def _crossing(self) -> Iterator[int]:
-        """Yield the storages of the stretch that are read after it."""
+        """Yield the storages of the interval that are read after it."""
         graph, inside = self.graph, self.inside
         for number in inside:
             for value in graph.operations[number].makes:

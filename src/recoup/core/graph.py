@@ -370,7 +370,7 @@ class Graph:
         return StorageArrays(*np.ascontiguousarray(columns))
 
     def dying_inputs(self, inside: range) -> Iterator[int]:
-        """Yield storages that die in a stretch of operations, and come from outside.
+        """Yield storages that die in an interval of operations, and come from outside.
 
         Operators there read them that may run again, and none of those made them.
         """

@@ -70,7 +70,7 @@ class Spans(NamedTuple):
 
 
 class MemoryUse:
-    """The memory of a step, for any footprints of disjoint stretches of it.
+    """The memory of a step, for any footprints of disjoint intervals of it.
 
     Attributes:
         graph: The step.
@@ -79,7 +79,7 @@ class MemoryUse:
 
     Args:
         graph: The step.
-        outside: What is held in any case, such as what autograd saves in no stretch.
+        outside: What is held in any case, such as what autograd saves in no interval.
     """
 
     def __init__(self, graph: Graph, outside: Iterable[Footprint] = ()) -> None:
@@ -124,7 +124,7 @@ class MemoryUse:
         """Return what a footprint takes beyond what is in use without it.
 
         Args:
-            footprint: That of one stretch.
+            footprint: That of one interval.
             until: The last moment at which storages are in use without it.
         """
         sizes, born, _ = self.graph.arrays
@@ -179,7 +179,7 @@ def _spikes(footprints: Sequence[Footprint]) -> dict[int, int]:
         found |= each.spikes
     if not shared:
         return found
-    # Replays of several stretches at one moment meet what the others leave.
+    # Replays of several intervals at one moment meet what the others leave.
     return spikes(
         [replay for each in footprints for replay in each.replays],
         [one for each in footprints for one in each.passing],

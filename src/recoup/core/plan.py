@@ -62,7 +62,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A stretch of forward that runs as one region.
+    """An interval of forward that runs as one region.
 
     Attributes:
         start: Where it begins.

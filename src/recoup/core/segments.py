@@ -1,4 +1,4 @@
-"""Segments: what a planner decides about a stretch of forward."""
+"""Segments: what a planner decides about an interval of forward."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from itertools import groupby
 from recoup.core.graph import Graph
 from recoup.errors import UsageError
 
-Stretch = tuple[int, int]
+Interval = tuple[int, int]
 """Two boundaries, and what lies between."""
 
 REGION_OPERATORS = 3
@@ -31,7 +31,7 @@ class Action(Enum):
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of forward that runs as one region.
+    """An interval of forward that runs as one region.
 
     Segments are nested or disjoint. What is in no segment is kept, as plain autograd
     keeps it.

@@ -32,13 +32,13 @@ def narrowed(graph: Graph, segment: Segment) -> tuple[Segment, ...]:
     """
     if not _may_be_narrowed(segment):
         return (segment,)
-    stretches: list[tuple[int, int]] = []
-    for start, stop in sorted(_stretches(graph, segment)):
-        if stretches and _touch(graph, stretches[-1][1], start):
-            before, until = stretches.pop()
+    intervals: list[tuple[int, int]] = []
+    for start, stop in sorted(_intervals(graph, segment)):
+        if intervals and _touch(graph, intervals[-1][1], start):
+            before, until = intervals.pop()
             start, stop = before, max(until, stop)
-        stretches.append((start, stop))
-    return tuple(_part(graph, segment, *stretch) for stretch in stretches)
+        intervals.append((start, stop))
+    return tuple(_part(graph, segment, *interval) for interval in intervals)
 
 
 def recorded_narrowly(graph: Graph, segment: Segment, found: Footprint) -> int:
@@ -59,7 +59,7 @@ def recorded_narrowly(graph: Graph, segment: Segment, found: Footprint) -> int:
 
 
 def operators_around(
-    graph: Graph, stretch: Sequence[int], operations: Integers, saves: Integers
+    graph: Graph, interval: Sequence[int], operations: Integers, saves: Integers
 ) -> Integers:
     """Return how many operators there are around some, and around some saves.
 
@@ -67,11 +67,11 @@ def operators_around(
 
     Args:
         graph: The step.
-        stretch: The boundaries that they are between in any case.
+        interval: The boundaries that they are between in any case.
         operations: The first ones, and the last ones.
         saves: The first ones, and the last ones.
     """
-    first, last = stretch
+    first, last = interval
     places = graph.boundaries[first : last + 1]
     ran = np.array([place.operation for place in places])
     saved = np.array([place.saves for place in places])
@@ -95,8 +95,8 @@ def _may_be_narrowed(segment: Segment) -> bool:
     return not segment.inner and Action.OFFLOAD not in segment.actions.values()
 
 
-def _stretches(graph: Graph, segment: Segment) -> Iterator[tuple[int, int]]:
-    """Yield the shortest stretch for each save of what is recomputed."""
+def _intervals(graph: Graph, segment: Segment) -> Iterator[tuple[int, int]]:
+    """Yield the shortest interval for each save of what is recomputed."""
     places = graph.boundaries
     for need in _needs(graph, segment):
         start, stop = segment.start, segment.stop
@@ -136,7 +136,7 @@ def _saves_of_recomputed(graph: Graph, segment: Segment) -> list[int]:
 
 
 def _touch(graph: Graph, stop: int, start: int) -> bool:
-    """Return whether two stretches overlap, or are too near each other to be two."""
+    """Return whether two intervals overlap, or are too near each other to be two."""
     places = graph.boundaries
     between = places[start].operation - places[stop].operation
     return start < stop or between <= _WORTH

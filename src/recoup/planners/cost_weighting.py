@@ -6,15 +6,15 @@ from dataclasses import replace
 from functools import cached_property
 
 from recoup.core.graph import Graph
-from recoup.core.segments import Action, Stretch
+from recoup.core.segments import Action, Interval
 from recoup.planners.baselines import blocks_of
+from recoup.planners.interval_options import Memory
 from recoup.planners.linear_program import OneLevel
 from recoup.planners.partition import Partition, nested_reach
 from recoup.planners.places import ends_of_calls, narrow_places
-from recoup.planners.stretch_options import Memory
 
 _EFFORT = 20_000
-"""Operators in stretches of two or three places: what the partition may look at."""
+"""Operators in intervals of two or three places: what the partition may look at."""
 
 _PLACES = 48
 
@@ -34,7 +34,7 @@ class Lens:
         graph: One step.
         allow: What may be done with values besides recomputing them.
         host_weight: How much the host's time counts, from 0 to 1.
-        memory: What is known of the stretches of the step.
+        memory: What is known of the intervals of the step.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class Lens:
         self.graph = weighed(graph, host_weight)
         self.allow = allow
         self.memory = memory
-        self._levels: dict[tuple[Stretch, ...], OneLevel] = {}
+        self._levels: dict[tuple[Interval, ...], OneLevel] = {}
 
-    def level_of(self, stretches: Iterable[Stretch]) -> OneLevel:
-        """Return all plans over some stretches, the same for the same ones."""
-        key = tuple(stretches)
+    def level_of(self, intervals: Iterable[Interval]) -> OneLevel:
+        """Return all plans over some intervals, the same for the same ones."""
+        key = tuple(intervals)
         level = self._levels.get(key)
         if level is None:
             level = self._levels[key] = OneLevel(self.graph, key, self.allow)
@@ -68,7 +68,7 @@ class Lens:
     def places(self) -> tuple[int, ...]:
         """Boundaries where segments may begin and end."""
         graph = self.graph
-        blocks = [place for stretch in blocks_of(graph) for place in stretch]
+        blocks = [place for interval in blocks_of(graph) for place in interval]
         always = (
             blocks if 2 < len(graph.blocks) <= 2 * _PLACES else ends_of_calls(graph)
         )

@@ -6,7 +6,7 @@ from math import prod
 
 from recoup.core.graph import Graph
 from recoup.core.memory_use import MemoryUse
-from recoup.core.segments import Segment, Stretch
+from recoup.core.segments import Interval, Segment
 from recoup.planners.option import (
     Option,
     footprints_of,
@@ -22,23 +22,23 @@ _MOST = 2000
 
 def exhaustive(
     graph: Graph,
-    stretches: tuple[Stretch, ...],
+    intervals: tuple[Interval, ...],
     budget_bytes: int,
     *,
     most: int = _MOST,
 ) -> tuple[Segment, ...] | None:
     """Return the fastest plan of a class within a budget; None: none, or too many.
 
-    The class: every stretch is kept whole, or is one segment that holds any set of the
+    The class: every interval is kept whole, or is one segment that holds any set of the
     values made in it.
 
     Args:
         graph: The step.
-        stretches: Where segments begin and end.
+        intervals: Where segments begin and end.
         budget_bytes: The most bytes in use.
         most: How many plans are tried at most; with more there is no answer.
     """
-    found = _plans(graph, stretches, most)
+    found = _plans(graph, intervals, most)
     if found is None:
         return None
     use, plans = found
@@ -53,10 +53,10 @@ def exhaustive(
 
 
 def smallest(
-    graph: Graph, stretches: tuple[Stretch, ...]
+    graph: Graph, intervals: tuple[Interval, ...]
 ) -> tuple[Segment, ...] | None:
     """Return the plan of that class with the lowest peak; None: there are too many."""
-    found = _plans(graph, stretches, _MOST)
+    found = _plans(graph, intervals, _MOST)
     if found is None:
         return None
     use, plans = found
@@ -64,30 +64,30 @@ def smallest(
 
 
 def _plans(
-    graph: Graph, stretches: tuple[Stretch, ...], most: int
+    graph: Graph, intervals: tuple[Interval, ...], most: int
 ) -> tuple[MemoryUse, Iterator[tuple[Option, ...]]] | None:
     """Return the memory of the step and all plans; None: there are too many."""
-    if prod(2 ** len(_holdable(graph, each)) + 1 for each in stretches) > most:
+    if prod(2 ** len(_holdable(graph, each)) + 1 for each in intervals) > most:
         return None
-    use = MemoryUse(graph, [kept_around(graph, stretches)])
-    return use, product(*(_options(graph, stretch) for stretch in stretches))
+    use = MemoryUse(graph, [kept_around(graph, intervals)])
+    return use, product(*(_options(graph, interval) for interval in intervals))
 
 
-def _holdable(graph: Graph, stretch: Stretch) -> list[int]:
+def _holdable(graph: Graph, interval: Interval) -> list[int]:
     return [
         value
-        for number in graph.operations_between(*stretch)
+        for number in graph.operations_between(*interval)
         for value in graph.operations[number].makes
         if graph.values[value].holdable
     ]
 
 
-def _options(graph: Graph, stretch: Stretch) -> list[Option]:
-    values = _holdable(graph, stretch)
+def _options(graph: Graph, interval: Interval) -> list[Option]:
+    values = _holdable(graph, interval)
     sets = chain.from_iterable(
         combinations(values, size) for size in range(len(values) + 1)
     )
     return [
-        keep_all(graph, *stretch),
-        *(holding(graph, *stretch, held) for held in sets),
+        keep_all(graph, *interval),
+        *(holding(graph, *interval, held) for held in sets),
     ]

@@ -1,14 +1,14 @@
-"""The programme across stretches: one option for each, as fast as the budget allows.
+"""The programme across intervals: one option for each, as fast as the budget allows.
 
-The bytes in use at a moment are, but for storages that two stretches hold, a sum over
+The bytes in use at a moment are, but for storages that two intervals hold, a sum over
 the options chosen. So the choice is a linear programme with one row for each moment
 that could be the peak; rows are added as they are broken.
 
-The mixture has few stretches with more than one option. Each is rounded, what does not
+The mixture has few intervals with more than one option. Each is rounded, what does not
 fit is repaired, and then options are exchanged, alone or two together, as long as that
 is faster. Exchanges that the search did not take by itself are forced on it one by one,
 those that the duals like best first. The cost of a column at these prices beyond the
-best of its stretch is what it adds to the bound, at least: columns that reach what is
+best of its interval is what it adds to the bound, at least: columns that reach what is
 known already are not tried. A general solver spends most of its time on the proof that
 nothing is better, and most often finds the same options.
 """
@@ -25,7 +25,7 @@ from scipy.sparse import csr_array
 
 from recoup.core.graph import Floats, Graph, Integers
 from recoup.core.memory_use import MemoryUse, Spans
-from recoup.core.segments import Action, Stretch
+from recoup.core.segments import Action, Interval
 from recoup.planners.min_cut import Demand, demand_between, frontier_of
 from recoup.planners.option import (
     Option,
@@ -89,8 +89,8 @@ class Guide:
     """What the mixture says about whole options.
 
     Attributes:
-        start: The column of each stretch with the largest share.
-        excess: What each column costs beyond the best of its stretch, at the prices.
+        start: The column of each interval with the largest share.
+        excess: What each column costs beyond the best of its interval, at the prices.
         bound_seconds: What the mixture costs: nothing is faster.
     """
 
@@ -100,7 +100,7 @@ class Guide:
 
 
 def near(system: System, guide: Guide) -> Integers | None:
-    """Return a column for each stretch, fast and within the limits.
+    """Return a column for each interval, fast and within the limits.
 
     None: none was found, which does not mean that there is none.
 
@@ -112,7 +112,7 @@ def near(system: System, guide: Guide) -> Integers | None:
     Costs some hundred passes over pairs of columns.
 
     Examples:
-        Two stretches; both fast options do not fit together.
+        Two intervals; both fast options do not fit together.
 
         >>> system = System(
         ...     objective=np.array([0.0, 3.0, 0.0, 2.0, 1.0, 1.0]),
@@ -179,13 +179,13 @@ class Swaps:
         return float(self.seconds[now].sum() + self._stall(copied))
 
     def with_column(self, now: Integers, column: int) -> Integers:
-        """Return the choice with another column for one stretch."""
+        """Return the choice with another column for one interval."""
         result = now.copy()
         result[self._owner[column]] = column
         return result
 
     def others(self, column: int | None) -> NDArray[np.bool_]:
-        """Return which columns are of other stretches than one is; None: all."""
+        """Return which columns are of other intervals than one is; None: all."""
         if column is None:
             return np.ones(len(self._owner), dtype=np.bool_)
         return self._owner != self._owner[column]
@@ -286,7 +286,7 @@ class Relaxation:
 
     Attributes:
         seconds: What it costs.
-        shares: How much of each option, stretch by stretch.
+        shares: How much of each option, interval by interval.
         prices: Seconds for one more byte at each watched moment.
         host_price: Seconds for one more byte copied to the host.
     """
@@ -298,12 +298,12 @@ class Relaxation:
 
 
 class Programme:
-    """A choice of one option for each of several disjoint stretches.
+    """A choice of one option for each of several disjoint intervals.
 
     Args:
         graph: The step.
-        use: The memory of the step, with what is held outside of the stretches.
-        floor: For each stretch the option that holds least, as a start.
+        use: The memory of the step, with what is held outside of the intervals.
+        floor: For each interval the option that holds least, as a start.
     """
 
     def __init__(self, graph: Graph, use: MemoryUse, floor: Sequence[Option]) -> None:
@@ -319,12 +319,12 @@ class Programme:
         self._uses: list[list[Floats]] = [[np.zeros(0)] for _ in floor]
         self.watch(_peaks(use.bytes_at(footprints_of(floor)), _FIRST_WINDOWS))
 
-    def offer(self, stretch: int, option: Option) -> None:
+    def offer(self, interval: int, option: Option) -> None:
         """Add an option."""
         spans = self.use.added(option.footprint, self.until)
-        self.options[stretch].append(option)
-        self._spans[stretch].append(spans)
-        self._uses[stretch].append(spans.at(self._rows))
+        self.options[interval].append(option)
+        self._spans[interval].append(spans)
+        self._uses[interval].append(spans.at(self._rows))
 
     def watch(self, moments: Integers) -> None:
         """Add rows."""
@@ -346,7 +346,7 @@ class Programme:
     def rounded(self, budget_bytes: int, relaxed: Relaxation) -> list[int] | None:
         """Return whole options near a mixture that fit, or None.
 
-        Rows count storages that two stretches hold twice: the exact peak is no higher.
+        Rows count storages that two intervals hold twice: the exact peak is no higher.
         """
         first = np.cumsum([0, *(len(options) for options in self.options)])[:-1]
         now = first + np.array([int(share.argmax()) for share in relaxed.shares])
@@ -359,17 +359,17 @@ class Programme:
             now = found
             x = np.zeros(len(system.objective))
             x[found] = 1.0
-            if not self._watch_broken(self._by_stretch(x), budget_bytes):
+            if not self._watch_broken(self._by_interval(x), budget_bytes):
                 return [int(number) for number in found - first]
         return None
 
     def _excess(self, system: System, budget_bytes: int, relaxed: Relaxation) -> Floats:
-        """Return what columns cost beyond the best of their stretch, at the prices."""
+        """Return what columns cost beyond the best of their interval, at the prices."""
         prices = relaxed.prices * max(budget_bytes, 1)
         cost = system.objective[:-2] + prices @ system.upper[: len(prices), :-2]
         copy_price = relaxed.host_price * self.graph.link_bytes_per_second
         cost += copy_price * system.upper[-1, :-2]
-        return np.concatenate([c - c.min() for c in self._by_stretch(cost)])
+        return np.concatenate([c - c.min() for c in self._by_interval(cost)])
 
     def chosen(self, numbers: Sequence[int]) -> list[Option]:
         """Return the options of a choice."""
@@ -431,18 +431,18 @@ class Programme:
         link = self.graph.link_bytes_per_second
         return Relaxation(
             seconds,
-            self._by_stretch(x),
+            self._by_interval(x),
             prices[:-2] / max(budget_bytes, 1),
             float(prices[-2:].sum()) / link if link else 0.0,
         )
 
-    def _by_stretch(self, x: Floats) -> tuple[Floats, ...]:
+    def _by_interval(self, x: Floats) -> tuple[Floats, ...]:
         cuts = np.cumsum([len(options) for options in self.options])[:-1]
         return tuple(np.split(x[: sum(map(len, self.options))], cuts))
 
 
 def _held_from_outside(use: MemoryUse, floor: Sequence[Option]) -> Integers:
-    """Return until when storages are held that a stretch takes from elsewhere."""
+    """Return until when storages are held that an interval takes from elsewhere."""
     graph = use.graph
     until = use.until.copy()
     for option in floor:
@@ -473,24 +473,24 @@ def _peaks(total: Integers | Floats, windows: int) -> Integers:
 
 
 class OneLevel:
-    """All plans that cut forward into given stretches."""
+    """All plans that cut forward into given intervals."""
 
     def __init__(
         self,
         graph: Graph,
-        stretches: Sequence[Stretch],
+        intervals: Sequence[Interval],
         allow: frozenset[Action],
     ) -> None:
         self.graph = graph
-        self.stretches = tuple(stretches)
+        self.intervals = tuple(intervals)
         self.allow = allow
-        self.use = MemoryUse(graph, [kept_around(graph, self.stretches)])
-        pure = [holding(graph, a, b, ()) for a, b in self.stretches]
+        self.use = MemoryUse(graph, [kept_around(graph, self.intervals)])
+        pure = [holding(graph, a, b, ()) for a, b in self.intervals]
         self.programme = Programme(graph, self.use, pure)
         self._offer_cuts()
 
     def offer(self, options: Sequence[Option]) -> None:
-        """Add options found elsewhere, one for each stretch."""
+        """Add options found elsewhere, one for each interval."""
         for number, option in enumerate(options):
             if option.segments:
                 self.programme.offer(number, option)
@@ -502,10 +502,10 @@ class OneLevel:
         return None if numbers is None else self.programme.chosen(numbers)
 
     def _offer_cuts(self) -> None:
-        """Offer to keep each stretch whole, and the cuts for all prices of a byte."""
+        """Offer to keep each interval whole, and the cuts for all prices of a byte."""
         known: dict[object, list[tuple[int, ...]]] = {}
-        for number, stretch in enumerate(self.stretches):
-            demand = demand_between(self.graph, *stretch, self.programme.until)
+        for number, interval in enumerate(self.intervals):
+            demand = demand_between(self.graph, *interval, self.programme.until)
             names, signature = _signature(demand)
             if signature not in known:
                 places = {value: place for place, value in enumerate(names)}
@@ -516,19 +516,19 @@ class OneLevel:
             for held in known[signature]:
                 self._offer_holding(number, [names[place] for place in held])
             if Action.KEEP in self.allow:
-                self.programme.offer(number, keep_all(self.graph, *stretch))
+                self.programme.offer(number, keep_all(self.graph, *interval))
 
     def _offer_holding(self, number: int, values: Sequence[int]) -> None:
-        """Offer to hold some values of a stretch, on the device and on the host."""
-        graph, stretch = self.graph, self.stretches[number]
+        """Offer to hold some values of an interval, on the device and on the host."""
+        graph, interval = self.graph, self.intervals[number]
         if Action.KEEP in self.allow or not values:
-            self.programme.offer(number, holding(graph, *stretch, values))
+            self.programme.offer(number, holding(graph, *interval, values))
         until, half = self.programme.until, self.use.half
         away = [v for v in values if until[graph.values[v].storage] < half]
         if away and self._may_offload:
             actions = dict.fromkeys(values, Action.KEEP)
             actions |= dict.fromkeys(away, Action.OFFLOAD)
-            self.programme.offer(number, with_actions(graph, *stretch, actions))
+            self.programme.offer(number, with_actions(graph, *interval, actions))
 
     @property
     def _may_offload(self) -> bool:
@@ -536,7 +536,7 @@ class OneLevel:
 
 
 def _signature(demand: Demand) -> tuple[list[int], object]:
-    """Return the values of a stretch, and what tells it from others but its timing."""
+    """Return the values of an interval, and its signature without timings."""
     graph = demand.graph
     places: dict[int, int] = {}
     wiring: list[object] = []

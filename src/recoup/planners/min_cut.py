@@ -25,11 +25,11 @@ _SCALE = 2**30
 
 @dataclass(frozen=True)
 class Demand:
-    """What backward demands of a stretch of forward, and what may be held.
+    """What backward demands of an interval of forward, and what may be held.
 
     Attributes:
         graph: The step.
-        inside: The operations of the stretch.
+        inside: The operations of the interval.
         values: The values made in it that backward needs.
         price_bytes: What holding a value costs, where it is not the bytes of its
             storage: 0 for one that is in memory in any case.
@@ -88,11 +88,11 @@ class Choice:
 def demand_between(
     graph: Graph, first: int, last: int, until: Sequence[int] | Integers
 ) -> Demand:
-    """Return what backward needs of a stretch; what is there anyway is free.
+    """Return what backward needs of an interval; what is there anyway is free.
 
     Args:
         graph: The step.
-        first: The boundary where the stretch begins.
+        first: The boundary where the interval begins.
         last: The boundary where it ends.
         until: The last moment at which each storage is in use in any case.
     """

@@ -1,4 +1,4 @@
-"""Options: what may be done with one stretch of forward, and what each costs."""
+"""Options: what may be done with one interval of forward, and what each costs."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -6,13 +6,13 @@ from functools import cached_property
 
 from recoup.core.footprint import Footprint, Innermost, footprint
 from recoup.core.graph import Graph
-from recoup.core.segments import Action, Segment, Stretch
+from recoup.core.segments import Action, Interval, Segment
 from recoup.core.trim_segments import recorded_narrowly
 
 
 @dataclass(frozen=True)
 class Option:
-    """One way to run a stretch of forward.
+    """One way to run an interval of forward.
 
     Attributes:
         segments: What it runs as; none: everything is kept.
@@ -44,7 +44,7 @@ def keep_all(graph: Graph, start: int, stop: int) -> Option:
 def with_actions(
     graph: Graph, start: int, stop: int, actions: Mapping[int, Action]
 ) -> Option:
-    """Return the option to run a stretch as one segment."""
+    """Return the option to run an interval as one segment."""
     return nested(graph, Segment(start, stop, dict(actions)))
 
 
@@ -56,17 +56,17 @@ def holding(graph: Graph, start: int, stop: int, held: Iterable[int]) -> Option:
 def nested(
     graph: Graph, segment: Segment, innermost: Innermost | None = None
 ) -> Option:
-    """Return the option to run a stretch as a segment with others inside."""
+    """Return the option to run an interval as a segment with others inside."""
     found = footprint(graph, segment, innermost)
     recorded = recorded_narrowly(graph, segment, found)
     return Option((segment,), found, recorded, recorded * graph.recording_seconds)
 
 
-def kept_around(graph: Graph, stretches: Iterable[Stretch]) -> Footprint:
-    """Return what autograd saves in none of some stretches: it is kept."""
+def kept_around(graph: Graph, intervals: Iterable[Interval]) -> Footprint:
+    """Return what autograd saves in none of some intervals: it is kept."""
     total = Footprint()
     position = 0
-    for start, stop in stretches:
+    for start, stop in intervals:
         for save in graph.saves[position : graph.boundaries[start].saves]:
             total.hold(graph, save)
         position = graph.boundaries[stop].saves

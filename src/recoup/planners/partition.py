@@ -1,9 +1,9 @@
 """Where to cut forward: a dynamic programme over the places where segments may begin.
 
-A plan is a path from the first place to the last; a step of it is a stretch, run in one
-of a few ways. In backward, when a stretch is replayed, exactly what the earlier ones
-hold is there besides: so each label needs two figures only, bytes held and seconds, and
-the best are a front.
+A plan is a path from the first place to the last; each step of it is an interval with
+one of a few options. While backward replays an interval, memory holds what the earlier
+intervals hold. So a label needs two figures only, bytes held and seconds, and the best
+labels form a Pareto front.
 """
 
 from collections.abc import Sequence
@@ -12,16 +12,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from recoup.core.graph import Floats, Graph, Integers
-from recoup.core.segments import Segment, Stretch, within_calls
+from recoup.core.segments import Interval, Segment, within_calls
 from recoup.core.simulation import simulate
 from recoup.core.trim_segments import without_idle_actions
 from recoup.planners.baselines import blocks_of, recompute_all, square_root
 from recoup.planners.exhaustive import smallest
+from recoup.planners.interval_options import IntervalOption, Memory, Ways
 from recoup.planners.option import Option, segments_of
-from recoup.planners.stretch_options import Memory, Way, Ways
 
-Path = tuple[tuple[Stretch, Option], ...]
-"""Stretches in order, and what is done with each."""
+Path = tuple[tuple[Interval, Option], ...]
+"""Intervals in order, and what is done with each."""
 
 _LABELS = 128
 _NOWHERE = np.iinfo(np.int64).max // 4
@@ -35,7 +35,7 @@ class Partition:
         places: Boundaries, in order, where segments may begin and end.
         reach: Over how many places at most a segment goes.
         nest: Whether segments inside others are tried.
-        memory: What is known of the stretches of this step already.
+        memory: What is known of the intervals of this step already.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Partition:
     def _walk_back(self, fronts: Sequence["_Front"]) -> Path:
         label = int(fronts[-1].seconds.argmin())
         stop = len(fronts) - 1
-        path: list[tuple[Stretch, Option]] = []
+        path: list[tuple[Interval, Option]] = []
         while stop:
             front = fronts[stop]
             step = self._steps[stop][int(front.step[label])]
@@ -95,7 +95,7 @@ class Partition:
 class _Step:
     """All ways from one place to another, as arrays."""
 
-    def __init__(self, start: int, ways: Sequence[Way]) -> None:
+    def __init__(self, start: int, ways: Sequence[IntervalOption]) -> None:
         self.start = start
         self.ways = ways
         self.held = np.array([way.held_bytes for way in ways], dtype=np.int64)
@@ -131,7 +131,7 @@ class _Front:
         held: Bytes held when forward has come so far.
         seconds: What is run again of it.
         step: Which of the steps that lead here was the last.
-        way: How that stretch is run.
+        way: How that interval is run.
         label: The label at its start.
     """
 

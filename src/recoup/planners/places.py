@@ -35,7 +35,7 @@ def narrow_places(
 
     Args:
         graph: The step.
-        most: About how many to return; the narrowest of each stretch of equally many
+        most: About how many to return; the narrowest of each interval of equally many
             saved bytes come first.
         always: Boundaries to return in any case.
     """
@@ -102,7 +102,7 @@ def _distinct(graph: Graph, first: int, last: int) -> list[int]:
 
 
 class Finer:
-    """Splits stretches where little crosses, into parts of about equal saved bytes."""
+    """Splits intervals where little crosses, into parts of about equal saved bytes."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
@@ -111,7 +111,7 @@ class Finer:
         self._torn = _torn(graph)
 
     def split(self, first: int, last: int, parts: int) -> list[int]:
-        """Return boundaries from a first to a last with about `parts` stretches."""
+        """Return boundaries from a first to a last with about `parts` intervals."""
         places = _distinct(self._graph, first, last)
         places = [p for p in places if p in (first, last) or p not in self._torn]
         weights = self._weights[places]
@@ -140,7 +140,7 @@ def _weights(graph: Graph) -> Floats:
 def _spread(
     graph: Graph, places: Sequence[int], crossing: Floats, most: int
 ) -> list[int]:
-    """Return the narrowest place of each of as many stretches of equal weight."""
+    """Return the narrowest place of each of as many intervals of equal weight."""
     weights = _weights(graph)
     total = weights[-1] or 1.0
     best: dict[int, int] = {}

@@ -13,10 +13,10 @@ from recoup.planners.baselines import blocks_of
 from recoup.planners.bounds import bound_seconds
 from recoup.planners.cost_weighting import Lens
 from recoup.planners.exhaustive import exhaustive
+from recoup.planners.interval_options import Memory
 from recoup.planners.option import segments_of
 from recoup.planners.partition import Partition, Path, lowest_plan
 from recoup.planners.refine import refine
-from recoup.planners.stretch_options import Memory
 
 Plan = tuple[tuple[Segment, ...], Simulation, str]
 
@@ -201,7 +201,7 @@ class Search:
     def _lens(self, host_weight: float) -> Lens:
         lens = self._lenses.get(host_weight)
         if lens is None:
-            # Bytes do not depend on times: all lenses know the same stretches.
+            # Bytes do not depend on times: all lenses know the same intervals.
             memory = self._lens(0.0).memory if host_weight else Memory()
             lens = Lens(self.graph, self.allow, host_weight=host_weight, memory=memory)
             self._lenses[host_weight] = lens
@@ -304,7 +304,7 @@ class Search:
     def _solve_partition(
         self, lens: Lens, partition: Partition, budget_bytes: int
     ) -> None:
-        """Cut forward anew, and decide what is held in the stretches."""
+        """Cut forward anew, and decide what is held in the intervals."""
         paths: dict[float, Path] = {}
         target = budget_bytes
         for _ in range(_TARGETS):
@@ -321,7 +321,7 @@ class Search:
         if not paths:
             return
         path = paths[min(paths)]
-        level = lens.level_of(stretch for stretch, _ in path)
+        level = lens.level_of(interval for interval, _ in path)
         level.offer([option for _, option in path])
         found = level.solve(budget_bytes)
         if found is not None:

@@ -22,7 +22,7 @@ from recoup.report.findings import (
     Part,
     PartCost,
     PlanView,
-    Rerun,
+    RecomputedOperator,
     Signed,
     Step,
 )
@@ -192,7 +192,7 @@ class _Composer:
         peak_bytes, seconds = self._added_up(simulated)
         highest = max(simulated, key=lambda each: each.peak_bytes)
         allocations: list[Allocation] = []
-        reruns: list[Rerun] = []
+        reruns: list[RecomputedOperator] = []
         costs = [(0, 0, 0.0)] * len(self.step.parts)
         peak_moment, place = 0, "nowhere"
         for one, costs_of, number in zip(
@@ -329,10 +329,10 @@ class _Pass:
                 seconds += self.graph.operations[operation].seconds
                 costs[part] = (kept, offloaded, seconds)
 
-    def reruns(self, total: Footprint) -> list[Rerun]:
+    def reruns(self, total: Footprint) -> list[RecomputedOperator]:
         """Return what a plan recomputes when."""
         return [
-            Rerun(
+            RecomputedOperator(
                 self.start + replay.moment,
                 self._parts[replay.operations[0]],
                 len(replay.operations),

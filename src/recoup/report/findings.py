@@ -95,7 +95,7 @@ class Allocation:
 
 
 @dataclass(frozen=True, slots=True)
-class Rerun:
+class RecomputedOperator:
     """Operators of forward that run again in backward.
 
     Attributes:
@@ -206,7 +206,7 @@ class PlanView:
     peak_moment: int
     peak_place: str
     allocations: tuple[Allocation, ...] = field(repr=False)
-    reruns: tuple[Rerun, ...] = field(repr=False)
+    reruns: tuple[RecomputedOperator, ...] = field(repr=False)
     costs: tuple[PartCost, ...] = field(repr=False)
     plan: str = field(default="", repr=False)
 

@@ -7,7 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from recoup.errors import UsageError
-from recoup.report.findings import CATEGORIES, Findings, PlanView, Rerun, Step
+from recoup.report.findings import (
+    CATEGORIES,
+    Findings,
+    PlanView,
+    RecomputedOperator,
+    Step,
+)
 from recoup.report.timeline import NAMES
 
 KINDS = {".json": "Perfetto and chrome://tracing", ".pickle": "pytorch.org/memory_viz"}
@@ -116,12 +122,12 @@ def memory_snapshot(step: Step, view: PlanView) -> dict[str, Any]:
 
 def _microseconds(
     step: Step, view: PlanView
-) -> tuple[list[float], list[tuple[Rerun, float]]]:
+) -> tuple[list[float], list[tuple[RecomputedOperator, float]]]:
     """Return when each moment begins, and when each rerun does."""
-    before: dict[int, list[Rerun]] = {}
+    before: dict[int, list[RecomputedOperator]] = {}
     for rerun in view.reruns:
         before.setdefault(rerun.moment, []).append(rerun)
-    now, starts, reruns = 0.0, list[float](), list[tuple[Rerun, float]]()
+    now, starts, reruns = 0.0, list[float](), list[tuple[RecomputedOperator, float]]()
     for number, moment in enumerate(step.moments):
         for rerun in before.get(number, ()):
             reruns.append((rerun, now))

@@ -99,7 +99,7 @@ def compute_checkpoint_positions(seq_length: int, num_checkpoints: int) -> list[
 
 
 def segment_actions(starts: Sequence[int], steps: int) -> Iterator[Action]:
-    """Keep a state at each start; reverse the stretches between them, last first."""
+    """Keep a state at each start; reverse the intervals between them, last first."""
     for slot, (start, stop) in enumerate(pairwise(starts)):
         yield Snapshot(start, slot)
         yield Advance(start, stop)

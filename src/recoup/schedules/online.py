@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from recoup.schedules.revolve import fewest_advances, stretch_actions
+from recoup.schedules.revolve import fewest_advances, interval_actions
 from recoup.schedules.schedule import (
     Action,
     Advance,
@@ -110,7 +110,7 @@ class SnapshotPlacement:
             kept = [self._slot_at[position] for position in self.positions[:index]]
             own = self._slot_at[start]
             free = [s for s in range(self._slots) if s not in kept and s != own]
-            yield from stretch_actions(start, stop, slots=[own, *free])
+            yield from interval_actions(start, stop, slots=[own, *free])
             stop = start
 
     def _thin(self) -> Iterator[Action]:

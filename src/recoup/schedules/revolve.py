@@ -166,7 +166,7 @@ class Chunked:
 
     def actions(self) -> Iterator[Action]:
         """Return what to do, in order."""
-        return _stretch_actions(self.steps, self.slots, self.chunk)
+        return _interval_actions(self.steps, self.slots, self.chunk)
 
     def counts(self) -> Counts:
         """Return what the schedule costs, by the closed formula."""
@@ -182,16 +182,18 @@ class Chunked:
         )
 
 
-def stretch_actions(start: int, stop: int, *, slots: Sequence[int]) -> Iterator[Action]:
+def interval_actions(
+    start: int, stop: int, *, slots: Sequence[int]
+) -> Iterator[Action]:
     """Reverse part of a loop by Revolve, from a state that the first slot holds."""
-    actions = _stretch_actions(stop - start, len(slots), 1)
+    actions = _interval_actions(stop - start, len(slots), 1)
     next(actions)  # the snapshot of the beginning, which is there
     yield Restore(start, slots[0])
     for action in actions:
         yield _moved(action, start, slots)
 
 
-def _stretch_actions(steps: int, slots: int, chunk: int) -> Iterator[Action]:
+def _interval_actions(steps: int, slots: int, chunk: int) -> Iterator[Action]:
     """Reverse `steps` steps by Revolve on chunks; the first chunk may be shorter."""
     if steps == 0:
         return

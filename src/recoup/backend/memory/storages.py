@@ -258,7 +258,7 @@ def copy_storage(tensor: Tensor) -> Tensor:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Return whether the elements fill one stretch of memory, each in its own place.
+    """Return whether the elements fill one interval of memory, each in its own place.
 
     Examples:
         >>> is_dense(torch.zeros(2, 3).T), is_dense(torch.zeros(2, 3)[:, 1:])

@@ -24,10 +24,10 @@ from recoup.engine.verification.replay_check import Verify
 _SERIAL = itertools.count()
 
 
-class _Stretch:
+class _Interval:
     """A span with what is worked out once: its policy's table, its key, its depth."""
 
-    def __init__(self, span: Span, parent: "_Stretch | None", serial: int) -> None:
+    def __init__(self, span: Span, parent: "_Interval | None", serial: int) -> None:
         self.span = span
         self.parent = parent
         self.table = table_of(span.held)
@@ -40,7 +40,7 @@ class Script:
     """A plan made ready: what begins and what ends at each place."""
 
     def __init__(self, plan: Plan) -> None:
-        self.starts: dict[Place, list[_Stretch]] = {}
+        self.starts: dict[Place, list[_Interval]] = {}
         self._serial = next(_SERIAL)
         self._collect(plan.spans, None)
         self.all_places = frozenset(self.places())
@@ -50,11 +50,11 @@ class Script:
         stops = {s.span.stop for started in self.starts.values() for s in started}
         return stops | set(self.starts)
 
-    def _collect(self, spans: tuple[Span, ...], parent: _Stretch | None) -> None:
+    def _collect(self, spans: tuple[Span, ...], parent: _Interval | None) -> None:
         for span in spans:
-            stretch = _Stretch(span, parent, self._serial)
-            self.starts.setdefault(span.start, []).append(stretch)
-            self._collect(span.inner, stretch)
+            interval = _Interval(span, parent, self._serial)
+            self.starts.setdefault(span.start, []).append(interval)
+            self._collect(span.inner, interval)
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ class Run:
     ) -> None:
         self._script = script
         self._verify: Verify = verify
-        self._open: list[tuple[_Stretch, Yielding]] = []
+        self._open: list[tuple[_Interval, Yielding]] = []
         self._episode = episode or Episode()
         self._calls = self._episode.calls
         self.order: list[Place] = []
@@ -239,10 +239,10 @@ class Run:
         if place in self._script.all_places:
             self.order.append(place)
         self._forget_ended()
-        if any(stretch.span.stop == place for stretch, _ in self._open):
+        if any(interval.span.stop == place for interval, _ in self._open):
             self._end_down_to(place)
-        for stretch in self._script.starts.get(place, ()):
-            self._start(stretch)
+        for interval in self._script.starts.get(place, ()):
+            self._start(interval)
 
     def close(self) -> None:
         """End everything."""
@@ -250,29 +250,29 @@ class Run:
             end_or_leave(self._open.pop()[1])
 
     def _end_down_to(self, place: Place) -> None:
-        """End the outermost stretch that ends here, and all inside it.
+        """End the outermost interval that ends here, and all inside it.
 
         One that the user has put a scope into, which is still open, goes on instead.
         """
-        last = [stretch.span.stop == place for stretch, _ in self._open].index(True)
+        last = [interval.span.stop == place for interval, _ in self._open].index(True)
         while len(self._open) > last and is_innermost(self._open[-1][1]):
             end(self._open.pop()[1])
 
     def _forget_ended(self) -> None:
-        """Let go of stretches that were ended with the scope they were begun in."""
+        """Let go of intervals that were ended with the scope they were begun in."""
         self._open = [item for item in self._open if is_open(item[1])]
 
-    def _start(self, stretch: _Stretch) -> None:
+    def _start(self, interval: _Interval) -> None:
         around = self._open[-1][0] if self._open else None
-        if around is not stretch.parent:
+        if around is not interval.parent:
             return  # the one before it or around it did not end or begin as planned
-        policy = HeldBySpan(stretch.table, stretch.made) if stretch.table else None
+        policy = HeldBySpan(interval.table, interval.made) if interval.table else None
         owner = Yielding(self._frame)
         options = Options(policy=policy, verify=self._verify, at_once=True)
-        region = begin(owner, stretch.name, options, stretch.key)
+        region = begin(owner, interval.name, options, interval.key)
         if region is not None and self._episode.model_calls > 1:
             self._episode.regions.append(weakref.ref(region))
-        self._open.append((stretch, owner))
+        self._open.append((interval, owner))
 
 
 def _are_foreign(before: tuple[Pack, Unpack] | None) -> bool:

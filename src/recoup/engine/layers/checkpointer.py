@@ -232,7 +232,7 @@ class ActivationCheckpointer:
 
     `checkpointed_forward` runs layers one after the other. It is differentiable:
     between forward and backward only the input and the checkpoints are alive, and
-    backward recomputes each stretch between two checkpoints once. Gradients are
+    backward recomputes each interval between two checkpoints once. Gradients are
     bitwise those of the plain run, unless `use_mixed_precision` rounds the
     checkpoints.
 
@@ -395,8 +395,8 @@ class ActivationCheckpointer:
         start = 0
         for position in [*kept, len(layers) - 1]:
             if start <= position:
-                stretch = layers[start : position + 1]
-                activation = self._run(function, sizes, activation, stretch)
+                interval = layers[start : position + 1]
+                activation = self._run(function, sizes, activation, interval)
                 start = position + 1
             if position in kept:
                 entry = KeptActivation(
@@ -454,30 +454,30 @@ class ActivationCheckpointer:
             raise MissingCheckpointError(
                 f"No checkpoint found before layer {target} for recomputation"
             )
-        stretch = layers[start + 1 : end + 1]
+        interval = layers[start + 1 : end + 1]
         with leaving_no_trace(function, nearest.moment):
-            return _run_stretch(function, [], nearest.activation(), stretch)
+            return _run_interval(function, [], nearest.activation(), interval)
 
     def _run(
         self,
         function: LayerFunction,
         sizes: list[int],
         activation: Any,
-        stretch: Sequence[int],
+        interval: Sequence[int],
     ) -> Any:
         """Run the layers between two checkpoints, to be recomputed in backward."""
-        run = partial(_run_stretch, function, sizes)
+        run = partial(_run_interval, function, sizes)
         if is_compiled(function):
-            return rerun(run, activation, stretch)
+            return rerun(run, activation, interval)
         options = Options(store=place_of(self._config))
-        name = f"layers {stretch[0]} to {stretch[-1]}"
-        return call_in_region(name, options, run, activation, stretch)
+        name = f"layers {interval[0]} to {interval[-1]}"
+        return call_in_region(name, options, run, activation, interval)
 
 
-def _run_stretch(
-    function: LayerFunction, sizes: list[int], activation: Any, stretch: Sequence[int]
+def _run_interval(
+    function: LayerFunction, sizes: list[int], activation: Any, interval: Sequence[int]
 ) -> Any:
-    for layer in stretch:
+    for layer in interval:
         activation = function(activation, layer)
         sizes.append(bytes_in(activation))
     return activation

@@ -16,7 +16,7 @@ from recoup.backend.autograd.saved_tensors import (
 )
 from recoup.backend.memory.storages import copy_storage, has_storage, version_of
 from recoup.core.restoring import restoring
-from recoup.engine.lifetime.values import Hold, Operation, Value
+from recoup.engine.lifetime.values import Hold, TapeOperation, TapeValue
 from recoup.engine.recording.observers import is_transparent
 
 _MARKS = 8191
@@ -79,7 +79,9 @@ def role_around() -> tuple[bool, Collector | None]:
 
 
 def mark_of(
-    ran: Sequence[Operation], needed: Sequence[Operation], roots: Sequence[Value]
+    ran: Sequence[TapeOperation],
+    needed: Sequence[TapeOperation],
+    roots: Sequence[TapeValue],
 ) -> int:
     """Return a number that stands for what a region holds, or -1 if none is needed.
 
@@ -135,7 +137,7 @@ def apart(hold: Hold, kept: Mapping[int, Hold]) -> Hold:
     return hold.twin() if id(hold) in kept else hold
 
 
-def copy_small(value: Value, most_bytes: int) -> None:
+def copy_small(value: TapeValue, most_bytes: int) -> None:
     """Hold a copy of a value instead, if it is no larger and has not changed since."""
     hold = value.hold
     if hold is None or hold.tensor is None:
@@ -146,7 +148,7 @@ def copy_small(value: Value, most_bytes: int) -> None:
         value.hold = Hold(copy_storage(hold.tensor), hold.geometry)
 
 
-def part_holds(values: Iterable[Value], kept: Mapping[int, Hold]) -> None:
+def part_holds(values: Iterable[TapeValue], kept: Mapping[int, Hold]) -> None:
     """Let backward, which has those that are kept, and replays each have their own.
 
     Hooks that hold them may give each back only once.

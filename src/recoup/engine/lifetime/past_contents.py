@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from recoup.backend.memory.storages import Geometry, alias, flat, geometry_of, shaped
-from recoup.engine.lifetime.values import Hold, Value
+from recoup.engine.lifetime.values import Hold, TapeValue
 from recoup.engine.recording.intervals import Intervals, hull_of, runs_of
 
 Indices = Sequence[Tensor | None]
@@ -34,12 +34,12 @@ class _Piece:
     def __init__(
         self,
         contents: Tensor,
-        stretch: tuple[int, int],
+        interval: tuple[int, int],
         geometry: Geometry | None = None,
         indices: Indices | None = None,
     ) -> None:
         self.hold = Hold(contents)
-        self.start, self.stop = stretch
+        self.start, self.stop = interval
         self.geometry = geometry
         self.indices = indices
 
@@ -143,11 +143,11 @@ class History:
 
     def __init__(self, tensor: Tensor) -> None:
         self._storage = _Storage(tensor)
-        self._versions: list[tuple[Value, Version]] = []
+        self._versions: list[tuple[TapeValue, Version]] = []
         self._saved = Intervals()  # since the last version
         self._saved_bytes = 0
 
-    def add(self, value: Value) -> Version:
+    def add(self, value: TapeValue) -> Version:
         """Take the present contents, which operations used, for a version."""
         version = Version(self._storage)
         if self._versions:
@@ -178,7 +178,7 @@ class History:
             self._saved_bytes += stop - start
         self._saved.add(*hull)
 
-    def settle(self, reads: Mapping[Value, Iterable[Geometry]]) -> None:
+    def settle(self, reads: Mapping[TapeValue, Iterable[Geometry]]) -> None:
         """Hold what replays read of earlier contents, and nothing else.
 
         Args:

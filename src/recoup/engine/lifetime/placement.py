@@ -7,7 +7,7 @@ from torch import Tensor
 from recoup.backend.autograd.saved_tensors import is_activation
 from recoup.backend.memory.storages import alias
 from recoup.backend.operators.properties import Operator, name_of
-from recoup.engine.lifetime.values import OUTSIDE, Hold, Value
+from recoup.engine.lifetime.values import OUTSIDE, Hold, TapeValue
 from recoup.engine.scopes.policies import Policy
 from recoup.engine.tiers.protocol import Tier
 
@@ -31,7 +31,9 @@ class Placement:
         )
         self.moves_inputs = store is not None or self._asked is not None
 
-    def place_output(self, operator: Operator, value: Value, tensor: Tensor) -> None:
+    def place_output(
+        self, operator: Operator, value: TapeValue, tensor: Tensor
+    ) -> None:
         """Hold a new value if the policy keeps it."""
         assert self.policy is not None, "only called when there is a policy"
         kept = self.policy.keeps(name_of(operator), tensor.untyped_storage().nbytes())
@@ -45,7 +47,7 @@ class Placement:
         """Say where a value is kept that autograd saved."""
         hold.assign(self._store)
 
-    def place_input(self, value: Value, nbytes: int) -> None:
+    def place_input(self, value: TapeValue, nbytes: int) -> None:
         """Say where an activation from outside is kept, unless that has been said."""
         hold = value.hold
         assert hold is not None, "a value from outside is held"
@@ -53,7 +55,7 @@ class Placement:
             asked = None if self._asked is None else self._asked(nbytes)
             hold.assign(asked or self._store)
 
-    def place_roots(self, roots: Sequence[Value]) -> None:
+    def place_roots(self, roots: Sequence[TapeValue]) -> None:
         """Say where activations from outside are kept that a replay starts from."""
         if not self.moves_inputs:
             return

@@ -45,7 +45,7 @@ MOVED = -2
 
 
 @final
-class Value:
+class TapeValue:
     """One storage at one version, as a region saw it.
 
     One is made for every operator that runs, hence the slots. Few objects shall live
@@ -135,17 +135,17 @@ class Layout:
 
 _NO_LAYOUTS: Mapping[Geometry, Layout] = MappingProxyType({})
 
-View = tuple[Value, Layout]
+View = tuple[TapeValue, Layout]
 """A reference to a value by a layout."""
 
 
-class Operation:
+class TapeOperation:
     """One operator call on the tape, its tensors replaced by values.
 
     Attributes:
         kernel: What was called.
-        args: Positional arguments; each tensor is a `Value`, if it lies as the tensor
-            that first named it, or a `View`.
+        args: Positional arguments; each tensor is a `TapeValue`, if it has the geometry
+            of the tensor that first named it, or a `View`.
         kwargs: Keyword arguments, likewise.
         places: Positions of the arguments that hold references.
         names: Names of the keyword arguments that do.
@@ -181,20 +181,20 @@ class Operation:
         self.kwargs = kwargs
         self.places = places
         self.names: Sequence[str] = ()
-        self.outputs: list[Value] = []
-        self.writes: Sequence[tuple[Value, Value]] = ()
+        self.outputs: list[TapeValue] = []
+        self.writes: Sequence[tuple[TapeValue, TapeValue]] = ()
         self.random: tuple[Generator, Tensor] | None = None
         self.in_gradient_mode = False
         self.default_dtype = default_dtype()
 
-    def reads(self) -> list[Value]:
+    def reads(self) -> list[TapeValue]:
         """Return the values it takes."""
-        found: list[Value] = []
+        found: list[TapeValue] = []
         args = self.args
         for place in self.places:
             reference = args[place]
             # Written out for the common kinds: a call costs as much as all the rest.
-            if type(reference) is Value:
+            if type(reference) is TapeValue:
                 found.append(reference)
             elif type(reference) is tuple:
                 found.append(reference[0])
@@ -204,9 +204,9 @@ class Operation:
             _collect(self.kwargs[name], found)
         return found
 
-    def lies(self) -> "list[tuple[Value, Geometry]]":
+    def lies(self) -> "list[tuple[TapeValue, Geometry]]":
         """Return the values from outside that it takes, and how each lies there."""
-        found: list[tuple[Value, Geometry]] = []
+        found: list[tuple[TapeValue, Geometry]] = []
         references = [self.args[place] for place in self.places]
         references += [self.kwargs[name] for name in self.names]
         while references:
@@ -215,7 +215,7 @@ class Operation:
                 references += reference
             elif type(reference) is tuple:
                 found.append((reference[0], reference[1].geometry))
-            elif type(reference) is Value:
+            elif type(reference) is TapeValue:
                 hold = reference.hold
                 geometry = None if hold is None else hold.geometry
                 if geometry is not None:
@@ -228,9 +228,9 @@ class Operation:
         return self.kernel.operator
 
 
-def _collect(reference: Any, found: list[Value]) -> None:
+def _collect(reference: Any, found: list[TapeValue]) -> None:
     kind = type(reference)
-    if kind is Value:
+    if kind is TapeValue:
         found.append(reference)
     elif kind is tuple:
         found.append(reference[0])
@@ -239,15 +239,15 @@ def _collect(reference: Any, found: list[Value]) -> None:
             _collect(element, found)
 
 
-def reads_of(operations: Iterable[Operation]) -> list[list[Value]]:
+def reads_of(operations: Iterable[TapeOperation]) -> list[list[TapeValue]]:
     """Return what `reads` of each returns, without a call for each."""
-    all_reads: list[list[Value]] = []
+    all_reads: list[list[TapeValue]] = []
     for operation in operations:
-        found: list[Value] = []
+        found: list[TapeValue] = []
         args = operation.args
         for place in operation.places:
             reference = args[place]
-            if type(reference) is Value:
+            if type(reference) is TapeValue:
                 found.append(reference)
             elif type(reference) is tuple:
                 found.append(reference[0])
@@ -350,7 +350,7 @@ class Hold:
         hold: Hold | None = self
         while hold is not None and hold.tensor is None:
             value = getattr(hold.packed, "value", None)
-            hold = value.hold if isinstance(value, Value) else None
+            hold = value.hold if isinstance(value, TapeValue) else None
         return None if hold is None else hold.tensor
 
     @property
@@ -549,7 +549,7 @@ def activation_bytes(holds: Iterable[Hold]) -> int:
     return sum(storages.values())
 
 
-def bytes_of(values: Iterable[Value]) -> int:
+def bytes_of(values: Iterable[TapeValue]) -> int:
     """Return the sum of `nbytes`, without a call for each: backward waits for it."""
     total = 0
     for value in values:

@@ -1,4 +1,4 @@
-"""Intervals: which stretches of a storage something was done with."""
+"""Intervals: which intervals of a storage something was done with."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
@@ -76,7 +76,7 @@ class Intervals:
 
 
 def runs_of(tensor: Tensor) -> list[tuple[int, int]] | None:
-    """Return the stretches of memory, in bytes, that a tensor's elements lie in.
+    """Return the intervals of memory, in bytes, that a tensor's elements lie in.
 
     Returns:
         None if there are too many to be worth looking at.

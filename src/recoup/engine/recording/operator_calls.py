@@ -12,7 +12,7 @@ from recoup.backend.operators.kernels import Kernel
 from recoup.backend.operators.properties import Facts
 from recoup.backend.state.trees import tensors
 from recoup.engine.lifetime.past_contents import Indices
-from recoup.engine.lifetime.values import OUTSIDE, Operation
+from recoup.engine.lifetime.values import OUTSIDE, TapeOperation
 from recoup.engine.recording.tape import Tape
 
 _TORCH_KINDS = {torch.device, torch.dtype, torch.layout, torch.memory_format}
@@ -28,7 +28,7 @@ def record_call(  # noqa: PLR0912 (written out: every operator asks)
     kwargs: dict[str, Any],
     *,
     overwritten: Sequence[Tensor] = (),
-) -> Operation:
+) -> TapeOperation:
     """Return a call as an operation, its tensors replaced by references.
 
     Args:
@@ -82,7 +82,7 @@ def record_call(  # noqa: PLR0912 (written out: every operator asks)
                 continue
             template[position] = found
         places.append(position)
-    operation = Operation(kernel, template, kwargs, tuple(places))
+    operation = TapeOperation(kernel, template, kwargs, tuple(places))
     if kwargs:
         for name, argument in kwargs.items():
             if type(argument) not in NO_TENSORS:

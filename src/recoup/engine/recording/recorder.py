@@ -24,7 +24,7 @@ from recoup.backend.state.rng import generator_of, same_state
 from recoup.backend.state.trees import tensors
 from recoup.core.restoring import restoring
 from recoup.engine.lifetime.past_contents import Indices
-from recoup.engine.lifetime.values import OUTSIDE, Operation, Value
+from recoup.engine.lifetime.values import OUTSIDE, TapeOperation, TapeValue
 from recoup.engine.recording.operator_calls import (
     NO_TENSORS,
     indices_of,
@@ -332,7 +332,7 @@ class Recorder(OperatorMode):
                 stays = False
         return stays
 
-    def _lies_elsewhere(self, target: Tensor, value: Value) -> bool:
+    def _lies_elsewhere(self, target: Tensor, value: TapeValue) -> bool:
         """Return whether assigning to `.data` has moved the very tensor of a value.
 
         Whether an operator that may resize it does so could not be told from that.
@@ -344,7 +344,7 @@ class Recorder(OperatorMode):
 
     def _before_writes(
         self, targets: Sequence[Tensor], indices: Indices | None = None
-    ) -> list[Value | None]:
+    ) -> list[TapeValue | None]:
         """Save what writes of one operator would destroy; return the values before."""
         tape = self.tape
         values = [tape.value_of(target) for target in targets]
@@ -357,9 +357,9 @@ class Recorder(OperatorMode):
     def _after_write(
         self,
         facts: Facts,
-        operation: Operation,
+        operation: TapeOperation,
         target: Tensor,
-        before: Value | None,
+        before: TapeValue | None,
         *,
         filled: bool,
     ) -> None:
@@ -369,7 +369,10 @@ class Recorder(OperatorMode):
             tape.forget(target)
             if before is not None and before in operation.reads():
                 # The replay writes too: on a copy, whose outcome nobody names.
-                operation.writes = (*operation.writes, (before, Value(OUTSIDE, None)))
+                operation.writes = (
+                    *operation.writes,
+                    (before, TapeValue(OUTSIDE, None)),
+                )
             return
         tape.overwrite(
             target,
@@ -382,7 +385,7 @@ class Recorder(OperatorMode):
 
     def _run_random(
         self,
-        operation: Operation,
+        operation: TapeOperation,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:

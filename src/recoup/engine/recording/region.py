@@ -1,4 +1,4 @@
-"""Regions: a stretch of forward whose saved tensors are forgotten and replayed."""
+"""Regions: an interval of forward whose saved tensors are forgotten and replayed."""
 
 import threading
 from collections.abc import Callable, Generator, Hashable, Mapping
@@ -35,7 +35,7 @@ from recoup.engine.lifetime.placement import placement_of
 from recoup.engine.lifetime.values import (
     Hold,
     Layout,
-    Value,
+    TapeValue,
 )
 from recoup.engine.lifetime.wrapped import Wrapped
 from recoup.engine.recording.observers import Listener, Tracer, tell
@@ -45,7 +45,7 @@ from recoup.engine.recording.region_options import Options
 from recoup.engine.recording.tape import Tape
 from recoup.engine.replay.nested_replays import Request, run_nested
 from recoup.engine.replay.program import Live, Program, derived_from_lossy, number
-from recoup.engine.replay.recall import Recall, Saved, Uses, wanted_of
+from recoup.engine.replay.replay_cache import ReplayCache, Saved, Uses, wanted_of
 from recoup.engine.tiers.protocol import Tier
 from recoup.engine.verification.replay_check import check_for, take_note
 from recoup.errors import ClearedError
@@ -88,7 +88,7 @@ class Region(Counted):
     _is_handed_over = False
     _mark = -1
     _traced: Pack | None = None
-    _roots: list[Value] | None = None
+    _roots: list[TapeValue] | None = None
     _program: Program | None = None
     _uses: Uses | None = None
     _watched = -1
@@ -105,8 +105,8 @@ class Region(Counted):
         self._key = key
         self._check = check
         self._kept: dict[int, Hold] = {}  # by identity
-        self._late: Mapping[Value, Hold] = {}
-        self.recall: Recall | None = None
+        self._late: Mapping[TapeValue, Hold] = {}
+        self.recall: ReplayCache | None = None
         self._cleared = False
         self._lock = threading.RLock()
 
@@ -240,7 +240,7 @@ class Region(Counted):
             found = apart(found, self._kept) if self._is_inside_hooks else found
             self._kept[id(found)] = found
             return found
-        if type(found) is Value:
+        if type(found) is TapeValue:
             value, layout = found, None
         else:
             value, layout = found
@@ -307,7 +307,7 @@ class Region(Counted):
         close_if_left = self.__dict__.get("_close_if_left")
         return close_if_left is not None and close_if_left()
 
-    def keep(self, value: Value, tensor: Tensor, store: Tier | None) -> None:
+    def keep(self, value: TapeValue, tensor: Tensor, store: Tier | None) -> None:
         """Hold a value that the tensor names, and say where it is to be kept."""
         hold = value.hold
         if hold is None:
@@ -395,7 +395,9 @@ class Region(Counted):
             "were cleared. Run backward before clearing them, or run the forward again."
         )
 
-    def _fingerprint(self, value: Value, tensor: Tensor, layout: Layout | None) -> None:
+    def _fingerprint(
+        self, value: TapeValue, tensor: Tensor, layout: Layout | None
+    ) -> None:
         assert self._check is not None, "only called when there is a check"
         geometry = value.geometry if layout is None else layout.geometry
         assert geometry is not None, "an operation made the value"
@@ -423,7 +425,7 @@ class Region(Counted):
                         return tensor
         return run_nested(self._recomputing(saved))
 
-    def _part(self, recall: Recall, saved: Saved, task: int) -> Tensor | None:
+    def _part(self, recall: ReplayCache, saved: Saved, task: int) -> Tensor | None:
         """Recompute another part of the region, where that takes no search.
 
         What `_extend` does, in fewer steps: a policy may cut a region in many parts. A
@@ -478,20 +480,22 @@ class Region(Counted):
         whole = live[saved.value]
         return whole if saved.layout is None else saved.layout.view(whole)
 
-    def _start(self, task: int) -> Recall:
+    def _start(self, task: int) -> ReplayCache:
         """Begin to recompute for a backward, unless another thread of it just did."""
         with self._lock:
             recall, lasting = self.recall, self.options.cache
             if recall is not None and recall.serves(task):
                 return recall
             self.count_replay()
-            recall = Recall(-1 if lasting else task, lasting=lasting)
+            recall = ReplayCache(-1 if lasting else task, lasting=lasting)
             self.recall = recall
             if not lasting:
                 follow_backward(self)
             return recall
 
-    def _extend(self, recall: Recall, value: Value) -> Generator[Request, Tensor, None]:
+    def _extend(
+        self, recall: ReplayCache, value: TapeValue
+    ) -> Generator[Request, Tensor, None]:
         """Recompute a value for a backward with all that this needs, and no more."""
         with self._lock:
             if recall.has_served(value):
@@ -505,7 +509,7 @@ class Region(Counted):
             live = yield from self._run(program, given)
             recall.take(program.wanted, live)
 
-    def _all_of(self, recall: Recall, value: Value) -> Program | None:
+    def _all_of(self, recall: ReplayCache, value: TapeValue) -> Program | None:
         """Return the program that recomputes everything, or a part, without a search.
 
         None: it takes one to find what the value needs.
@@ -547,7 +551,7 @@ class Region(Counted):
             self._watched = task
             follow_backward(self)
 
-    def _store(self, value: Value) -> None:
+    def _store(self, value: TapeValue) -> None:
         """Put a held value in its tier."""
         hold = value.hold
         assert hold is not None, "only called for held values"

@@ -6,7 +6,7 @@ from weakref import ref
 from recoup.engine.lifetime.values import (
     Hold,
     Layout,
-    Value,
+    TapeValue,
     activation_bytes,
     bytes_of,
 )
@@ -79,7 +79,7 @@ class Counted:
                 account.replays += 1
 
     def count_run(
-        self, program: Program, known: Container[Value | Layout], seconds: float
+        self, program: Program, known: Container[TapeValue | Layout], seconds: float
     ) -> None:
         """Count the run of a program; `known` are values that it was given."""
         made = bytes_of(

@@ -23,18 +23,18 @@ from recoup.backend.memory.storages import (
 )
 from recoup.backend.operators.properties import gives_permutation
 from recoup.backend.training.optimizer_steps import STEPS
-from recoup.engine.lifetime.attached import Attached
+from recoup.engine.lifetime.external_holds import ExternalHolds
 from recoup.engine.lifetime.handover import is_handing_over
-from recoup.engine.lifetime.late_writes import LateWrites
 from recoup.engine.lifetime.past_contents import History, Indices
 from recoup.engine.lifetime.placement import Placement
-from recoup.engine.lifetime.values import OUTSIDE, Hold, Operation, Value, View
+from recoup.engine.lifetime.values import OUTSIDE, Hold, TapeOperation, TapeValue, View
+from recoup.engine.lifetime.version_bypass import LateWrites
 from recoup.engine.recording.intervals import Intervals, runs_of
 from recoup.engine.replay.program import Program
 
 _SPECIAL = QUANTIZED | {torch.complex32, torch.complex64, torch.complex128}
 
-Watch = Callable[[Value, Tensor], None]
+Watch = Callable[[TapeValue, Tensor], None]
 
 
 class Tape:
@@ -66,17 +66,17 @@ class Tape:
     """
 
     def __init__(self, placement: Placement, watch: Watch | None = None) -> None:
-        self.named: dict[int, Value | None] = {}  # first: `__del__` looks at it
-        self.operations: list[Operation] = []
-        self.saved: dict[Value, None] = {}
-        self.forced: set[Value] = set()
-        self.tainted: dict[Value, Intervals | None] = {}
+        self.named: dict[int, TapeValue | None] = {}  # first: `__del__` looks at it
+        self.operations: list[TapeOperation] = []
+        self.saved: dict[TapeValue, None] = {}
+        self.forced: set[TapeValue] = set()
+        self.tainted: dict[TapeValue, Intervals | None] = {}
         self.histories: dict[int, History] = {}
         self.unrecorded: list[str] = []
-        self.written: set[Value] = set()
-        self.unverified: set[Value] = set()
+        self.written: set[TapeValue] = set()
+        self.unverified: set[TapeValue] = set()
         self.late: LateWrites | None = None
-        self.attached = Attached()
+        self.attached = ExternalHolds()
         self.placement = placement
         self._watch = watch
         self.lazy_bits_seen = False
@@ -101,11 +101,11 @@ class Tape:
         for address in self.__dict__.get("named", ()):
             free_weak_reference(address)
 
-    def value_of(self, tensor: Tensor) -> Value | None:
+    def value_of(self, tensor: Tensor) -> TapeValue | None:
         """Return the value that the tensor names now, if the tape knows it."""
         return self.named.get(storage_address(tensor))
 
-    def save(self, tensor: Tensor) -> Value | View | Hold:
+    def save(self, tensor: Tensor) -> TapeValue | View | Hold:
         """Return what stands for a tensor that autograd saves, or a region inside.
 
         Args:
@@ -159,7 +159,7 @@ class Tape:
             value.is_spare = lies is None
         return hold
 
-    def reference(self, tensor: Tensor, *, read: bool = True) -> Value | View:
+    def reference(self, tensor: Tensor, *, read: bool = True) -> TapeValue | View:
         """Return a reference to what the tensor names; hold it if it is from outside.
 
         Args:
@@ -189,12 +189,12 @@ class Tape:
         """Return a reference with a layout; hold the value if it is from outside."""
         found = self.reference(tensor)
         value = found[0] if type(found) is tuple else found
-        assert isinstance(value, Value), "a view begins with its value"
+        assert isinstance(value, TapeValue), "a view begins with its value"
         return value, value.layout(self.geometry(tensor))
 
     def append(
         self,
-        operation: Operation,
+        operation: TapeOperation,
         out: Any,
         *,
         tainted: bool = False,
@@ -240,7 +240,7 @@ class Tape:
                 continue
             found = self.reference(inner)
             value = found[0] if type(found) is tuple else found
-            assert isinstance(value, Value), "a view begins with its value"
+            assert isinstance(value, TapeValue), "a view begins with its value"
             if value.hold is not None:
                 value.hold.watch(None if is_written else wrapper)
 
@@ -257,7 +257,7 @@ class Tape:
         if self.late is not None:
             self.late.settle()
 
-    def is_blank(self, value: Value | None, tensor: Tensor) -> bool:
+    def is_blank(self, value: TapeValue | None, tensor: Tensor) -> bool:
         """Return whether a tensor lies in memory that no known operation has filled."""
         if value is None or value not in self.tainted:
             return False
@@ -280,7 +280,7 @@ class Tape:
         )
 
     def protect(
-        self, tensor: Tensor, value: Value | None, indices: Indices | None = None
+        self, tensor: Tensor, value: TapeValue | None, indices: Indices | None = None
     ) -> None:
         """Prepare for a write: what the tape refers to must survive it.
 
@@ -309,7 +309,7 @@ class Tape:
             if history is not None:
                 history.before_write(tensor, indices)
 
-    def _supersede(self, value: Value, hold: Hold, tensor: Tensor) -> None:
+    def _supersede(self, value: TapeValue, hold: Hold, tensor: Tensor) -> None:
         """Let the past keep a value from outside that is about to be written to."""
         value.born = None
         if value.is_spare:
@@ -327,7 +327,7 @@ class Tape:
 
     def settle_histories(self, needed: Program) -> None:
         """Hold the earlier contents that a program needs, and no others."""
-        reads: dict[Value, set[Geometry]] = {}
+        reads: dict[TapeValue, set[Geometry]] = {}
         for value in (*needed.roots, *self.saved):
             hold = value.hold
             if hold is not None and hold.past is not None and value not in reads:
@@ -343,8 +343,8 @@ class Tape:
     def overwrite(
         self,
         tensor: Tensor,
-        operation: Operation,
-        before: Value,
+        operation: TapeOperation,
+        before: TapeValue,
         *,
         tainted: bool = False,
         filled: bool = False,
@@ -364,7 +364,7 @@ class Tape:
         geometry = before.geometry
         if resized and born is not None and born() is tensor:
             geometry = self.geometry(tensor)
-        value = Value(len(self.operations), geometry)
+        value = TapeValue(len(self.operations), geometry)
         value.born = born
         self.name_again(tensor, value)
         operation.writes = (*operation.writes, (before, value))
@@ -383,7 +383,7 @@ class Tape:
         """Take note of a write that is not recorded: the storage is opaque now."""
         value = self.named.get(storage_address(tensor))
         if value is None or value.hold is not None or value.geometry is not None:
-            value = Value(OUTSIDE, None)
+            value = TapeValue(OUTSIDE, None)
             self.name_again(tensor, value)
         # Else nothing refers to what was there before: a value from outside is held if
         # anything does.
@@ -403,7 +403,7 @@ class Tape:
                 value.hold = self.attached.twin(value.hold)
                 value.hold.version = None
 
-    def _lying(self, value: Value, tensor: Tensor) -> Value | View:
+    def _lying(self, value: TapeValue, tensor: Tensor) -> TapeValue | View:
         """Return a reference to a value by a tensor that names it."""
         whole = value.geometry
         born = value.born
@@ -423,32 +423,32 @@ class Tape:
             return value
         return self.viewed(value, tensor)
 
-    def viewed(self, value: Value, tensor: Tensor) -> Value | View:
+    def viewed(self, value: TapeValue, tensor: Tensor) -> TapeValue | View:
         """Return a reference to a value by a tensor that may be any view of it."""
         geometry = self.geometry(tensor)
         if geometry == value.geometry:
             return value
         return value, value.layouts.get(geometry) or value.layout(geometry)
 
-    def _watch_outputs(self, operation: Operation, out: Any) -> None:
+    def _watch_outputs(self, operation: TapeOperation, out: Any) -> None:
         assert self._watch is not None, "only called when somebody watches"
         for value in operation.outputs:
             if value not in self.unverified:
                 place = value.place
                 self._watch(value, out if place is None else out[place])
 
-    def _admit(self, tensor: Tensor) -> Value:
+    def _admit(self, tensor: Tensor) -> TapeValue:
         if tensor.dtype in _SPECIAL:
             self.geometry(tensor)
         elif not self.lazy_bits_seen and tensor.is_neg():
             self.lazy_bits_seen = True
         if tensor.is_nested:
             raise NotImplementedError("a nested tensor is no view of its storage")
-        value = Value(OUTSIDE, None)
+        value = TapeValue(OUTSIDE, None)
         self.named[take_weak_reference(tensor)] = value
         return value
 
-    def _fill(self, before: Value, after: Value, filled: Tensor | None) -> None:
+    def _fill(self, before: TapeValue, after: TapeValue, filled: Tensor | None) -> None:
         """Say which parts of a value that was uninitialised are not any more."""
         known = self.tainted.pop(before)
         if filled is not None:
@@ -462,20 +462,22 @@ class Tape:
                 return
         self.tainted[after] = known
 
-    def _give_up(self, value: Value) -> None:
+    def _give_up(self, value: TapeValue) -> None:
         """Uninitialised memory that somebody reads was filled behind our back."""
         self.tainted.pop(value, None)
         value.producer = OUTSIDE
         value.born = None
 
-    def name_again(self, tensor: Tensor, value: Value) -> None:
+    def name_again(self, tensor: Tensor, value: TapeValue) -> None:
         """Let a tensor name a value that others may name too."""
         address = storage_address(tensor)
         if address not in self.named:
             take_weak_reference(tensor)  # the same address, pinned
         self.named[address] = value
 
-    def _born(self, operation: Operation, place: int | None, tensor: Tensor) -> None:
+    def _born(
+        self, operation: TapeOperation, place: int | None, tensor: Tensor
+    ) -> None:
         try:
             geometry = self.geometry(tensor)
             address = take_weak_reference(tensor)
@@ -485,7 +487,7 @@ class Tape:
         if address in named:
             free_weak_reference(address)
             return
-        value = named[address] = Value(len(self.operations), geometry)
+        value = named[address] = TapeValue(len(self.operations), geometry)
         value.born = weakref.ref(tensor)
         value.place = place
         operation.outputs.append(value)

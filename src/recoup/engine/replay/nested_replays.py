@@ -5,7 +5,7 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from recoup.engine.replay.recall import Saved
+from recoup.engine.replay.replay_cache import Saved
 
 Brought = TypeVar("Brought")
 

@@ -13,16 +13,22 @@ from recoup.backend.autograd.saved_tensors import below_autograd
 from recoup.backend.autograd.transforms import outside_transforms
 from recoup.backend.memory.storages import copy_storage
 from recoup.backend.state.rng import random_state
-from recoup.engine.lifetime.values import OUTSIDE, Layout, Operation, Value, reads_of
+from recoup.engine.lifetime.values import (
+    OUTSIDE,
+    Layout,
+    TapeOperation,
+    TapeValue,
+    reads_of,
+)
 from recoup.engine.replay.recomputing import recomputing
 
-Live = dict[Value | Layout, Tensor]
+Live = dict[TapeValue | Layout, Tensor]
 """Tensors of a replay: those of values, and views of them by layout."""
 
-Part = dict[int, list[Value]]
+Part = dict[int, list[TapeValue]]
 """Places of operations, in order, with what each reads."""
 
-Observe = Callable[[Value, Tensor, str], None]
+Observe = Callable[[TapeValue, Tensor, str], None]
 """Called with a replayed value, its tensor and the operator that made it."""
 
 
@@ -30,7 +36,7 @@ class Program:
     """The operations that certain values need, and nothing else.
 
     Going back stops at held values: nothing before them is run again. Lives until
-    backward, with few objects: see `Value`.
+    backward, with few objects: see `TapeValue`.
 
     Args:
         operations: What a region ran, in order; producers are places in it.
@@ -50,27 +56,27 @@ class Program:
     """
 
     has_parts = False
-    reads: list[list[Value]] | None = None
-    _parts: dict[int, tuple[Part, list[Value]]] | None = None
+    reads: list[list[TapeValue]] | None = None
+    _parts: dict[int, tuple[Part, list[TapeValue]]] | None = None
 
     def __init__(
         self,
-        operations: Sequence[Operation],
-        wanted: Sequence[Value],
+        operations: Sequence[TapeOperation],
+        wanted: Sequence[TapeValue],
         among: Part | None = None,
-        given: Container[Value] = (),
+        given: Container[TapeValue] = (),
     ) -> None:
         # One mark for each operation, and one that is the mark at `OUTSIDE`.
         required = bytearray(len(operations) + 1)
-        roots: list[Value] = []
+        roots: list[TapeValue] = []
         for value in wanted:
             if value.hold is None:
                 required[value.producer] = 1
             else:
                 roots.append(value)
-        needed: list[Operation] = []
-        freed: list[Sequence[Value]] = []
-        copies: dict[Operation, list[Value]] = {}
+        needed: list[TapeOperation] = []
+        freed: list[Sequence[TapeValue]] = []
+        copies: dict[TapeOperation, list[TapeValue]] = {}
         later = set(wanted)
         is_later = later.__contains__
         ends = 0
@@ -105,7 +111,7 @@ class Program:
         self._frees = freed
         self._copies = copies
 
-    def part_at(self, place: int) -> tuple[Part, list[Value]] | None:
+    def part_at(self, place: int) -> tuple[Part, list[TapeValue]] | None:
         """Return what the operation at a place needs, with itself, and what is wanted.
 
         Only where no other operation needs that one, and nothing outside of the part
@@ -161,8 +167,8 @@ class Program:
 
 
 def _parts_of(
-    reads: Sequence[list[Value]], wanted: Iterable[Value]
-) -> dict[int, tuple[Part, list[Value]]]:
+    reads: Sequence[list[TapeValue]], wanted: Iterable[TapeValue]
+) -> dict[int, tuple[Part, list[TapeValue]]]:
     """Return the parts of a program that have nothing in common, by their last place.
 
     Those with several ends are left out.
@@ -185,7 +191,7 @@ def _parts_of(
                 elif other != end:
                     joined.add(other)
                     joined.add(end)
-    parts: dict[int, tuple[Part, list[Value]]] = {}
+    parts: dict[int, tuple[Part, list[TapeValue]]] = {}
     for place, end in enumerate(ends):
         if end not in joined:
             parts.setdefault(end, ({}, []))[0][place] = reads[place]
@@ -197,11 +203,11 @@ def _parts_of(
 
 
 def _note_writes(
-    operation: Operation,
-    frees: list[Value],
-    later: set[Value],
-    given: Container[Value],
-) -> list[Value]:
+    operation: TapeOperation,
+    frees: list[TapeValue],
+    later: set[TapeValue],
+    given: Container[TapeValue],
+) -> list[TapeValue]:
     """Return the values that an operation must not write to itself.
 
     Args:
@@ -210,7 +216,7 @@ def _note_writes(
         later: The values that are used later.
         given: The values that were there before: autograd may have their tensors.
     """
-    copied: list[Value] = []
+    copied: list[TapeValue] = []
     for before, after in operation.writes:
         if before in later or before.hold is not None or before in given:
             copied.append(before)
@@ -219,7 +225,7 @@ def _note_writes(
     return copied
 
 
-def number(operations: Sequence[Operation]) -> None:
+def number(operations: Sequence[TapeOperation]) -> None:
     """Let the values know their places among the operations, for good.
 
     What only recording needs to know of them is forgotten.
@@ -234,8 +240,8 @@ def number(operations: Sequence[Operation]) -> None:
 
 
 def derived_from_lossy(
-    operations: Sequence[Operation], roots: Iterable[Value]
-) -> set[Value]:
+    operations: Sequence[TapeOperation], roots: Iterable[TapeValue]
+) -> set[TapeValue]:
     """Return the values that a replay will not give as forward did.
 
     They are computed from values that a lossy tier keeps.
@@ -249,12 +255,12 @@ def derived_from_lossy(
     return changed
 
 
-def _is_lossy(value: Value) -> bool:
+def _is_lossy(value: TapeValue) -> bool:
     stored = None if value.hold is None else value.hold.stored
     return stored is not None and not stored.is_exact
 
 
-def free(value: Value, live: Live) -> None:
+def free(value: TapeValue, live: Live) -> None:
     """Let go of a value and of all views of it."""
     live.pop(value, None)
     for layout in value.layouts.values():
@@ -262,14 +268,17 @@ def free(value: Value, live: Live) -> None:
 
 
 def _run_operation(
-    operation: Operation, live: Live, copied: Sequence[Value], default: torch.dtype
+    operation: TapeOperation,
+    live: Live,
+    copied: Sequence[TapeValue],
+    default: torch.dtype,
 ) -> None:
     sources = _with_copies(operation, live, copied) if copied else live
     args = operation.args.copy()
     for place in operation.places:
         reference = args[place]
         # Written out for the common kind: a call costs as much as all the rest.
-        is_value = type(reference) is Value
+        is_value = type(reference) is TapeValue
         tensor = sources.get(reference) if is_value else None
         if tensor is None:
             fill = _fetch if is_value else _fill
@@ -299,7 +308,9 @@ def _run_operation(
         live[after] = sources[before]
 
 
-def _with_copies(operation: Operation, live: Live, copied: Sequence[Value]) -> Live:
+def _with_copies(
+    operation: TapeOperation, live: Live, copied: Sequence[TapeValue]
+) -> Live:
     """Return the tensors that an operation takes, and copies of those it may not write.
 
     Only these: copying all that is live would take time by the square of its number.
@@ -313,17 +324,17 @@ def _with_copies(operation: Operation, live: Live, copied: Sequence[Value]) -> L
     return sources
 
 
-def _show(operation: Operation, live: Live, observe: Observe) -> None:
+def _show(operation: TapeOperation, live: Live, observe: Observe) -> None:
     made = [value for value in operation.outputs if value.hold is None]
     made.extend(after for _, after in operation.writes)
     for value in made:
         observe(value, live[value], operation.kernel.facts.name)
 
 
-def _fill(reference: Any, live: Live, operation: Operation) -> Any:
+def _fill(reference: Any, live: Live, operation: TapeOperation) -> Any:
     """Return the tensor that a reference stands for, or a list of them."""
     kind = type(reference)
-    if kind is Value:
+    if kind is TapeValue:
         return _fetch(reference, live, operation)
     if kind is tuple:
         value, layout = reference
@@ -336,7 +347,7 @@ def _fill(reference: Any, live: Live, operation: Operation) -> Any:
     return reference
 
 
-def _fetch(value: Value, live: Live, operation: Operation) -> Tensor:
+def _fetch(value: TapeValue, live: Live, operation: TapeOperation) -> Tensor:
     tensor = live.get(value)
     if tensor is None:
         hold = value.hold
@@ -347,6 +358,6 @@ def _fetch(value: Value, live: Live, operation: Operation) -> Tensor:
     return tensor
 
 
-def _held(value: Value, user: str) -> Tensor:
+def _held(value: TapeValue, user: str) -> Tensor:
     assert value.hold is not None, "a value is run, or held, before it is used"
     return value.hold.fetch(user)

@@ -66,7 +66,7 @@ from recoup.engine.replay.recomputing import recomputing
 from recoup.engine.scopes.statistics import Account
 from recoup.engine.verification.replay_check import RECOMPUTED
 from recoup.engine.verification.verdicts import Verdict, hand_in
-from recoup.engine.verification.verified import LEDGER
+from recoup.engine.verification.verification_log import LEDGER
 from recoup.errors import ClearedError, MismatchError
 
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)

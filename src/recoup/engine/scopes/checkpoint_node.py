@@ -16,7 +16,7 @@ from recoup.backend.memory.storages import (
     has_storage,
     storage_address,
 )
-from recoup.engine.lifetime.values import OUTSIDE, Hold, Value
+from recoup.engine.lifetime.values import OUTSIDE, Hold, TapeValue
 from recoup.engine.recording.observers import Watched
 from recoup.engine.recording.region import Region
 from recoup.engine.scopes.statistics import Account, NamedAccount, Statistics
@@ -329,7 +329,7 @@ def _spared(kinds: Sequence[Candidate], counts: Sequence[int]) -> int:
     return sum(k.bytes * n for k, n in zip(kinds, counts, strict=True))
 
 
-def _bytes_of(value: Value) -> int:
+def _bytes_of(value: TapeValue) -> int:
     hold = value.hold
     if hold is not None and hold.tensor is not None:
         return hold.tensor.untyped_storage().nbytes()

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from recoup.backend.memory.storages import TensorSet, has_storage
-from recoup.engine.lifetime.values import OUTSIDE, Value
+from recoup.engine.lifetime.values import OUTSIDE, TapeValue
 from recoup.engine.recording.active import open_regions
 from recoup.engine.recording.region import Region
 from recoup.engine.scopes.policies import check_store
@@ -153,7 +153,7 @@ def adaptive_checkpoint(tensor: Tensor, threshold: int) -> Tensor:
     return recompute(tensor) if is_large else tensor
 
 
-def _known(tensor: Tensor) -> list[tuple[Region, Value]]:
+def _known(tensor: Tensor) -> list[tuple[Region, TapeValue]]:
     if not has_storage(tensor):
         return []
     pairs = [(region, region.tape.value_of(tensor)) for region in open_regions()]

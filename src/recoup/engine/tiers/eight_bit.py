@@ -6,8 +6,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from recoup.engine.tiers.coded import Coded, Wrapper, check_place, in_blocks, trimmed
 from recoup.engine.tiers.device import Device
+from recoup.engine.tiers.encoded import Coded, Wrapper, check_place, in_blocks, trimmed
 from recoup.engine.tiers.protocol import SMALLEST_BYTES, LossyTier, Stored, Tier
 
 BLOCK = 256

@@ -10,10 +10,10 @@ from torch import Tensor
 from recoup.backend.autograd.saved_tensors import current_backward
 from recoup.backend.memory.storages import Geometry, flat, has_contents, shaped
 from recoup.backend.operators.fingerprints import fingerprint
-from recoup.engine.lifetime.values import Value
+from recoup.engine.lifetime.values import TapeValue
 from recoup.engine.recording.tape import Tape
 from recoup.engine.verification.verdicts import REASONS, Verdict, hand_in
-from recoup.engine.verification.verified import LEDGER
+from recoup.engine.verification.verification_log import LEDGER
 from recoup.errors import MismatchError, UsageError
 
 Verify = Literal["first", "always", "full", "off"]
@@ -40,25 +40,25 @@ class Check:
     def __init__(self, key: Hashable | None = None) -> None:
         self.key = key
         self._since = LEDGER.moment
-        self._seen: dict[Value, tuple[Geometry, Tensor]] = {}
-        self._changed: list[tuple[Value, Tensor]] = []
-        self._compared: set[Value] = set()
+        self._seen: dict[TapeValue, tuple[Geometry, Tensor]] = {}
+        self._changed: list[tuple[TapeValue, Tensor]] = []
+        self._compared: set[TapeValue] = set()
         self._verdict: ref[Verdict] | None = None
 
-    def excuse(self, values: Iterable[Value]) -> None:
+    def excuse(self, values: Iterable[TapeValue]) -> None:
         """Do not compare these: they are computed from what a lossy tier returns."""
         for value in values:
             self._seen.pop(value, None)
 
-    def remember(self, value: Value, tensor: Tensor, geometry: Geometry) -> None:
+    def remember(self, value: TapeValue, tensor: Tensor, geometry: Geometry) -> None:
         """Take the fingerprint of a value that autograd saves, once."""
         if value not in self._seen and has_contents(tensor):
             self._seen[value] = (geometry, fingerprint(tensor))
 
-    def watch(self, value: Value, tensor: Tensor) -> None:
+    def watch(self, value: TapeValue, tensor: Tensor) -> None:
         """Look at a value of forward as it is made; this check does not need to."""
 
-    def look_again(self, value_of: Callable[[Tensor], Value | None]) -> None:
+    def look_again(self, value_of: Callable[[Tensor], TapeValue | None]) -> None:
         """Compare what is still there at the end of forward with what was saved.
 
         A kernel that PyTorch knows nothing of may have written to it since. Backward
@@ -77,7 +77,7 @@ class Check:
         self,
         region: str,
         tape: Tape,
-        replayed: Mapping[Value, Tensor],
+        replayed: Mapping[TapeValue, Tensor],
     ) -> None:
         """Compare replayed values with forward's, at the end of the running backward.
 
@@ -116,7 +116,9 @@ class Check:
         if is_new:
             hand_in(verdict)
 
-    def observe(self, region: str, value: Value, tensor: Tensor, operator: str) -> None:
+    def observe(
+        self, region: str, value: TapeValue, tensor: Tensor, operator: str
+    ) -> None:
         """Look at a value as a replay makes it; this check does not need to."""
 
 
@@ -125,22 +127,24 @@ class FullCheck(Check):
 
     def __init__(self, key: Hashable | None = None) -> None:
         super().__init__(key)
-        self._originals: dict[Value, Tensor] = {}
+        self._originals: dict[TapeValue, Tensor] = {}
 
-    def remember(self, value: Value, tensor: Tensor, geometry: Geometry) -> None:
+    def remember(self, value: TapeValue, tensor: Tensor, geometry: Geometry) -> None:
         """Do nothing: `watch` has seen the value already."""
 
-    def excuse(self, values: Iterable[Value]) -> None:
+    def excuse(self, values: Iterable[TapeValue]) -> None:
         """Do not compare these."""
         for value in values:
             self._originals.pop(value, None)
 
-    def watch(self, value: Value, tensor: Tensor) -> None:
+    def watch(self, value: TapeValue, tensor: Tensor) -> None:
         """Keep a copy of the value."""
         if has_contents(tensor):
             self._originals[value] = flat(tensor.detach()).clone()
 
-    def observe(self, region: str, value: Value, tensor: Tensor, operator: str) -> None:
+    def observe(
+        self, region: str, value: TapeValue, tensor: Tensor, operator: str
+    ) -> None:
         """Compare a replayed value with forward's at once.
 
         Raises:

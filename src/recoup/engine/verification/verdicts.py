@@ -8,7 +8,7 @@ from torch import Tensor
 
 from recoup.backend.autograd.saved_tensors import at_end_of_backward, current_backward
 from recoup.backend.compiler.recognition import leave_uncompiled
-from recoup.engine.verification.verified import LEDGER
+from recoup.engine.verification.verification_log import LEDGER
 from recoup.errors import MismatchError
 
 REASONS = (

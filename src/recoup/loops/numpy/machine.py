@@ -10,9 +10,9 @@ import numpy as np
 from recoup.backend.state.walk import reach
 from recoup.errors import CaptureError, MismatchError, UnsupportedError, UsageError
 from recoup.loops.numpy.substitution import rebuilt
+from recoup.loops.state_digest import StateDigest
 from recoup.loops.state_trees import Structure, flatten, unflatten
 from recoup.loops.steps import LoopStep
-from recoup.loops.witness import Witness
 
 Held = tuple[Structure, list[Any]]
 
@@ -48,7 +48,7 @@ class NumpyMachine:
         self.outside: list[Any] | None = None
         self.rows: list[list[Any]] = []
         self.output_structure: Structure = None
-        self.witnesses: dict[int, Witness] = {}
+        self.witnesses: dict[int, StateDigest] = {}
         self.state_cotangents: list[Any] = []
         self.output_cotangents: Sequence[Any] = ()
         self.captured_cotangents: list[Any] = []
@@ -77,7 +77,7 @@ class NumpyMachine:
         kept = [_frozen_copy(leaf) for leaf in leaves]
         first = self._verify == "first" and self.sweeping
         if step > 0 and (first or self._verify == "always"):
-            self.witnesses[step] = Witness(kept, self._tolerance)
+            self.witnesses[step] = StateDigest(kept, self._tolerance)
         return structure, kept
 
     def take(self, held: Held) -> Any:
@@ -153,7 +153,7 @@ class NumpyMachine:
         """Run the first step on a copy, and see whether it writes to it."""
         leaves, structure = flatten(state)
         copies = [_copied(leaf) for leaf in leaves]
-        before = Witness(copies)
+        before = StateDigest(copies)
         state, output = step.run(unflatten(structure, copies), 0)
         self.in_place = any(before.differs(copies))
         if step.with_outputs:

@@ -14,6 +14,7 @@ from recoup.backend.state.rng import default_states, same_state
 from recoup.backend.state.walk import reach
 from recoup.engine.tiers.protocol import Stored, Tier
 from recoup.errors import ChangedTensorError, MismatchError
+from recoup.loops.state_digest import StateDigest
 from recoup.loops.state_trees import Structure, flatten, unflatten
 from recoup.loops.steps import KindError, LoopStep
 from recoup.loops.torch.captures import CapturedTensors, Outside
@@ -25,7 +26,6 @@ from recoup.loops.torch.step_tape import (
     pull,
     record,
 )
-from recoup.loops.witness import Witness
 
 _Kind = tuple[torch.Size, torch.dtype, torch.device]
 
@@ -239,8 +239,8 @@ class TorchMachine:
         self._verify = verify if all(tier.is_exact for tier in stores) else "off"
         self._tolerance = tolerance
         self._stores = stores
-        self.witnesses: dict[int, Witness] = {}
-        self.output_witnesses: dict[int, Witness] = {}
+        self.witnesses: dict[int, StateDigest] = {}
+        self.output_witnesses: dict[int, StateDigest] = {}
         self._claims: list[tuple[int, int, Any]] = []
 
     def hold(self, state: Any, step: int, tier: int) -> HeldState:
@@ -253,10 +253,10 @@ class TorchMachine:
             self._verify == "first" and self.sweeping
         )
         if watched and step > 0:
-            self.witnesses[step] = Witness(kept, self._tolerance)
+            self.witnesses[step] = StateDigest(kept, self._tolerance)
             if self.sweeping and self.stack is not None:
                 # Of the outputs every one that comes just before a state that is held.
-                witness = Witness(self.stack.last, self._tolerance)
+                witness = StateDigest(self.stack.last, self._tolerance)
                 self.output_witnesses[step] = witness
         versions = [version_of(x) if isinstance(x, Tensor) else 0 for x in kept]
         if self._stores and step > 0:

@@ -1,4 +1,4 @@
-"""Attached: holds of tensors from outside, until these are parted from their graphs."""
+"""Holds of tensors from outside a region, until they are detached from their graphs."""
 
 from itertools import islice
 
@@ -10,7 +10,7 @@ from recoup.backend.memory.storages import Geometry, alias, storage_address
 from recoup.engine.lifetime.values import MOVED, Hold
 
 
-class Attached:
+class ExternalHolds:
     """Makes the holds of tensors that a region uses and did not make.
 
     A hold must not keep a graph alive, and a tensor that needs no gradient may be given

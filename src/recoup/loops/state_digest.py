@@ -1,4 +1,4 @@
-"""Witness: what is remembered of a state to recognise it when it is computed again."""
+"""Digests of states, to compare a recomputed state with the first one."""
 
 import hashlib
 import struct
@@ -12,7 +12,7 @@ from recoup.backend.memory.storages import has_storage
 from recoup.backend.operators.fingerprints import fingerprint
 
 
-class Witness:
+class StateDigest:
     """The bits of a state, or the state itself where a tolerance is allowed.
 
     On the CPU the bits are hashed at once; on an accelerator they become a few integers

@@ -1,4 +1,4 @@
-"""Ways to run a stretch of forward; stretches that look alike are worked out once."""
+"""Options to run an interval of forward; equal intervals share them."""
 
 import math
 from bisect import bisect_left
@@ -29,7 +29,7 @@ _LONG = 1000
 
 
 class Part:
-    """What lies between two boundaries, and what tells it from other stretches."""
+    """What lies between two boundaries, and what tells it from other intervals."""
 
     def __init__(self, graph: Graph, first: int, last: int) -> None:
         self.graph = graph
@@ -50,7 +50,7 @@ class Part:
         self.crossing = _crossing(graph, self.inside)
 
     def signature(self) -> object:
-        """Return what is equal for stretches of which all ways cost the same memory.
+        """Return what is equal for intervals of which all ways cost the same memory.
 
         Times are not in it: those of equal operators are taken to be equal.
         """
@@ -84,7 +84,7 @@ class Part:
         return tuple(wiring), tuple(saved), tuple(values), own
 
     def shape_of(self, segment: Segment) -> tuple[object, ...]:
-        """Return where a segment and those inside it begin and end, in the stretch."""
+        """Return where a segment and those inside it begin and end, in the interval."""
         return (
             *self._place(segment.start),
             *self._place(segment.stop),
@@ -114,7 +114,7 @@ class Part:
 
 
 def _crossing(graph: Graph, inside: range) -> list[int]:
-    """Return the values made in a stretch that are read after it."""
+    """Return the values made in an interval that are read after it."""
     return [
         value
         for number in inside
@@ -124,7 +124,7 @@ def _crossing(graph: Graph, inside: range) -> list[int]:
 
 
 class Memory:
-    """What is known of the stretches of a step.
+    """What is known of the intervals of a step.
 
     Several partitions of one step, or of the same step with other times, share one:
     bytes do not depend on times.
@@ -134,12 +134,12 @@ class Memory:
         self.costs: dict[object, Costs] = {}
         self.innermost: Innermost = {}
         self._signatures: dict[object, int] = {}
-        self._stretches: dict[tuple[int, int], tuple[Part, int]] = {}
+        self._intervals: dict[tuple[int, int], tuple[Part, int]] = {}
         self._mentions: Mentions | None = None
         self._held_sets: list[tuple[Graph, int, int, list[frozenset[int]]]] = []
 
     def held_sets(self, graph: Graph, first: int, last: int) -> list[frozenset[int]]:
-        """Return what is worth holding at several prices of a byte, all in one stretch.
+        """Return the sets of values to hold in an interval at several prices per byte.
 
         These depend on times: each graph has its own.
         """
@@ -150,15 +150,15 @@ class Memory:
         self._held_sets.append((graph, first, last, found))
         return found
 
-    def stretch(self, graph: Graph, first: int, last: int) -> tuple[Part, int]:
-        """Return a stretch, and a number that it shares with those that look alike."""
-        found = self._stretches.get((first, last))
+    def interval(self, graph: Graph, first: int, last: int) -> tuple[Part, int]:
+        """Return an interval, and a number that equal intervals share."""
+        found = self._intervals.get((first, last))
         if found is None:
-            stretch = Part(graph, first, last)
+            interval = Part(graph, first, last)
             number = self._signatures.setdefault(
-                stretch.signature(), len(self._signatures)
+                interval.signature(), len(self._signatures)
             )
-            found = self._stretches[first, last] = stretch, number
+            found = self._intervals[first, last] = interval, number
         return found
 
     def mentions(self, graph: Graph) -> Mentions:
@@ -169,7 +169,7 @@ class Memory:
 
 
 def _held_sets(graph: Graph, first: int, last: int) -> list[frozenset[int]]:
-    """Return what is worth holding at several prices of a byte, all in one stretch."""
+    """Return the sets of values to hold in an interval at several prices per byte."""
     demand = demand_between(graph, first, last, graph.arrays.dies)
     limit = _SETS if len(demand.inside) < _LONG else _SETS // 2
     return [choice.held for choice in frontier_of(demand, limit=limit)]
@@ -221,15 +221,15 @@ Make = Callable[[], Option]
 
 
 @dataclass(frozen=True)
-class Way:
-    """One way to run a stretch.
+class IntervalOption:
+    """One way to run an interval.
 
     Attributes:
         make: Returns what is done.
         seconds: What is run again, and recorded for it.
         held_bytes: What it holds when forward has ended.
         peak_bytes: The most in use while it runs and while its backward does, besides
-            what earlier stretches hold.
+            what earlier intervals hold.
     """
 
     make: Make
@@ -239,12 +239,12 @@ class Way:
 
 
 class _Candidate(NamedTuple):
-    """Something that may be done with a stretch.
+    """Something that may be done with an interval.
 
     Attributes:
         key: What tells it from all others that cost something else.
         make: Returns it.
-        held: What the stretch holds, if it is one segment with none inside.
+        held: What the interval holds, if it is one segment with none inside.
     """
 
     key: object
@@ -253,7 +253,7 @@ class _Candidate(NamedTuple):
 
 
 class Ways:
-    """Makes the ways to run stretches between places."""
+    """Makes the ways to run intervals between places."""
 
     def __init__(
         self,
@@ -278,46 +278,46 @@ class Ways:
         """The peak if nothing at all were saved."""
         return int(self._natural.max(initial=0))
 
-    def between(self, start: int, stop: int) -> list[Way]:
+    def between(self, start: int, stop: int) -> list[IntervalOption]:
         """Return the ways to run what is between two places, none worse in all."""
         first, last = self.places[start], self.places[stop]
         if not self.graph.is_within_call(first, last) and stop > start + 1:
             return []
-        stretch, signature = self._memory.stretch(self.graph, first, last)
+        interval, signature = self._memory.interval(self.graph, first, last)
         if not self.graph.is_within_call(first, last):
             # What is in no call of the model is kept.
             keep = partial(keep_all, self.graph, first, last)
             candidates = [_Candidate((signature, "kept"), keep)]
         else:
-            candidates = list(self._candidates(stretch, signature, start, stop))
-        self._work_out(stretch, candidates)
-        return _undominated(self._ways(stretch, candidates))
+            candidates = list(self._candidates(interval, signature, start, stop))
+        self._work_out(interval, candidates)
+        return _undominated(self._ways(interval, candidates))
 
     def _candidates(
-        self, stretch: Part, signature: int, start: int, stop: int
+        self, interval: Part, signature: int, start: int, stop: int
     ) -> Iterator[_Candidate]:
         """Yield what may be done."""
-        graph, first, last = self.graph, stretch.first, stretch.last
+        graph, first, last = self.graph, interval.first, interval.last
         if stop == start + 1:
             yield _Candidate((signature, "kept"), partial(keep_all, graph, first, last))
-        free = [v for v in stretch.crossing if graph.values[v].holdable]
+        free = [v for v in interval.crossing if graph.values[v].holdable]
         sets = dict.fromkeys(
-            [(), *(_between(held, stretch.inside) for held in self._held_sets)]
+            [(), *(_between(held, interval.inside) for held in self._held_sets)]
         )
         for held in sets:
             every = tuple(dict.fromkeys([*held, *free]))
-            key = (signature, "held", *sorted(stretch.names[v] for v in every))
+            key = (signature, "held", *sorted(interval.names[v] for v in every))
             yield _Candidate(key, partial(holding, graph, first, last, every), every)
         for segment in self._nestings(start, stop):
-            shape = stretch.shape_of(segment)
+            shape = interval.shape_of(segment)
             for held in sets:
-                key = (signature, shape, *sorted(stretch.names[v] for v in held))
+                key = (signature, shape, *sorted(interval.names[v] for v in held))
                 yield _Candidate(
                     key, partial(_nested, graph, segment, held, self._memory.innermost)
                 )
 
     def _nestings(self, start: int, stop: int) -> Iterator[Segment]:
-        """Yield segments over a stretch with others inside."""
+        """Yield segments over an interval with others inside."""
         if self._finer is None:
             return
         first, last = self.places[start], self.places[stop]
@@ -329,7 +329,7 @@ class Ways:
                 if len(inner) > 2:
                     yield nestings(inner)[0]
 
-    def _work_out(self, stretch: Part, candidates: Sequence[_Candidate]) -> None:
+    def _work_out(self, interval: Part, candidates: Sequence[_Candidate]) -> None:
         """See to it that the costs of all candidates are known."""
         known = self._memory.costs
         flat: dict[object, tuple[int, ...]] = {}
@@ -337,41 +337,43 @@ class Ways:
             if candidate.key in known:
                 continue
             if candidate.held is None:
-                known[candidate.key] = self._costs(stretch, candidate.make())
+                known[candidate.key] = self._costs(interval, candidate.make())
             else:
                 flat[candidate.key] = candidate.held
         if flat:
             found = costs_of_holding(
                 self.graph,
-                (stretch.first, stretch.last),
-                stretch.rows,
+                (interval.first, interval.last),
+                interval.rows,
                 list(flat.values()),
                 self._memory.mentions(self.graph),
             )
             known.update(zip(flat, found, strict=True))
 
-    def _ways(self, stretch: Part, candidates: Sequence[_Candidate]) -> Iterator[Way]:
+    def _ways(
+        self, interval: Part, candidates: Sequence[_Candidate]
+    ) -> Iterator[IntervalOption]:
         """Yield the candidates with what they cost."""
         costs = [self._memory.costs[candidate.key] for candidate in candidates]
-        use = np.array([cost.use for cost in costs]) + self._natural[stretch.rows]
+        use = np.array([cost.use for cost in costs]) + self._natural[interval.rows]
         peaks = use.max(axis=1, initial=0).astype(np.int64).tolist()
         for candidate, cost, peak_bytes in zip(candidates, costs, peaks, strict=True):
             seconds = self._seconds.get(candidate.key)
             if seconds is None:
-                seconds = cost.seconds(self.graph, stretch.inside.start)
+                seconds = cost.seconds(self.graph, interval.inside.start)
                 self._seconds[candidate.key] = seconds
-            yield Way(candidate.make, seconds, cost.held_bytes, peak_bytes)
+            yield IntervalOption(candidate.make, seconds, cost.held_bytes, peak_bytes)
 
-    def _costs(self, stretch: Part, option: Option) -> Costs:
+    def _costs(self, interval: Part, option: Option) -> Costs:
         """Return what an option takes.
 
-        What is read after the stretch is charged here, once, whoever holds it; what is
+        What is read after the interval is charged here, once, whoever holds it; what is
         read from before it has been charged there. What only an open region holds is
         not counted: the plan as a whole is simulated in the end.
         """
         graph, half = self.graph, self._memory_use.half
         until = self._memory_use.until.copy()
-        crossing = {graph.values[value].storage for value in stretch.crossing}
+        crossing = {graph.values[value].storage for value in interval.crossing}
         held: set[int] = set()
         for storage, released in option.footprint.holds.items():
             if released >= half:
@@ -380,12 +382,12 @@ class Ways:
                 until[storage] = max(int(until[storage]), released)
         held_bytes = 0
         for storage in held | crossing:
-            if graph.storages[storage].born not in stretch.inside:
+            if graph.storages[storage].born not in interval.inside:
                 until[storage] = graph.moments
             elif until[storage] < half:
                 held_bytes += graph.storages[storage].bytes
-        use = self._memory_use.added(option.footprint, until).at(stretch.rows)
-        start = stretch.inside.start
+        use = self._memory_use.added(option.footprint, until).at(interval.rows)
+        start = interval.inside.start
         replays = tuple(
             tuple(number - start for number in replay.operations)
             for replay in option.footprint.replays
@@ -408,15 +410,15 @@ def _by_producer(
 
 
 def _between(held: tuple[list[int], tuple[int, ...]], inside: range) -> tuple[int, ...]:
-    """Return those of some values that are made in a stretch."""
+    """Return those of some values that are made in an interval."""
     producers, values = held
     low = bisect_left(producers, inside.start)
     return values[low : bisect_left(producers, inside.stop)]
 
 
-def _undominated(ways: Iterable[Way]) -> list[Way]:
+def _undominated(ways: Iterable[IntervalOption]) -> list[IntervalOption]:
     """Return the ways that no other one beats in all figures."""
-    found: list[Way] = []
+    found: list[IntervalOption] = []
     for way in sorted(ways, key=lambda w: (w.seconds, w.held_bytes, w.peak_bytes)):
         if not any(
             other.held_bytes <= way.held_bytes and other.peak_bytes <= way.peak_bytes

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from recoup.backend.memory.storages import alias, version_of
-from recoup.engine.lifetime.values import Hold, Value
+from recoup.engine.lifetime.values import Hold, TapeValue
 
 
 class LateWrites:
@@ -18,10 +18,10 @@ class LateWrites:
     """
 
     def __init__(self) -> None:
-        self.holds: dict[Value, Hold] = {}
-        self._pending: list[tuple[Value, Hold]] = []
+        self.holds: dict[TapeValue, Hold] = {}
+        self._pending: list[tuple[TapeValue, Hold]] = []
 
-    def before(self, value: Value, tensor: Tensor) -> None:
+    def before(self, value: TapeValue, tensor: Tensor) -> None:
         """Take note that a saved value is about to be written to, through a tensor."""
         # The tensor that was saved, if it is there: `.data` has versions of its own.
         saved = None if value.born is None else value.born()

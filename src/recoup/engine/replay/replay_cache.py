@@ -1,4 +1,4 @@
-"""Recall: the values that a backward has recomputed in a region.
+"""ReplayCache: the values that a backward has recomputed in a region.
 
 A backward through one of several outputs needs a part of what autograd saved. Autograd
 does not say which part, so a recall grows: each value that is asked for is recomputed
@@ -14,8 +14,8 @@ from torch import Tensor
 from recoup.backend.memory.storages import NO_VERSION, version_counter, version_of
 from recoup.engine.lifetime.values import (
     Layout,
-    Operation,
-    Value,
+    TapeOperation,
+    TapeValue,
     reads_of,
     written_in_backward,
 )
@@ -29,7 +29,7 @@ class Recalling(Protocol):
         recall: What the last backward through it has recomputed.
     """
 
-    recall: "Recall | None"
+    recall: "ReplayCache | None"
 
 
 class Saved:
@@ -44,7 +44,9 @@ class Saved:
 
     __slots__ = ("__weakref__", "layout", "region", "task", "value")
 
-    def __init__(self, region: Recalling, value: Value, layout: Layout | None) -> None:
+    def __init__(
+        self, region: Recalling, value: TapeValue, layout: Layout | None
+    ) -> None:
         self.value = value
         self.layout = layout
         self.task = -1
@@ -86,19 +88,19 @@ class Uses:
 
     def __init__(
         self,
-        operations: Sequence[Operation],
-        reads: list[list[Value]] | None = None,
+        operations: Sequence[TapeOperation],
+        reads: list[list[TapeValue]] | None = None,
     ) -> None:
         self._operations = operations
-        self._places: dict[Value, dict[int, None]] = {}
+        self._places: dict[TapeValue, dict[int, None]] = {}
         self.reads = reads_of(operations) if reads is None else reads
         for place, values in enumerate(self.reads):
             for value in values:
                 self._places.setdefault(value, {})[place] = None
 
     def awaited(
-        self, value: Value, recall: "Recall", run: Container[int]
-    ) -> Iterator[Value]:
+        self, value: TapeValue, recall: "ReplayCache", run: Container[int]
+    ) -> Iterator[TapeValue]:
         """Yield values that autograd may ask for later and that need this one.
 
         Args:
@@ -106,7 +108,7 @@ class Uses:
             recall: What was recomputed so far.
             run: The places of the operations that are about to be run.
         """
-        trail: list[tuple[Value, int]] = []
+        trail: list[tuple[TapeValue, int]] = []
         seen: set[int] = set()
         stack = [value]
         try:
@@ -136,7 +138,7 @@ class Uses:
         )
 
 
-class Recall:
+class ReplayCache:
     """The recomputed values of a region, each until its last use.
 
     Counts are taken without a lock: two threads of one backward may lose one, and then
@@ -154,22 +156,22 @@ class Recall:
         self.live: Live = {}
         self.task = task
         self._lasting = lasting
-        self._pending: dict[Value, int] = {}
+        self._pending: dict[TapeValue, int] = {}
         # What backward functions were given of values that are needed again.
-        self._given: dict[Value, Given] = {}
-        self._served: set[Value] = set()
+        self._given: dict[TapeValue, Given] = {}
+        self._served: set[TapeValue] = set()
         self._run: set[int] = set()
         self._uses: Uses | None = None
         # Kept for values that may be asked for later, and some of those values.
-        self._shared: set[Value] = set()
-        self._later: set[Value] = set()
+        self._shared: set[TapeValue] = set()
+        self._later: set[TapeValue] = set()
         self._spare_bytes = 0
 
     def serves(self, task: int) -> bool:
         """Return whether the backward of this number may use it."""
         return self._lasting or self.task == task
 
-    def has_served(self, value: Value) -> bool:
+    def has_served(self, value: TapeValue) -> bool:
         """Return whether the value was recomputed, even if it was freed since."""
         return value in self._served
 
@@ -177,7 +179,7 @@ class Recall:
         """Return whether the operation at a place was run."""
         return place in self._run
 
-    def is_outstanding(self, value: Value) -> bool:
+    def is_outstanding(self, value: TapeValue) -> bool:
         """Return whether autograd may ask for a value that was not recomputed yet."""
         return value not in self._served and is_wanted(value)
 
@@ -243,7 +245,7 @@ class Recall:
                 self.use(value)
         return whole if viewed is None else viewed
 
-    def _check(self, value: Value) -> None:
+    def _check(self, value: TapeValue) -> None:
         """Raise if a backward function wrote to what it was given of a value."""
         whole, viewed, versions = self._given[value]
         now = _versions(whole, viewed)
@@ -252,7 +254,7 @@ class Recall:
                 raise written_in_backward(whole)
             raise written_in_backward(viewed)
 
-    def use(self, value: Value) -> None:
+    def use(self, value: TapeValue) -> None:
         """Count one use by autograd; free the value after the last one."""
         if self._count_down(value) and self._uses is not None:
             for found in self._uses.awaited(value, self, ()):
@@ -260,11 +262,11 @@ class Recall:
                 return
             self._drop(value)
 
-    def release(self, value: Value) -> None:
+    def release(self, value: TapeValue) -> None:
         """Count one use less to come. Finalizers call it, so it searches nothing."""
         self._count_down(value)
 
-    def _count_down(self, value: Value) -> bool:
+    def _count_down(self, value: TapeValue) -> bool:
         """Count one use less; return whether a value has none left and is not freed."""
         pending = self._pending
         left = pending.get(value, 0) - 1
@@ -278,11 +280,11 @@ class Recall:
                 self._drop(value)
         return False
 
-    def _drop(self, value: Value) -> None:
+    def _drop(self, value: TapeValue) -> None:
         self._given.pop(value, None)
         free(value, self.live)
 
-    def _has(self, value: Value) -> bool:
+    def _has(self, value: TapeValue) -> bool:
         """Return whether a value is there to compute others from."""
         if value in self._given:
             if value in self._pending:
@@ -295,8 +297,8 @@ class Recall:
 
     def plan(
         self,
-        operations: Sequence[Operation],
-        value: Value,
+        operations: Sequence[TapeOperation],
+        value: TapeValue,
         uses: Uses,
     ) -> tuple[Program, Live]:
         """Return what recomputes a value, and the tensors to start from.
@@ -306,7 +308,7 @@ class Recall:
             value: The value that is asked for.
             uses: Who reads the values.
         """
-        run: dict[int, list[Value]] = {}
+        run: dict[int, list[TapeValue]] = {}
         touched = self._ancestors(operations, [value], run, uses)
         if len(self._run) + len(run) < len(operations):
             self._uses = uses
@@ -328,7 +330,7 @@ class Recall:
                     self._drop(each)  # the program uses it for the last time
         return Program(operations, wanted, dict(sorted(run.items())), given), given
 
-    def take(self, wanted: Iterable[Value], live: Live) -> None:
+    def take(self, wanted: Iterable[TapeValue], live: Live) -> None:
         """Take values that were recomputed, with their tensors."""
         pending, served = self._pending, self._served
         if not served and not self._later and not self._lasting:
@@ -347,9 +349,9 @@ class Recall:
                     self._spare_bytes -= value.nbytes
         self.live.update(live)
 
-    def _awaited(self, values: Iterable[Value]) -> set[Value]:
+    def _awaited(self, values: Iterable[TapeValue]) -> set[TapeValue]:
         """Return the values that autograd may ask for and that are not at hand."""
-        found: set[Value] = set()
+        found: set[TapeValue] = set()
         for value in values:
             if value in self._served:
                 if self._lasting or value in self._pending:
@@ -361,11 +363,11 @@ class Recall:
 
     def _ancestors(
         self,
-        operations: Sequence[Operation],
-        values: Iterable[Value],
-        run: dict[int, list[Value]],
+        operations: Sequence[TapeOperation],
+        values: Iterable[TapeValue],
+        run: dict[int, list[TapeValue]],
         uses: Uses,
-    ) -> dict[Value, None]:
+    ) -> dict[TapeValue, None]:
         """Add the operations that values need by place; return what these touch."""
         touched = dict.fromkeys(values)
         stack = list(touched)
@@ -386,17 +388,17 @@ class Recall:
 
     def _settle(
         self,
-        operations: Sequence[Operation],
-        touched: Iterable[Value],
-        run: dict[int, list[Value]],
+        operations: Sequence[TapeOperation],
+        touched: Iterable[TapeValue],
+        run: dict[int, list[TapeValue]],
         uses: Uses,
-    ) -> dict[Value, None]:
+    ) -> dict[TapeValue, None]:
         """Settle what is kept for values that are recomputed later.
 
         To keep it must not cost more than these values would. Else they are recomputed
         now, and what that touches is returned.
         """
-        more: dict[Value, None] = {}
+        more: dict[TapeValue, None] = {}
         new = list(touched)
         while new:
             awaited = self._awaited(new)
@@ -417,7 +419,7 @@ class Recall:
             new = [*new, *self._shared]
         return more
 
-    def _share(self, value: Value, later: Value | None) -> None:
+    def _share(self, value: TapeValue, later: TapeValue | None) -> None:
         """Keep a value for one that may be asked for later, or for none."""
         if later is None and value in self._shared:
             self._shared.discard(value)
@@ -439,18 +441,18 @@ def _versions(whole: Tensor, viewed: Tensor | None) -> tuple[int, int]:
         return version_of(whole), NO_VERSION if viewed is None else version_of(viewed)
 
 
-def _made_by(operation: Operation) -> list[Value]:
+def _made_by(operation: TapeOperation) -> list[TapeValue]:
     if not operation.writes:
         return operation.outputs
     return [*operation.outputs, *(after for _, after in operation.writes)]
 
 
-def is_wanted(value: Value) -> bool:
+def is_wanted(value: TapeValue) -> bool:
     """Return whether autograd may ask for a value that is not at hand."""
     return value.demand > 0 and (value.hold is None or not value.hold.is_at_hand)
 
 
-def wanted_of(saved: Iterable[Value]) -> list[Value]:
+def wanted_of(saved: Iterable[TapeValue]) -> list[TapeValue]:
     """Return those of the saved values that a replay is to give."""
     return [
         value
