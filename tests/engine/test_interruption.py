@@ -409,3 +409,18 @@ def test_what_an_interrupted_module_computed_can_be_used(outer, is_caught_inside
         return x.grad
 
     assert torch.equal(gradient(is_fatal=True), gradient(is_fatal=False))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_at_any_line_of_a_rerun_leaves_no_hooks():
+    def step() -> None:
+        x = X.clone().requires_grad_()
+        rerun(torch.sin, x).sum().backward()
+
+    step()
+    at = 0
+    own = ("rerun", "_hooks", "__init__", "__enter__", "__exit__", "_call")
+    while Interrupter(at, only=own).run(step):
+        assert ambient_hooks() is None, at
+        at += 1
+    assert at > 100

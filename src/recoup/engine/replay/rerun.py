@@ -4,6 +4,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -16,13 +17,13 @@ from recoup.backend.autograd.autocast import (
     default_dtype,
     in_default,
 )
+from recoup.backend.autograd.hook_stacks import Footing
 from recoup.backend.autograd.saved_tensors import (
     Pack,
     Unpack,
     current_backward,
     follow_backward,
     is_parameter,
-    pop_hooks,
     push_hooks,
 )
 from recoup.backend.autograd.transforms import outside_transforms
@@ -40,6 +41,7 @@ from recoup.backend.state.rng import default_states, random_state
 from recoup.backend.state.trees import leaves, map_leaves, tensors
 from recoup.backend.state.walk import reach
 from recoup.backend.training.optimizer_steps import STEPS
+from recoup.core.restoring import restoring
 from recoup.engine.lifetime.handover import (
     Collector,
     hand_over,
@@ -119,7 +121,7 @@ def rerun(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         observer.began(call)
     for account in call.accounts:
         account.calls += 1
-    with _hooks(call.pack if collector is None else call.collect, call.unpack):
+    with _Hooks(call.pack if collector is None else call.collect, call.unpack):
         try:
             result = function(*args, **kwargs)
         except RuntimeError as error:
@@ -305,7 +307,7 @@ class Rerun:
         # Not as a part of a batch of gradients, which random operators refuse.
         with outside_transforms():
             args, kwargs = map_leaves(_fetched, self._arguments)
-        hooks = _hooks(collected.pack, collected.unpack)
+        hooks = _Hooks(collected.pack, collected.unpack)
         try:
             with outside_transforms(), self._as_before(), hooks, suppress(_Complete):
                 self._function(*args, **kwargs)
@@ -373,24 +375,31 @@ class Rerun:
             hand_in(verdict)
 
 
-@contextmanager
-def _hooks(pack: Pack, unpack: Unpack) -> Iterator[None]:
+class _Hooks(restoring):
     """Use these saved-tensor hooks in the block."""
-    opened = depth()
-    push_hooks(pack, unpack)
-    try:
-        yield
-    except BaseException as error:
-        if not isinstance(error, Exception):
-            end_above(opened)
-        raise
-    finally:
+
+    __slots__ = ("_opened", "_pack", "_unpack")
+
+    def __init__(self, pack: Pack, unpack: Unpack) -> None:
+        super().__init__(partial(Footing.drop, pack, None))
+        self._pack = pack
+        self._unpack = unpack
+
+    def __enter__(self) -> None:
+        self._opened = depth()
+        super().__enter__()
+        push_hooks(self._pack, self._unpack)
+
+    def __exit__(self, kind: type[BaseException] | None = None, *error: object) -> None:
         # A module's region that an interrupt has left open, if the function has caught
-        # it: the hooks of that would be taken off here instead of these.
+        # it: its hooks lie above these.
         try:
-            end_left(opened)
+            if kind is None or issubclass(kind, Exception):
+                end_left(self._opened)
+            else:
+                end_above(self._opened)
         finally:
-            pop_hooks()
+            super().__exit__(kind, *error)
 
 
 class _Complete(Exception):  # noqa: N818 (a signal, not an error)
