@@ -598,3 +598,28 @@ def test_one_operator_writes_to_several_values_that_an_inner_region_used(order):
         return weight.grad
 
     assert torch.equal(gradient(CheckpointScope), gradient(plain))
+
+
+@pytest.mark.parametrize("policy", [None, KeepCostly()])
+def test_a_cache_for_several_backwards_asks_again_for_what_a_region_around_holds(
+    policy,
+):
+    """The first backward fetches `x`, which is written to before the second one."""
+
+    def gradient(outer: Any, inner: Any) -> Tensor:
+        weight = torch.linspace(-1, 1, 4, requires_grad=True)
+        x = torch.linspace(-2, 2, 4)
+        x.mul_(weight)
+        with outer:
+            with inner:
+                first, second = x.relu(), (x * 1.5).exp()
+            first.sum().backward(retain_graph=True)
+            x.mul_(2)
+        (first.sum() + second.sum()).backward()
+        assert weight.grad is not None
+        return weight.grad
+
+    outer = CheckpointScope("outer", verify="off", policy=policy)
+    inner = CheckpointScope("inner", verify="off", cache=True)
+    plain = gradient(contextlib.nullcontext(), contextlib.nullcontext())
+    assert torch.equal(gradient(outer, inner), plain)

@@ -324,7 +324,7 @@ class ReplayCache:
         given: Live = {}
         for each in touched:
             tensor = self.live.get(each)
-            if tensor is not None:
+            if tensor is not None and (each.hold is None or not self._lasting):
                 given[each] = tensor
                 if each not in kept:
                     self._drop(each)  # the program uses it for the last time
@@ -403,7 +403,11 @@ class ReplayCache:
         while new:
             awaited = self._awaited(new)
             for value in new:
-                is_remade = value.hold is None or value.hold.tensor is None
+                # A value from outside may be written to between two backwards: a cache
+                # for several asks for it again.
+                is_remade = value.hold is None or (
+                    value.hold.tensor is None and not self._lasting
+                )
                 if is_remade and value not in awaited:
                     found = next(iter(uses.awaited(value, self, run)), None)
                     self._share(value, found)
