@@ -13,6 +13,7 @@ from recoup import CheckpointScope
 from recoup.backend.memory.storages import geometry_of
 from recoup.engine.recording.intervals import Intervals, hull_of, runs_of
 from recoup.engine.recording.region import STATE_BYTES
+from recoup.errors import ChangedTensorError
 from tests.support.counting import Alive
 from tests.support.twin import Region, compare
 
@@ -256,3 +257,34 @@ def test_runs_are_the_elements_of_a_tensor(data):
     found = sorted(n // 8 for start, stop in runs for n in range(start, stop, 8))
     assert found == sorted(tensor.flatten().tolist())
     assert hull_of(geometry_of(tensor)) == (8 * found[0], 8 * found[-1] + 8)
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_a_later_write_to_what_an_inner_region_has_written_is_seen(is_transposed):
+    """Also if it is too large to be copied: the region around it holds the rest."""
+    weight = torch.randn(400, 400, requires_grad=True)
+    x = torch.randn(400, 400, dtype=torch.float64)
+    with CheckpointScope("outer", verify="off"):
+        with CheckpointScope("inner", verify="off"):
+            y = ((x * 1.5) * weight).sin()
+            x[:, 1:].mul_(2)
+        if is_transposed:
+            x.t_()
+    x.mul_(3)
+    with pytest.raises(ChangedTensorError, match="changed in place"):
+        y.sum().backward()
+
+
+def test_a_small_tensor_that_is_transposed_after_a_write_is_copied():
+    def step(region: Region) -> dict[str, Any]:
+        weight = torch.linspace(-1, 1, 4, requires_grad=True)
+        x = torch.arange(4.0).view(2, 2)
+        with region("region"):
+            x.mul_(2)
+            y = weight.view(2, 2) * (x * 1.5).exp()
+            x.t_()
+        x.mul_(3)
+        y.sum().backward()
+        return {"weight": weight.grad, "x": x}
+
+    assert compare(step, always) == []

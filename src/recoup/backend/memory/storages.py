@@ -186,6 +186,11 @@ def alias(tensor: Tensor) -> Tensor:
     return _detached(tensor)
 
 
+def sharing_versions() -> AbstractContextManager[object]:
+    """Let views made in the block share version counters, also in a dispatch mode."""
+    return torch._C._SetExcludeDispatchKeyGuard(_VIEW_TRACKING, False)
+
+
 def _detached(tensor: Tensor) -> Tensor:
     if type(tensor) is not Tensor:
         return tensor.detach()

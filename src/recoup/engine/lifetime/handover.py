@@ -137,15 +137,15 @@ def apart(hold: Hold, kept: Mapping[int, Hold]) -> Hold:
     return hold.twin() if id(hold) in kept else hold
 
 
-def copy_small(value: TapeValue, most_bytes: int) -> None:
+def copy_small(value: TapeValue, hold: Hold, most_bytes: int) -> Hold:
     """Hold a copy of a value instead, if it is no larger and has not changed since."""
-    hold = value.hold
-    if hold is None or hold.tensor is None:
-        return
+    if hold.tensor is None:
+        return hold
     # One without memory gets it back before backward, from FSDP.
     small = 0 < hold.tensor.untyped_storage().nbytes() <= most_bytes
     if small and version_of(hold.tensor) == hold.version:
-        value.hold = Hold(copy_storage(hold.tensor), hold.geometry)
+        hold = value.hold = Hold(copy_storage(hold.tensor), hold.geometry)
+    return hold
 
 
 def part_holds(values: Iterable[TapeValue], kept: Mapping[int, Hold]) -> None:

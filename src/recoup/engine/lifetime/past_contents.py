@@ -11,7 +11,14 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from recoup.backend.memory.storages import Geometry, alias, flat, geometry_of, shaped
+from recoup.backend.memory.storages import (
+    Geometry,
+    alias,
+    flat,
+    geometry_of,
+    shaped,
+    sharing_versions,
+)
 from recoup.engine.lifetime.values import Hold, TapeValue
 from recoup.engine.recording.intervals import Intervals, hull_of, runs_of
 
@@ -74,7 +81,9 @@ class _Storage:
     """
 
     def __init__(self, tensor: Tensor) -> None:
-        self.now: Tensor | None = flat(alias(tensor).detach())
+        # A region around this one may hold them: it has to see later writes.
+        with sharing_versions():
+            self.now: Tensor | None = flat(alias(tensor).detach())
         self.base: list[_Piece] = []
         self._length = self.now.numel()
         self._like = self.now.new_empty(0)
@@ -90,7 +99,8 @@ class _Storage:
     def piece(self, start: int, stop: int) -> _Piece:
         """Return a copy of some of its bytes."""
         assert self.now is not None, "not after the end"
-        part = self.now[start // self.width : stop // self.width]
+        with sharing_versions():
+            part = self.now[start // self.width : stop // self.width]
         return _Piece(part.clone(), (start, stop))
 
     def aligned(self, start: int, stop: int) -> tuple[int, int]:
@@ -221,7 +231,8 @@ def _needed_pieces(pieces: Iterable[_Piece], needed: Intervals) -> list[_Piece]:
 
 def _part(target: Tensor, hull: tuple[int, int], indices: Indices | None) -> _Piece:
     """Return a copy of the elements of a tensor, or of some of them."""
-    part = alias(target).detach()
+    with sharing_versions():
+        part = alias(target).detach()
     geometry = geometry_of(part)
     if indices is None:
         return _Piece(part.clone(), hull, geometry)

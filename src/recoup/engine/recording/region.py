@@ -209,13 +209,13 @@ class Region(Counted):
         tape.placement.place_roots(roots)
         written = tape.written
         for value in roots:
-            if written and value in written:
-                copy_small(value, STATE_BYTES)
             hold = value.hold
             assert hold is not None, "roots are held"
             value.born = None
             if hold.version is None:
                 hold.settle()
+            if written and value in written:
+                hold = copy_small(value, hold, STATE_BYTES)
             if hold.tier is not None:
                 self._store(value)
         self._roots = roots
