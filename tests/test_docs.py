@@ -114,6 +114,7 @@ def test_the_files_of_the_first_page_work_as_pasted(tmp_path, monkeypatch, capsy
     """The file that is fitted, the loop that imports it, and the error."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "steps", raising=False)  # that of another test
     steps, loop, refused = codes_of("start.md")
     small = steps.replace("256", "32").replace("1024", "128")
     Path("steps.py").write_text(small, encoding="utf-8")

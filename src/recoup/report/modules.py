@@ -60,7 +60,7 @@ def block_of(blocks: Sequence[NamedBlock], operation: int) -> NamedBlock:
     """Return the block in which an operation runs.
 
     Examples:
-        >>> block_of([Block("a", 0, 2), NamedBlock("b", 2, 3)], 2).name
+        >>> block_of([NamedBlock("a", 0, 2), NamedBlock("b", 2, 3)], 2).name
         'b'
     """
     return blocks[bisect_right(blocks, operation, key=lambda block: block.first) - 1]

@@ -182,6 +182,8 @@ def same_random_states(states: RandomStates, *devices: torch.device) -> bool:
 
 
 def _generators(devices: Sequence[torch.device]) -> list[torch.Generator]:
+    if not devices:  # of every step of a loop on the CPU
+        return [torch.default_generator]
     found = [torch.default_generator, *map(default_generator, devices)]
     return list({id(generator): generator for generator in found}.values())
 

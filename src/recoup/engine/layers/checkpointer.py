@@ -45,7 +45,7 @@ class LayerMoment:
     Costs some thirty kilobytes, and as many microseconds to take one.
 
     Examples:
-        >>> moment = Moment.now()
+        >>> moment = LayerMoment.now()
         >>> first = torch.rand(3)
         >>> with moment.again():
         ...     second = torch.rand(3)

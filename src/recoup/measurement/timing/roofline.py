@@ -95,8 +95,8 @@ def here() -> Figures:
         >>> here().name
         'cpu'
     """
-    left = torch.ones(_PRODUCT, _PRODUCT)
-    source = torch.ones(_COPIED_BYTES // 4)
+    left = torch.ones(_PRODUCT, _PRODUCT, device="cpu")
+    source = torch.ones(_COPIED_BYTES // 4, device="cpu")
     target = torch.empty_like(source)
     product_seconds = least_seconds(lambda: left @ left, left.device, _REPEATS)
     copy_seconds = least_seconds(lambda: target.copy_(source), left.device, _REPEATS)
