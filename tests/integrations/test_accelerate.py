@@ -129,7 +129,7 @@ def train_in_process(rank: int) -> Any:
 
 
 def test_two_processes_agree_and_train_bitwise_as_without(tmp_path):
-    found = together(train_in_process, tmp_path)
+    found = together(train_in_process, tmp_path, seconds=200)
     for each in found:
         assert each["differences"] == []
         assert each["losses"][0] == each["losses"][1]

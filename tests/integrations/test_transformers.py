@@ -333,7 +333,7 @@ def train_in_process(rank: int, folder: str) -> Any:
 
 
 def test_two_processes_agree_and_train_bitwise_as_without(tmp_path):
-    found = together(train_in_process, tmp_path, str(tmp_path))
+    found = together(train_in_process, tmp_path, str(tmp_path), seconds=200)
     for each in found:
         assert each["differences"] == []
         ours, budget, plain = each["peaks"]
