@@ -201,7 +201,7 @@ class Stream(IterableDataset[Any]):
         self._start = state["seen"]
 
 
-class OwnLoader:
+class CustomLoader:
     """The protocol by hand: batches in an order of its own, drawn for each epoch."""
 
     def __init__(self, data: Any) -> None:
@@ -250,7 +250,7 @@ class Counted(TensorDataset):
 
 
 STATEFUL: dict[str, Any] = {
-    "own": lambda: (own := OwnLoader(None), own),
+    "own": lambda: (own := CustomLoader(None), own),
     "shuffled": lambda: (
         data := Counted(*samples(72)),
         torchdata_loader(data, shuffle=True),
@@ -323,10 +323,12 @@ def test_a_loader_that_is_ahead_after_a_failed_step_is_read_over(tmp_path):
     """The loader has yielded a batch that no step was made of."""
     torch.manual_seed(0)
     expected: list[float] = []
-    make_trainer().fit(OwnLoader(None), on_step=lambda step: expected.append(step.loss))
+    make_trainer().fit(
+        CustomLoader(None), on_step=lambda step: expected.append(step.loss)
+    )
     torch.manual_seed(0)
     trainer, losses = make_trainer(), []
-    loader = OwnLoader(None)
+    loader = CustomLoader(None)
 
     def fail(module: Any, given: Any) -> None:
         if len(losses) == 4:
@@ -339,5 +341,5 @@ def test_a_loader_that_is_ahead_after_a_failed_step_is_read_over(tmp_path):
     trainer.save(tmp_path / "run")
     other = make_trainer(seed=3)
     other.load(tmp_path / "run")
-    other.fit(OwnLoader(None), on_step=lambda step: losses.append(step.loss))
+    other.fit(CustomLoader(None), on_step=lambda step: losses.append(step.loss))
     assert losses == expected
