@@ -24,7 +24,7 @@ demo: $(BASE) ## Train a small GPT plainly and with recoup, and compare them
 	$(RUN) -m recoup.cli.main demo --page build/demo.html $(ARGS)
 
 test: $(INTEGRATIONS) ## Run the tests (on a GPU too, if there is one)
-	$(RUN) -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest $(ARGS)
 
 test-gpu: ## Run the tests that need a GPU with this machine's own Python and packages
 	PYTHONPATH=src $(PYTHON) -m pytest -m cuda $(ARGS)

@@ -91,7 +91,7 @@ def fitted(
     return model, report
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     share=st.floats(0.7, 1.0),
     head=st.sampled_from([1, 12]),

@@ -114,7 +114,7 @@ def same(one: Tensor | None, other: Tensor | None) -> bool:
     return torch.equal(one, other)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(drawn_steps(), st.sampled_from(["list", "dict"]))
 def test_the_laws_of_a_step_of_several_models(drawn, how):
     expected = copy.deepcopy(drawn).gradients()
