@@ -213,7 +213,7 @@ class _Flat:
         return needed, demanded
 
     def _hold(self, demanded: dict[int, int], changes: Floats) -> list[int]:
-        """Add what is held from the interval on; return what that is after forward."""
+        """Add the bytes held from the interval on; return those after forward."""
         graph, inside = self.graph, self.inside
         holds: dict[int, int] = {}
         spans: list[_Span] = []

@@ -79,7 +79,7 @@ class MemoryUse:
 
     Args:
         graph: The step.
-        outside: What is held in any case, such as what autograd saves in no interval.
+        outside: Values held in any case, such as those saved outside all intervals.
     """
 
     def __init__(self, graph: Graph, outside: Iterable[Footprint] = ()) -> None:

@@ -128,7 +128,7 @@ class Slots:
         self._kept[slot] = KeptState(step, held)
 
     def get(self, slot: int) -> Any:
-        """Return what is held in a slot."""
+        """Return the state in a slot."""
         return self._kept[slot].held
 
     def prefetch(self, slot: int) -> None:

@@ -59,7 +59,7 @@ default_dtype: Callable[[], torch.dtype] = torch.get_default_dtype
 def run_in_default(
     dtype: torch.dtype, run: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Run an operator as it was run while another default type was in force.
+    """Run an operator as it was run while another default dtype was active.
 
     Only those that are given no floating-point tensor go by the default: those that
     make tensors, and those that turn integers into fractions. The default is one for

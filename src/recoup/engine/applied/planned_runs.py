@@ -259,7 +259,7 @@ class Run:
             end(self._open.pop()[1])
 
     def _forget_ended(self) -> None:
-        """Let go of intervals that were ended with the scope they were begun in."""
+        """Drop intervals whose regions ended with the scope around them."""
         self._open = [item for item in self._open if is_open(item[1])]
 
     def _start(self, interval: _Interval) -> None:

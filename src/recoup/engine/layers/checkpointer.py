@@ -59,7 +59,7 @@ class LayerMoment:
 
     @classmethod
     def now(cls) -> Self:
-        """Take note of how things stand."""
+        """Return a snapshot of the present state."""
         devices = tuple(devices_in_use())
         return cls(
             devices=devices,

@@ -267,7 +267,7 @@ def candidate_of(node: CheckpointNode) -> Candidate:
 
 
 def select(candidates: Sequence[Candidate], budget_bytes: int) -> list[int]:
-    """Return what to recompute so that what is kept fits, at the least cost.
+    """Return the cheapest set to recompute such that the kept values fit.
 
     Of equal cost the fewest are taken, and among alike ones those that are evenly
     spread. Where there are many kinds, those that spare most for their cost.

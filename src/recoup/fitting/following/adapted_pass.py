@@ -551,7 +551,7 @@ class AdaptedPass:
         return held_bytes * self._loop.open_calls() // times
 
     def say_predicted(self, reason: str, held_bytes: int) -> None:
-        """Warn of a step in which other passes hold so much: without regions."""
+        """Warn of a step without regions in which other passes hold this much."""
         peak_bytes = simulate(self._graph, ()).peak_bytes
         self._warnings.say_difference([reason], peak_bytes + held_bytes)
 
