@@ -134,6 +134,20 @@ def test_what_plain_pytorch_keeps_alive_itself_is_no_failure():
     assert not _keeps_itself(as_step(LINES.program, frozenset()))
 
 
+def test_lines_that_plain_pytorch_refuses_in_the_second_step_are_left_out():
+    # Without the line that is refused in the first run, others name other tensors.
+    case = program(
+        *[("clone", 9, 6), ("zero_", 2, 1), ("dropout", 7, 0), ("transpose", 0, 1)],
+        *[("transpose", 5, 0), ("assign_diagonal", 6, 9), ("backward", 9, 0)],
+        ("mul_", 0, 5),
+    )
+    two = replace(case.program, backwards=((1, 7),), steps=2)
+    left_out, machine = repaired(two)
+    assert left_out
+    assert not machine.refused
+    assert examine(replace(case, program=two)).kind == "equal"
+
+
 def test_a_failure_names_its_seed():
     wrong = (n for n in range(100) if examine(case_of(n), inexact).failed)
     seed = next(wrong)

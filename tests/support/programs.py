@@ -530,7 +530,10 @@ def as_tree(lines: Sequence[Instruction]) -> list[Node]:
 def repaired(
     program: Program, run: Callable[[Machine], object] = Machine.run, **how: Any
 ) -> tuple[frozenset[int], Machine]:
-    """Find which writes plain autograd accepts; leave the others out.
+    """Find which lines plain PyTorch accepts, in every step; leave the others out.
+
+    Without a line the lines after it may name other tensors, so that others are
+    refused: all that are left were run together, and none was refused.
 
     Args:
         program: The program.
@@ -540,18 +543,32 @@ def repaired(
     Returns:
         The lines to leave out, and the plain machine that ran the rest.
     """
-    writes = [i for i, line in enumerate(program.lines) if line.name in CHANGES]
-    machine = _attempt(program, frozenset(), run, how)
+    left_out, machine = _accepted(program, frozenset(), run, how)
+    while machine.refused:
+        left_out, machine = _accepted(program, left_out | machine.refused, run, how)
+    return left_out, machine
+
+
+def _accepted(
+    program: Program,
+    left_out: frozenset[int],
+    run: Callable[[Machine], object],
+    how: dict[str, Any],
+) -> tuple[frozenset[int], Machine]:
+    """Leave out the writes, too, that make the backwards fail."""
+    machine = _attempt(program, left_out, run, how)
     if machine is not None:
-        return frozenset(machine.refused), machine
-    left_out = frozenset(writes)
+        return left_out, machine
+    lines = enumerate(program.lines)
+    changes = {position for position, line in lines if line.name in CHANGES} - left_out
+    left_out |= changes
     machine = _attempt(program, left_out, run, how)
     assert machine is not None, "a program without writes runs"
-    for position in writes:
+    for position in sorted(changes):
         attempt = _attempt(program, left_out - {position}, run, how)
         if attempt is not None:
             machine, left_out = attempt, left_out - {position}
-    return left_out | machine.refused, machine
+    return left_out, machine
 
 
 def as_step(
