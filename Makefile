@@ -23,8 +23,11 @@ demo: $(BASE) ## Train a small GPT plainly and with recoup, and compare them
 	@mkdir -p build
 	$(RUN) -m recoup.cli.main demo --page build/demo.html $(ARGS)
 
+# Several processes where pytest-xdist is there; conftest.py says how many.
+PARALLEL = $$($(RUN) -c 'import xdist' 2>/dev/null && echo --dist worksteal -n auto)
+
 test: $(INTEGRATIONS) ## Run the tests (on a GPU too, if there is one)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest $(PARALLEL) $(ARGS)
 
 test-gpu: ## Run the tests that need a GPU with this machine's own Python and packages
 	PYTHONPATH=src $(PYTHON) -m pytest -m cuda $(ARGS)
