@@ -2,11 +2,14 @@
 
 import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Replicate
 from torch.nn import functional
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -15,6 +18,7 @@ from recoup.errors import ChangedTensorError
 from tests.support.counting import Operators
 from tests.support.subclasses import LowRank, Silent
 from tests.support.twin import Region, compare
+from tests.support.wrapping import begin_fake_group, end_fake_group, mesh_of_two
 
 always = functools.partial(CheckpointScope, verify="always")
 OFFSETS = torch.tensor([0, 3, 7, 10])
@@ -189,6 +193,68 @@ class TestWrappers:
             z.sum().backward()
         assert operators.counts["exp"] == 1
         del y
+
+
+def to_local(tensor: Any) -> Tensor:
+    return tensor.to_local()
+
+
+def to_full(tensor: Any) -> Tensor:
+    return tensor.full_tensor()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("unwrap", [to_local, to_full])
+@pytest.mark.parametrize("kind", ["parameter", "frozen", "computed"])
+class TestLocalTensors:
+    """A region reads the local tensor of a DTensor, which counts no writes to it."""
+
+    @pytest.fixture(autouse=True)
+    def process_group(self) -> Iterator[None]:
+        begin_fake_group()
+        yield
+        end_fake_group()
+
+    def whole(self, kind: str) -> Any:
+        values = torch.linspace(-1, 2, 4)
+        # Replicated: then `full_tensor` copies nothing.
+        whole = DTensor.from_local(values, mesh_of_two(), [Replicate()])
+        if kind == "computed":
+            return whole.requires_grad_() * 1.5
+        return nn.Parameter(whole, requires_grad=kind == "parameter")
+
+    def step(
+        self, region: Region, kind: str, unwrap: Any, depth: int, writes: str = ""
+    ) -> dict[str, Any]:
+        x = torch.linspace(-1, 1, 4, requires_grad=True)
+        whole = self.whole(kind)
+        with contextlib.ExitStack() as stack:
+            for level in range(depth):
+                stack.enter_context(region(f"block {level}", verify="off"))
+            # Plain autograd does not save the local tensor itself.
+            y = (x * (unwrap(whole) * 2)).sin()
+            if writes == "inside":
+                with torch.no_grad():
+                    whole.mul_(2)
+        if writes == "after":
+            with torch.no_grad():
+                whole.mul_(2)
+        y.sum().backward()
+        if writes == "later":
+            with torch.no_grad():
+                whole.mul_(2)
+        return {"gradient": x.grad, "whole": whole.detach().to_local()}
+
+    def test_a_write_to_it_after_the_region_is_an_error(self, kind, unwrap, depth):
+        with pytest.raises(ChangedTensorError, match="changed in place"):
+            self.step(CheckpointScope, kind, unwrap, depth, writes="after")
+
+    @pytest.mark.parametrize("writes", ["", "inside", "later"])
+    def test_anything_else_is_bitwise_the_twins(self, kind, unwrap, depth, writes):
+        def step(region: Region) -> dict[str, Any]:
+            return self.step(region, kind, unwrap, depth, writes)
+
+        assert compare(step, CheckpointScope) == []
 
 
 class TestQuantized:

@@ -122,7 +122,8 @@ class Wrapped:
             return []
         target = self._at(first)
         # PyTorch counts no version of what a wrapper is made of. Operators that have
-        # read that itself could not be recomputed, and nobody could notice.
+        # read that itself could not be recomputed, and nobody could notice, but for
+        # DTensor, whose own methods give it out.
         own = {part.untyped_storage()._cdata for part in parts_of([target])}
         if any(storage._cdata in own for storage in self._unwrapped):
             return []
@@ -137,9 +138,9 @@ class Wrapped:
         if not self.tensors:
             return []
         wrapped = self._at(first)
-        self._unwrapped += [part.untyped_storage() for part in parts_of([wrapped])]
         if isinstance(wrapped, DTensor):
             return [wrapped.to_local() * 2]
+        self._unwrapped += [part.untyped_storage() for part in parts_of([wrapped])]
         a, b = Parts.apply(wrapped)
         return [a + b]
 

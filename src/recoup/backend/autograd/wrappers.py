@@ -5,7 +5,9 @@ is a few operators on its inner tensors, and the wrapper is rebuilt from those.
 """
 
 import functools
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -51,6 +53,46 @@ def inner_tensors(tensor: Tensor) -> list[Tensor]:
         if isinstance(part, Tensor)
         for inner in inner_tensors(part)
     ]
+
+
+def unwrapped_now(inner: Tensor, below: dict[str, Any]) -> Tensor | None:
+    """Return the DTensor whose inner tensor is being given out, if one is.
+
+    `to_local` and `full_tensor` return a view of the inner tensor, which does not know
+    its wrapper. The function that makes the view and its callers do.
+
+    Args:
+        inner: What a view is being made of.
+        below: The globals of the module that sees it; its frames are passed over.
+    """
+    frame = sys._getframe(1)
+    while frame.f_globals is below and frame.f_back is not None:
+        frame = frame.f_back
+    if (
+        frame.f_code.co_name != "forward"
+        or frame.f_globals.get("__name__") != "torch.distributed.tensor._api"
+    ):
+        return None
+    found: Tensor | None = None
+    caller: FrameType | None = frame
+    for _ in range(_CALLERS):
+        if caller is None:
+            break
+        for name in ("input", "self"):
+            named = caller.f_locals.get(name)
+            if isinstance(named, Tensor) and is_wrapper(named):
+                # The last is what the user has: the others may be made on the way.
+                found = named if _is_in(inner, named) else found
+        caller = caller.f_back
+    return found
+
+
+_CALLERS = 3
+"""The function, torch's call of it, and the method of DTensor."""
+
+
+def _is_in(inner: Tensor, wrapper: Tensor) -> bool:
+    return any(each is inner for each in inner_tensors(wrapper))
 
 
 class Shell:

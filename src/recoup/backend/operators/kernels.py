@@ -90,6 +90,7 @@ class Kernel:
         training_at: The position of the flag without which it moves none, or -1.
         is_unproven: Whether it writes to its arguments has to be seen at its next call.
         reshapes: It changes the metadata of its argument.
+        is_watched: It passes, but reshapes, or `DTensor.to_local` may have called it.
         moves: It may copy to another device.
     """
 
@@ -107,6 +108,7 @@ class Kernel:
         self.in_place = facts.in_place
         self.quiet = facts.simple_without_dropout
         self.reshapes = facts.passes and bool(facts.writes)
+        self.is_watched = self.reshapes
         self.moves = facts.name.startswith("aten._to_copy")
         self.statistics = facts.statistics if facts.moves_statistics else ()
         self.training_at = facts.training_at
@@ -137,6 +139,18 @@ def _fastest(operator: Any) -> Callable[..., Any]:
     if not isinstance(operator, OpOverload):
         return operator
     return _BOUND.get(operator.name(), operator._op)
+
+
+_VIEW = kernel_of(torch.ops.aten.view.default)
+
+
+def watch_unwrapping() -> None:
+    """Watch the view that `DTensor.to_local` makes, where there may be a DTensor.
+
+    It needs a process group. Without one, views cost what they did.
+    """
+    group = torch.distributed
+    _VIEW.is_watched = group.is_available() and group.is_initialized()
 
 
 class FirstSight:

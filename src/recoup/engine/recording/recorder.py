@@ -7,11 +7,17 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from recoup.backend.autograd.wrappers import are_taken_apart, wrappers_in
+from recoup.backend.autograd.wrappers import are_taken_apart, unwrapped_now, wrappers_in
 from recoup.backend.compiler.recognition import leave_uncompiled
 from recoup.backend.memory.storages import has_storage
 from recoup.backend.operators.dispatch import OperatorMode, all_plain, run_complex
-from recoup.backend.operators.kernels import KERNELS, FirstSight, Kernel, kernel_of
+from recoup.backend.operators.kernels import (
+    KERNELS,
+    FirstSight,
+    Kernel,
+    kernel_of,
+    watch_unwrapping,
+)
 from recoup.backend.operators.properties import (
     Facts,
     crosses_devices,
@@ -51,6 +57,7 @@ class Recorder(OperatorMode):
         super().__init__()
         self.tape = tape
         self.paused = False
+        watch_unwrapping()
 
     def pausing(self) -> restoring:
         """Record nothing while the block runs."""
@@ -69,8 +76,8 @@ class Recorder(OperatorMode):
         if types and not all_plain(types) and not self.paused:
             return self._on_wrappers(kernel, types, args, kwargs or {})
         if kernel.passes or self.paused:
-            if kernel.reshapes:
-                return self._reshaped(kernel, args, kwargs or {})
+            if kernel.is_watched:
+                return self._watched(kernel, args, kwargs or {})
             return kernel.run(*args, **kwargs) if kwargs else kernel.run(*args)
         kwargs = kwargs or {}
         if not kernel.simple and not (
@@ -171,6 +178,20 @@ class Recorder(OperatorMode):
                     self.tape.forget(tensor)
             self.tape.unrecorded.append(kernel.facts.name)
         return out
+
+    def _watched(
+        self, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run an operator that passes, but may tell something about its argument."""
+        if kernel.reshapes:
+            return self._reshaped(kernel, args, kwargs)
+        if not self.paused:
+            wrapper = unwrapped_now(args[0], below=_GLOBALS)
+            if wrapper is not None:
+                # The region may go on with the inner tensor, which counts no writes to
+                # the wrapper.
+                self.tape.meet_wrapper(wrapper, is_written=False)
+        return kernel.run(*args, **kwargs)
 
     def _reshaped(
         self, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -461,6 +482,7 @@ def _seeds(out: Any) -> list[int]:
 
 
 _SEED_BYTES = 64
+_GLOBALS = globals()
 
 
 def _without_statistics(kernel: Kernel, args: tuple[Any, ...]) -> tuple[Any, ...]:
