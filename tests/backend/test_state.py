@@ -305,3 +305,14 @@ def test_numbers_keep_nothing_alive():
     known.restore()
     assert module.count == 1
     assert module.output is None
+
+
+def test_an_attribute_that_hides_one_of_the_class_goes_when_there_were_none():
+    class Counter:
+        calls = 0
+
+    counter = Counter()
+    before = Attributes(counter)
+    counter.calls += 1
+    before.restore()
+    assert vars(counter) == {}

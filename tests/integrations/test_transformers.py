@@ -91,6 +91,21 @@ def train(
     make: Callable[[], nn.Module] = tiny_llama,
     **settings: Any,
 ) -> Any:
+    callbacks: list[Any] = [] if callback is None else [callback]
+    callbacks += [] if stop is None else [Stop(stop)]
+    trainer = made(callbacks, folder, kind, make, **settings)
+    trainer.train(resume_from_checkpoint=resume or None)
+    return trainer
+
+
+def made(
+    callbacks: list[Any],
+    folder: Path,
+    kind: type[Any] = MeteredTrainer,
+    make: Callable[[], nn.Module] = tiny_llama,
+    **settings: Any,
+) -> Any:
+    """Return a Trainer that has not trained yet."""
     options: dict[str, Any] = {
         "output_dir": str(folder),
         "per_device_train_batch_size": 4,
@@ -106,8 +121,6 @@ def train(
         "log_level": "error",
         **settings,
     }
-    callbacks: list[Any] = [] if callback is None else [callback]
-    callbacks += [] if stop is None else [Stop(stop)]
     trainer = kind(
         model=make(),
         args=TrainingArguments(**options),
@@ -117,7 +130,6 @@ def train(
         callbacks=callbacks,
     )
     trainer.peaks = []
-    trainer.train(resume_from_checkpoint=resume or None)
     return trainer
 
 
@@ -289,6 +301,85 @@ def test_a_compiled_run_is_planned_by_the_compiled_blocks(tmp_path):
     assert isinstance(report, CompiledFit)
     assert report.measured_peak_bytes <= report.budget_bytes
     assert_same_run(trainer, plain)
+    assert_nothing_is_left(trainer)
+
+
+def test_training_twice_evaluating_and_predicting_is_as_without(tmp_path):
+    callback = RecoupCallback(0.7)
+    found = []
+    for callbacks in ([], [callback]):
+        trainer = made(callbacks, tmp_path, max_steps=4)
+        numbers = [trainer.evaluate()["eval_loss"]]
+        assert callback.report is None
+        for _ in range(2):
+            trainer.train()
+            numbers += losses(trainer)
+            numbers.append(trainer.evaluate()["eval_loss"])
+            numbers.append(trainer.predict(trainer.eval_dataset).metrics["test_loss"])
+        found.append((trainer, numbers))
+    (plain, expected), (ours, numbers) = found
+    assert numbers == expected
+    assert_same_run(ours, plain)
+    assert_nothing_is_left(ours)
+    report: Any = callback.report
+    assert max(ours.peaks) <= report.budget_bytes < max(plain.peaks)
+    # Another Trainer with the same callback.
+    other = train(tmp_path, callback, max_steps=4)
+    assert callback.report is not report
+    assert_same_run(other, train(tmp_path, max_steps=4))
+
+
+def test_a_step_that_was_put_on_one_trainer_is_the_one_that_is_planned(tmp_path):
+    trainer = made([callback := RecoupCallback(0.7)], tmp_path, max_steps=4)
+    of_the_class = trainer.training_step
+
+    class Counted:
+        calls = 0
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            return of_the_class(*args, **kwargs)
+
+    step = trainer.training_step = Counted()
+    trainer.train()
+    assert step.calls == 4, "rehearsals leave no trace"
+    assert vars(trainer)["training_step"] is step
+    assert callback.report is not None
+    del trainer.training_step
+    assert_nothing_is_left(trainer)
+
+
+def test_two_callbacks_in_one_trainer_are_refused(tmp_path):
+    trainer = made([RecoupCallback(0.7), RecoupCallback(0.9)], tmp_path, max_steps=4)
+    with pytest.raises(UsageError, match="one RecoupCallback"):
+        trainer.train()
+
+
+class FailingTrainer(MeteredTrainer):
+    """Fails in its third step."""
+
+    is_failing = True
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self.is_failing and self.state.global_step == 2:
+            raise ZeroDivisionError
+        return super().training_step(*args, **kwargs)
+
+
+def test_an_error_in_a_step_leaves_no_plan_and_no_old_report(tmp_path):
+    callback = RecoupCallback(0.7)
+    trainer = made([callback], tmp_path, FailingTrainer, max_steps=4)
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    assert callback.report is not None
+    assert_nothing_is_left(trainer)
+    trainer.is_failing = False
+    trainer.train()
+    assert len(trainer.peaks) == 2 + 4
+    callback._first.budget = 1 << 19
+    with pytest.raises(InfeasibleError):
+        trainer.train()
+    assert callback.report is None, "not that of the training before"
     assert_nothing_is_left(trainer)
 
 

@@ -74,6 +74,11 @@ class FirstStep:
         self.largest: LargestBatch | None = None
         self.report: Fit | CompiledFit | UnitPlan | None = None
 
+    def begin(self) -> None:
+        """Take off the plan of an earlier training, and forget its report."""
+        self.remove()
+        self.report = None
+
     def fit(
         self,
         model: nn.Module,
@@ -94,7 +99,7 @@ class FirstStep:
             InfeasibleError: No plan fits.
             UnsupportedError: The model is replicated over devices in one process.
         """
-        self.remove()
+        self.begin()
         called = eager(model)
         if isinstance(called, DataParallel):
             raise UnsupportedError(

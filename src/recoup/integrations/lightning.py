@@ -78,7 +78,7 @@ class RecoupCallback(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Wait for the first batch."""
         del trainer
-        self._first.remove()
+        self._first.begin()
         if not pl_module.automatic_optimization:
             raise UnsupportedError(
                 "expected automatic optimization, got a module that calls its "

@@ -73,6 +73,8 @@ class RecoupCallback(TrainerCallback, ExportableState):
         self._compile: Compile | None = compile
         self._first = FirstStep(budget, compile or False, allow, slowdown)
         self._trainer: Any = None
+        self._step: Callable[..., torch.Tensor] | None = None
+        self._is_waiting = False
         self._numbers: dict[str, float] = {}
         self._has_ended = False
 
@@ -104,9 +106,11 @@ class RecoupCallback(TrainerCallback, ExportableState):
         """Wait for the first batch; of a retry too, with another batch size."""
         del state, control, kwargs
         self.remove()
+        self._first.begin()
         if self._has_ended:  # and this is no retry
             self._has_ended, self._first.largest = False, None
         trainer = _calling_trainer()
+        self._check_alone(trainer)
         if getattr(trainer, "is_deepspeed_enabled", False):
             raise UnsupportedError(
                 "expected a Trainer without DeepSpeed, which moves parameters by "
@@ -114,8 +118,9 @@ class RecoupCallback(TrainerCallback, ExportableState):
             )
         if self._compile is None:
             self._first.compile = "inductor" if args.torch_compile else False
-        self._trainer = trainer
-        trainer.training_step = self._first_training_step
+        self._trainer, self._is_waiting = trainer, True
+        self._step = trainer.training_step
+        trainer.training_step = self._training_step
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Take the plan off the model."""
@@ -126,37 +131,69 @@ class RecoupCallback(TrainerCallback, ExportableState):
     def remove(self) -> None:
         """Take the plan off the model and leave the Trainer as it was.
 
-        Done by itself when training ends; call it after an error that ended it.
+        Done by itself when training ends, or when a training step fails; call it after
+        an error elsewhere that ended the training.
         """
         trainer, self._trainer = self._trainer, None
+        step, self._step = self._step, None
         if trainer is not None:
-            vars(trainer).pop("training_step", None)
+            del trainer.training_step
+            if trainer.training_step != step:  # it was one of this Trainer alone
+                trainer.training_step = step
         self._first.remove()
 
-    def _first_training_step(
+    def _check_alone(self, trainer: Any) -> None:
+        """Refuse another callback that would plan the same step.
+
+        Raises:
+            UsageError: The Trainer has two of them.
+        """
+        others = [
+            each
+            for each in trainer.callback_handler.callbacks
+            if isinstance(each, RecoupCallback) and each is not self
+        ]
+        if others:
+            raise UsageError(
+                "expected one RecoupCallback in a Trainer, got several; each would "
+                "plan the same step. Remove all but one."
+            )
+
+    def _training_step(
         self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """Fit the model on the first batch, then run the Trainer's step."""
-        trainer = self._trainer
-        vars(trainer).pop("training_step")
-        training_step = trainer.training_step
+        """Run the Trainer's step; fit the model on the first batch before that."""
+        step = self._step
+        assert step is not None, "this is called between begin and end"
+        try:
+            if self._is_waiting:
+                self._is_waiting = False
+                self._fit_first(step, model, inputs, args, kwargs)
+            # With torch_compile the compiled whole would hide the plan.
+            return step(eager(model), inputs, *args, **kwargs)
+        except BaseException:
+            self.remove()
+            raise
 
+    def _fit_first(
+        self,
+        step: Callable[..., torch.Tensor],
+        model: nn.Module,
+        inputs: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        """Fit the model by the Trainer's step on its first batch, and log that."""
         eager(model).train()
 
         def run(called: nn.Module, given: Any) -> None:
             # Some steps take labels out of their inputs.
-            training_step(called, copy.copy(given), *args, **kwargs)
+            step(called, copy.copy(given), *args, **kwargs)
 
         # A BatchEncoding is no dictionary for those who look for its tensors.
         self._fit(model, {**inputs}, run)
         self._numbers = self._first.numbers()
-        trainer.log(dict(self._numbers))
-        if eager(model) is not model:
-            # The compiled whole would hide the plan: call what was compiled.
-            trainer.training_step = lambda model, *args, **kwargs: training_step(
-                eager(model), *args, **kwargs
-            )
-        return trainer.training_step(model, inputs, *args, **kwargs)
+        self._trainer.log(dict(self._numbers))
 
     def _fit(
         self, model: nn.Module, inputs: Any, run: Callable[[nn.Module, Any], object]

@@ -109,10 +109,10 @@ def _state_of(thing: Any) -> dict[str, Any]:
 
 def _restorers_of(thing: Any) -> Iterator[Callable[[], None]]:
     """Yield what puts an object back as it is now."""
-    attributes = _state_of(thing)
-    if attributes:
-        yield _dictionary(attributes, HOOKS if isinstance(thing, nn.Module) else ())
     if _is_owner(thing):
+        # An object without attributes may get some: those of its class that are set.
+        hooks = HOOKS if isinstance(thing, nn.Module) else ()
+        yield _dictionary(attributes_of(thing), hooks)
         for slot in slots_of(type(thing)):
             yield _slot(slot, thing)
     if type(thing).__module__ == "numpy" and type(thing).__name__ == "ndarray":
