@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from recoup.backend.memory.meters import StorageMeter
+from recoup.errors import UnsupportedError
 from tests.support.bits import tree_differences
 from tests.support.processes import together
 from tests.support.trainings import Rows, small_stack
@@ -103,6 +104,40 @@ def test_a_loop_that_is_saved_and_resumed_is_bitwise_the_plain_one(tmp_path):
     assert all(each is report for each in begun["reports"]), "it was fitted once"
     assert max(begun["peaks"]) <= report.budget_bytes < max(plain["peaks"])
     assert max(resumed["peaks"]) <= resumed["reports"][0].budget_bytes
+
+
+def test_another_budget_fits_again_and_is_kept():
+    for shared in (AcceleratorState, GradientState, PartialState):
+        shared._reset_state()
+    accelerator = Accelerator(cpu=True)
+    model, loader = accelerator.prepare(small_stack(), DataLoader(Rows(64), 64))
+    (batch,) = loader
+
+    def fitted(budget: Any) -> Any:
+        loss = nn.functional.mse_loss
+        return fit_once(accelerator, model, batch, budget, loss=loss)
+
+    def peak() -> int:
+        with StorageMeter("cpu") as meter:
+            meter.track(model)
+            meter.track(batch[0])
+            meter.track(batch[1])
+            accelerator.backward(nn.functional.mse_loss(model(batch[0]), batch[1]))
+        model.zero_grad()
+        return meter.peak_bytes
+
+    first = fitted("95%")
+    assert first.measured_peak_bytes >= peak() > 0.8 * first.plain_peak_bytes
+    second = fitted("80%")
+    assert second is not first
+    assert second is fitted("80%")
+    assert peak() <= second.budget_bytes == int(0.8 * first.plain_peak_bytes)
+    second.remove()
+
+
+def test_a_model_that_accelerate_compiled_is_refused():
+    with pytest.raises(UnsupportedError, match="compile="):
+        train(0.8, dynamo_backend="eager")
 
 
 def train_in_process(rank: int) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from recoup.backend.memory.meters import StorageMeter
-from recoup.errors import UnsupportedError
+from recoup.errors import InfeasibleError, UnsupportedError
 from tests.support.bits import tree_differences
 from tests.support.processes import together
 from tests.support.trainings import Rows, small_stack
@@ -181,6 +181,73 @@ def test_the_largest_batch_is_logged(tmp_path):
     assert callback.largest_batch is not None
     assert callback.largest_batch.size > 64
     assert "recoup_largest_batch" in Path(logger.log_dir, "metrics.csv").read_text()
+
+
+class Skipping(Regression):
+    """Skips its first batch, as Lightning lets it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx == 0 else loss
+
+
+def test_a_batch_that_is_skipped_is_not_the_one_to_plan(tmp_path):
+    found = []
+    for callback in (None, RecoupCallback(0.8)):
+        lightning.seed_everything(7, verbose=False)
+        module = Skipping()
+        lightning.Trainer(
+            max_steps=STEPS,
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[] if callback is None else [callback],
+        ).fit(module, DataLoader(Rows(), batch_size=64, shuffle=True))
+        found.append((callback, module))
+    (_, plain), (callback, ours) = found
+    assert ours.losses == plain.losses, "rehearsals leave no trace"
+    assert len(ours.losses) == STEPS
+    assert callback is not None
+    assert callback.report is not None
+
+
+def test_a_batch_that_does_not_fit_is_told_with_the_one_that_does(tmp_path):
+    with pytest.raises(InfeasibleError) as caught:
+        train(tmp_path, RecoupCallback(1 << 12), steps=2)
+    callback = RecoupCallback(caught.value.floor_bytes - 1, slowdown=1e9)
+    with pytest.raises(InfeasibleError) as caught:
+        train(tmp_path, callback, steps=2)
+    assert callback.report is None
+    assert callback.largest_batch is not None
+    size = callback.largest_batch.size
+    assert size < 64
+    assert caught.value.__notes__ == [f"The largest batch that fits is {size}."]
+
+
+def compiled(module: nn.Module) -> Any:
+    return torch.compile(module, backend="eager")
+
+
+def test_a_compiled_module_is_refused(tmp_path):
+    trainer = lightning.Trainer(
+        max_steps=2,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        callbacks=[RecoupCallback(0.8)],
+    )
+    data = DataLoader(Rows(), batch_size=64)
+    module = Regression()
+    with pytest.raises(UnsupportedError, match="compile="):
+        trainer.fit(compiled(module), data)
+    fabric = lightning.Fabric(accelerator="cpu")
+    model = fabric.setup(compiled(small_stack()))
+    batch, loss = next(iter(data)), nn.functional.mse_loss
+    with pytest.raises(UnsupportedError, match="compile="):
+        fit_once(fabric, model, batch, 0.8, loss=loss)
 
 
 def test_manual_optimization_is_refused():

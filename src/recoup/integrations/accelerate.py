@@ -29,7 +29,8 @@ def fit_once(  # noqa: PLR0913 (as `fit`)
     """Fit a model that `Accelerator.prepare` returned, the first time it is called.
 
     Call it in the loop before the model: on later batches it returns the report at
-    once. All processes must call it.
+    once, unless `budget`, `compile` or `allow` are others than before; then it fits
+    again. All processes must call it.
 
     Args:
         accelerator: The Accelerator; its `backward` is called.

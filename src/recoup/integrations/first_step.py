@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from recoup.backend.compiler.recognition import uncompiled
+from recoup.backend.compiler.recognition import is_compiled, uncompiled
 from recoup.backend.state.trees import map_leaves
 from recoup.core.segments import Action
 from recoup.core.units import parse_budget
-from recoup.errors import UnsupportedError, UsageError
+from recoup.errors import InfeasibleError, UnsupportedError, UsageError
 from recoup.fitting.arguments import actions_of
 from recoup.fitting.budgets import Budget, budget_or_environment
 from recoup.fitting.compiled_fit import CompiledFit
@@ -74,6 +74,11 @@ class FirstStep:
         self.largest: LargestBatch | None = None
         self.report: Fit | CompiledFit | UnitPlan | None = None
 
+    @property
+    def settings(self) -> tuple[object, ...]:
+        """What a plan depends on, besides the step."""
+        return (self.budget, self.compile, self.allow)
+
     def begin(self) -> None:
         """Take off the plan of an earlier training, and forget its report."""
         self.remove()
@@ -113,17 +118,22 @@ class FirstStep:
             with _unsynchronised(called):
                 run(called)
 
-        self.report = fit_together(
-            unwrapped(called),
-            rehearse,
-            self.budget,
-            # Frameworks wrap the optimizer, and keep it under this name.
-            optimizer=getattr(optimizer, "optimizer", optimizer),
-            processes=processes,
-            accumulate=accumulate,
-            allow=self.allow,
-            compile=self.compile,
-        )
+        try:
+            self.report = fit_together(
+                unwrapped(called),
+                rehearse,
+                self.budget,
+                # Frameworks wrap the optimizer, and keep it under this name.
+                optimizer=getattr(optimizer, "optimizer", optimizer),
+                processes=processes,
+                accumulate=accumulate,
+                allow=self.allow,
+                compile=self.compile,
+            )
+        except InfeasibleError as error:
+            if self.largest is not None:
+                error.add_note(f"The largest batch that fits is {self.largest.size}.")
+            raise
         _log.info("%s", self.report)
         return self.report
 
@@ -218,15 +228,22 @@ def fit_loop(
     optimizer: Optimizer | None,
     accumulate: bool,
 ) -> Fit | CompiledFit | UnitPlan:
-    """Fit the model of a loop if that was not done; return what was done.
+    """Fit the model of a loop unless that was done; return what was done.
+
+    Another budget, compiler or set of actions than before fits it again.
 
     Raises:
         InfeasibleError: No plan fits.
+        UnsupportedError: The model was compiled as a whole.
         UsageError: The arguments describe no step.
     """
     known = _FITTED.get(loop.inner)
     if known is not None and known.report is not None:
-        return known.report
+        if known.settings == first.settings:
+            return known.report
+        known.remove()
+    check_eager(loop.model)
+    check_eager(loop.inner)
     loss_of_a_call = loss_function(loop.model, batch, loss)
 
     def run(model: nn.Module) -> None:
@@ -238,6 +255,20 @@ def fit_loop(
     report = first.fit(loop.inner, run, optimizer=optimizer, accumulate=accumulate)
     _FITTED[loop.inner] = first
     return report
+
+
+def check_eager(model: Any) -> None:
+    """Refuse a model or a step that was compiled, which hides what it keeps.
+
+    Raises:
+        UnsupportedError: It was.
+    """
+    if is_compiled(model):
+        raise UnsupportedError(
+            "expected a model that is not compiled, got one by torch.compile, which "
+            "hides its operators; leave the compiler of the framework out and give "
+            'compile="inductor" to recoup.'
+        )
 
 
 def of_size(batch: Any, size: int) -> Any:

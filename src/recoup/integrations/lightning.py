@@ -18,7 +18,7 @@ from recoup.fitting.budgets import Budget
 from recoup.fitting.compiled_fit import CompiledFit
 from recoup.fitting.fit import Compile, Fit
 from recoup.fitting.largest_batch import LargestBatch
-from recoup.integrations.first_step import FirstStep, Loop, fit_loop
+from recoup.integrations.first_step import FirstStep, Loop, check_eager, fit_loop
 from recoup.train.budgeting.process_budget import UnitPlan
 
 
@@ -85,12 +85,14 @@ class RecoupCallback(Callback):
                 "optimizer in training_step; call recoup.fit with step= a function "
                 "that runs forward and backward."
             )
+        # Lightning takes a compiled module apart, and calls its compiled methods.
+        check_eager(pl_module.training_step)
         self._is_waiting = True
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Fit the module on the first batch."""
+        """Fit the module on the first batch that `training_step` does not skip."""
         if not self._is_waiting:
             return
         self._is_waiting = False
@@ -102,6 +104,8 @@ class RecoupCallback(Callback):
             given = (batch, batch_idx) if takes_number else (batch,)
             # By this function `self.log` knows where it is called.
             output = call._call_strategy_hook(trainer, "training_step", *given)  # noqa: SLF001
+            if output is None:
+                raise _NoLossError
             loss = output if isinstance(output, Tensor) else output["loss"]
             loss = loss / trainer.accumulate_grad_batches
             trainer.strategy.backward(loss, optimizer)
@@ -109,9 +113,13 @@ class RecoupCallback(Callback):
         # Lightning drops the gradients of a step after the forward of the next one.
         options: dict[str, Any] = {"optimizer": optimizer, "accumulate": True}
         model = trainer.strategy.model
-        if self._first.slowdown is not None:
-            self._first.find_largest(model, run, batch, **options)
-        self._first.fit(model, lambda called: run(called, batch), **options)
+        try:
+            if self._first.slowdown is not None:
+                self._first.find_largest(model, run, batch, **options)
+            self._first.fit(model, lambda called: run(called, batch), **options)
+        except _NoLossError:
+            self._is_waiting = True
+            return
         self._numbers = self._first.numbers()
         for logger in trainer.loggers:
             logger.log_metrics(dict(self._numbers), step=trainer.global_step)
@@ -129,6 +137,10 @@ class RecoupCallback(Callback):
         self._first.remove()
 
 
+class _NoLossError(Exception):
+    """`training_step` returned None, by which Lightning skips a batch."""
+
+
 def fit_once(  # noqa: PLR0913 (as `fit`)
     fabric: Any,
     model: nn.Module,
@@ -144,7 +156,8 @@ def fit_once(  # noqa: PLR0913 (as `fit`)
     """Fit a model that `Fabric.setup` returned, the first time that this is called.
 
     Call it in the loop before the model: on later batches it returns the report at
-    once. All processes must call it.
+    once, unless `budget`, `compile` or `allow` are others than before; then it fits
+    again. All processes must call it.
 
     Args:
         fabric: The Fabric; its `backward` is called.
