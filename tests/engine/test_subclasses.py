@@ -12,13 +12,21 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate
 from torch.nn import functional
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from recoup import CheckpointScope, KeepSmall, checkpoint_module
+from recoup.backend.autograd.wrappers import inner_tensors
 from recoup.errors import ChangedTensorError
 from tests.support.counting import Operators
 from tests.support.subclasses import LowRank, Silent
 from tests.support.twin import Region, compare
-from tests.support.wrapping import begin_fake_group, end_fake_group, mesh_of_two
+from tests.support.wrapping import (
+    Pair,
+    Parts,
+    begin_fake_group,
+    end_fake_group,
+    mesh_of_two,
+)
 
 always = functools.partial(CheckpointScope, verify="always")
 OFFSETS = torch.tensor([0, 3, 7, 10])
@@ -255,6 +263,40 @@ class TestLocalTensors:
             return self.step(region, kind, unwrap, depth, writes)
 
         assert compare(step, CheckpointScope) == []
+
+
+@pytest.mark.parametrize("kind", ["distributed", "jagged", "pair"])
+def test_a_region_on_wrappers_inside_torchs_checkpoint_is_bitwise_the_twins(kind):
+    def step(region: Region) -> dict[str, Any]:
+        x: Any = torch.randn(10, 4, requires_grad=True)
+        weight: Any = torch.randn(4, 4, requires_grad=True)
+        if kind == "distributed":
+            mesh = mesh_of_two()
+            weight = nn.Parameter(DTensor.from_local(weight.detach(), mesh))
+        elif kind == "pair":
+            weight = TwoTensor(weight.detach(), weight.detach() * 2).requires_grad_()
+
+        def block(x: Any) -> Tensor:
+            with region("block"):
+                if kind == "jagged":
+                    return layers(x, weight)
+                if kind == "pair":
+                    x = Pair.apply(x, x * 2)
+                    found = Parts.apply(torch.tanh(torch.tanh(x @ weight) @ weight))
+                    return found[0] + found[1]
+                x = DTensor.from_local(x, mesh_of_two())
+                return torch.tanh(torch.tanh(x @ weight) @ weight).to_local()
+
+        y = torch_checkpoint(block, x, use_reentrant=False)
+        assert isinstance(y, Tensor)
+        found = torch.autograd.grad(y.square().sum(), [x, weight])
+        return {"gradients": [*found[:1], *inner_tensors(found[1])]}
+
+    begin_fake_group()
+    try:
+        assert compare(step, CheckpointScope) == []
+    finally:
+        end_fake_group()
 
 
 class TestQuantized:

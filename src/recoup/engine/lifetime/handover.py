@@ -14,6 +14,7 @@ from recoup.backend.autograd.saved_tensors import (
     ambient_hooks,
     finds_by_place,
 )
+from recoup.backend.autograd.wrappers import is_wrapper
 from recoup.backend.memory.storages import copy_storage, has_storage, version_of
 from recoup.core.restoring import restoring
 from recoup.engine.lifetime.values import Hold, TapeOperation, TapeValue
@@ -109,9 +110,9 @@ def hand_over(holds: Sequence[Hold], mark: int = -1) -> None:
 
     Args:
         holds: The holds.
-        mark: What `mark_of` returned. Each tensor gets a shape of its own, which takes
-            no memory, so that torch.utils.checkpoint raises its error rather than give
-            one for another.
+        mark: What `mark_of` returned. Each plain tensor gets a shape of its own, which
+            takes no memory, so that torch.utils.checkpoint raises its error rather than
+            give one for another.
     """
     hooks = ambient_hooks()
     if hooks is None or is_transparent(hooks[0]):
@@ -126,7 +127,10 @@ def hand_over(holds: Sequence[Hold], mark: int = -1) -> None:
 
 
 def _pack_marked(pack: Pack, mark: int, tensor: Tensor) -> Any:
-    return pack(tensor.expand(mark, *tensor.shape) if has_storage(tensor) else tensor)
+    # A wrapper is given back as it is: nothing would take the shape off again.
+    if is_wrapper(tensor) or not has_storage(tensor):
+        return pack(tensor)
+    return pack(tensor.expand(mark, *tensor.shape))
 
 
 def apart(hold: Hold, kept: Mapping[int, Hold]) -> Hold:
