@@ -138,6 +138,11 @@ class Footprint:
             np.fromiter(self.holds.values(), np.int64, count),
         )
 
+    @cached_property
+    def remade_spans(self) -> Integers:
+        """The bytes that are remade, their first and last moments, as rows."""
+        return np.array(self.remade, dtype=np.int64).reshape(-1, 3)
+
     def hold(self, graph: Graph, save: Save) -> None:
         """Keep a value's storage until it is released."""
         self.hold_until(graph.values[save.value].storage, save.released)

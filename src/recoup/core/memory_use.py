@@ -20,6 +20,9 @@ SPIKE = -2
 """The source of bytes that replays need only while they run."""
 
 
+_NONE = Footprint()
+
+
 class Spans(NamedTuple):
     """Bytes, each with the first and the last moment at which they are in use.
 
@@ -99,12 +102,13 @@ class MemoryUse:
             until[storage] = max(int(until[storage]), min(offload.leaves, half) - 1)
             first = max(offload.used - 1, half)
             more.append((int(sizes[storage]), first, offload.released, storage))
-        for each in footprints:
-            more += [(*span, REMADE) for span in each.remade]
         more += [(n, at, at, SPIKE) for at, n in _spikes(footprints).items()]
         others = np.array(more, dtype=np.int64).reshape(-1, 4).T
+        remade = np.concatenate([each.remade_spans for each in footprints or [_NONE]])
+        sources = np.full(len(remade), REMADE)
         storages = (sizes, born, until, np.arange(len(sizes)))
-        return Spans(*map(np.concatenate, zip(storages, others, strict=True)))
+        columns = zip(storages, (*remade.T, sources), others, strict=True)
+        return Spans(*map(np.concatenate, columns))
 
     def bytes_at(self, footprints: Sequence[Footprint]) -> Integers:
         """Return the bytes in use at each moment."""
@@ -162,9 +166,10 @@ class MemoryUse:
 def held_until(until: Integers, footprints: Iterable[Footprint]) -> Integers:
     """Return the last moments of storages that footprints may hold for longer."""
     result = until.copy()
-    for each in footprints:
-        storages, lasts = each.held
-        result[storages] = np.maximum(result[storages], lasts)
+    held = [each.held for each in footprints]
+    if held:
+        storages, lasts = map(np.concatenate, zip(*held, strict=True))
+        np.maximum.at(result, storages, lasts)
     return result
 
 

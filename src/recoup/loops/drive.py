@@ -1,13 +1,25 @@
 """Drive: the plan of a loop, the slots of its states, and a backend that runs it."""
 
 import math
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import (
+    Callable,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-from recoup.errors import UsageError
+from recoup.errors import ClearedError, MismatchError, UsageError
+from recoup.loops.state_digest import StateDigest
+from recoup.loops.state_trees import Structure, flatten, unflatten
+from recoup.loops.steps import Cotangents, LoopStep, require_cotangent
 from recoup.schedules.even import Even, StoreAll
 from recoup.schedules.online import Online
 from recoup.schedules.schedule import (
@@ -209,28 +221,256 @@ class Checkpoints(Mapping[int, Any]):
         return {step: kept for step, kept in held.items() if step != self._hidden}
 
 
-class Machine(Protocol):
-    """What a backend does with states."""
+class LoopMachine(ABC):
+    """Holds, runs and reverses the steps of one loop: the part of a backend.
 
+    Args:
+        step: The step to run.
+        verify: Which states to compare with those of forward: "first" (those held in
+            forward), "always" (every one that is ever held) or "off".
+        tolerance: The difference allowed; None for equal bits.
+
+    Attributes:
+        capture_count: How many captured arrays have gradients.
+        cotangents: The gradients found so far in a backward.
+        claims: Spans of steps that may have given another state than in forward, each
+            with a boolean, perhaps on a device.
+        digests: Digests of held states, by the step that they come before.
+        expected_steps: The length of the loop, if known.
+        in_place: The step writes to its state.
+        sweeping: Forward runs.
+    """
+
+    capture_count = 0
+
+    def __init__(self, step: LoopStep, verify: str, tolerance: float | None) -> None:
+        self.step = step
+        self.cotangents = Cotangents([], [], [])
+        self.digests: dict[Hashable, StateDigest] = {}
+        self.claims: list[tuple[int, int, Any]] = []
+        self.expected_steps: int | None = None
+        self.in_place = False
+        self.sweeping = True
+        self.verify = verify
+        self._tolerance = tolerance
+
+    @abstractmethod
     def hold(self, state: Any, step: int, tier: int) -> Any:
-        """Return what keeps the state before `step`."""
-        ...
+        """Return a copy of the state before `step`, or what is as good."""
 
+    @abstractmethod
     def take(self, held: Any) -> Any:
         """Return the state that is held."""
-        ...
+
+    @abstractmethod
+    def tape(self, state: Any, start: int, stop: int) -> Any:
+        """Run steps with a tape."""
+
+    @abstractmethod
+    def compare(self, tape: Any) -> None:
+        """Raise `MismatchError` if a tape ends in another state than forward had."""
+
+    @abstractmethod
+    def pull(self, tape: Any) -> None:
+        """Pull the cotangents back through a tape."""
+
+    @abstractmethod
+    def after(self, tape: Any) -> Any:
+        """Return the state after a tape of forward, and collect its outputs."""
+
+    @abstractmethod
+    def run_first(self, step: LoopStep, state: Any) -> tuple[Any, Any]:
+        """Run the first step on a copy, and find out whether it writes to it."""
+
+    @abstractmethod
+    def put_output(self, index: int, output: Any) -> None:
+        """Collect the output of a step."""
+
+    def plain_step(self) -> LoopStep:
+        """Return the step as it runs without a tape."""
+        return self.step
 
     def advance(self, state: Any, start: int, stop: int) -> Any:
         """Run steps without a tape."""
-        ...
+        step = self.plain_step()
+        collects = self.sweeping and step.with_outputs
+        if self.sweeping and start == 0:
+            state, output = self.run_first(step, state)
+            start = 1
+            if collects:
+                self.put_output(0, output)
+        if not collects:
+            return step.advance(state, start, stop)
+        for index in range(start, stop):
+            state, output = step.run(state, index)
+            self.put_output(index, output)
+        return state
 
     def reverse(self, state: Any, start: int, stop: int) -> None:
-        """Run steps with a tape and pull the cotangent back through them."""
-        ...
+        """Run steps with a tape and pull the cotangents back through them."""
+        tape = self.tape(state, start, stop)
+        if self.digests:
+            self.compare(tape)
+        self.pull(tape)
+
+    def digest(self, step: Hashable, leaves: list[Any]) -> None:
+        """Remember a state that is held, if it is to be compared."""
+        if self.verify == "always" or (self.verify == "first" and self.sweeping):
+            self.digests[step] = StateDigest(leaves, self._tolerance)
+
+    def mismatch(self, start: int, stop: int) -> MismatchError:
+        """Return the error for steps that gave another state than in forward."""
+        return MismatchError(
+            f"the steps {start} to {stop - 1} of the loop over {self.step.name!r} were "
+            "recomputed in backward and gave another state or output than in forward. "
+            "A step must depend on its arguments alone: look for counters, in-place "
+            "changes and random numbers that are not PyTorch's; or allow a difference "
+            'with tolerance=, or switch the check off with verify="off".'
+        )
+
+    def conclude(self) -> None:
+        """Raise if a recomputed state was another one."""
+        for start, stop, claim in self.claims:
+            if bool(claim):
+                raise self.mismatch(start, stop)
+
+    def forget(self) -> None:
+        """Drop the results of a backward."""
+        self.cotangents = Cotangents([], [], [])
+        self.claims = []
+
+
+class LoopRun:
+    """One loop between its forward and its backward.
+
+    Args:
+        machine: Runs its steps.
+        plan: How it is carried out.
+        structure: The structure of a state.
+        leaf_count: How many leaves a state has.
+
+    Attributes:
+        slots: The states held now.
+        steps: How many steps were run.
+    """
+
+    def __init__(
+        self, machine: Any, plan: LoopPlan, structure: Structure, leaf_count: int
+    ) -> None:
+        self.machine = machine
+        self.structure = structure
+        self.leaf_count = leaf_count
+        self.slots = Slots()
+        self.steps = 0
+        self._plan = plan
+        self._is_fresh = False
+        self._make_rest: Callable[[], Iterator[Action]] | None = None
+        self._pending: tuple[Any, Reverse] | None = None
+        self._last: Any = None
+
+    def run_forward(self, state: Any, *, taped: bool) -> Any:
+        """Run all steps; with `taped`, the last ones with a tape that is kept."""
+        machine, schedule = self.machine, self._plan.schedule
+        machine.expected_steps = None if schedule is None else schedule.steps
+        self._is_fresh = True
+        if schedule is None:
+            state, self.steps, self._make_rest = run_to_condition(
+                self._plan, machine, self.slots, state
+            )
+            return state
+        self.steps = schedule.steps
+        state = self._reach_first_reverse(schedule.actions, state)
+        if self._pending is None:
+            return state
+        held, reverse = self._pending
+        if not taped:
+            return machine.advance(state, reverse.start, reverse.stop)
+        self._last = machine.tape(machine.take(held), reverse.start, reverse.stop)
+        return machine.after(self._last)
+
+    def _reach_first_reverse(
+        self, actions: Callable[[], Iterator[Action]], state: Any
+    ) -> Any:
+        machine, self._pending = self.machine, None
+        self._make_rest = partial(after_first_reverse, actions)
+        state, reverse = forward(actions(), machine, self.slots, state)
+        if reverse is not None:
+            self._pending = (machine.hold(state, 0, 0), reverse)
+        return state
+
+    def run_backward(self, initial: Callable[[], Any]) -> Cotangents:
+        """Carry out the rest of the schedule; return the gradients.
+
+        The states are used up. A second backward begins with the initial state.
+        """
+        machine = self.machine
+        try:
+            if not self._is_fresh:
+                actions = partial(self._plan.actions, self.steps)
+                self._reach_first_reverse(actions, initial())
+            self._reverse(self.slots)
+            machine.conclude()
+            return machine.cotangents
+        finally:
+            self.slots.clear()
+            self._pending = self._last = None
+            self._is_fresh = False
+            machine.forget()
+
+    def pull_back(self, cotangent: Any) -> Any:
+        """Return the gradient of the initial state; the states stay as they are."""
+        if not self._is_fresh:
+            raise ClearedError(
+                "the states of this loop were freed by its backward. Call pull before "
+                "backward, or run the loop where no gradient is recorded."
+            )
+        machine = self.machine
+        leaves, structure = flatten(cotangent)
+        require_cotangent(structure, self.structure)
+        self.begin_backward(leaves)
+        digests = dict(machine.digests)
+        with self.recomputing():
+            try:
+                self._reverse(self.slots.copy())
+                machine.conclude()
+                return unflatten(self.structure, machine.cotangents.state)
+            finally:
+                machine.forget()
+                machine.digests = digests
+
+    def recomputing(self) -> AbstractContextManager[None]:
+        """Return the context in which steps run again in backward."""
+        return nullcontext()
+
+    def begin_backward(self, cotangents: Sequence[Any]) -> None:
+        """Set the cotangents of the state's leaves, and of stacked outputs."""
+        machine, count = self.machine, self.leaf_count
+        machine.cotangents = Cotangents(
+            state=list(cotangents[:count]),
+            captures=[None] * machine.capture_count,
+            feed=[None] * len(machine.step.fed),
+            outputs=cotangents[count:],
+        )
+
+    def _reverse(self, slots: Slots) -> None:
+        machine, is_last_use = self.machine, slots is self.slots
+        assert self._make_rest is not None, "set by forward"
+        if self._last is not None and is_last_use:
+            last, self._last, self._pending = self._last, None, None
+            machine.pull(last)
+            del last  # or it would stay alive with the next one
+        elif self._pending is not None:
+            held, reverse = self._pending
+            if is_last_use:
+                self._pending = None
+            machine.reverse(machine.take(held), reverse.start, reverse.stop)
+            del held
+        ahead = bool(self._plan.stores)
+        backward(self._make_rest(), machine, slots, ahead=ahead)
 
 
 def forward(
-    actions: Iterator[Action], machine: Machine, slots: Slots, state: Any
+    actions: Iterator[Action], machine: LoopMachine, slots: Slots, state: Any
 ) -> tuple[Any, Reverse | None]:
     """Carry out everything up to the first reverse, which is left to the caller.
 
@@ -245,7 +485,11 @@ def forward(
 
 
 def backward(
-    actions: Iterable[Action], machine: Machine, slots: Slots, *, ahead: bool = False
+    actions: Iterable[Action],
+    machine: LoopMachine,
+    slots: Slots,
+    *,
+    ahead: bool = False,
 ) -> None:
     """Carry out the rest.
 
@@ -266,7 +510,7 @@ def after_first_reverse(make: Callable[[], Iterator[Action]]) -> Iterator[Action
 
 
 def run_to_condition(
-    plan: LoopPlan, machine: Machine, slots: Slots, state: Any
+    plan: LoopPlan, machine: LoopMachine, slots: Slots, state: Any
 ) -> tuple[Any, int, Callable[[], Iterator[Action]]]:
     """Run a loop of unknown length.
 
@@ -302,7 +546,7 @@ def _look_ahead(rest: Iterator[Action], waiting: deque[Action], slots: Slots) ->
             return
 
 
-def _do(action: Action, machine: Machine, slots: Slots, state: Any) -> Any:
+def _do(action: Action, machine: LoopMachine, slots: Slots, state: Any) -> Any:
     # Not by patterns: those cost as much as a small operator.
     if isinstance(action, Advance):
         return machine.advance(state, action.start, action.stop)

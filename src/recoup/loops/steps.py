@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from recoup.errors import UsageError
@@ -160,6 +160,28 @@ class LoopStep:
             )
         return result
 
+    def run_plain(
+        self, leaves: list[Any], structure: Structure, fed: dict[int, Any], steps: int
+    ) -> tuple[list[Any], list[tuple[Any, ...]]]:
+        """Run the whole loop plainly, with other leaves of the inputs.
+
+        Returns:
+            The leaves of the final state, and the rows of each leaf of the outputs.
+        """
+        step, state = self.with_fed(fed), unflatten(structure, leaves)
+        rows: list[list[Any]] = []
+        for index in range(steps):
+            state, output = step.run(state, index)
+            rows.append(flatten(output)[0])
+        stacked = list(zip(*rows, strict=True)) if self.with_outputs else []
+        return flatten(state)[0], stacked
+
+    def with_fed(self, fed: dict[int, Any]) -> "LoopStep":
+        """Return the step with other leaves of the inputs, by their places."""
+        if self.feed is None:
+            return self
+        return replace(self, feed=self.feed.with_leaves(fed))
+
     def advance(self, state: Any, start: int, stop: int) -> Any:
         """Run steps one after the other and return the last state."""
         function = self.function
@@ -174,6 +196,37 @@ class LoopStep:
         for index in range(start, stop):
             state, _ = self.run(state, index)
         return state
+
+
+@dataclass(slots=True)
+class Cotangents:
+    """The gradients that backward has found so far; None for those it has not.
+
+    Attributes:
+        state: Of the leaves of the state.
+        captures: Of the captured arrays.
+        feed: Of the leaves of the inputs.
+        outputs: Of the stacked outputs; given, not found.
+    """
+
+    state: list[Any]
+    captures: list[Any]
+    feed: list[Any]
+    outputs: Sequence[Any] = ()
+
+    def add_input(
+        self, place: tuple[int, int | None], gradient: Any, zeros: Callable[[int], Any]
+    ) -> None:
+        """Add the gradient of a step's input; `zeros` makes that of a whole leaf."""
+        leaf, row = place
+        if gradient is None:
+            return
+        if row is None:
+            self.feed[leaf] = gradient
+            return
+        if self.feed[leaf] is None:
+            self.feed[leaf] = zeros(leaf)
+        self.feed[leaf][row] = gradient
 
 
 def require_cotangent(found: Structure, expected: Structure) -> None:

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+
 from recoup.core.graph import Graph, Integers
 from recoup.core.memory_use import MemoryUse, held_until
 from recoup.core.segments import Action, Segment
@@ -87,7 +89,7 @@ class _Refiner:
         found = True
         while found and (most is None or tried < most):
             found = False
-            room = _Room(self, options)
+            room = _Room(self, options, self.room_at(options))
             for more, number in self.recomputed(options):
                 if most is not None and tried >= most:
                     break
@@ -97,9 +99,10 @@ class _Refiner:
                 trial = self.replaced(options, number, keep=more.values)
                 if trial[number].seconds >= options[number].seconds:
                     continue
-                if self.room_at(trial).min(initial=0) >= 0:
+                room_at = self.room_at(trial)
+                if room_at.min(initial=0) >= 0:
                     options, found = trial, True
-                    room = _Room(self, options)
+                    room = _Room(self, options, room_at)
         return options
 
     def replaced(
@@ -178,27 +181,32 @@ class _Refiner:
 class _Room:
     """What certainly does not fit, without working out what it would change."""
 
-    def __init__(self, refiner: _Refiner, options: Sequence[Option]) -> None:
-        self._storages = refiner.graph.storages
+    def __init__(
+        self, refiner: _Refiner, options: Sequence[Option], room: Integers
+    ) -> None:
+        self._bytes: list[int] = refiner.graph.arrays.bytes.tolist()
         until = held_until(refiner.use.until, footprints_of(options))
         self._until: list[int] = until.tolist()
-        self._room = refiner.room_at(options)
-        self._half = refiner.use.half
-        self._last_room = int(self._room[self._half - 1])
+        half = self._half = refiner.use.half
+        forward = np.minimum.accumulate(room[:half][::-1])[::-1]
+        self._forward: list[int] = forward.tolist()
+        self._backward: list[int] = np.minimum.accumulate(room[half:]).tolist()
 
     def may_hold(self, more: _More) -> bool:
         """Return whether there is room until the first moment that it changes."""
-        new = [s for s in more.storages if self._until[s] < self._half - 1]
-        there_bytes = sum(
-            self._storages[s].bytes for s in more.storages.difference(new)
-        )
-        least_bytes = more.least_bytes - there_bytes
-        if not new or least_bytes <= 0:
+        until, last = self._until, self._half - 1
+        first, is_new, least_bytes = 0, False, more.least_bytes
+        for storage in more.storages:
+            if until[storage] < last:
+                is_new, first = True, max(first, until[storage] + 1)
+            else:
+                least_bytes -= self._bytes[storage]
+        if not is_new or least_bytes <= 0:
             return True
-        if least_bytes > self._last_room:
+        if least_bytes > self._forward[first]:
             return False
-        first = max(0, *(self._until[s] + 1 for s in new))
-        return least_bytes <= int(self._room[first : more.until].min())
+        moments = more.until - self._half
+        return not moments or least_bytes <= self._backward[moments - 1]
 
 
 def _freed(graph: Graph, option: Option, saved: Set[int]) -> dict[int, int]:

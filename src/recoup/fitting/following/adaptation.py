@@ -15,8 +15,7 @@ from recoup.engine.applied.model_blocks import block_names
 from recoup.engine.applied.pass_order import PassOrder
 from recoup.engine.verification.replay_check import Verify
 from recoup.fitting.following.adapted_pass import AdaptedPass
-from recoup.fitting.following.metered_step import MeteredStep
-from recoup.measurement.steps.training_step import device_of
+from recoup.fitting.following.watched_step import WatchedStep
 from recoup.measurement.timing.block_frames import StepMarks, marked_graph
 
 _METERED_STEPS = 3
@@ -216,7 +215,7 @@ class _Disorder:
         self._parts = parts
         self._steps = _METERED_STEPS
         self._reason = ""
-        self._metered: MeteredStep | None = None
+        self._metered: WatchedStep | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs: no step of its own runs."""
@@ -224,7 +223,7 @@ class _Disorder:
 
     def meter(
         self, reason: str, model: nn.Module, arguments: object, *, is_alone: bool
-    ) -> MeteredStep | None:
+    ) -> WatchedStep | None:
         """Return what counts the bytes of the step that a call is in.
 
         Args:
@@ -253,9 +252,9 @@ class _Disorder:
             if self._reason:
                 self._ended(peak_bytes)
 
-        if MeteredStep.is_possible():
+        if WatchedStep.is_possible():
             batch = tensors_within(arguments)
-            self._metered = MeteredStep(model, batch, device_of(model), ended)
+            self._metered = WatchedStep(model, batch, ended)
         return self._metered
 
     def _ended(self, peak_bytes: int) -> None:

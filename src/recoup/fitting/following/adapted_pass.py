@@ -38,14 +38,13 @@ from recoup.fitting.following.call_groups import (
 from recoup.fitting.following.call_order import CallOrders
 from recoup.fitting.following.call_watch import CallWatch
 from recoup.fitting.following.loop_memory import LoopMemory
-from recoup.fitting.following.metered_step import (
-    MeteredStep,
+from recoup.fitting.following.replanning import replanned, verification_bytes
+from recoup.fitting.following.watched_step import (
+    TracedStep,
+    WatchedStep,
     expected_excess,
     unseen_bytes,
 )
-from recoup.fitting.following.observed_step import ObservedStep
-from recoup.fitting.following.replanning import replanned, verification_bytes
-from recoup.measurement.steps.training_step import device_of
 from recoup.measurement.tracing.call_trace import CallTrace, storage_bytes
 
 _TIGHTER = 0.9
@@ -113,9 +112,9 @@ class AdaptedPass:
         self._chosen = made
         self._reader: StateReader | None = None
         self._loop = LoopMemory(self._check_kept)
-        self._metered: MeteredStep | None = None
+        self._metered: WatchedStep | None = None
         self._metered_in: CallGroup | None = None
-        self._observed: tuple[ObservedStep, CallCase, CallKey] | None = None
+        self._observed: tuple[TracedStep, CallCase, CallKey] | None = None
         self._torn: set[str] = set()
         self._unchecked: list[str] = []
         self.adopt(made)
@@ -197,7 +196,7 @@ class AdaptedPass:
         kwargs: dict[str, Any],
         *,
         is_alone: bool = True,
-        metered: MeteredStep | None = None,
+        metered: WatchedStep | None = None,
     ) -> Choice:
         """Return the plan for a call, and what watches the call.
 
@@ -251,7 +250,7 @@ class AdaptedPass:
         found: Sequence[tuple[str, Tensor]],
         *,
         is_alone: bool,
-    ) -> MeteredStep | None:
+    ) -> WatchedStep | None:
         """Return what counts the bytes of the step that begins with a call."""
         running = self._metered
         if (
@@ -266,7 +265,7 @@ class AdaptedPass:
         if self._metered is not None and not self._metered.detach():
             return None  # another thread's step
         self._metered = None
-        if not case.group.metered_steps or not MeteredStep.is_possible():
+        if not case.group.metered_steps or not WatchedStep.is_possible():
             return None
         plan = self._chosen
         # The step does not keep the pass alive, nor does the meter.
@@ -277,7 +276,7 @@ class AdaptedPass:
                 found.metered(case, plan, peak_bytes)
 
         self._metered_in, batch = case.group, [tensor for _, tensor in found]
-        self._metered = MeteredStep(model, batch, device_of(model), ended)
+        self._metered = WatchedStep(model, batch, ended)
         return self._metered
 
     def _observe(
@@ -287,13 +286,13 @@ class AdaptedPass:
         model: nn.Module,
         found: Sequence[tuple[str, Tensor]],
         arguments: tuple[tuple[Any, ...], dict[str, Any]],
-    ) -> ObservedStep | None:
+    ) -> TracedStep | None:
         """Observe the step that begins with a call, if it trains more parameters."""
         if (
             self._is_as_trained(case)
             or self.plan.roots != ("",)
             or self.open_calls
-            or not ObservedStep.is_possible()
+            or not TracedStep.is_possible(traced=True)
             or (self._metered is not None and not self._metered.detach())
         ):
             return None
@@ -306,19 +305,19 @@ class AdaptedPass:
                 found.say_difference(reasons, peak_bytes)
 
         batch = (tensor for _, tensor in found)
-        observed = ObservedStep(model, batch, arguments, self._torn, ended)
+        observed = TracedStep(model, batch, arguments, self._torn, ended)
         self._observed = (observed, case, key)
         return observed
 
-    def _learn(self, observed: ObservedStep, case: CallCase, key: CallKey) -> None:
+    def _learn(self, observed: TracedStep, case: CallCase, key: CallKey) -> None:
         """Plan for the step that was observed, if its backward has ended."""
-        if observed.is_running and self.open_calls:
+        if not observed.has_ended and self.open_calls:
             return  # the next call of the same step
         if not observed.detach():
             return  # another thread's step
         self._observed = None
-        if observed.is_running:
-            return  # it never ended
+        if not observed.has_ended:
+            return
         torn = observed.torn()
         if torn:
             self._torn |= torn

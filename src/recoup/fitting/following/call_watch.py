@@ -7,8 +7,7 @@ import torch
 
 from recoup.core.plan import Place, Plan
 from recoup.fitting.following.call_groups import CallCase
-from recoup.fitting.following.metered_step import MeteredStep
-from recoup.fitting.following.observed_step import ObservedStep
+from recoup.fitting.following.watched_step import WatchedStep
 from recoup.measurement.tracing.call_trace import CallTrace
 
 
@@ -49,7 +48,7 @@ class CallWatch:
         adapted: PassCalls,
         case: CallCase | None,
         plan: Plan,
-        metered: MeteredStep | ObservedStep | None = None,
+        metered: WatchedStep | None = None,
     ) -> None:
         self._adapted = adapted
         self._metered = metered

@@ -3,16 +3,13 @@
 import importlib.util
 import sys
 import tracemalloc
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from recoup.errors import CaptureError, ClearedError, UnsupportedError, UsageError
-from recoup.loops import drive
-from recoup.loops.drive import Checkpoints, LoopPlan, Slots
+from recoup.errors import CaptureError, UnsupportedError, UsageError
+from recoup.loops.drive import Checkpoints, LoopPlan, LoopRun
 from recoup.loops.numpy.machine import (
     NumpyMachine,
     hides_arrays,
@@ -20,9 +17,8 @@ from recoup.loops.numpy.machine import (
     traced_arrays,
 )
 from recoup.loops.state_trees import flatten, unflatten
-from recoup.loops.steps import LoopStep, require_cotangent
+from recoup.loops.steps import LoopStep
 from recoup.schedules.revolve import Chunked
-from recoup.schedules.schedule import Action, Reverse
 from recoup.schedules.slot_budget import fit_budget
 
 
@@ -67,53 +63,33 @@ def run_numpy(
     return unflatten(structure, final), outputs, checkpoints
 
 
-class NumpyRun:
+class NumpyRun(LoopRun):
     """One loop over arrays between its forward and its backward.
 
     Attributes:
-        slots: The states held now.
-        steps: How many steps were run.
         continuous: Which results can be differentiated.
         constants: The other results, in their places.
-        structure: The structure of a state.
-        leaf_count: How many leaves it has.
     """
+
+    machine: NumpyMachine
 
     def __init__(
         self, machine: NumpyMachine, plan: LoopPlan, structure: Any, leaf_count: int
     ) -> None:
-        self.machine = machine
-        self.slots = Slots()
-        self.steps = 0
+        super().__init__(machine, plan, structure, leaf_count)
         self.continuous: list[int] = []
         self.constants: list[Any] = []
-        self._plan = plan
-        self.structure = structure
-        self.leaf_count = leaf_count
-        self._make_rest: Callable[[], Iterator[Action]] | None = None
-        self._pending: tuple[Any, Reverse] | None = None
-        self._fresh = False
-        self._traced = False
-        self._last: Any = None
 
     def forward(self, values: Sequence[Any], *, traced: bool = False) -> list[Any]:
         """Run the loop on values without traces; return final leaves and outputs.
 
         Where a derivative is to follow, the last steps are traced at once.
         """
-        self._traced = traced and not self.machine.has_vjp
         machine = self.machine
         self._set(values)
         state = unflatten(self.structure, list(values[: self.leaf_count]))
-        if self._plan.schedule is None:
-            state, self.steps, self._make_rest = drive.run_to_condition(
-                self._plan, machine, self.slots, state
-            )
-        else:
-            state = self._run_schedule(self._plan.schedule.actions, state)
-            self.steps = self._plan.schedule.steps
+        state = self.run_forward(state, taped=traced and not machine.has_vjp)
         machine.sweeping = False
-        self._fresh = True
         leaves, structure = flatten(state)
         machine.step.require_structure(structure, self.structure)
         if any(map(_is_box, leaves)):
@@ -132,95 +108,25 @@ class NumpyRun:
 
     def backward(self, values: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
         """Return the gradients of state, feed and captures, in this order."""
-        machine = self.machine
         self._set(values)
-        if not self._fresh:
-            # A second backward: the first one has used the states up.
-            state = unflatten(self.structure, list(values[: self.leaf_count]))
-            actions = partial(self._plan.actions, self.steps)
-            self._make_rest = partial(drive.after_first_reverse, actions)
-            state, reverse = drive.forward(actions(), machine, self.slots, state)
-            self._pending = (machine.hold(state, 0, 0), reverse) if reverse else None
-        self._begin(cotangents)
-        try:
-            self._reverse(self.slots)
-            machine.refuse_remains()
-            return [
-                *machine.state_cotangents,
-                *machine.feed_cotangents,
-                *machine.captured_cotangents,
-            ]
-        finally:
-            self.slots.clear()
-            self._pending = None
-            self._last = None
-            self._fresh = False
+        self.begin_backward(cotangents)
+        found = self.run_backward(
+            lambda: unflatten(self.structure, list(values[: self.leaf_count]))
+        )
+        self.machine.refuse_remains()
+        return [*found.state, *found.feed, *found.captures]
 
     def pull_back(self, cotangent: Any) -> Any:
-        """Return the gradient of the initial state, leaving everything in place."""
-        if not self._fresh:
-            raise ClearedError(
-                "the states of this loop were freed by its backward. Call pull before "
-                "it, or outside of autograd."
-            )
-        leaves, structure = flatten(cotangent)
-        require_cotangent(structure, self.structure)
+        """Return the gradient of the initial state; the states stay as they are."""
         _require_derivatives(self.machine)
-        witnesses = dict(self.machine.witnesses)
-        self._begin(leaves)
-        try:
-            self._reverse(self.slots.copy())
-            return unflatten(self.structure, self.machine.state_cotangents)
-        finally:
-            self.machine.witnesses = witnesses
+        return super().pull_back(cotangent)
 
     def _set(self, values: Sequence[Any]) -> None:
         machine = self.machine
         count = len(machine.captured)
         machine.values = list(values[len(values) - count :])
-        feed = machine.step.feed
-        if feed is not None:
-            places = range(len(feed.leaves))
-            fed = dict(zip(places, values[self.leaf_count :], strict=False))
-            machine.step = replace(machine.step, feed=feed.with_leaves(fed))
-
-    def _run_schedule(self, actions: Callable[[], Iterator[Action]], state: Any) -> Any:
-        machine = self.machine
-        self._make_rest = partial(drive.after_first_reverse, actions)
-        state, reverse = drive.forward(actions(), machine, self.slots, state)
-        if reverse is None:
-            return state
-        self._pending = (machine.hold(state, 0, 0), reverse)
-        if not self._traced:
-            return machine.advance(state, reverse.start, reverse.stop)
-        from recoup.loops.numpy.step_tape import record_steps  # an optional package
-
-        held = machine.take(self._pending[0])
-        self._last = record_steps(machine, held, reverse.start, reverse.stop)
-        plain = [[_plain(leaf) for leaf in row] for row in self._last.rows]
-        machine.rows += plain
-        return unflatten(self._last.structure, self._last.values())
-
-    def _begin(self, cotangents: Sequence[Any]) -> None:
-        machine = self.machine
-        machine.state_cotangents = list(cotangents[: self.leaf_count])
-        machine.output_cotangents = cotangents[self.leaf_count :]
-        machine.captured_cotangents = [None] * len(machine.captured)
-        machine.feed_cotangents = [None] * len(machine.step.fed)
-
-    def _reverse(self, slots: Slots) -> None:
-        assert self._make_rest is not None, "set by forward"
-        if self._last is not None and slots is self.slots:
-            from recoup.loops.numpy.step_tape import pull_record  # an optional package
-
-            last, self._last = self._last, None
-            pull_record(self.machine, last)
-            del last  # or it would stay beside the next one
-        elif self._pending is not None:
-            held, reverse = self._pending
-            state = self.machine.take(held)
-            self.machine.reverse(state, reverse.start, reverse.stop)
-        drive.backward(self._make_rest(), self.machine, slots)
+        fed = dict(enumerate(values[self.leaf_count :]))
+        machine.step = machine.step.with_fed(fed)
 
 
 def boxes_of(step: LoopStep, captures: Sequence[Any]) -> list[Any]:
@@ -312,9 +218,7 @@ def _traced_bytes(step: LoopStep, state: Any, captures: Sequence[Any]) -> int:
     from recoup.loops.numpy.step_tape import record_steps  # an optional package
 
     boxes = boxes_of(step, captures)
-    if step.feed is not None:
-        fed = {place: _untraced(leaf) for place, leaf in enumerate(step.feed.leaves)}
-        step = replace(step, feed=step.feed.with_leaves(fed))
+    step = step.with_fed(dict(enumerate(map(_untraced, step.fed))))
     machine = NumpyMachine(step, boxes, None, verify="off", tolerance=None)
     machine.values = [_untraced(box) for box in boxes]
     machine.in_place = True  # for all that is known before a step has run

@@ -1,5 +1,6 @@
 """NumPy machine: holds, runs and reverses the steps of one loop on arrays."""
 
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -8,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from recoup.backend.state.walk import reach
-from recoup.errors import CaptureError, MismatchError, UnsupportedError, UsageError
+from recoup.errors import CaptureError, UnsupportedError, UsageError
+from recoup.loops.drive import LoopMachine
 from recoup.loops.numpy.substitution import rebuilt
 from recoup.loops.state_digest import StateDigest
 from recoup.loops.state_trees import Structure, flatten, unflatten
@@ -17,15 +19,15 @@ from recoup.loops.steps import LoopStep
 Held = tuple[Structure, list[Any]]
 
 
-class NumpyMachine:
+class NumpyMachine(LoopMachine):
     """Runs the steps of one loop on arrays.
 
     Args:
         step: What to run.
         captured: The traced arrays its function captures.
         vjp: Pulls a cotangent back through one step, if the user gave one.
-        verify: Which states to recognise: "first", "always" or "off".
-        tolerance: The difference allowed; None for equal bits.
+        verify: As for `LoopMachine`.
+        tolerance: As for `LoopMachine`.
 
     Attributes:
         values: The captured arrays without their traces, in the same order.
@@ -40,22 +42,14 @@ class NumpyMachine:
         verify: str,
         tolerance: float | None,
     ) -> None:
-        self.step = step
+        super().__init__(step, verify, tolerance)
         self.captured = list(captured)
+        self.capture_count = len(self.captured)
         self.values: list[Any] = list(captured)
-        self.sweeping = True
-        self.in_place = False
         self.outside: list[Any] | None = None
         self.rows: list[list[Any]] = []
         self.output_structure: Structure = None
-        self.witnesses: dict[int, StateDigest] = {}
-        self.state_cotangents: list[Any] = []
-        self.output_cotangents: Sequence[Any] = ()
-        self.captured_cotangents: list[Any] = []
-        self.feed_cotangents: list[Any] = []
         self._vjp = vjp
-        self._verify = verify
-        self._tolerance = tolerance
 
     @property
     def has_vjp(self) -> bool:
@@ -75,9 +69,8 @@ class NumpyMachine:
         del tier
         leaves, structure = flatten(state)
         kept = [_frozen_copy(leaf) for leaf in leaves]
-        first = self._verify == "first" and self.sweeping
-        if step > 0 and (first or self._verify == "always"):
-            self.witnesses[step] = StateDigest(kept, self._tolerance)
+        if step > 0:
+            self.digest(step, kept)
         return structure, kept
 
     def take(self, held: Held) -> Any:
@@ -87,51 +80,47 @@ class NumpyMachine:
             leaves = [_copied(leaf) for leaf in leaves]
         return unflatten(structure, leaves)
 
-    def advance(self, state: Any, start: int, stop: int) -> Any:
-        """Run steps on plain values."""
-        step = self.seeing(self.values)
-        if self.sweeping and start == 0:
-            state = self._first(step, state)
-            start = 1
-        if not (self.sweeping and step.with_outputs):
-            return step.advance(state, start, stop)
-        for index in range(start, stop):
-            state, output = step.run(state, index)
-            self._put(output)
-        return state
+    def plain_step(self) -> LoopStep:
+        """Return the step on values without traces."""
+        return self.seeing(self.values)
+
+    def tape(self, state: Any, start: int, stop: int) -> Any:
+        """Run steps traced."""
+        return _tapes().record_steps(self, state, start, stop)
+
+    def pull(self, tape: Any) -> None:
+        """Pull the cotangents back through a tape."""
+        _tapes().pull_record(self, tape)
+
+    def after(self, tape: Any) -> Any:
+        """Return the state after a tape of forward, and collect its outputs."""
+        self.rows += tape.plain_rows()
+        return unflatten(tape.structure, tape.values())
 
     def reverse(self, state: Any, start: int, stop: int) -> None:
-        """Run steps on traced values and pull the cotangents back through them."""
+        """Pull the cotangents back through steps, by a tape or by the user's vjp."""
         if self._vjp is not None:
             self._reverse_by_vjp(state, start, stop)
         else:
-            # HIPS autograd is optional.
-            from recoup.loops.numpy.step_tape import pull_record, record_steps
+            super().reverse(state, start, stop)
 
-            record = record_steps(self, state, start, stop)
-            self.recognise(record.values(), start, stop)
-            pull_record(self, record)
+    def compare(self, tape: Any) -> None:
+        """Raise if the steps of a tape ended in another state than in forward."""
+        self._compare(tape.values(), tape.start, tape.stop)
 
-    def recognise(self, after: list[Any], start: int, stop: int) -> None:
-        """Raise if the steps ended in another state than in forward."""
-        witness = self.witnesses.pop(stop, None)
-        if witness is not None and any(witness.differs(after)):
-            raise MismatchError(
-                f"the steps {start} to {stop - 1} of the loop over {self.step.name!r} "
-                "were run again in backward and gave another state than in forward. A "
-                "step must depend on its arguments alone: look for counters, in-place "
-                "changes and random numbers; or allow a difference with tolerance=, or "
-                'switch the check off with verify="off".'
-            )
+    def _compare(self, after: list[Any], start: int, stop: int) -> None:
+        known = self.digests.pop(stop, None)
+        if known is not None and any(known.differs(after)):
+            raise self.mismatch(start, stop)
 
     def refuse_remains(self) -> None:
         """Raise if the step has kept arrays in what it captures."""
-        function = self.seeing(self.values).function
+        function = self.plain_step().function
         known = None if self.outside is None else {id(array) for array in self.outside}
         found = [
             array
             for array in reach(function, kind=np.ndarray)
-            if known is not None and self._verify != "off" and id(array) not in known
+            if known is not None and self.verify != "off" and id(array) not in known
         ]
         if found or traced_arrays(function):
             raise CaptureError(
@@ -145,22 +134,22 @@ class NumpyMachine:
         """Return the stacked leaves of the outputs."""
         return [np.stack(column) for column in zip(*self.rows, strict=True)]
 
-    def _put(self, output: Any) -> None:
+    def put_output(self, index: int, output: Any) -> None:
+        """Collect the output of a step."""
+        del index
         leaves, self.output_structure = flatten(output)
         self.rows.append(leaves)
 
-    def _first(self, step: LoopStep, state: Any) -> Any:
-        """Run the first step on a copy, and see whether it writes to it."""
+    def run_first(self, step: LoopStep, state: Any) -> tuple[Any, Any]:
+        """Run the first step on a copy, and find out whether it writes to it."""
         leaves, structure = flatten(state)
         copies = [_copied(leaf) for leaf in leaves]
         before = StateDigest(copies)
-        state, output = step.run(unflatten(structure, copies), 0)
+        result = step.run(unflatten(structure, copies), 0)
         self.in_place = any(before.differs(copies))
-        if step.with_outputs:
-            self._put(output)
         # What the first step has made for itself is a cache of its own.
         self.outside = reach(step.function, kind=np.ndarray)
-        return state
+        return result
 
     def _reverse_by_vjp(self, state: Any, start: int, stop: int) -> None:
         step, vjp = self.step, self._vjp
@@ -176,19 +165,24 @@ class NumpyMachine:
             given = self.take(self.hold(states[-1], 0, 0))
             states.append(step.advance(given, index, index + 1))
         after, structure = flatten(states.pop())
-        self.recognise(after, start, stop)
-        cotangent = unflatten(structure, self.state_cotangents)
+        self._compare(after, start, stop)
+        cotangent = unflatten(structure, self.cotangents.state)
         for index in range(stop - 1, start - 1, -1):
             arguments = [index] if step.with_index else []
             if step.feed is not None:
                 arguments.append(step.feed.at(index))
             cotangent = vjp(states.pop(), cotangent, *arguments)
-        self.state_cotangents, found = flatten(cotangent)
+        self.cotangents.state, found = flatten(cotangent)
         if found != structure:
             raise UsageError(
                 "vjp= returned a cotangent that is built otherwise than the state. "
                 "Return the same structure."
             )
+
+
+def _tapes() -> Any:
+    """Return the module of tapes, which needs HIPS autograd, an optional package."""
+    return importlib.import_module("recoup.loops.numpy.step_tape")
 
 
 def traced_arrays(thing: Any) -> list[Any]:

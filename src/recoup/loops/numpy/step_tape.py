@@ -1,7 +1,7 @@
 """HIPS autograd: steps on a tape, the pull back, and a loop as one primitive."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -50,6 +50,10 @@ class Record:
         """Return the leaves of the state after, without their traces."""
         return [_value(leaf) for leaf in self.after]
 
+    def plain_rows(self) -> list[list[Any]]:
+        """Return the leaves of the outputs, without their traces."""
+        return [[_value(leaf) for leaf in row] for row in self.rows]
+
 
 def record_steps(machine: NumpyMachine, state: Any, start: int, stop: int) -> Record:
     """Run steps traced."""
@@ -89,13 +93,15 @@ def pull_record(machine: NumpyMachine, record: Record) -> None:
     if asked:
         end = traced_tuple([box for box, _ in asked])
         found = _pull(end, tuple(cotangent for _, cotangent in asked), inputs)
-    machine.state_cotangents = [
+    machine.cotangents.state = [
         _dense(found, box, leaf)
         for box, leaf in zip(record.before, record.leaves, strict=True)
     ]
-    machine.captured_cotangents = [found.get(id(box)) for box in record.captured]
+    machine.cotangents.captures = [found.get(id(box)) for box in record.captured]
     for part, place in record.fed:
-        _add_input(machine, place, found.get(id(part)))
+        machine.cotangents.add_input(
+            place, found.get(id(part)), lambda n: np.zeros_like(machine.step.fed[n])
+        )
 
 
 def without_traces(machine: NumpyMachine) -> None:
@@ -112,13 +118,13 @@ def without_traces(machine: NumpyMachine) -> None:
 
 def _asked(machine: NumpyMachine, record: Record) -> list[tuple[Any, Any]]:
     """Return what cotangents there are, and for which values."""
-    asked = list(zip(record.after, machine.state_cotangents, strict=True))
+    asked = list(zip(record.after, machine.cotangents.state, strict=True))
     for row, outputs in enumerate(record.rows):
         for place, leaf in enumerate(outputs):
-            if machine.output_cotangents:
-                whole = machine.output_cotangents[place]
+            if machine.cotangents.outputs:
+                whole = machine.cotangents.outputs[place]
                 asked.append((leaf, whole[record.start + row]))
-    asked += zip(record.captured, machine.captured_cotangents, strict=True)
+    asked += zip(record.captured, machine.cotangents.captures, strict=True)
     return [(value, cotangent) for value, cotangent in asked if cotangent is not None]
 
 
@@ -135,21 +141,6 @@ def _pull(end: Any, cotangents: tuple[Any, ...], inputs: list[Any]) -> dict[int,
         for parent, part in zip(node.parents, node.vjp(gradient), strict=True):
             arrived[parent] = add_outgrads(arrived.get(parent), part)
     return found
-
-
-def _add_input(
-    machine: NumpyMachine, place: tuple[int, int | None], gradient: Any
-) -> None:
-    leaf, row = place
-    feed = machine.step.feed
-    if gradient is None or feed is None:
-        return
-    if row is None:
-        machine.feed_cotangents[leaf] = gradient
-        return
-    if machine.feed_cotangents[leaf] is None:
-        machine.feed_cotangents[leaf] = np.zeros_like(feed.leaves[leaf])
-    machine.feed_cotangents[leaf][row] = gradient
 
 
 def _rooted(value: Any, trace: int) -> Any:
@@ -219,18 +210,9 @@ def _plain_loop(run: NumpyRun) -> Callable[[Any], Any]:
         first = count - len(machine.captured)
         step = machine.seeing([values[place] for place in range(first, count)])
         leaves = [values[place] for place in range(run.leaf_count)]
-        state = unflatten(run.structure, leaves)
-        if step.feed is not None:
-            fed = {p: values[run.leaf_count + p] for p in range(len(step.fed))}
-            step = replace(step, feed=step.feed.with_leaves(fed))
-        rows: list[list[Any]] = []
-        for index in range(run.steps):
-            state, output = step.run(state, index)
-            rows.append(flatten(output)[0])
-        stacked = []
-        if step.with_outputs:
-            stacked = [stack(column) for column in zip(*rows, strict=True)]
-        results = [*flatten(state)[0], *stacked]
+        fed = {p: values[run.leaf_count + p] for p in range(len(step.fed))}
+        final, columns = step.run_plain(leaves, run.structure, fed, run.steps)
+        results = [*final, *map(stack, columns)]
         return traced_tuple([results[place] for place in run.continuous])
 
     return whole

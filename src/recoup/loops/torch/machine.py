@@ -13,13 +13,12 @@ from recoup.backend.memory.storages import has_storage, version_of
 from recoup.backend.state.rng import default_states, same_state
 from recoup.backend.state.walk import reach
 from recoup.engine.tiers.protocol import Stored, Tier
-from recoup.errors import ChangedTensorError, MismatchError
-from recoup.loops.state_digest import StateDigest
+from recoup.errors import ChangedTensorError
+from recoup.loops.drive import LoopMachine
 from recoup.loops.state_trees import Structure, flatten, unflatten
 from recoup.loops.steps import KindError, LoopStep
 from recoup.loops.torch.captures import CapturedTensors, Outside
 from recoup.loops.torch.step_tape import (
-    Cotangents,
     StateWrites,
     StepTape,
     copied,
@@ -203,16 +202,15 @@ class HeldState:
                 leaf.stored.drop()
 
 
-class TorchMachine:
+class TorchMachine(LoopMachine):
     """Runs the steps of one loop on tensors.
 
     Args:
         step: What to run.
         captures: The tensors it captures.
         environment: What was around the loop.
-        verify: Which states to recognise: "first" (those of the first sweep), "always"
-            (every one that is ever held) or "off".
-        tolerance: The difference allowed; None for equal bits.
+        verify: As for `LoopMachine`.
+        tolerance: As for `LoopMachine`.
         stores: Where states are held, by the tier of the schedule; none for where they
             are.
     """
@@ -227,21 +225,15 @@ class TorchMachine:
         tolerance: float | None = None,
         stores: Sequence[Tier] = (),
     ) -> None:
-        self.step = step
+        # What a lossy tier returns is not what was put in.
+        is_exact = all(tier.is_exact for tier in stores)
+        super().__init__(step, verify if is_exact else "off", tolerance)
         self.captures = captures
+        self.capture_count = len(captures.sources)
         self.environment = environment
-        self.in_place = False
-        self.sweeping = True
         self.stack: OutputStack | None = None
         self.outside: Outside | None = None
-        self.cotangents = Cotangents([], [], [])
-        # What a lossy tier returns is not what was put in.
-        self._verify = verify if all(tier.is_exact for tier in stores) else "off"
-        self._tolerance = tolerance
         self._stores = stores
-        self.witnesses: dict[int, StateDigest] = {}
-        self.output_witnesses: dict[int, StateDigest] = {}
-        self._claims: list[tuple[int, int, Any]] = []
 
     def hold(self, state: Any, step: int, tier: int) -> HeldState:
         """Return what keeps a state: the tensors themselves, or copies of them."""
@@ -249,15 +241,11 @@ class TorchMachine:
         kept = [detached(leaf) for leaf in leaves]
         if self.in_place:
             kept = copied(kept)
-        watched = self._verify == "always" or (
-            self._verify == "first" and self.sweeping
-        )
-        if watched and step > 0:
-            self.witnesses[step] = StateDigest(kept, self._tolerance)
+        if step > 0:
+            self.digest(step, kept)
             if self.sweeping and self.stack is not None:
                 # Of the outputs every one that comes just before a state that is held.
-                witness = StateDigest(self.stack.last, self._tolerance)
-                self.output_witnesses[step] = witness
+                self.digest(("output", step), self.stack.last)
         versions = [version_of(x) if isinstance(x, Tensor) else 0 for x in kept]
         if self._stores and step > 0:
             store = self._stores[min(tier, len(self._stores) - 1)]
@@ -290,15 +278,13 @@ class TorchMachine:
         if torch.is_grad_enabled():  # a step has switched it on for good
             with torch.no_grad():
                 return self.advance(state, start, stop)
-        if self.sweeping and start == 0:
-            state = self._first(state)
-            start = 1
-        if not self.sweeping or self.stack is None:
-            return self.step.advance(state, start, stop)
-        for index in range(start, stop):
-            state, output = self.step.run(state, index)
-            self.stack.put(index, output)
-        return state
+        return super().advance(state, start, stop)
+
+    def put_output(self, index: int, output: Any) -> None:
+        """Collect the output of a step."""
+        if self.stack is None:
+            self.stack = OutputStack(self.expected_steps)
+        self.stack.put(index, output)
 
     def tape(self, state: Any, start: int, stop: int) -> StepTape:
         """Run steps with a graph."""
@@ -310,66 +296,41 @@ class TorchMachine:
             self.step, leaves, structure, span, self.captures, in_place=in_place
         )
 
-    def reverse(self, state: Any, start: int, stop: int) -> None:
-        """Run steps with a graph and pull the cotangents back through them."""
-        tape = self.tape(state, start, stop)
-        if self.witnesses:
-            self._recognise(tape)
-        self.pull(tape)
-
     def pull(self, tape: StepTape) -> None:
         """Pull the cotangents back through a tape."""
         pull(tape, self.cotangents, self.captures, self.step.feed)
 
-    def conclude(self) -> None:
-        """Raise if a state that was computed again was another one."""
-        for start, stop, claim in self._claims:
-            if bool(claim):
-                raise MismatchError(
-                    f"the steps {start} to {stop - 1} of the loop over "
-                    f"{self.step.name!r} were run again in backward and gave another "
-                    "state or output than in forward. A step must depend on its "
-                    "arguments alone: look for counters, in-place changes and random "
-                    "numbers that are not PyTorch's; or allow a difference with "
-                    'tolerance=, or switch the check off with verify="off".'
-                )
+    def after(self, tape: StepTape) -> Any:
+        """Return the state after a tape of forward, and collect its outputs."""
+        for row, leaves in enumerate(tape.outputs, tape.start):
+            self.put_output(row, unflatten(tape.output_structure, leaves))
+        return unflatten(tape.structure, tape.after)
 
-    def forget(self) -> None:
-        """Drop what a backward has gathered."""
-        self.cotangents = Cotangents([], [], [])
-        self._claims = []
-
-    def _recognise(self, tape: StepTape) -> None:
+    def compare(self, tape: StepTape) -> None:
+        """Compare the end of a tape with forward; on a device, judge later."""
         claims: list[Any] = []
-        witness = self.witnesses.pop(tape.stop, None)
-        if witness is not None:
-            claims += witness.differs([detached(leaf) for leaf in tape.after])
-        witness = self.output_witnesses.pop(tape.stop, None)
-        if witness is not None:
-            claims += witness.differs([detached(leaf) for leaf in tape.outputs[-1]])
+        known = self.digests.pop(tape.stop, None)
+        if known is not None:
+            claims += known.differs([detached(leaf) for leaf in tape.after])
+        known = self.digests.pop(("output", tape.stop), None)
+        if known is not None:
+            claims += known.differs([detached(leaf) for leaf in tape.outputs[-1]])
         for claim in claims:
             if claim is not False:  # known to be wrong, or not known yet
-                self._claims.append((tape.start, tape.stop, claim))
+                self.claims.append((tape.start, tape.stop, claim))
         if any(claim is True for claim in claims):
             self.conclude()
 
-    @property
-    def verifies(self) -> bool:
-        """Whether anything is recognised at all."""
-        return self._verify != "off"
-
-    def _first(self, state: Any) -> Any:
-        """Run the first step on a copy, and see whether it writes to it."""
+    def run_first(self, step: LoopStep, state: Any) -> tuple[Any, Any]:
+        """Run the first step on a copy, and find out whether it writes to it."""
         leaves, structure = flatten(state)
         copies = copied(leaves)
         writes = StateWrites(leaves, copies)
-        state, output = self.step.run(unflatten(structure, copies), 0)
+        result = step.run(unflatten(structure, copies), 0)
         self.in_place = writes.seen()
-        if self.stack is not None:
-            self.stack.put(0, output)
-        if self.outside is not None and self.verifies:
+        if self.outside is not None and self.verify != "off":
             self.outside.settle()
-        return state
+        return result
 
 
 def _placed(leaf: Any, store: Tier) -> Any:

@@ -1,9 +1,7 @@
 """Torch run: a loop over tensors, joined to autograd by one node; its byte budget."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,11 +13,10 @@ from recoup.backend.memory.storages import has_storage, storage_address
 from recoup.backend.state.snapshots import buffers_restored
 from recoup.engine.replay.captured_variables import Captures as Variables
 from recoup.engine.replay.recomputing import recomputing
-from recoup.errors import CaptureError, ClearedError, UnsupportedError
-from recoup.loops import drive
-from recoup.loops.drive import Checkpoints, LoopPlan, Slots
+from recoup.errors import CaptureError, UnsupportedError
+from recoup.loops.drive import Checkpoints, LoopPlan, LoopRun
 from recoup.loops.state_trees import flatten, unflatten
-from recoup.loops.steps import KindError, LoopStep, require_cotangent
+from recoup.loops.steps import KindError, LoopStep
 from recoup.loops.torch.captures import (
     CapturedTensors,
     Outside,
@@ -28,32 +25,25 @@ from recoup.loops.torch.captures import (
 )
 from recoup.loops.torch.machine import (
     Environment,
-    OutputStack,
     TorchMachine,
     detached,
     is_tensor,
 )
-from recoup.loops.torch.step_tape import Cotangents, StepTape, record
+from recoup.loops.torch.step_tape import record
 from recoup.measurement.tracing.saved import SavedBytes
 from recoup.schedules.revolve import Chunked
-from recoup.schedules.schedule import Action, Reverse
 from recoup.schedules.slot_budget import fit_budget
 
 
-class TorchRun:
-    """One loop between its forward and its backward."""
+class TorchRun(LoopRun):
+    """One loop over tensors between its forward and its backward."""
+
+    machine: TorchMachine
 
     def __init__(self, machine: TorchMachine, plan: LoopPlan, state: Any) -> None:
-        leaves, self.structure = flatten(state)
-        self.slots = Slots()
-        self._machine = machine
-        self._plan = plan
-        self._steps = 0
+        leaves, structure = flatten(state)
+        super().__init__(machine, plan, structure, len(leaves))
         self._running = False
-        self._rest: Iterator[Action] | None = None
-        self._make_rest: Callable[[], Iterator[Action]] | None = None
-        self._last: StepTape | None = None
-        self._pending: tuple[Any, Reverse] | None = None
         self._variables: Variables | None = None
         self._places = [place for place, leaf in enumerate(leaves) if is_tensor(leaf)]
         self._constants = [None if is_tensor(leaf) else leaf for leaf in leaves]
@@ -61,23 +51,20 @@ class TorchRun:
 
     def inputs(self, leaves: list[Any]) -> list[Tensor]:
         """Return every tensor the loop depends on: state, feed, captures."""
-        fed = self._machine.step.fed
+        fed = self.machine.step.fed
         return [
             *(leaves[place] for place in self._places),
             *(fed[place] for place in self._fed),
-            *self._machine.captures.tensors,
+            *self.machine.captures.tensors,
         ]
 
     def forward(self, leaves: list[Any], *, taped: bool) -> list[Any]:
         """Run the loop from a state without a graph; return the final leaves."""
-        machine = self._machine
+        machine = self.machine
         state = unflatten(self.structure, leaves)
         machine.outside = Outside(machine.step.function) if taped else None
         with torch.no_grad(), machine.environment.casting():
-            if self._plan.schedule is None:
-                state = self._run_to_condition(state)
-            else:
-                state = self._run_schedule(state, taped=taped)
+            state = self.run_forward(state, taped=taped)
         machine.environment.settle()
         machine.sweeping = False
         if machine.outside is not None:
@@ -101,42 +88,11 @@ class TorchRun:
             )
         return _apart([detached(leaf) for leaf in final])
 
-    def _run_schedule(self, state: Any, *, taped: bool) -> Any:
-        machine, schedule = self._machine, self._plan.schedule
-        assert schedule is not None, "asked for by the caller"
-        self._steps = schedule.steps
-        if machine.step.with_outputs:
-            machine.stack = OutputStack(self._steps)
-        self._make_rest = partial(drive.after_first_reverse, schedule.actions)
-        self._rest = schedule.actions()
-        state, reverse = drive.forward(self._rest, machine, self.slots, state)
-        if reverse is None:
-            return state
-        self._pending = (machine.hold(state, 0, 0), reverse)
-        if not taped:
-            return machine.advance(state, reverse.start, reverse.stop)
-        self._last = machine.tape(state, reverse.start, reverse.stop)
-        for row, leaves in enumerate(self._last.outputs):
-            output = unflatten(self._last.output_structure, leaves)
-            if machine.stack is not None:
-                machine.stack.put(reverse.start + row, output)
-        return unflatten(self._last.structure, self._last.after)
-
-    def _run_to_condition(self, state: Any) -> Any:
-        machine = self._machine
-        if machine.step.with_outputs:
-            machine.stack = OutputStack(None)
-        state, self._steps, self._make_rest = drive.run_to_condition(
-            self._plan, machine, self.slots, state
-        )
-        self._rest = self._make_rest()
-        return state
-
     def backward(
         self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
         """Return the gradients of everything in `inputs`, in that order."""
-        machine = self._machine
+        machine = self.machine
         if self._variables is not None:
             self._variables.check(machine.step.name)
         if self._running:
@@ -149,126 +105,66 @@ class TorchRun:
         state: list[Tensor | None] = [None] * len(self._constants)
         for place, gradient in zip(self._places, gradients, strict=False):
             state[place] = gradient
-        self._begin([*state, *gradients[len(self._places) :]])
+        self.begin_backward([*state, *gradients[len(self._places) :]])
         outside = Outside(machine.step.function)
-        with torch.no_grad(), recomputing(), self._again():
-            try:
-                self._reverse(tensors)
-                machine.conclude()
-                outside.check(machine.step.name)
-                return self._found()
-            finally:
-                self.slots.clear()
-                self._rest = None
-                self._last = None
-                self._running = False
-                machine.forget()
 
-    def pull_back(self, cotangent: Any) -> Any:
-        """Return the gradient of the initial state, leaving everything in place."""
-        if self._rest is None or self._make_rest is None:
-            raise ClearedError(
-                "the states of this loop were freed by its backward. Call pull before "
-                "backward, or run the loop under torch.no_grad()."
-            )
-        machine = self._machine
-        leaves, structure = flatten(cotangent)
-        require_cotangent(structure, self.structure)
-        self._begin(leaves)
-        witnesses = dict(machine.witnesses)
-        output_witnesses = dict(machine.output_witnesses)
-        with torch.no_grad(), recomputing(), self._again():
+        def initial() -> Any:
+            machine.environment.rewind(None)
+            return self._initial([tensor.detach() for tensor in tensors])
+
+        with self.recomputing():
             try:
-                if self._pending is not None:
-                    held, reverse = self._pending
-                    machine.reverse(machine.take(held), reverse.start, reverse.stop)
-                slots, ahead = self.slots.copy(), bool(self._plan.stores)
-                drive.backward(self._make_rest(), machine, slots, ahead=ahead)
-                machine.conclude()
-                return unflatten(self.structure, machine.cotangents.state)
+                found = self.run_backward(initial)
+                outside.check(machine.step.name)
             finally:
-                machine.forget()
-                machine.witnesses = witnesses
-                machine.output_witnesses = output_witnesses
+                self._running = False
+        return [
+            *(found.state[place] for place in self._places),
+            *(found.feed[place] for place in self._fed),
+            *found.captures,
+        ]
 
     @contextmanager
-    def _again(self) -> Iterator[None]:
-        """Run the block as forward ran; leave generators and buffers as they are."""
-        machine = self._machine
-        with buffers_restored(machine.step.function), machine.environment.again():
+    def recomputing(self) -> Iterator[None]:
+        """Run steps as forward ran them; leave generators and buffers as they are."""
+        machine = self.machine
+        with (
+            torch.no_grad(),
+            recomputing(),
+            buffers_restored(machine.step.function),
+            machine.environment.again(),
+        ):
             yield
 
     def again(
         self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
         """Return the gradients with a graph of their own, by one plain loop."""
-        machine = self._machine
+        machine = self.machine
         if machine.captures.sources is not machine.captures.tensors:
             raise UnsupportedError(
                 "a second derivative is asked of a loop that captures a tensor with a "
                 "hook, or a tensor and another one computed from it. Take the hook "
                 "away, or pass one of the tensors as part of the state."
             )
-        with torch.enable_grad(), recomputing(), self._again():
+        with self.recomputing(), torch.enable_grad():
             machine.environment.rewind(None)
             results = self._plain_results(tensors)
         return _differentiated(results, gradients, tensors)
 
     def _plain_results(self, tensors: Sequence[Tensor]) -> list[Any]:
-        step = self._machine.step
-        state = self._initial(tensors)
-        if step.feed is not None:
-            fed = dict(zip(self._fed, tensors[len(self._places) :], strict=False))
-            step = replace(step, feed=step.feed.with_leaves(fed))
-        rows: list[list[Any]] = []
-        for index in range(self._steps):
-            state, output = step.run(state, index)
-            rows.append(flatten(output)[0])
-        leaves, _ = flatten(state)
-        if not step.with_outputs:
-            return leaves
-        return leaves + [torch.stack(column) for column in zip(*rows, strict=True)]
-
-    def _begin(self, cotangents: Sequence[Tensor | None]) -> None:
-        """Set the cotangents of the state's leaves, and of stacked outputs."""
-        machine, count = self._machine, len(self._constants)
-        machine.cotangents = Cotangents(
-            state=list(cotangents[:count]),
-            captures=[None] * len(machine.captures.sources),
-            feed=[None] * len(machine.step.fed),
-            outputs=cotangents[count:],
+        fed = dict(zip(self._fed, tensors[len(self._places) :], strict=False))
+        leaves, _ = flatten(self._initial(tensors))
+        final, columns = self.machine.step.run_plain(
+            leaves, self.structure, fed, self.steps
         )
-
-    def _reverse(self, tensors: Sequence[Tensor]) -> None:
-        machine = self._machine
-        if self._rest is None:
-            # A second backward: the first one has used the states up.
-            state = self._initial([tensor.detach() for tensor in tensors])
-            machine.environment.rewind(None)
-            self._rest = self._plan.actions(self._steps)
-            state, reverse = drive.forward(self._rest, machine, self.slots, state)
-            if reverse is not None:
-                machine.reverse(state, reverse.start, reverse.stop)
-        elif self._last is not None:
-            last, self._last, self._pending = self._last, None, None
-            machine.pull(last)
-            del last
-        ahead = bool(self._plan.stores)
-        drive.backward(self._rest, machine, self.slots, ahead=ahead)
+        return [*final, *map(torch.stack, columns)]
 
     def _initial(self, tensors: Sequence[Tensor]) -> Any:
         leaves = list(self._constants)
         for place, tensor in zip(self._places, tensors, strict=False):
             leaves[place] = tensor
         return unflatten(self.structure, leaves)
-
-    def _found(self) -> list[Tensor | None]:
-        cotangents = self._machine.cotangents
-        return [
-            *(cotangents.state[place] for place in self._places),
-            *(cotangents.feed[place] for place in self._fed),
-            *cotangents.captures,
-        ]
 
 
 def _differentiated(

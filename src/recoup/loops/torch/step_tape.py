@@ -15,7 +15,7 @@ from recoup.backend.memory.storages import (
     version_of,
 )
 from recoup.loops.state_trees import Structure, flatten, unflatten
-from recoup.loops.steps import KindError, LoopStep
+from recoup.loops.steps import Cotangents, KindError, LoopStep
 from recoup.loops.torch.captures import CapturedTensors, lost_gradient
 
 
@@ -99,23 +99,6 @@ def _run(step: LoopStep, state: Any, tape: StepTape) -> Any:
     return state
 
 
-@dataclass(slots=True)
-class Cotangents:
-    """What backward knows so far.
-
-    Attributes:
-        state: For each leaf of the state.
-        captures: For each captured tensor.
-        feed: For each leaf of the feed.
-        outputs: For each leaf of the stacked outputs, given from outside.
-    """
-
-    state: list[Tensor | None]
-    captures: list[Tensor | None]
-    feed: list[Tensor | None]
-    outputs: Sequence[Tensor | None] = ()
-
-
 def pull(
     tape: StepTape, cotangents: Cotangents, captures: CapturedTensors, feed: Any
 ) -> None:
@@ -144,7 +127,9 @@ def pull(
     cotangents.state = state
     rest = found[len(tape.watched) :]
     for (_, place), gradient in zip(tape.given, rest, strict=False):
-        _add_input(cotangents.feed, feed, place, gradient)
+        cotangents.add_input(
+            place, gradient, lambda leaf: torch.zeros_like(feed.leaves[leaf])
+        )
     cotangents.captures = list(rest[len(tape.given) :])
 
 
@@ -159,24 +144,6 @@ def _ask(
         if gradient is not None and isinstance(leaf, Tensor) and leaf.requires_grad:
             results.append(leaf)
             gradients.append(gradient)
-
-
-def _add_input(
-    totals: list[Tensor | None],
-    feed: Any,
-    place: tuple[int, int | None],
-    gradient: Tensor | None,
-) -> None:
-    leaf, row = place
-    if gradient is None:
-        return
-    if row is None:
-        totals[leaf] = gradient
-        return
-    total = totals[leaf]
-    if total is None:
-        total = totals[leaf] = torch.zeros_like(feed.leaves[leaf])
-    total[row] = gradient
 
 
 def _watched(leaves: list[Any]) -> tuple[list[Any], list[int]]:
