@@ -302,8 +302,9 @@ class TorchMachine(LoopMachine):
 
     def after(self, tape: StepTape) -> Any:
         """Return the state after a tape of forward, and collect its outputs."""
-        for row, leaves in enumerate(tape.outputs, tape.start):
-            self.put_output(row, unflatten(tape.output_structure, leaves))
+        if self.step.with_outputs:
+            for row, leaves in enumerate(tape.outputs, tape.start):
+                self.put_output(row, unflatten(tape.output_structure, leaves))
         return unflatten(tape.structure, tape.after)
 
     def compare(self, tape: StepTape) -> None:
