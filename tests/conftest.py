@@ -80,7 +80,7 @@ def no_gc() -> Iterator[None]:
 
 @pytest.fixture(params=["cpu", pytest.param("accelerator", marks=pytest.mark.cuda)])
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """Every device there is: the processor, and the accelerator if there is one."""
+    """Every device there is: the CPU, and the accelerator if there is one."""
     if request.param == "cpu":
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()

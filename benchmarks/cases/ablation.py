@@ -27,12 +27,12 @@ from benchmarks.harness import Row, markdown_table, parsed, publish
 from benchmarks.zoo.case import cast
 from benchmarks.zoo.cases import CASES
 from recoup.core import batch_footprint
-from recoup.core.graph import Graph, Issuing
+from recoup.core.graph import Graph, HostCosts
 from recoup.core.segments import Action
 from recoup.core.simulation import simulate
 from recoup.errors import InfeasibleError
 from recoup.planners import option, search
-from recoup.planners.cost_weighting import Lens
+from recoup.planners.cost_weighting import WeightedGraph
 from recoup.planners.linear_program import OneLevel, Swaps
 from recoup.planners.planner import EXACT, plan_with
 from recoup.planners.search import Search
@@ -49,13 +49,15 @@ def _nothing(*_: Any, **__: Any) -> None:
     """Do nothing, in place of a stage."""
 
 
-def _only(kind: str) -> Callable[[Search, Lens, Any, int], None]:
+def _only(kind: str) -> Callable[[Search, WeightedGraph, Any, int], None]:
     """Return `Search._solve_partition` for partitions of one kind only."""
     solve = Search._solve_partition  # noqa: SLF001
 
-    def chosen(self: Search, lens: Lens, partition: Any, budget_bytes: int) -> None:
-        if partition is lens.__dict__.get(kind):
-            solve(self, lens, partition, budget_bytes)
+    def chosen(
+        self: Search, weighted: WeightedGraph, partition: Any, budget_bytes: int
+    ) -> None:
+        if partition is weighted.__dict__.get(kind):
+            solve(self, weighted, partition, budget_bytes)
 
     return chosen
 
@@ -179,8 +181,8 @@ def cells(graph: Graph, shares: Sequence[float]) -> Iterator[tuple[str, Graph, i
     # Seen beside an H200: recording takes three and replaying one and a half times as
     # long as issuing an operator of forward, which is 1 / 2.5 of the step's issuing.
     each = 0.9 * graph.step_seconds / (2.5 * count)
-    issuing = Issuing(0.9 * graph.step_seconds, 3 * each, 1.5 * each)
-    hosted = replace(graph, issuing=issuing)
+    host_costs = HostCosts(0.9 * graph.step_seconds, 3 * each, 1.5 * each)
+    hosted = replace(graph, host_costs=host_costs)
     for share in shares:
         budget_bytes = int(least + share * (most - least))
         for kind, step in (("device", graph), ("host", hosted), ("offload", graph)):

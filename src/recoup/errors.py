@@ -35,10 +35,10 @@ class RecoupError(Exception):
 
     Examples:
         >>> try:
-        ...     raise UsageError("a scope needs a name: got ''. Give it one.")
+        ...     raise UsageError("expected a name for the scope, got ''.")
         ... except RecoupError as error:
         ...     print(error)
-        a scope needs a name: got ''. Give it one.
+        expected a name for the scope, got ''.
     """
 
 

@@ -11,7 +11,7 @@ def product_dtype():
     return torch.mm(x, x).dtype
 
 
-def test_the_processor_is_always_among_the_states():
+def test_the_cpu_is_always_among_the_states():
     (state,) = autocast_states([])
     assert state == AutocastState("cpu", False, torch.bfloat16, True)
 

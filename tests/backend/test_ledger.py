@@ -59,7 +59,7 @@ def test_a_storage_that_a_tensor_lets_go_of_dies():
 
 
 def test_a_storage_at_a_reused_address_is_new():
-    # The processor's allocator gives the same address again at once, most times.
+    # The CPU's allocator gives the same address again at once, most times.
     ledger = StorageLedger()
     for _ in range(100):
         assert add(ledger, torch.ones(10))

@@ -49,7 +49,7 @@ class TestFinding:
 
 
 class TestStates:
-    def test_the_state_of_the_processor_has_the_known_size(self):
+    def test_the_state_of_the_cpu_has_the_known_size(self):
         assert torch.default_generator.get_state().nbytes == CPU_STATE_BYTES
 
     def test_states_are_compared_by_their_bytes(self):
@@ -81,7 +81,7 @@ class TestStates:
             fail()
         assert same_state(generator.get_state(), now)
 
-    def test_the_default_states_include_the_processors_once(self):
+    def test_the_default_states_include_the_cpu_once(self):
         devices = [torch.device("cpu"), torch.device("cpu")]
         ((generator, state),) = default_states(devices)
         assert generator is torch.default_generator

@@ -1,4 +1,4 @@
-"""Copies on the processor happen at once; what tiers compute is not seen."""
+"""Copies on the CPU happen at once; what tiers compute is not seen."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from recoup.backend.memory.streams import REACHED, DeviceStreams, NoStreams, str
 from tests.support.counting import Operators
 
 
-def test_on_the_processor_a_copy_is_done_when_it_returns():
+def test_on_the_cpu_a_copy_is_done_when_it_returns():
     streams = streams_of(torch.device("cpu"))
     assert isinstance(streams, NoStreams)
     target = streams.allocate(4)

@@ -92,7 +92,7 @@ def test_a_wrong_loss_is_shown_and_gives_status_one(capsys, monkeypatch):
 
 def test_a_kernel_that_does_not_repeat_is_noted(capsys, monkeypatch):
     def unrepeatable(settings, budget_bytes, model, optimizer, text):
-        # An operator that torch has in no repeatable form, on the processor either.
+        # An operator that torch has in no repeatable form, on the CPU either.
         torch.zeros(4).put_(torch.tensor([0]), torch.ones(1), accumulate=False)
 
     monkeypatch.setattr(training, "fit_to_budget", unrepeatable)

@@ -226,7 +226,7 @@ def test_help_is_quick_and_imports_no_torch():
     )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.stdout.endswith("False False\n")
-    # Work of the processor, not time on the clock: other programs do not count.
+    # Work of the CPU, not time on the clock: other programs do not count.
     spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     assert spent < 1.0
 
@@ -553,7 +553,7 @@ WRONG = [
     (["largest-batch", "steps.py:make", "--budget", "1MB"], TARGET, "raised TypeError"),
     (["largest-batch", "steps.py:make", "--budget", "50%"], TARGET, "raised TypeError"),
     (["fit", "steps.py:make", "--budget", "8 bananas"], USAGE, "bananas"),
-    (["fit", "steps.py:make", "--budget", "0"], USAGE, "must be positive"),
+    (["fit", "steps.py:make", "--budget", "0"], USAGE, "a positive budget"),
     (["fit", "steps.py:make", "--budget", "120%"], USAGE, "up to 100%"),
     (["fit", "steps.py:make", "--budget", "x%"], USAGE, "up to 100%"),
     (["fit", "steps.py:make", "--budget", "1KiB"], INFEASIBLE, "cannot be met"),
@@ -573,7 +573,7 @@ WRONG = [
     (["fit", "nowhere_at_all:make"], USAGE, "there is no module"),
     (["fit", "broken:make"], TARGET, "No module named 'no_such_thing'"),
     (["fit", "worse.py:make"], TARGET, "ZeroDivisionError"),
-    (["fit", "steps.py:no_loss"], USAGE, "a loss of one number"),
+    (["fit", "steps.py:no_loss"], USAGE, "a loss of one element"),
     (["fit", "leaves.py:make"], TARGET, "leaves.py cannot be imported, it raised Sys"),
     (["fit", "steps.py:exits"], TARGET, "steps.py:exits raised SystemExit"),
     (["measure", "steps.py:exits", "--dry"], TARGET, "raised SystemExit"),

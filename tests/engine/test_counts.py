@@ -363,7 +363,7 @@ def objects_until_backward(run) -> int:
     gc.collect()
     before = {id(found) for found in gc.get_objects()}
     result = run()
-    for _ in range(3):  # plain tuples are let go of from the inside out
+    for _ in range(3):  # plain tuples are freed from the inside out
         gc.collect()
     count = sum(id(found) not in before for found in gc.get_objects())
     result.sum().backward()

@@ -174,7 +174,7 @@ class TestCalls:
         assert torch.equal(found, gradient(function, x))
 
     def test_what_is_no_function_is_refused(self):
-        with pytest.raises(UsageError, match="takes a function or a tensor: got int"):
+        with pytest.raises(UsageError, match="expected a function or a tensor, got int"):
             checkpoint(3)  # pyright: ignore[reportCallIssue]
 
     def test_torch_func_inside_says_what_to_do(self):
@@ -203,7 +203,7 @@ class TestTensors:
         assert torch.equal(x.grad, twin.grad)
 
     def test_a_tensor_takes_no_arguments(self):
-        with pytest.raises(UsageError, match="takes the tensor alone"):
+        with pytest.raises(UsageError, match="expected the tensor alone"):
             checkpoint(leaf(), leaf())
 
 

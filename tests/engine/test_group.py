@@ -110,16 +110,16 @@ class TestCalls:
 
     @pytest.mark.parametrize("inputs", [torch.ones(2), {"a": torch.ones(2)}, None])
     def test_a_flexible_call_takes_a_list_of_tensors(self, inputs):
-        with pytest.raises(UsageError, match="takes a list of tensors"):
+        with pytest.raises(UsageError, match="expected a list of tensors"):
             CheckpointGroup().checkpoint_fn_flex(inputs, lambda t: t)
 
     def test_what_is_no_function_is_refused(self):
-        with pytest.raises(UsageError, match="needs a function to call: got int"):
+        with pytest.raises(UsageError, match="expected a function to call, got int"):
             CheckpointGroup().checkpoint_fn(leaf(), 3)
 
     @pytest.mark.parametrize("name", ["", " ", None])
     def test_a_name_that_says_nothing_is_refused(self, name):
-        with pytest.raises(UsageError, match="a group needs a name"):
+        with pytest.raises(UsageError, match="expected a name for the group"):
             CheckpointGroup(name)
 
     def test_first_and_second_derivatives_are_right(self):

@@ -101,7 +101,7 @@ class TestTheTable:
         found = table.get(second)  # pyright: ignore[reportArgumentType]
         assert torch.equal(found, sequential(x, range(3)))
         for wrong in (-1, 1.0, True, "1", None):
-            with pytest.raises(UsageError, match="whole number"):
+            with pytest.raises(UsageError, match="integer of at least 0"):
                 table.save(wrong, x)  # pyright: ignore[reportArgumentType]
 
     def test_what_is_saved_can_be_got(self):

@@ -1,4 +1,4 @@
-"""Plans in force: regions begin and end where the plan says, gradients stay."""
+"""Applied plans: regions begin and end where the plan says, gradients stay."""
 
 import copy
 import itertools

@@ -86,7 +86,7 @@ class TestMaking:
 
     @pytest.mark.parametrize("name", ["", "  ", None, 3, b"layer"])
     def test_a_name_that_says_nothing_is_refused(self, name):
-        with pytest.raises(UsageError, match="a scope needs a name"):
+        with pytest.raises(UsageError, match="expected a name for the scope"):
             CheckpointScope(name)
 
     def test_the_name_cannot_be_changed(self):

@@ -419,7 +419,7 @@ class TestRefusals:
     @pytest.mark.parametrize("size", [0, -1, 1.5, True, "4"])
     def test_a_size_that_is_none(self, size):
         model = chain(4)
-        with pytest.raises(UsageError, match="segment_size is a whole number from 1"):
+        with pytest.raises(UsageError, match="segment_size of at least 1"):
             checkpoint_module(model, segment_size=size)
         assert not is_checkpointed(model)
         assert regions_of(lambda: model(torch.ones(1, WIDTH).double())) == 0

@@ -25,19 +25,19 @@ def blocks(count: int = 3) -> nn.Sequential:
 @pytest.mark.parametrize(
     ("argument", "says"),
     [
-        ({"allow": "offload"}, "takes several actions"),
-        ({"allow": None}, "takes several actions"),
-        ({"allow": Action.KEEP}, "takes several actions"),
+        ({"allow": "offload"}, "expected several actions"),
+        ({"allow": None}, "expected several actions"),
+        ({"allow": Action.KEEP}, "expected several actions"),
         ({"allow": ["elsewhere"]}, "'elsewhere'"),
         ({"allow": [None]}, "Action.OFFLOAD"),
         ({"verify": "bogus"}, "'bogus'"),
         ({"verify": None}, "None"),
         ({"optimizer": "adam"}, "got str"),
         ({"optimizer": torch.optim.Adam}, "got Adam"),
-        ({"loss": "x"}, "takes a function"),
+        ({"loss": "x"}, "expected a function"),
         ({"device": "bogus"}, "'bogus' cannot be used"),
         ({"device": "meta"}, "meta device"),
-        ({"blocks": "0"}, "several modules"),
+        ({"blocks": "0"}, "list of module paths"),
         ({"blocks": ["bogus"]}, "named_modules"),
     ],
     ids=str,
@@ -52,7 +52,7 @@ def test_fit_says_what_is_wrong_with_an_argument_and_leaves_nothing(argument, sa
 
 
 def test_a_step_that_is_no_function_is_refused():
-    with pytest.raises(UsageError, match="step= takes a function"):
+    with pytest.raises(UsageError, match="expected a function for step="):
         recoup.fit(blocks(), step="x", budget=0.9)
 
 

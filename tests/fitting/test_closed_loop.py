@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.zoo.cases import CASES
-from recoup.core.graph import Issuing
+from recoup.core.graph import HostCosts
 from recoup.core.plan import locate
 from recoup.core.segments import Action
 from recoup.core.simulation import simulate
@@ -43,15 +43,15 @@ class Host:
         segments = attempts[0][0]
         graph = self.loop.graph
         device = simulate(graph, segments).device_seconds
-        host = self.issuing(graph).seconds(*Work.of(graph, segments))
+        host = self.host_costs(graph).seconds(*Work.of(graph, segments))
         self.paces.append(Pace(max(device, host), host))
         return self.paces[-1]
 
-    def issuing(self, graph):
+    def host_costs(self, graph):
         """Return what it really takes."""
         step_seconds = graph.step_seconds
         recording = self.recording_share * step_seconds / len(graph.operations)
-        return Issuing(0.5 * step_seconds, recording, 0.0)
+        return HostCosts(0.5 * step_seconds, recording, 0.0)
 
     def measure_floor(self, *args, **kwargs):
         """Return a graph beside this host, as it is thought to be.
@@ -64,8 +64,10 @@ class Host:
             operations=tuple(replace(o, seconds=SECONDS) for o in graph.operations),
             step_seconds=3 * SECONDS * len(graph.operations),
         )
-        thought = Issuing(*(part / FASTER for part in astuple(self.issuing(graph))))
-        return replace(graph, recording_seconds=0.0, issuing=thought)
+        thought = HostCosts(
+            *(part / FASTER for part in astuple(self.host_costs(graph)))
+        )
+        return replace(graph, recording_seconds=0.0, host_costs=thought)
 
     def is_on(self, segments):
         """Return whether the active plan has as many regions, and where these are."""

@@ -8,7 +8,7 @@ from torch import nn
 
 from recoup.engine.recording.active import open_regions
 from recoup.engine.recording.observers import observers
-from recoup.fitting.benchmark import contest
+from recoup.fitting.benchmark import run_benchmark
 from recoup.fitting.fit import fit
 from recoup.fitting.measuring import measure
 from tests.support.interrupted_fits import Fitting
@@ -46,7 +46,7 @@ ACTS = {
     "fit": lambda model, x: fit(model, x, 0.95, loss=torch.sum),
     "measure": lambda model, x: measure(model, x, loss=torch.sum),
     "dry": lambda model, x: measure(model, x, loss=torch.sum, dry=True),
-    "contest": lambda model, x: contest(model, x, loss=torch.sum, budgets=[0.95]),
+    "contest": lambda model, x: run_benchmark(model, x, loss=torch.sum, budgets=[0.95]),
 }
 CALLS = {"fit": 7, "measure": 4, "dry": 2, "contest": 14}
 """How many calls are interrupted; a contest goes on in the same way after these."""

@@ -281,7 +281,7 @@ def test_a_module_whose_forward_is_never_called_is_fitted_by_its_parts():
     [
         ([], print, "empty list"),
         ([nn.Linear(1, 1), 3], print, "got int in"),
-        ([nn.Linear(1, 1)], None, "need step="),
+        ([nn.Linear(1, 1)], None, "expected step="),
     ],
 )
 def test_what_are_no_models_is_refused(models, step, says):

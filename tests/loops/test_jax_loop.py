@@ -55,7 +55,7 @@ def test_what_is_not_for_jax_is_refused(arguments, message):
 
 
 def test_states_must_keep_their_structure_and_type():
-    with pytest.raises(UsageError, match="built otherwise"):
+    with pytest.raises(UsageError, match="pytree structure"):
         checkpointed_loop(lambda x: (x, x), jnp.ones(2), 5)
     with pytest.raises(UsageError, match="turned an array of shape"):
         checkpointed_loop(lambda x: x + 0.5, jnp.ones(2, jnp.int32), 5)

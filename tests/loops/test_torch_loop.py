@@ -651,36 +651,36 @@ def test_an_error_in_backward_leaves_the_generators_as_they_were():
 
 
 def test_structures_must_stay_the_same():
-    with pytest.raises(UsageError, match="built otherwise"):
+    with pytest.raises(UsageError, match="pytree structure"):
         checkpointed_loop(lambda x: (x, x), torch.ones(1), 1)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "needs seq_length, inputs or a condition"),
-        ({"seq_length": -1}, "no negative number of steps"),
-        ({"seq_length": 3.5}, "seq_length= is a whole number"),
-        ({"seq_length": 3, "num_checkpoints": "2"}, "num_checkpoints= is a whole"),
-        ({"seq_length": 3, "num_checkpoints": -1}, "no negative number of checkpoints"),
+        ({}, "expected seq_length, inputs or a condition"),
+        ({"seq_length": -1}, "expected 0 or more steps"),
+        ({"seq_length": 3.5}, "an integer for seq_length="),
+        ({"seq_length": 3, "num_checkpoints": "2"}, "an integer for num_checkpoints="),
+        ({"seq_length": 3, "num_checkpoints": -1}, "expected 0 or more checkpoints"),
         (
             {"seq_length": 3, "num_checkpoints": 1, "schedule": Even(3, 1)},
             "num_checkpoints or a schedule",
         ),
-        ({"seq_length": 3, "schedule": Even(4, 1)}, "is for 4 steps"),
-        ({"seq_length": 3, "schedule": Online(2)}, "is for a loop of unknown length"),
+        ({"seq_length": 3, "schedule": Even(4, 1)}, "got one of 4 steps"),
+        ({"seq_length": 3, "schedule": Online(2)}, "for loops of unknown length"),
         (
             {"condition": bool, "schedule": Even(4, 1)},
-            "with a condition has no known length",
+            "condition, whose length is not known",
         ),
         ({"seq_length": 3, "inputs": torch.ones(4)}, "inputs for 4 steps"),
-        ({"inputs": (torch.ones(4), torch.ones(5))}, "one first axis"),
+        ({"inputs": (torch.ones(4), torch.ones(5))}, "length of the first axis"),
         ({"seq_length": 3, "verify": "maybe"}, "verify="),
         ({"seq_length": 3, "tolerance": -1.0}, "tolerance="),
         ({"seq_length": 3, "budget": 10, "num_checkpoints": 1}, "chooses the schedule"),
         ({"condition": bool, "budget": 10}, "known length"),
-        ({"seq_length": 3, "vjp": min}, "for plain NumPy functions"),
-        ({"seq_length": 3, "with_outputs": True}, "Return a pair"),
+        ({"seq_length": 3, "vjp": min}, "with plain NumPy functions"),
+        ({"seq_length": 3, "with_outputs": True}, "expected a pair"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(arguments, message):

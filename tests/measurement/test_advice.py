@@ -114,7 +114,7 @@ def test_it_prints_a_table():
 
 @pytest.mark.parametrize("model", [None, torch.relu])
 def test_only_modules_are_taken(model):
-    with pytest.raises(UsageError, match="takes a model"):
+    with pytest.raises(UsageError, match="expected a model"):
         suggest(model)
 
 

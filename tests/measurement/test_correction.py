@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.graphs import transformer_graph
 from benchmarks.zoo.cases import CASES
-from recoup.core.graph import Issuing
+from recoup.core.graph import HostCosts
 from recoup.core.simulation import simulate
 from recoup.measurement.steps.floor import measure_floor
 from recoup.measurement.steps.training_step import training_step
@@ -14,7 +14,7 @@ from recoup.measurement.timing.host_cost import (
     calibrated,
     compared,
     corrected,
-    issuing_of,
+    host_costs_of,
 )
 from recoup.measurement.timing.pace import Pace
 from recoup.planners.baselines import recompute_all
@@ -54,16 +54,18 @@ def test_the_floor_is_predicted_as_it_was_measured_beside_a_host(share, host_sha
     graph, explained = unmeasured()
     measured = share * explained
     pace = Pace(measured, host_share * measured)
-    issuing = issuing_of(graph, pace, plain_forward_seconds=0.2 * pace.host_seconds)
-    graph = replace(graph, issuing=issuing)
+    host_costs = host_costs_of(
+        graph, pace, plain_forward_seconds=0.2 * pace.host_seconds
+    )
+    graph = replace(graph, host_costs=host_costs)
     found = corrected(graph, [recompute_all(graph)], pace)
     costs = simulate(found, recompute_all(found))
     if pace.is_bound_by_host:
-        assert costs.issuing_seconds == pytest.approx(pace.host_seconds)
-    assert costs.issuing_seconds <= pace.host_seconds * (1 + 1e-9)
+        assert costs.host_seconds == pytest.approx(pace.host_seconds)
+    assert costs.host_seconds <= pace.host_seconds * (1 + 1e-9)
     assert costs.seconds == pytest.approx(measured)
     plain = simulate(found, ())
-    assert plain.issuing_seconds == pytest.approx(0.5 * pace.host_seconds)
+    assert plain.host_seconds == pytest.approx(0.5 * pace.host_seconds)
     if host_share == 1.0 and share > 1:
         assert plain.device_seconds == graph.step_seconds
 
@@ -72,8 +74,8 @@ def test_the_floor_is_predicted_as_it_was_measured_beside_a_host(share, host_sha
 @pytest.mark.parametrize("host_share", [0.1, 0.6, 1.0, 4.0])
 def test_a_plan_that_ran_is_predicted_as_it_ran(device_share, host_share):
     graph = transformer_graph(4)
-    thought = Issuing(0.5 * graph.step_seconds, 1e-5, 1e-5)
-    graph = replace(graph, issuing=thought)
+    thought = HostCosts(0.5 * graph.step_seconds, 1e-5, 1e-5)
+    graph = replace(graph, host_costs=thought)
     segments = recompute_all(graph)[::2]
     before = simulate(graph, segments)
     device = device_share * before.device_seconds
@@ -82,7 +84,7 @@ def test_a_plan_that_ran_is_predicted_as_it_ran(device_share, host_share):
     found = corrected(graph, [segments], pace)
     after = simulate(found, segments)
     assert after.seconds == pytest.approx(pace.seconds)
-    assert after.issuing_seconds <= max(host, before.issuing_seconds) * (1 + 1e-9)
+    assert after.host_seconds <= max(host, before.host_seconds) * (1 + 1e-9)
     assert after.bytes_at == before.bytes_at
     if not pace.is_bound_by_host:
         assert after.device_seconds == pytest.approx(device)

@@ -48,7 +48,7 @@ def test_all_but_its_times_is_that_of_the_real_step(name):
 
 
 @pytest.mark.parametrize("name", ["gpt", "resnet-50"])
-def test_a_model_on_the_meta_device_is_measured_as_on_the_processor(name):
+def test_a_model_on_the_meta_device_is_measured_as_on_the_cpu(name):
     case = CASES[name]
     real = measure(case.build("tiny"), case.batch("tiny"), loss=case.loss)
     with torch.device("meta"):

@@ -39,7 +39,7 @@ def test_a_product_takes_the_time_of_its_arithmetic_if_that_is_longer():
     assert seconds(aten.mm.default, thin, x) == 4 * (400 + 400**2 + 400) / 100
 
 
-def test_attention_on_the_processor_is_counted_as_elsewhere():
+def test_attention_on_the_cpu_is_counted_as_elsewhere():
     q = torch.empty(2, 3, 16, 8, device="meta")
     forward = partial(aten._scaled_dot_product_flash_attention_for_cpu.default, q, q, q)
     assert flops_of(forward, q) == 2 * (2 * 2 * 3 * 16 * 16 * 8)
@@ -56,7 +56,7 @@ def test_the_table_is_in_order(name):
     assert figures.source
 
 
-def test_the_figures_of_this_processor_are_positive():
+def test_the_figures_of_this_cpu_are_positive():
     figures = here()
     assert figures.bytes_per_second > 0
     assert figures.flops_of(4) > figures.flops_of(8) > 0

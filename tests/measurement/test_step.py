@@ -75,7 +75,7 @@ def test_a_region_shows_in_bytes_and_flops():
     assert (cost.saved_bytes, cost.flops) == (LOSS, 4 * product_flops)
 
 
-def test_only_what_is_named_resident_counts_on_the_processor():
+def test_only_what_is_named_resident_counts_on_the_cpu():
     step, leaf = chain(depth=2)
     with_leaf = measure_step(step, device="cpu")
     without = measure_step(dataclasses.replace(step, resident=()), device="cpu")

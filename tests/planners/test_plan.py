@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from benchmarks.graphs import transformer_graph
 from recoup.core.footprint import footprint, total_footprint
-from recoup.core.graph import Issuing
+from recoup.core.graph import HostCosts
 from recoup.core.segments import REGION_OPERATORS, Action
 from recoup.core.simulation import simulate
 from recoup.core.trim_segments import narrowed
@@ -176,7 +176,7 @@ def beside_host(graph, *, plain, recording=0.0, replaying=0.0):
     seconds = graph.step_seconds
     return replace(
         graph,
-        issuing=Issuing(
+        host_costs=HostCosts(
             plain * seconds, recording * seconds / count, replaying * seconds / count
         ),
     )
@@ -194,9 +194,9 @@ def test_a_step_takes_as_long_as_the_slower_of_device_and_host(graph):
         )
         recorded = count + REGION_OPERATORS * len(segments)
         host = plain + 0.25 * recorded / count + 0.5 * replayed / count
-        assert found.issuing_seconds == pytest.approx(host * graph.step_seconds)
+        assert found.host_seconds == pytest.approx(host * graph.step_seconds)
         assert found.device_seconds == alone.seconds
-        assert found.seconds == max(alone.seconds, found.issuing_seconds)
+        assert found.seconds == max(alone.seconds, found.host_seconds)
 
 
 @pytest.mark.parametrize("share", [0.9, 0.75, 0.6, 0.5])

@@ -17,13 +17,13 @@ from recoup.precision.mixed_precision import check_precision, resolve_precision
         (torch.float16, torch.float16),
     ],
 )
-def test_a_precision_has_one_type_on_the_processor(precision, dtype):
+def test_a_precision_has_one_type_on_the_cpu(precision, dtype):
     assert resolve_precision(precision, "cpu") is dtype
 
 
 @pytest.mark.parametrize("precision", ["fp8", "", None, torch.float64, 16])
 def test_anything_else_is_refused(precision):
-    with pytest.raises(UsageError, match="a precision is one of"):
+    with pytest.raises(UsageError, match="expected a precision of"):
         check_precision(precision)
 
 

@@ -112,5 +112,5 @@ def test_it_changes_nothing_and_leaves_nothing():
 
 
 def test_a_format_is_needed_not_a_choice():
-    with pytest.raises(UsageError, match="compared with one format"):
+    with pytest.raises(UsageError, match="expected one format"):
         RangeMonitor("auto")

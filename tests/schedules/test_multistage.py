@@ -38,7 +38,7 @@ def test_no_other_assignment_moves_less_to_the_slow_tier():
 
 
 def test_impossible_tiers_are_refused():
-    with pytest.raises(UsageError, match="slots >= 1"):
+    with pytest.raises(UsageError, match="slots of at least 1"):
         Multistage(10, (0, 0))
-    with pytest.raises(UsageError, match="negative number of slots"):
+    with pytest.raises(UsageError, match="0 or more slots"):
         Multistage(10, (3, -1))

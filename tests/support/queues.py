@@ -29,7 +29,7 @@ class SlowMark:
 
 
 class SlowStreams:
-    """Three queues, and memory that is reused the moment it is let go of."""
+    """Three queues, and memory that is reused the moment it is freed."""
 
     is_concurrent = True
 

@@ -150,5 +150,5 @@ def test_anything_else_is_no_loss(result):
         def forward(self, x):
             return result
 
-    with pytest.raises(UsageError, match="one number in a tensor"):
+    with pytest.raises(UsageError, match="a loss of one element"):
         compute_loss(Model(), torch.ones(2))

@@ -39,7 +39,7 @@ NAMES = {
         "torch._C._dispatch_tls_is_dispatch_key_included",
         "torch._C._is_any_autocast_enabled",
     ),
-    "Operators: their schemas, and the fastest way to call them": (
+    "Operators: their schemas, and their fastest calls": (
         "torch._ops.HigherOrderOperator",
         "torch._ops.OpOverload",
         "torch.ops.aten.add.Tensor._op",

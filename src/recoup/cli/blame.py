@@ -23,7 +23,7 @@ _REFUSALS = (RuntimeError, IndexError)
 
 
 @contextmanager
-def told_apart(target: Target) -> Generator[None]:
+def blaming_step(target: Target) -> Generator[None]:
     """Turn what the user's own step raises inside the block into a sentence about it.
 
     Errors of recoup's, and what recoup itself may have done wrong, pass unchanged. So

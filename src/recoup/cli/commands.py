@@ -250,7 +250,7 @@ def frontier(  # noqa: PLR0913 (one for each thing to be had)
     loaded = load_target(target, dry=dry)
     busy = "" if dry else noise(loaded)
     found = frontier_findings(
-        loaded, points, offload=offload, way=MeasureMode(dry=dry, device=device)
+        loaded, points, offload=offload, mode=MeasureMode(dry=dry, device=device)
     )
     if chart is not None:
         write_picture(chart, frontier_chart(found))
@@ -259,8 +259,8 @@ def frontier(  # noqa: PLR0913 (one for each thing to be had)
             {"peak_bytes": view.peak_bytes, "seconds": view.seconds}
             for view in found.plans
         ]
-        told = {"estimated_for": found.estimated_for, "busy": busy}
-        print(as_json({"target": target, **told, "plans": plans}))
+        extra = {"estimated_for": found.estimated_for, "busy": busy}
+        print(as_json({"target": target, **extra, "plans": plans}))
         return
     print_verdict(found)
     print_texts(frontier_text(found), estimate_words(found.estimated_for), busy)
@@ -281,7 +281,7 @@ def compare(
 
     from recoup.cli.targets import load_target
     from recoup.cli.work import compare_target, noise
-    from recoup.report.texts import contest_text, contest_verdict
+    from recoup.report.texts import benchmark_text, benchmark_verdict
 
     loaded = load_target(target)
     busy = noise(loaded)
@@ -291,8 +291,8 @@ def compare(
         print(as_json({"target": target, "contenders": rows, "busy": busy}))
         return
     how = "Measured here, one after the other in one process: forward and backward."
-    print_verdict(contest_verdict(entries))
-    print_texts(contest_text(entries), how, busy)
+    print_verdict(benchmark_verdict(entries))
+    print_texts(benchmark_text(entries), how, busy)
 
 
 def table(
@@ -322,8 +322,8 @@ def table(
             {"name": row.name, "peak_bytes": row.peak_bytes, "seconds": row.seconds}
             for row in found.rows
         ]
-        told = {"precision": found.precision, "busy": busy}
-        print(as_json({"target": target, **told, "rows": rows}))
+        extra = {"precision": found.precision, "busy": busy}
+        print(as_json({"target": target, **extra, "rows": rows}))
         return
     how = f"Mixed precision computes in {found.precision}; measured on this machine."
     print_verdict(found.verdict)

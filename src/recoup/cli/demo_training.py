@@ -56,7 +56,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class TrainingRun:
-    """What one training run left behind, on the processor, and what a step costs."""
+    """The results of one training run, on the CPU, and the cost of a step."""
 
     losses: tuple[float, ...]
     gradients: tuple[Tensor, ...]

@@ -43,7 +43,7 @@ def run(arguments: Sequence[str]) -> int:
     """
     debug = "--debug" in arguments
     try:
-        # Asked for nothing, it tells what can be asked for.
+        # Without a command it prints the list of commands.
         returned = _application()(list(arguments) or ["--help"], standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         returned = INTERRUPTED

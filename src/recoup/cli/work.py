@@ -9,15 +9,15 @@ from typing import Any, Literal, cast
 import torch
 from rich.console import Console
 
-from recoup.cli.blame import told_apart
+from recoup.cli.blame import blaming_step
 from recoup.cli.targets import Target
 from recoup.core.callers import calls_user
 from recoup.core.graph import Graph
 from recoup.core.segments import Action
 from recoup.core.units import print_bytes
 from recoup.errors import InfeasibleError, UsageError
-from recoup.fitting.benchmark import Entry, contest
-from recoup.fitting.budgets import budget_bytes, infeasible_with, told_bytes
+from recoup.fitting.benchmark import Entry, run_benchmark
+from recoup.fitting.budgets import budget_bytes, budget_for_floor, infeasible_with
 from recoup.fitting.collected_findings import frontier_and_rules, graph_findings
 from recoup.fitting.compiled_fit import CompiledFit
 from recoup.fitting.fit import Fit, fit
@@ -43,7 +43,7 @@ def fit_target(
     compile: str | None = None,  # noqa: A002 (the option's name)
 ) -> tuple[Fit | CompiledFit, Findings]:
     """Fit the user's model, and return what was found."""
-    with told_apart(target):
+    with blaming_step(target):
         _, fitted = fit(
             target.model,
             target.batch,
@@ -64,7 +64,7 @@ def largest_batch_of(
 ) -> LargestBatch:
     """Find the largest batch for the user's model, which is made once."""
     first = make(1)
-    with told_apart(first):
+    with blaming_step(first):
         return largest_batch(
             first.model,
             lambda size: make(size).batch,
@@ -92,22 +92,22 @@ class MeasureMode:
 _REAL = MeasureMode()
 
 
-def measure_target(target: Target, way: MeasureMode = _REAL) -> Graph:
+def measure_target(target: Target, mode: MeasureMode = _REAL) -> Graph:
     """Measure a step of the user's model."""
-    doing = "running a step without memory" if way.dry else "measuring a step"
-    with _status(doing), told_apart(target):
+    doing = "running a step without memory" if mode.dry else "measuring a step"
+    with _status(doing), blaming_step(target):
         return measure(
             target.model,
             target.batch,
             loss=target.loss,
             step=target.step,
-            dry=way.dry,
-            device=way.device,
+            dry=mode.dry,
+            device=mode.device,
         )
 
 
 def measure_findings(
-    target: Target, way: MeasureMode, budget: str | None
+    target: Target, mode: MeasureMode, budget: str | None
 ) -> tuple[Graph, Findings]:
     """Measure a step; return what is known of it, and of a plan if there is a budget.
 
@@ -116,8 +116,8 @@ def measure_findings(
     Raises:
         InfeasibleError: No plan fits into the budget.
     """
-    graph = measure_target(target, way)
-    room = Room(_reserved_bytes(target, way), _counting_device(target, way))
+    graph = measure_target(target, mode)
+    room = Room(_reserved_bytes(target, mode), _counting_device(target, mode))
     search = Search(graph, _allowed(offload=False))
     asked_bytes = 0
     chosen: Plans = ()
@@ -143,7 +143,7 @@ def measure_findings(
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a budget needs to hold beside a planned step.
+    """The part of a budget that is not for the planned step.
 
     Attributes:
         reserved_bytes: An optimizer's state that the step was measured without.
@@ -160,7 +160,7 @@ class Room:
             >>> Room(8, torch.device("cpu")).budget_bytes(100)
             108
         """
-        return told_bytes(planned_bytes + self.reserved_bytes, self.device)
+        return budget_for_floor(planned_bytes + self.reserved_bytes, self.device)
 
 
 def _chosen(search: Search, asked_bytes: int, room: Room) -> Plans:
@@ -171,34 +171,34 @@ def _chosen(search: Search, asked_bytes: int, room: Room) -> Plans:
         raise infeasible_with(error, aside_bytes, asked_bytes) from None
 
 
-def _reserved_bytes(target: Target, way: MeasureMode) -> int:
+def _reserved_bytes(target: Target, mode: MeasureMode) -> int:
     """Return the bytes of an optimizer's state that a measured step did not count."""
     if target.optimizer is None:
         return 0
     device = device_of(target.model)
     missing_bytes = missing_state_bytes(target.optimizer, device)
     if device.type == "meta":
-        # That stands for the processor, where some state is in any case.
+        # That stands for the CPU, where some state is in any case.
         missing_bytes += missing_state_bytes(target.optimizer, torch.device("cpu"))
-    if way.dry or device.type == "cpu":
+    if mode.dry or device.type == "cpu":
         # No allocator counted what is there of it.
         return missing_bytes + state_bytes(target.optimizer)
     return missing_bytes
 
 
-def _counting_device(target: Target, way: MeasureMode) -> torch.device:
+def _counting_device(target: Target, mode: MeasureMode) -> torch.device:
     """Return the device whose allocator decides what a plan takes."""
-    return torch.device("cpu") if way.dry else device_of(target.model)
+    return torch.device("cpu") if mode.dry else device_of(target.model)
 
 
 def frontier_findings(
-    target: Target, points: int, *, offload: bool, way: MeasureMode = _REAL
+    target: Target, points: int, *, offload: bool, mode: MeasureMode = _REAL
 ) -> Findings:
     """Measure a step, and work out the fastest plans for many budgets.
 
     All peaks count the state that an optimizer will have.
     """
-    graph = measure_target(target, way)
+    graph = measure_target(target, mode)
     with bar("planning") as show:
         others = frontier_and_rules(
             Search(graph, _allowed(offload=offload)),
@@ -209,7 +209,7 @@ def frontier_findings(
         graph,
         target.model,
         others=others,
-        reserved_bytes=_reserved_bytes(target, way),
+        reserved_bytes=_reserved_bytes(target, mode),
         title=target.name,
     )
 
@@ -217,16 +217,16 @@ def frontier_findings(
 def compare_target(
     target: Target, budgets: Sequence[str], *, offload: bool
 ) -> tuple[Entry, ...]:
-    """Measure recoup and PyTorch's own ways on the user's step, side by side."""
-    with bar("measuring") as show, told_apart(target):
-        return contest(
+    """Measure recoup and PyTorch's own tools on the user's step."""
+    with bar("measuring") as show, blaming_step(target):
+        return run_benchmark(
             target.model,
             target.batch,
             budgets=budgets,
             loss=target.loss,
             step=target.step,
             offload=offload,
-            tell=lambda name, done, total: show(f"measuring {name}", done, total),
+            progress=lambda name, done, total: show(f"measuring {name}", done, total),
         )
 
 
@@ -247,7 +247,7 @@ def table_target(
         )
     if loss is not None and not takes_target(loss):
         batch, loss = (batch, None), loss_of_output
-    with _status("measuring four configurations"), told_apart(target):
+    with _status("measuring four configurations"), blaming_step(target):
         return compare_configurations(
             target.model,
             batch,

@@ -26,7 +26,7 @@ _Span = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class Costs:
-    """What one way to run an interval takes.
+    """What one option to run an interval takes.
 
     Attributes:
         replays: The operations of each replay, counted from the first of the interval.

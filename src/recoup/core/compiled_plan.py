@@ -55,7 +55,7 @@ class SavedSet:
 
 @dataclass(frozen=True, slots=True)
 class BlockOption:
-    """One way to run a block, measured or predicted.
+    """One option to run a block, measured or predicted.
 
     Attributes:
         held_bytes: Bytes that it holds between its forward and its backward, without

@@ -60,13 +60,13 @@ def figures_of(name: str) -> Figures:
     if found is None:
         raise UsageError(
             f"there are no figures of a device {name!r}: known are "
-            f"{', '.join(FIGURES)}, and cpu for this machine's processor."
+            f"{', '.join(FIGURES)}, and cpu for this machine's CPU."
         )
     return found
 
 
 # Without sparsity. Numbers of 4 bytes are computed as float32, not as TensorFloat-32,
-# which is what PyTorch does with matrix products unless it is told otherwise. The links
+# which is what PyTorch does with matrix products by default. The links
 # are PCI Express with 16 lanes, one way.
 FIGURES = {
     figures.name: figures

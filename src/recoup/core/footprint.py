@@ -10,7 +10,7 @@ the way at its last use.
 What an inner region holds it passes on to the one around it, which holds it or drops it
 again. So nothing is at hand there: whatever it is asked for, be it only on the way to a
 region inside, it replays first. A replay begins by fetching all that it starts from, or
-that was passed through it, and lets go of each after its last use. As long as an inner
+that was passed through it, and frees each after its last use. As long as an inner
 region lives, so do those around it, and what the outermost holds.
 """
 
@@ -43,7 +43,7 @@ class Replay:
         moment: The moment of backward before which it runs.
         operations: What runs, in order.
         peak_bytes: The most that its own values and workspaces take, and what it
-            starts from and lets go of.
+            starts from and frees.
         seconds: How long it takes.
         left_bytes: What is still in use when it has run.
         awaited_bytes: What the operator of that moment takes, after the replay.
@@ -64,13 +64,13 @@ class Replay:
 
 
 class Passing(NamedTuple):
-    """A storage that a replay made and that an inner replay lets go of.
+    """A storage that a replay made and that an inner replay frees.
 
     Attributes:
         storage: Its number.
         bytes: Its size.
         made: The moment of the replay that made it, and the depth of that.
-        gone: The moment of the replay that lets go of it, and the depth of that.
+        gone: The moment of the replay that frees it, and the depth of that.
     """
 
     storage: int
@@ -109,7 +109,7 @@ class Footprint:
         recorded: How many operators of forward are recorded, once for each region; see
             `recorded_operators`.
         starts: What each segment's replay starts from, inner segments first.
-        passing: What replays make and inner ones let go of.
+        passing: What replays make and inner ones free.
     """
 
     holds: dict[int, int] = field(default_factory=dict[int, int])
@@ -449,7 +449,7 @@ def _add_replays(
     planned: Sequence[_Planned],
     passing: Sequence[Passing],
 ) -> None:
-    """Work out what replays take: each lets go of what passes to it at its last use.
+    """Work out what replays take: each frees what passes to it at its last use.
 
     Of several at one moment and depth it is not known which is the last.
     """
@@ -476,7 +476,7 @@ def _add_replays(
 def _fetched(
     graph: Graph, replay: _Planned, passing: Sequence[Passing]
 ) -> dict[int, int]:
-    """Return the storages that a replay lets go of, with their sizes.
+    """Return the storages that a replay frees, with their sizes.
 
     One that it writes to is not among them: it gets a copy.
     """

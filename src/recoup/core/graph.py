@@ -130,7 +130,7 @@ class Claim(NamedTuple):
     Attributes:
         value: What it stands for.
         used: The moment at which it is asked for.
-        gone: When a replayed copy of it is let go of: a moment, and the depth of the
+        gone: When a replayed copy of it is freed: a moment, and the depth of the
             replay before it that does so, or `THROUGH`.
         dies: The last moment at which the claim exists.
     """
@@ -178,8 +178,8 @@ class Boundary:
 
 
 @dataclass(frozen=True, slots=True)
-class Issuing:
-    """What the host does while an accelerator computes: it issues the operators.
+class HostCosts:
+    """The host's time for the operators of a step that an accelerator computes.
 
     The device works on what was issued before, so the step takes as long as the slower
     of the two.
@@ -194,9 +194,9 @@ class Issuing:
     recording_seconds: float
     replaying_seconds: float
 
-    def scaled(self, factor: float) -> "Issuing":
+    def scaled(self, factor: float) -> "HostCosts":
         """Return the same for a host that takes so many times as long."""
-        return Issuing(
+        return HostCosts(
             factor * self.plain_seconds,
             factor * self.recording_seconds,
             factor * self.replaying_seconds,
@@ -206,7 +206,7 @@ class Issuing:
         """Return the host's time for a step that records and runs so many again.
 
         Examples:
-            >>> Issuing(4.0, 0.5, 0.25).seconds(recorded=2, replayed=4)
+            >>> HostCosts(4.0, 0.5, 0.25).seconds(recorded=2, replayed=4)
             6.0
         """
         recording = recorded * self.recording_seconds
@@ -229,14 +229,14 @@ class Graph:
         saves: What autograd saved, in order.
         boundaries: Where regions may begin and end, in order. The first is at the
             start of the model and the last at its end.
-        other_bytes: For each moment, what is in use then beside the storages: all that
+        other_bytes: For each moment, what is in use then besides the storages: all that
             no plan can change.
         own_bytes: For each moment, how much of that its operator takes itself: a replay
             that runs before the operator does not meet it yet. Empty: nothing.
         step_seconds: Forward and backward without any region, on the device.
         recording_seconds: What a region adds to each operator of forward in it, where
             the device waits for that.
-        issuing: What the host does beside the device; None: they are the same.
+        host_costs: The host's time for the step; None: the host is the device.
         link_bytes_per_second: The speed of a copy to the host and back; 0: unknown.
         blocks: The numbers of the boundaries between which the model repeats itself or
             is best cut; increasing, the first and the last boundary of the part that
@@ -266,7 +266,7 @@ class Graph:
     blocks: tuple[int, ...] = field(default=())
     own_bytes: tuple[int, ...] = field(default=())
     estimated_for: str = ""
-    issuing: Issuing | None = None
+    host_costs: HostCosts | None = None
     roots: tuple[str, ...] = ("",)
     dropped: tuple[Dropped, ...] = field(default=())
     gradients: tuple[tuple[str, int], ...] = field(default=())
@@ -276,13 +276,13 @@ class Graph:
     def __post_init__(self) -> None:
         if len(self.other_bytes) != self.moments:
             raise UsageError(
-                f"a graph of {self.moments} moments needs as many figures of other "
-                f"memory: got {len(self.other_bytes)}."
+                f"expected other_bytes for {self.moments} moments, got "
+                f"{len(self.other_bytes)}."
             )
         if self.own_bytes and len(self.own_bytes) != self.moments:
             raise UsageError(
-                f"a graph of {self.moments} moments needs as many figures of what "
-                f"operators take, or none: got {len(self.own_bytes)}."
+                f"expected own_bytes for {self.moments} moments, or none, got "
+                f"{len(self.own_bytes)}."
             )
 
     def __repr__(self) -> str:

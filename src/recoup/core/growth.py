@@ -367,7 +367,7 @@ def _lasting(graph: Graph) -> list[int]:
 
 
 def _backward_growth(graph: Graph, ratios: Sequence[float]) -> list[float]:
-    """Return the growth of what each moment of backward uses on its way."""
+    """Return the growth of the temporaries at each moment of backward."""
     forward = len(graph.operations)
     uses = sorted(
         (moment, ratios[graph.values[save.value].storage])

@@ -1,4 +1,4 @@
-"""Plans: what a model's forward is told to hold and to recompute, as plain data.
+"""Plans: what a model's forward holds and recomputes, as plain data.
 
 A plan names places by modules and values by operators, not by numbers of one measured
 step, so that it can be stored, read, compared, and applied again without measuring.

@@ -16,7 +16,7 @@ REGION_OPERATORS = 3
 
 NESTED_OPERATORS = 2
 """How many recorded operators take the host as long as one that is recorded in a region
-inside another: 1.4 on the CPU, 1.8 to 2.2 beside an H200."""
+inside another: 1.4 on the CPU, 1.8 to 2.2 with an H200."""
 
 
 class Action(Enum):

@@ -26,15 +26,15 @@ class Simulation:
     Attributes:
         bytes_at: The bytes in use at each moment; a replay counts at the moment before
             which it runs.
-        settled_at: The same without what replays need only on the way.
+        settled_at: The same without the temporaries of replays.
         replays: What is run again.
         held_bytes: What segments hold between forward and backward, on the device.
         host_bytes: What is copied to the host and back.
         stall_seconds: The copying that does not hide behind computing.
         step_seconds: The step without replays, stalls and recording.
         recording_seconds: What regions add to forward.
-        issuing_seconds: What the host takes to issue all of it to an accelerator.
-        plain_issuing_seconds: What it would take without the plan.
+        host_seconds: What the host takes to issue all of it to an accelerator.
+        plain_host_seconds: What it would take without the plan.
     """
 
     bytes_at: tuple[int, ...]
@@ -45,8 +45,8 @@ class Simulation:
     stall_seconds: float
     step_seconds: float
     recording_seconds: float = 0.0
-    issuing_seconds: float = 0.0
-    plain_issuing_seconds: float = 0.0
+    host_seconds: float = 0.0
+    plain_host_seconds: float = 0.0
 
     def __repr__(self) -> str:
         return (
@@ -82,12 +82,12 @@ class Simulation:
     @property
     def seconds(self) -> float:
         """How long the step takes: as long as the slower of device and host."""
-        return max(self.device_seconds, self.issuing_seconds)
+        return max(self.device_seconds, self.host_seconds)
 
     @property
     def extra_seconds(self) -> float:
         """What the plan adds to the step: replays, recording, waiting for copies."""
-        return self.seconds - max(self.step_seconds, self.plain_issuing_seconds)
+        return self.seconds - max(self.step_seconds, self.plain_host_seconds)
 
 
 def simulate(graph: Graph, segments: Sequence[Segment]) -> Simulation:
@@ -252,25 +252,25 @@ def add_up(graph: Graph, total: Footprint) -> Simulation:
         stall_seconds=stall_seconds(graph, host_bytes),
         step_seconds=graph.step_seconds,
         recording_seconds=total.recorded * graph.recording_seconds,
-        issuing_seconds=issuing_seconds(graph, total),
-        plain_issuing_seconds=graph.issuing.plain_seconds if graph.issuing else 0.0,
+        host_seconds=host_seconds(graph, total),
+        plain_host_seconds=graph.host_costs.plain_seconds if graph.host_costs else 0.0,
     )
 
 
-def issuing_seconds(graph: Graph, total: Footprint) -> float:
+def host_seconds(graph: Graph, total: Footprint) -> float:
     """Return what the host takes to issue a step, or 0 where it is the device."""
-    issuing = graph.issuing
-    if issuing is None:
+    host_costs = graph.host_costs
+    if host_costs is None:
         return 0.0
     replayed = sum(len(replay.operations) for replay in total.replays)
-    return issuing.seconds(total.recorded, replayed)
+    return host_costs.seconds(total.recorded, replayed)
 
 
 def stall_seconds(graph: Graph, host_bytes: int) -> float:
     """Return how long the step waits for copies, out in forward and in in backward.
 
-    Copies run beside the computing: what does not fit into a third of the step on the
-    way out (forward), or two thirds on the way in (backward), is waited for.
+    Copies overlap with the computation: what does not fit into a third of the step on
+    the way out (forward), or two thirds on the way in (backward), is waited for.
     """
     if not host_bytes:
         return 0.0

@@ -103,7 +103,7 @@ def parse_budget(budget: str | float) -> int | float:
         )
     if found <= 0:
         raise UsageError(
-            f"a budget must be positive: got {given!r}. {_HOW_TO_WRITE} "
+            f"expected a positive budget, got {given!r}. {_HOW_TO_WRITE} "
             f"{_HOW_TO_WRITE_SHARE}"
         )
     return found

@@ -24,8 +24,8 @@ def actions_of(allow: Iterable[Action]) -> frozenset[Action]:
     known = ", ".join(f"Action.{action.name}" for action in Action)
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise UsageError(
-            f"allow= takes several actions, as in [Action.KEEP]: got {given!r}. There "
-            f"are {known}."
+            f"expected several actions for allow=, as in [Action.KEEP], got "
+            f"{given!r}. There are {known}."
         )
     try:
         return frozenset(Action(each) for each in allow)
@@ -55,8 +55,8 @@ def optimizers_of(
         if not isinstance(each, Optimizer):
             what = each.__name__ if isinstance(each, type) else type(each).__name__
             raise UsageError(
-                "optimizer= takes an optimizer that was made for the model, as in "
-                "torch.optim.Adam(model.parameters()), or a list of them: got "
+                "expected an optimizer of the model's parameters, as in "
+                "torch.optim.Adam(model.parameters()), or a list of them, got "
                 f"{what}."
             )
     return found
@@ -86,7 +86,7 @@ def one_model(model: nn.Module | Sequence[nn.Module], step: object) -> nn.Module
         raise UsageError("expected a model or a list of models, got an empty list.")
     if step is None:
         raise UsageError(
-            "several models need step=, a function that calls them and runs backward: "
-            "got none."
+            "expected step=, a function that calls the models and runs backward, got "
+            "none."
         )
     return nn.ModuleList(given)

@@ -1,4 +1,4 @@
-"""A contest: recoup and PyTorch's own ways on one step, measured side by side."""
+"""Benchmark of one step: recoup and PyTorch's own tools, measured in turns."""
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -32,13 +32,13 @@ PLAIN = "plain"
 _ROUNDS = 2
 """How often everybody is timed again, in turn."""
 
-Told = Callable[[str, int, int], None]
-"""Is told who is measured now, how many have been, and how many there are."""
+Progress = Callable[[str, int, int], None]
+"""Progress callback: the contender, how many are done, and their total."""
 
 Gradients = list[Tensor | None]
 
 
-def contest(  # noqa: PLR0913 (a step can be described in several ways)
+def run_benchmark(  # noqa: PLR0913 (a step can be described in several ways)
     model: nn.Module,
     batch: Any = None,
     *,
@@ -46,46 +46,50 @@ def contest(  # noqa: PLR0913 (a step can be described in several ways)
     loss: Callable[..., Tensor] | None = None,
     step: Callable[[], object] | None = None,
     offload: bool = False,
-    tell: Told | None = None,
+    progress: Progress | None = None,
 ) -> tuple[Entry, ...]:
-    """Measure a step as it is, with PyTorch's ways, and with recoup.
+    """Measure a step as it is, with PyTorch's tools, and with recoup.
 
     Each runs in turn on the same model from the same state; afterwards the model is as
     it was. Running out of memory, or any other failure, is an entry too.
 
-    Costs about ten steps for each of PyTorch's ways, twenty for each budget, and the
+    Costs about ten steps for each of PyTorch's tools, twenty for each budget, and the
     gradients of two contenders in host memory.
 
     Args:
         model: The model.
         batch: What it is called with, as for `fit`.
-        budgets: What recoup is given; by default the peaks of PyTorch's ways.
+        budgets: Budgets for recoup; by default the peaks of PyTorch's tools.
         loss: Computes the loss, as for `fit`.
         step: Runs forward and backward by itself, as for `fit`.
         offload: Values may also wait on the host.
-        tell: Is told of the progress.
+        progress: Progress callback.
 
     Returns:
-        The plain step first, then PyTorch's ways, then recoup for each budget.
+        The plain step first, then PyTorch's tools, then recoup for each budget.
 
     Examples:
         >>> def layer():
         ...     return nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64))
         >>> model = nn.Sequential(*(layer() for _ in range(8)))
-        >>> entries = contest(model, torch.ones(512, 64), loss=torch.sum, budgets=[0.7])
+        >>> entries = run_benchmark(
+        ...     model, torch.ones(512, 64), loss=torch.sum, budgets=[0.7]
+        ... )
         >>> [entry.name[:10] for entry in entries]
         ['plain', 'torch chec', 'torch chec', 'torch SAC,', 'recoup in ']
         >>> {entry.difference for entry in entries}
         {0.0}
     """
     described = training_step(model, batch, loss=loss, step=step)
-    arena = _Arena(described, tell, len(PEERS) + 1 + (len(budgets) or len(PEERS)))
-    arena.enter(PLAIN, plain)
+    found = _Benchmark(
+        described, progress, len(PEERS) + 1 + (len(budgets) or len(PEERS))
+    )
+    found.enter(PLAIN, plain)
     for name, context in PEERS.items():
-        arena.enter(name, context)
+        found.enter(name, context)
     allow = (Action.KEEP, Action.OFFLOAD) if offload else (Action.KEEP,)
 
-    for budget in budgets or _peaks(arena.entries[1:]):
+    for budget in budgets or _peaks(found.entries[1:]):
 
         def fitted(budget: Budget = budget) -> Fit:
             _, report = fit(
@@ -93,9 +97,9 @@ def contest(  # noqa: PLR0913 (a step can be described in several ways)
             )
             return report
 
-        arena.enter(f"recoup in {_words(budget)}", _Fitted(fitted))
-    arena.time_again()
-    return tuple(arena.entries)
+        found.enter(f"recoup in {_words(budget)}", _Fitted(fitted))
+    found.time_again()
+    return tuple(found.entries)
 
 
 class _Fitted:
@@ -108,45 +112,47 @@ class _Fitted:
     @contextmanager
     def __call__(self, model: nn.Module) -> Generator[None]:
         if self._plan is None:
-            in_force = self._fitted()
-            self._plan = in_force.plan
+            applied = self._fitted()
+            self._plan = applied.plan
         else:
-            in_force = apply_plan(model, self._plan)
+            applied = apply_plan(model, self._plan)
         try:
             yield
         finally:
-            in_force.remove()
+            applied.remove()
 
 
-class _Arena:
-    """Where contenders are measured, one after the other."""
+class _Benchmark:
+    """Measures contenders, one after the other."""
 
-    def __init__(self, step: TrainingStep, tell: Told | None, total: int) -> None:
+    def __init__(
+        self, step: TrainingStep, progress: Progress | None, total: int
+    ) -> None:
         self.entries: list[Entry] = []
         self._step = step
-        self._tell = tell
+        self._progress = progress
         self._total = total
         self._reference: Gradients | None = None
         self._contexts: list[Context] = []
 
     def enter(self, name: str, context: Context) -> None:
         """Measure a contender; what it fails with is its entry."""
-        if self._tell is not None:
-            self._tell(name, len(self.entries), self._total)
+        if self._progress is not None:
+            self._progress(name, len(self.entries), self._total)
         try:
             with untouched(self._step) as step, context(step.model):
                 entry = self._measured(name, step)
         except InfeasibleError as error:
             least = print_bytes(error.floor_bytes)
             entry = Entry(name, failure=f"cannot be met, the least is {least}")
-        except Exception as error:  # noqa: BLE001 (a contender may fail in any way)
+        except Exception as error:  # noqa: BLE001 (a contender may fail anyhow)
             entry = Entry(name, failure=_failure(error))
         self.entries.append(entry)
         self._contexts.append(context)
         self._empty_cache()
 
     def time_again(self) -> None:
-        """Time all who ran once more, in turn, so that all meet the same weather."""
+        """Time all who ran once more, in turn, so that noise hits all alike."""
         for _ in range(_ROUNDS):
             for number, context in enumerate(self._contexts):
                 entry = self.entries[number]

@@ -65,14 +65,14 @@ def check_budget(budget: Budget) -> None:
         >>> check_budget("0.5 GiB")
         >>> check_budget("0 GiB")
         Traceback (most recent call last):
-        recoup.errors.UsageError: a budget must be positive: got '0 GiB'. ...
+        recoup.errors.UsageError: expected a positive budget, got '0 GiB'. ...
     """
     if budget is not None:
         parse_budget(budget)
 
 
-def told_bytes(floor_bytes: int, device: torch.device) -> int:
-    """Return the smallest budget to tell of, when the smallest plan takes so much.
+def budget_for_floor(floor_bytes: int, device: torch.device) -> int:
+    """Return the smallest budget to report for the peak of the smallest plan.
 
     On the CPU bytes are counted exactly, and it is the same. An allocator may count up
     to 1 MiB more of a block of more than 1 MiB, by what happens to be free, so that the
@@ -80,11 +80,11 @@ def told_bytes(floor_bytes: int, device: torch.device) -> int:
     two such blocks, but at most a hundredth and at least a thousandth of it all.
 
     Examples:
-        >>> told_bytes(1000, torch.device("cpu"))
+        >>> budget_for_floor(1000, torch.device("cpu"))
         1000
-        >>> told_bytes(1 << 30, torch.device("cuda")) - (1 << 30) == 2 << 20
+        >>> budget_for_floor(1 << 30, torch.device("cuda")) - (1 << 30) == 2 << 20
         True
-        >>> told_bytes(8_000_000_000, torch.device("cuda"))
+        >>> budget_for_floor(8_000_000_000, torch.device("cuda"))
         8008000000
     """
     if device.type == "cpu":

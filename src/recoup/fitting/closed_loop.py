@@ -20,9 +20,9 @@ from recoup.errors import InfeasibleError
 from recoup.fitting.budgets import (
     Budget,
     budget_bytes,
+    budget_for_floor,
     free_bytes,
     infeasible_with,
-    told_bytes,
 )
 from recoup.fitting.decision import (
     Infeasible,
@@ -208,7 +208,7 @@ class ClosedLoop:
             attempt = self._accepted(budget_bytes, asked_bytes)
             self._activate(attempt)
             settled = self._timed(attempt)
-            if self.graph.issuing is not None and plan_for_slower_host(
+            if self.graph.host_costs is not None and plan_for_slower_host(
                 settled.pace, attempt.solution.seconds, self._left
             ):
                 settled = self._hastened(settled, budget_bytes)
@@ -225,7 +225,7 @@ class ClosedLoop:
     def _accepted(self, budget_bytes: int, asked_bytes: int) -> Attempt:
         """Return the accepted attempt; its plan need not be active now."""
         # An allocator counts a little more or less than predicted.
-        margin_bytes = told_bytes(budget_bytes, self._step.device) - budget_bytes
+        margin_bytes = budget_for_floor(budget_bytes, self._step.device) - budget_bytes
         last: Attempt | None = None
 
         def attempt(
@@ -274,7 +274,7 @@ class ClosedLoop:
     ) -> InfeasibleError:
         """Return the error that names the floor: predicted, or measured if larger."""
         error = infeasible_with_search(self.search, budget_bytes)
-        told = told_bytes(needed_bytes + self.reserved_bytes, self._step.device)
+        told = budget_for_floor(needed_bytes + self.reserved_bytes, self._step.device)
         return infeasible_with(error, told - self.search.floor_bytes, asked_bytes)
 
     def _try(
@@ -309,7 +309,7 @@ class ClosedLoop:
         """Measure the pace of the active plan, and correct all times by it."""
         self.tell("timing the plan")
         solution = attempt.solution
-        if self.graph.issuing is None:
+        if self.graph.host_costs is None:
             pace, graph = self._compared(attempt)
         else:
             pace = self._pace(solution.seconds, attempt.cost.seconds)

@@ -27,7 +27,7 @@ from recoup.errors import (
     UsageError,
 )
 from recoup.fitting.arguments import actions_of, one_model, optimizers_of
-from recoup.fitting.budgets import Budget, check_budget, told_bytes
+from recoup.fitting.budgets import Budget, budget_for_floor, check_budget
 from recoup.fitting.closed_loop import ClosedLoop, Settled
 from recoup.fitting.collected_findings import (
     fit_findings,
@@ -63,7 +63,7 @@ _CHANGED = (
 )
 _SMALLEST = (
     "recoup did not run the step again: it knows no plan that takes a tenth less than "
-    "the one in force. Give a smaller batch, or move more off the device."
+    "the active one. Give a smaller batch, or move more off the device."
 )
 _RAN_TWICE = (
     "recoup had planned for a tenth less memory and run the step again: this is how "
@@ -71,7 +71,7 @@ _RAN_TWICE = (
 )
 
 _RUNS = 10
-"""How often the step runs if the first plan holds: the progress is told by it."""
+"""How often the step runs if the first plan holds, for the progress callback."""
 
 
 @dataclass(repr=False, kw_only=True)
@@ -88,7 +88,7 @@ class Fit(FitResult):
         tightenings: How often it was planned anew for less memory. Since then peak and
             time are those that are predicted: what was measured is the plan before.
         verify: When recomputed values are compared with forward's.
-        search: The plans of the step that were found on the way.
+        search: All plans of the step that were found.
     """
 
     plan: Plan
@@ -110,7 +110,7 @@ class Fit(FitResult):
         """
         search = self.search or Search(self.graph, EXACT)
         needed_bytes = search.floor_bytes + self.reserved_bytes
-        return told_bytes(needed_bytes, device_of(self.model))
+        return budget_for_floor(needed_bytes, device_of(self.model))
 
     def remove(self) -> nn.Module:
         """Take the plan off the model, which is then as it was before `fit`."""
@@ -134,7 +134,7 @@ class Fit(FitResult):
         return True
 
     def adopt(self, plan: Plan) -> None:
-        """Put another plan for the same step in force, such as another process's.
+        """Apply another plan for the same step, such as another process's.
 
         Raises:
             UsageError: The plan has been removed from the model.
@@ -336,7 +336,7 @@ def fit(  # noqa: PLR0913 (a step can be described in several ways)
         blocks: The paths of the modules between which the model is cut; by default
             they are found.
         device: Where to count memory; by default where the parameters are.
-        progress: A function that is told what is being done, and about how long it will
+        progress: A progress callback: the current activity, and about how long it will
             still take; True shows it, None shows it in a terminal.
         verify: When replayed values are compared with forward's; see `CheckpointScope`.
         compile: Who runs the blocks. False: torch, eagerly, and recoup recomputes

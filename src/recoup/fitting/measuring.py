@@ -38,7 +38,7 @@ def measure(  # noqa: PLR0913 (a step can be described in several ways)
     a model that does not fit here, or for a device that is not here: some
     milliseconds for each operator. The model and the batch may be on the meta device.
     Bytes are those of the real step on the model's device (of a model on the meta
-    device: on the processor). Times are estimates, from what a device does at best.
+    device: on the CPU). Times are estimates from the peak throughput of a device.
     Plan with such a graph, with `plan` and `frontier`; to apply a plan, `fit` the model
     where it runs.
 
@@ -49,7 +49,7 @@ def measure(  # noqa: PLR0913 (a step can be described in several ways)
         step: Runs forward and backward by itself, instead of `batch` and `loss`.
         blocks: The paths of the modules between which the model is cut.
         device: Where to count memory. Dry, the device to estimate times for: h200,
-            h100, a100, rtx4090, or by default this machine's processor.
+            h100, a100, rtx4090, or by default this machine's CPU.
         dry: Do not compute the step.
 
     Raises:
@@ -102,7 +102,7 @@ def frontier(  # noqa: PLR0913 (a step can be described in several ways)
         step: With a model: runs forward and backward, instead of `batch` and `loss`.
         points: For how many budgets, evenly spread, plans are looked for.
         allow: What may be done with a value besides recomputing it, as for `fit`.
-        progress: Is told how many budgets are done, and how many there are.
+        progress: Progress callback: budgets done, and their total.
 
     Raises:
         UsageError: The arguments describe no step, or a graph is given with a batch.

@@ -102,7 +102,7 @@ class Meter:
         writer: ScalarWriter | None = None,
     ) -> None:
         if every < 1:
-            raise UsageError(f"a meter reads one of 1 or more steps: got {every}.")
+            raise UsageError(f"expected every of at least 1, got {every}.")
         self._device = _device(device)
         self._budget_bytes = _bytes(budget)
         self._every = every

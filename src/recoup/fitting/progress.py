@@ -1,4 +1,4 @@
-"""Progress of long work: told to whoever wants to know, shown in a terminal."""
+"""Progress of long work: a callback, or a line in the terminal."""
 
 import sys
 import time
@@ -29,7 +29,7 @@ class Course:
         self._started = time.perf_counter()
 
     def __call__(self, doing: str) -> None:
-        """Take note of what is being done now."""
+        """Record the current activity."""
         self._doing = doing
         self._tell()
 
@@ -65,10 +65,10 @@ def progress_for(
     *,
     runs: int,
 ) -> Generator[Course]:
-    """Return whom to tell what is being done, and how often the step has run.
+    """Return the progress callback, and the count of steps that were run.
 
     Args:
-        progress: A function that is told; True shows a line in the terminal, False
+        progress: A progress callback; True shows a line in the terminal, False
             shows nothing, None shows it if standard error is a terminal.
         runs: How often the step will probably run.
     """
@@ -104,7 +104,7 @@ def bar(doing: str, total: int | None = None) -> Generator[Show]:
 
 
 def _told(progress: Progress, runs: int) -> Course:
-    """Return a course that tells a function, once for each thing that is done."""
+    """Return a course that calls a function, once for each activity."""
     before = ""
 
     def show(doing: str, done: int, total: int) -> None:

@@ -66,7 +66,7 @@ class LoopPlan:
 
 
 def default_checkpoints(steps: int) -> int:
-    """Return the seed's number of checkpoints: the square root, rounded down.
+    """Return Tangent's default number of checkpoints: the square root, rounded down.
 
     Examples:
         >>> [default_checkpoints(n) for n in (100, 500, 1000, 5000)]
@@ -78,53 +78,50 @@ def default_checkpoints(steps: int) -> int:
 def known_length(
     steps: int, num_checkpoints: int | None, schedule: Schedule | None
 ) -> tuple[Schedule, bool]:
-    """Return the schedule for a loop of known length, and if it shows the beginning."""
+    """Return the schedule for a length, and whether it shows the initial state."""
     if schedule is None:
         wanted = num_checkpoints
         count = default_checkpoints(steps) if wanted is None else wanted
         if count < 0:
             raise UsageError(
-                f"a loop holds no negative number of checkpoints: got {count}. Give 0 "
+                f"expected 0 or more checkpoints, got {count}; give 0 "
                 "or more, or None for the square root of the number of steps."
             )
         found = Even(steps, count) if count else StoreAll(steps)
         return found, 0 < steps <= count
     if num_checkpoints is not None:
         raise UsageError(
-            "a loop takes num_checkpoints or a schedule: got both. A schedule knows "
-            "how many states it holds; leave num_checkpoints out."
+            "expected num_checkpoints or a schedule, got both; a schedule knows how "
+            "many states it holds, leave num_checkpoints out."
         )
     if schedule.steps != steps:
         raise UsageError(
-            f"the schedule is for {schedule.steps} steps, but the loop has {steps}. "
-            "Make it for as many steps as the loop has."
+            f"expected a schedule of {steps} steps, as the loop has, got one of "
+            f"{schedule.steps} steps."
         )
     return schedule, False
 
 
 def checked_verification(verify: str, tolerance: float | None) -> None:
-    """Raise `UsageError` if these do not say how to verify."""
+    """Raise `UsageError` unless both are valid."""
     if verify not in ("first", "always", "off"):
-        raise UsageError(
-            f'verify= is "first", "always" or "off": got {verify!r}. Choose one.'
-        )
+        raise UsageError(f'expected verify="first", "always" or "off", got {verify!r}.')
     if tolerance is not None and not tolerance >= 0:
         raise UsageError(
-            f"tolerance= is a difference to allow, 0 or more, or None for equal bits: "
-            f"got {tolerance!r}."
+            f"expected tolerance= 0 or more, or None for equal bits, got {tolerance!r}."
         )
 
 
 @dataclass(frozen=True, slots=True)
 class KeptState:
-    """A state in a slot: the step it comes before, and what the backend made of it."""
+    """A state in a slot: the step that follows it, and the backend's copy."""
 
     step: int
     held: Any
     owned: bool = True
 
     def drop(self) -> None:
-        """Let a tier forget it, if it is in one and these slots put it there."""
+        """Drop it from its tier, if these slots put it there."""
         if self.owned and hasattr(self.held, "drop"):
             self.held.drop()
 
@@ -144,26 +141,26 @@ class Slots:
         return self._kept[slot].held
 
     def prefetch(self, slot: int) -> None:
-        """Begin to bring a state back, if it is in a tier where that takes time."""
+        """Start to fetch a state from its tier, if that takes time."""
         kept = self._kept.get(slot)
         if kept is not None and hasattr(kept.held, "prefetch"):
             kept.held.prefetch()
 
     def free(self, slot: int) -> None:
-        """Forget a state."""
+        """Drop a state."""
         self._kept.pop(slot).drop()
 
     def clear(self) -> None:
-        """Forget all."""
+        """Drop all states."""
         for slot in list(self._kept):
             self.free(slot)
 
     def copy(self) -> "Slots":
-        """Return other slots that hold the same states, and leave them to these."""
+        """Return slots with the same states, which these slots still own."""
         return Slots({slot: replace(k, owned=False) for slot, k in self._kept.items()})
 
     def by_step(self) -> dict[int, Any]:
-        """Return what is held, by the step it comes before, in order."""
+        """Return the held states by the step that follows each, in order."""
         found = {kept.step: kept.held for kept in self._kept.values()}
         return dict(sorted(found.items()))
 
@@ -174,12 +171,12 @@ class Slots:
 class Checkpoints(Mapping[int, Any]):
     """The states that a loop holds, by position: the state after so many steps.
 
-    It reads like the dictionary of the seed's guide. The state at the beginning is held
-    besides and not among them. Backward frees the states as it uses them, so that a
-    variable that still names the checkpoints does not keep memory.
+    Reads like the dictionary in Tangent's guide. The initial state is held as well and
+    is not among them. Backward frees the states as it uses them, so a variable that
+    still refers to the checkpoints keeps no memory alive.
 
-    They are values: no gradient passes through them. What a loss needs besides the
-    final state is an output of the steps (`with_outputs`).
+    They are values: no gradient passes through them. If a loss needs more than the
+    final state, make it an output of the steps (`with_outputs`).
     """
 
     def __init__(
@@ -256,7 +253,7 @@ class LoopMachine(ABC):
 
     @abstractmethod
     def hold(self, state: Any, step: int, tier: int) -> Any:
-        """Return a copy of the state before `step`, or what is as good."""
+        """Return a handle that keeps the state before `step`."""
 
     @abstractmethod
     def take(self, held: Any) -> Any:
@@ -472,7 +469,7 @@ class LoopRun:
 def forward(
     actions: Iterator[Action], machine: LoopMachine, slots: Slots, state: Any
 ) -> tuple[Any, Reverse | None]:
-    """Carry out everything up to the first reverse, which is left to the caller.
+    """Execute all actions up to the first reverse, which is left to the caller.
 
     Returns:
         The state before that reverse, and the reverse; None for a loop without steps.
@@ -491,9 +488,9 @@ def backward(
     *,
     ahead: bool = False,
 ) -> None:
-    """Carry out the rest.
+    """Execute the remaining actions.
 
-    With `ahead`, a tier begins to bring the next state back while steps are reversed.
+    With `ahead`, the next state is fetched from its tier while steps are reversed.
     """
     state = None
     for action in _prefetching(actions, slots) if ahead else actions:
@@ -501,7 +498,7 @@ def backward(
 
 
 def after_first_reverse(make: Callable[[], Iterator[Action]]) -> Iterator[Action]:
-    """Return the actions behind the first reverse, which `forward` leaves out."""
+    """Return the actions after the first reverse, which `forward` leaves out."""
     actions = make()
     for action in actions:
         if isinstance(action, Reverse):
@@ -515,7 +512,8 @@ def run_to_condition(
     """Run a loop of unknown length.
 
     Returns:
-        The final state, the number of steps, and what makes the actions of backward.
+        The final state, the number of steps, and a function that returns backward's
+        actions.
     """
     assert plan.online is not None, "no schedule, so an online one"
     assert plan.condition is not None, "an online schedule needs it"

@@ -78,7 +78,7 @@ def grad(
     options, on_unsupported, enabled = _read(fn, checkpoint)
     places = (wrt,) if isinstance(wrt, int) else tuple(wrt)
     if not places:
-        raise UsageError("wrt= names at least one argument: got none.")
+        raise UsageError("expected at least one argument in wrt=, got none.")
     function, source = fn, None
     if enabled:
         rewritten = rewrite(fn, Runtime(options))
@@ -140,7 +140,8 @@ def _read(
         checkpoint = {"num_checkpoints": checkpoint}
     if not isinstance(checkpoint, Mapping):
         raise UsageError(
-            f"checkpoint= is True, False, a number or a mapping: got {checkpoint!r}."
+            f"expected True, False, a number or a mapping for checkpoint=, got "
+            f"{checkpoint!r}."
         )
     unknown = sorted(set(checkpoint) - set(_OPTIONS))
     if unknown:
@@ -153,16 +154,16 @@ def _read(
     on_unsupported = given.pop("on_unsupported", "warn")
     if on_unsupported not in ("warn", "raise"):
         raise UsageError(
-            f'on_unsupported is "warn" or "raise": got {on_unsupported!r}.'
+            f'expected on_unsupported="warn" or "raise", got {on_unsupported!r}.'
         )
     if given.get("strategy", "auto") not in _STRATEGIES:
         raise UsageError(
-            f"strategy is one of {', '.join(_STRATEGIES)}: got {given['strategy']!r}."
+            f"expected strategy to be one of {', '.join(_STRATEGIES)}, got "
+            f"{given['strategy']!r}."
         )
     if given.get("memory_budget") is not None and given.get("num_checkpoints"):
         raise UsageError(
-            "memory_budget chooses the checkpoints: got num_checkpoints besides. Leave "
-            "one out."
+            "expected memory_budget or num_checkpoints, got both; leave one out."
         )
     raises = on_unsupported == "raise"
     return LoopOptions(name=name, raises=raises, **given), on_unsupported, enabled
@@ -239,7 +240,7 @@ def _by_torch(call: Callable[..., Any], given: list[Any]) -> list[Any]:
         results = [leaf for leaf in found_leaves if isinstance(leaf, Tensor)]
         if not results:
             raise UsageError(
-                f"a function to differentiate returns tensors: got "
+                f"expected a function that returns tensors, got "
                 f"{type(result).__name__}."
             )
     inputs = [leaf for leaf in watched if isinstance(leaf, Tensor)]

@@ -113,13 +113,13 @@ def checkpointed_loop(  # noqa: PLR0913 (each is a separate wish of the caller)
     if budget is not None:
         if schedule is not None or num_checkpoints is not None:
             raise UsageError(
-                "a budget chooses the schedule: got num_checkpoints or a schedule "
-                "besides. Leave them out."
+                "expected budget= alone, got num_checkpoints or a schedule as well; "
+                "the budget chooses the schedule."
             )
         if steps is None:
             raise UsageError(
-                "a budget needs a loop of known length: this one ends by a condition. "
-                "Use num_checkpoints, or Online(slots=...)."
+                "expected a loop of known length with budget=, got a condition; use "
+                "num_checkpoints, or Online(slots=...)."
             )
         budget_bytes = parse_bytes(budget) if isinstance(budget, str) else budget
         schedule = _fitted(
@@ -137,9 +137,7 @@ def _whole(name: str, value: Any) -> int | None:
     try:
         return operator.index(value)
     except TypeError as error:
-        raise UsageError(
-            f"{name}= is a whole number: got {value!r}. Give an integer."
-        ) from error
+        raise UsageError(f"expected an integer for {name}=, got {value!r}.") from error
 
 
 def _stores(store: Tier | Sequence[Tier] | None, kind: str) -> tuple[Tier, ...]:
@@ -147,8 +145,7 @@ def _stores(store: Tier | Sequence[Tier] | None, kind: str) -> tuple[Tier, ...]:
         return ()
     if kind != "torch":
         raise UsageError(
-            f"store= is for loops over torch tensors: this one is over {kind} arrays. "
-            "Leave it out."
+            f"expected store= with torch tensors only, got {kind} arrays; leave it out."
         )
     return (store,) if isinstance(store, Tier) else tuple(store)
 
@@ -164,8 +161,9 @@ def _plan(
     if condition is None:
         if isinstance(schedule, Online):
             raise UsageError(
-                "an Online schedule is for a loop of unknown length: this one has "
-                f"{steps} steps. Use Revolve or Chunked, or give a condition."
+                f"expected a schedule for {steps} steps, got an Online schedule, which "
+                "is for loops of unknown length; use Revolve or Chunked, or give a "
+                "condition."
             )
         assert steps is not None, "checked with the arguments"
         known, shows_beginning = known_length(steps, num_checkpoints, schedule)
@@ -177,12 +175,12 @@ def _plan(
         )
     if schedule is not None and not isinstance(schedule, Online):
         raise UsageError(
-            f"a loop with a condition has no known length: {schedule!r} needs one. Use "
-            "Online(slots=...) or num_checkpoints."
+            f"expected Online(slots=...) or num_checkpoints for a loop with a "
+            f"condition, whose length is not known, got {schedule!r}."
         )
     if schedule is not None and num_checkpoints is not None:
         raise UsageError(
-            "a loop takes num_checkpoints or a schedule: got both. Leave one out."
+            "expected num_checkpoints or a schedule, got both; leave one out."
         )
     wanted = 31 if num_checkpoints is None else num_checkpoints
     online = schedule if schedule is not None else Online(slots=wanted + 1)
@@ -205,22 +203,20 @@ def _steps(
     seq_length: int | None, feed: Feed | None, condition: Callable[[Any], Any] | None
 ) -> int | None:
     if seq_length is not None and seq_length < 0:
-        raise UsageError(
-            f"a loop has no negative number of steps: got seq_length={seq_length}."
-        )
+        raise UsageError(f"expected 0 or more steps, got seq_length={seq_length}.")
     if feed is None:
         if seq_length is None and condition is None:
             raise UsageError(
-                "a loop needs seq_length, inputs or a condition to know where it ends: "
-                "got none of them."
+                "expected seq_length, inputs or a condition, which end the loop, got "
+                "none of them."
             )
         return seq_length
     if seq_length is None:
         return feed.length
     if seq_length > feed.length or (seq_length < feed.length and condition is None):
         raise UsageError(
-            f"there are inputs for {feed.length} steps, but seq_length={seq_length}. "
-            "Give as many inputs as steps, or leave seq_length out."
+            f"expected inputs for {seq_length} steps, as seq_length says, got inputs "
+            f"for {feed.length} steps; leave seq_length out to use them all."
         )
     return seq_length
 
@@ -275,7 +271,7 @@ def _run(
         return run_jax(step, state, plan, captures, vjp)
     if vjp is not None:
         raise UsageError(
-            "vjp= is for plain NumPy functions: torch differentiates by itself. Leave "
-            "it out."
+            "expected vjp= with plain NumPy functions only, got torch tensors, which "
+            "torch differentiates by itself; leave it out."
         )
     return run_torch(step, state, plan, captures)

@@ -1,4 +1,4 @@
-"""Savings: the seed's figures for a loop, and what is really held and run again."""
+"""Savings: Tangent's figures for a loop, and the states really held and recomputed."""
 
 from recoup.loops.drive import default_checkpoints
 from recoup.schedules.even import Even, StoreAll, compute_checkpoint_positions
@@ -9,7 +9,7 @@ def get_memory_savings(
 ) -> dict[str, float]:
     """Return what even checkpoints save, in states.
 
-    The first six figures are those of the seed's guide. They count checkpoints alone;
+    The first six figures are those of Tangent's guide. They count checkpoints alone;
     the others count what is held at the worst moment and what is run again.
 
     Args:

@@ -17,8 +17,8 @@ class Stacked:
         lengths = {len(leaf) for leaf in self.leaves}
         if len(lengths) != 1:
             raise UsageError(
-                "the inputs of a loop have one first axis, the step: got lengths "
-                f"{sorted(lengths)}. Stack them to equal length, or list them."
+                "expected inputs with one length of the first axis, the step, got "
+                f"lengths {sorted(lengths)}; stack them to equal length, or list them."
             )
         (self.length,) = lengths
 
@@ -97,7 +97,7 @@ Function = Callable[..., Any]
 
 
 class KindError(UsageError):
-    """A state is built otherwise at one end of the loop than at the other."""
+    """The pytree structure of a state differs between the ends of the loop."""
 
 
 class ConcreteError(KindError):
@@ -123,7 +123,7 @@ class LoopStep:
 
     @property
     def name(self) -> str:
-        """What messages call the step."""
+        """The step's name in messages."""
         return getattr(self.function, "__qualname__", type(self.function).__name__)
 
     @property
@@ -135,8 +135,8 @@ class LoopStep:
         """Raise `KindError` if a step changed the structure of the state."""
         if found != expected:
             raise KindError(
-                f"{self.name!r} returned a state that is built otherwise than the "
-                "initial one. Return the same structure, as in a scan."
+                f"{self.name!r} returned a state with another pytree structure than "
+                "the initial state. Return the same structure, as in a scan."
             )
 
     def run(self, state: Any, index: int) -> tuple[Any, Any]:
@@ -155,8 +155,8 @@ class LoopStep:
             return result, None
         if not isinstance(result, tuple) or len(result) != 2:
             raise UsageError(
-                f"{self.name!r} is to return the new state and an output, because of "
-                f"with_outputs=True: got {type(result).__name__}. Return a pair."
+                f"expected a pair (state, output) from {self.name!r}, because of "
+                f"with_outputs=True, got {type(result).__name__}."
             )
         return result
 
@@ -233,5 +233,6 @@ def require_cotangent(found: Structure, expected: Structure) -> None:
     """Raise `UsageError` if a cotangent has not the structure of the final state."""
     if found != expected:
         raise UsageError(
-            "a cotangent is built like the final state: got another structure."
+            "expected a cotangent with the pytree structure of the final state, got "
+            "another structure."
         )

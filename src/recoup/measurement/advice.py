@@ -92,7 +92,7 @@ def suggest(model: nn.Module, *args: Any, **kwargs: Any) -> Advice:
         ['0', '1']
     """
     if not isinstance(model, nn.Module):
-        raise UsageError(f"suggest takes a model: got {type(model).__name__}.")
+        raise UsageError(f"expected a model, got {type(model).__name__}.")
     watcher = _Watcher()
     with _in_regions(blocks_of(model)), _watched_by(watcher):
         outputs = model(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""PyTorch's own ways to spend time for memory, put around the blocks of a model."""
+"""PyTorch's own checkpointing tools, applied to the blocks of a model."""
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager

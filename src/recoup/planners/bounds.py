@@ -3,7 +3,7 @@
 At any moment, what backward needs later is either in memory or run again after that
 moment, with what that takes. So for a price of a byte, the minimum cut over the whole
 of forward less the price of the room is a bound on what is run again; the best price is
-found by bisection. A knapsack, which forgets that operators need inputs, tells which
+found by bisection. A knapsack, which ignores that operators need inputs, shows which
 moment to look at. Both hold for every plan that keeps the order of operators: any
 segments, nested or not, and any values held.
 """

@@ -1,4 +1,4 @@
-"""Lenses: one graph as planners see it, with one time for each thing that they do."""
+"""Cost weighting: a graph with one time per operator, of the device and the host."""
 
 import math
 from collections.abc import Iterable
@@ -23,12 +23,12 @@ _LEANING = 0.02
 much to do, the one that records less leaves more room for a host that falls behind."""
 
 
-class Lens:
-    """A graph in which the device's time and the host's are one, and its planners.
+class WeightedGraph:
+    """A graph whose times are a weighted mean of device and host, and its planners.
 
-    Planners add up the times of what is recorded and run again. Beside an accelerator
-    there are two sums of which the larger one counts: so they minimise a mean of both.
-    Bytes are the same in all lenses, so a plan found through one is a plan of the step.
+    Planners add up the times of recording and recomputing. With an accelerator there
+    are two sums of which the larger one counts, so they minimise a mean of both. Bytes
+    do not depend on the weight, so each plan is a plan of the step.
 
     Args:
         graph: One step.
@@ -92,29 +92,35 @@ def weighed(graph: Graph, host_weight: float) -> Graph:
     """Return a graph whose times are a mean of the device's and the host's.
 
     Examples:
-        >>> from recoup.core.graph import Issuing, Operation
+        >>> from recoup.core.graph import HostCosts, Operation
         >>> exp = Operation("exp", 4.0, (), ())
-        >>> graph = Graph((exp,), 0, (), (), (), (), (0,), issuing=Issuing(9.0, 2, 1))
-        >>> lens = weighed(graph, 0.5)
-        >>> lens.operations[0].seconds, lens.recording_seconds, lens.issuing
+        >>> graph = Graph(
+        ...     (exp,), 0, (), (), (), (), (0,), host_costs=HostCosts(9.0, 2, 1)
+        ... )
+        >>> weighted = weighed(graph, 0.5)
+        >>> (
+        ...     weighted.operations[0].seconds,
+        ...     weighted.recording_seconds,
+        ...     weighted.host_costs,
+        ... )
         (2.5, 1.0, None)
         >>> weighed(graph, 0.0).operations == graph.operations
         True
     """
-    issuing = graph.issuing
-    if issuing is None:
+    host_costs = graph.host_costs
+    if host_costs is None:
         return graph
     if not host_weight:
-        leaning = graph.recording_seconds + _LEANING * issuing.recording_seconds
-        return replace(graph, recording_seconds=leaning, issuing=None)
+        leaning = graph.recording_seconds + _LEANING * host_costs.recording_seconds
+        return replace(graph, recording_seconds=leaning, host_costs=None)
     device_weight = 1 - host_weight
-    again = host_weight * issuing.replaying_seconds
+    again = host_weight * host_costs.replaying_seconds
     return replace(
         graph,
         operations=tuple(
             replace(operation, seconds=device_weight * operation.seconds + again)
             for operation in graph.operations
         ),
-        recording_seconds=host_weight * issuing.recording_seconds,
-        issuing=None,
+        recording_seconds=host_weight * host_costs.recording_seconds,
+        host_costs=None,
     )

@@ -29,7 +29,7 @@ _LONG = 1000
 
 
 class Part:
-    """What lies between two boundaries, and what tells it from other intervals."""
+    """What lies between two boundaries, and its signature."""
 
     def __init__(self, graph: Graph, first: int, last: int) -> None:
         self.graph = graph
@@ -50,7 +50,7 @@ class Part:
         self.crossing = _crossing(graph, self.inside)
 
     def signature(self) -> object:
-        """Return what is equal for intervals of which all ways cost the same memory.
+        """Return what is equal for intervals of which all options cost the same memory.
 
         Times are not in it: those of equal operators are taken to be equal.
         """
@@ -222,7 +222,7 @@ Make = Callable[[], Option]
 
 @dataclass(frozen=True)
 class IntervalOption:
-    """One way to run an interval.
+    """One option to run an interval.
 
     Attributes:
         make: Returns what is done.
@@ -242,7 +242,7 @@ class _Candidate(NamedTuple):
     """Something that may be done with an interval.
 
     Attributes:
-        key: What tells it from all others that cost something else.
+        key: Identifies it among all that cost something else.
         make: Returns it.
         held: What the interval holds, if it is one segment with none inside.
     """
@@ -252,8 +252,8 @@ class _Candidate(NamedTuple):
     held: tuple[int, ...] | None = None
 
 
-class Ways:
-    """Makes the ways to run intervals between places."""
+class IntervalOptions:
+    """Makes the options to run intervals between places."""
 
     def __init__(
         self,
@@ -279,7 +279,7 @@ class Ways:
         return int(self._natural.max(initial=0))
 
     def between(self, start: int, stop: int) -> list[IntervalOption]:
-        """Return the ways to run what is between two places, none worse in all."""
+        """Return the Pareto-optimal options to run what is between two places."""
         first, last = self.places[start], self.places[stop]
         if not self.graph.is_within_call(first, last) and stop > start + 1:
             return []
@@ -291,7 +291,7 @@ class Ways:
         else:
             candidates = list(self._candidates(interval, signature, start, stop))
         self._work_out(interval, candidates)
-        return _undominated(self._ways(interval, candidates))
+        return _undominated(self._options(interval, candidates))
 
     def _candidates(
         self, interval: Part, signature: int, start: int, stop: int
@@ -350,7 +350,7 @@ class Ways:
             )
             known.update(zip(flat, found, strict=True))
 
-    def _ways(
+    def _options(
         self, interval: Part, candidates: Sequence[_Candidate]
     ) -> Iterator[IntervalOption]:
         """Yield the candidates with what they cost."""
@@ -416,13 +416,16 @@ def _between(held: tuple[list[int], tuple[int, ...]], inside: range) -> tuple[in
     return values[low : bisect_left(producers, inside.stop)]
 
 
-def _undominated(ways: Iterable[IntervalOption]) -> list[IntervalOption]:
-    """Return the ways that no other one beats in all figures."""
+def _undominated(options: Iterable[IntervalOption]) -> list[IntervalOption]:
+    """Return the Pareto-optimal options."""
     found: list[IntervalOption] = []
-    for way in sorted(ways, key=lambda w: (w.seconds, w.held_bytes, w.peak_bytes)):
+    for option in sorted(
+        options, key=lambda w: (w.seconds, w.held_bytes, w.peak_bytes)
+    ):
         if not any(
-            other.held_bytes <= way.held_bytes and other.peak_bytes <= way.peak_bytes
+            other.held_bytes <= option.held_bytes
+            and other.peak_bytes <= option.peak_bytes
             for other in found
         ):
-            found.append(way)
+            found.append(option)
     return found

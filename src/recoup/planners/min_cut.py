@@ -33,7 +33,7 @@ class Demand:
         values: The values made in it that backward needs.
         price_bytes: What holding a value costs, where it is not the bytes of its
             storage: 0 for one that is in memory in any case.
-        operation_seconds: What each operation that is replayed costs beside its time.
+        operation_seconds: What each replayed operation costs besides its time.
         strict: Whether values that are written over later cannot be held. A bound that
             holds for everyone must let them.
     """
@@ -306,7 +306,7 @@ class Network:
 def _reached(
     size: int, edges: Sequence[tuple[int, int]], capacities: Sequence[int]
 ) -> set[int]:
-    """Return the nodes that node 0 reaches beside a maximum flow to node 1."""
+    """Return the nodes that node 0 reaches in the residual graph of a maximum flow."""
     ends = np.array(edges, dtype=np.int32).reshape(-1, 2)
     graph = csr_array(
         (np.array(capacities, dtype=np.int32), (ends[:, 0], ends[:, 1])),

@@ -12,7 +12,7 @@ from recoup.core.trim_segments import recorded_narrowly
 
 @dataclass(frozen=True)
 class Option:
-    """One way to run an interval of forward.
+    """One option to run an interval of forward.
 
     Attributes:
         segments: What it runs as; none: everything is kept.

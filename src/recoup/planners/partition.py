@@ -17,7 +17,7 @@ from recoup.core.simulation import simulate
 from recoup.core.trim_segments import without_idle_actions
 from recoup.planners.baselines import blocks_of, recompute_all, square_root
 from recoup.planners.exhaustive import smallest
-from recoup.planners.interval_options import IntervalOption, Memory, Ways
+from recoup.planners.interval_options import IntervalOption, IntervalOptions, Memory
 from recoup.planners.option import Option, segments_of
 
 Path = tuple[tuple[Interval, Option], ...]
@@ -51,12 +51,12 @@ class Partition:
         self.places = tuple(places)
         memory = Memory() if memory is None else memory
         held_sets = memory.held_sets(graph, places[0], places[-1])
-        ways = Ways(graph, places, held_sets, nest=nest, memory=memory)
-        self._highest = ways.natural_bytes + sum(s.bytes for s in graph.storages)
+        options = IntervalOptions(graph, places, held_sets, nest=nest, memory=memory)
+        self._highest = options.natural_bytes + sum(s.bytes for s in graph.storages)
         self._steps: list[list[_Step]] = [[]]
         for stop in range(1, len(places)):
             starts = range(max(0, stop - reach), stop)
-            self._steps.append([_Step(n, ways.between(n, stop)) for n in starts])
+            self._steps.append([_Step(n, options.between(n, stop)) for n in starts])
 
     def best(self, budget_bytes: int) -> Path | None:
         """Return the fastest path that fits as counted here, or None."""
@@ -86,26 +86,28 @@ class Partition:
         while stop:
             front = fronts[stop]
             step = self._steps[stop][int(front.step[label])]
-            way = step.ways[int(front.way[label])]
-            path.append(((self.places[step.start], self.places[stop]), way.make()))
+            option = step.options[int(front.choice[label])]
+            path.append(((self.places[step.start], self.places[stop]), option.make()))
             label, stop = int(front.label[label]), step.start
         return tuple(reversed(path))
 
 
 class _Step:
-    """All ways from one place to another, as arrays."""
+    """All options from one place to another, as arrays."""
 
-    def __init__(self, start: int, ways: Sequence[IntervalOption]) -> None:
+    def __init__(self, start: int, options: Sequence[IntervalOption]) -> None:
         self.start = start
-        self.ways = ways
-        self.held = np.array([way.held_bytes for way in ways], dtype=np.int64)
-        self.peak = np.array([way.peak_bytes for way in ways], dtype=np.int64)
-        self.seconds = np.array([way.seconds for way in ways], dtype=np.float64)
+        self.options = options
+        self.held = np.array([option.held_bytes for option in options], dtype=np.int64)
+        self.peak = np.array([option.peak_bytes for option in options], dtype=np.int64)
+        self.seconds = np.array(
+            [option.seconds for option in options], dtype=np.float64
+        )
 
 
 def _joined(steps: Sequence[_Step]) -> tuple[Integers, Integers, Integers]:
-    """Return where all ways to one place start, what they hold, and their peaks."""
-    starts = np.repeat([step.start for step in steps], [len(s.ways) for s in steps])
+    """Return where all options to one place start, what they hold, and their peaks."""
+    starts = np.repeat([step.start for step in steps], [len(s.options) for s in steps])
     held = np.concatenate([step.held for step in steps])
     return starts, held, np.concatenate([step.peak for step in steps])
 
@@ -131,14 +133,14 @@ class _Front:
         held: Bytes held when forward has come so far.
         seconds: What is run again of it.
         step: Which of the steps that lead here was the last.
-        way: How that interval is run.
+        choice: Which option of that interval is run.
         label: The label at its start.
     """
 
     held: Integers
     seconds: Floats
     step: Integers
-    way: Integers
+    choice: Integers
     label: Integers
 
     @staticmethod
@@ -154,21 +156,21 @@ class _Front:
         held: list[Integers] = [np.zeros(0, dtype=np.int64)]
         seconds: list[Floats] = [np.zeros(0)]
         numbers: list[Integers] = [np.zeros(0, dtype=np.int64)]
-        ways, labels = list(numbers), list(numbers)
+        options, labels = list(numbers), list(numbers)
         for number, step in enumerate(steps):
             front = fronts[step.start]
             fits = front.held[:, None] + step.peak <= budget_bytes
-            label, way = np.nonzero(fits)
-            held.append(front.held[label] + step.held[way])
-            seconds.append(front.seconds[label] + step.seconds[way])
+            label, option = np.nonzero(fits)
+            held.append(front.held[label] + step.held[option])
+            seconds.append(front.seconds[label] + step.seconds[option])
             numbers.append(np.full(len(label), number, dtype=np.int64))
             labels.append(label)
-            ways.append(way)
+            options.append(option)
         every = _Front(
             np.concatenate(held),
             np.concatenate(seconds),
             np.concatenate(numbers),
-            np.concatenate(ways),
+            np.concatenate(options),
             np.concatenate(labels),
         )
         order = np.lexsort((every.seconds, every.held))
@@ -181,7 +183,7 @@ class _Front:
             every.held[order],
             every.seconds[order],
             every.step[order],
-            every.way[order],
+            every.choice[order],
             every.label[order],
         )
 

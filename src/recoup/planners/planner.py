@@ -47,8 +47,8 @@ def plan(
     """
     if not isinstance(graph, Graph):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise UsageError(
-            f"a plan is made for a measured step: got {type(graph).__name__}. Measure "
-            "one with recoup.measure."
+            f"expected the Graph of a measured step, got {type(graph).__name__}; "
+            "measure one with recoup.measure."
         )
     search = Search(graph, allow)
     # A step that uses nothing has a peak of 0 bytes, which is then its budget too.
@@ -154,7 +154,7 @@ def frontier(
         graph: One step, as measured.
         points: For how many budgets, evenly spread, plans are looked for.
         allow: What may be done with a value besides recomputing it.
-        progress: Is told how many budgets are done, and how many there are.
+        progress: Progress callback: budgets done, and their total.
 
     Examples:
         >>> len(frontier(Graph((), 0, (), (), (), (), ())))
@@ -169,7 +169,7 @@ def check_points(points: int) -> None:
     given: Any = points  # of any type, whatever the signature says
     is_number = isinstance(given, int) and not isinstance(given, bool)
     if not is_number or points < 1:
-        raise UsageError(f"points is a whole number of budgets from 1: got {points!r}.")
+        raise UsageError(f"expected points of at least 1, got {points!r}.")
 
 
 def frontier_with(

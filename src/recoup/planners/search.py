@@ -11,7 +11,7 @@ from recoup.core.simulation import Simulation, simulate
 from recoup.core.trim_segments import is_idle, narrowed, without_idle_actions
 from recoup.planners.baselines import blocks_of
 from recoup.planners.bounds import bound_seconds
-from recoup.planners.cost_weighting import Lens
+from recoup.planners.cost_weighting import WeightedGraph
 from recoup.planners.exhaustive import exhaustive
 from recoup.planners.interval_options import Memory
 from recoup.planners.option import segments_of
@@ -39,12 +39,12 @@ _REFINEMENTS = 8
 """How often a plan is refined at most, as long as that makes it faster."""
 
 _HOST_WEIGHTS = (0.1, 0.5)
-"""How much the host's time counts in the lenses for steps that wait for the host: as
+"""How much the host's time counts in the weighted graphs for CPU-bound steps: as
 much as to record half for some tenths of a percent of the device's time; and enough to
 keep the host for nearly the least time there is."""
 
 _HOST_MARGIN = 1.3
-"""By how much a host may be slower than measured: beside an H200 the same step kept it
+"""By how much a host may be slower than measured: with an H200 the same step kept it
 for 15 to 30 % longer at one time than at another. A plan that it could then not keep up
 with gives way to one that leaves it this much room."""
 
@@ -57,14 +57,14 @@ class Search:
         self.allow = allow
         self.known: list[Plan] = [((), simulate(graph, ()), "store_all")]
         self.others = tuple(Search(other, allow) for other in graph.others)
-        self._lenses: dict[float, Lens] = {}
+        self._weighted_graphs: dict[float, WeightedGraph] = {}
 
     def bound_seconds(self, budget_bytes: int) -> float:
         """Return what every plan within the budget adds to the step, at least."""
-        device = replace(self.graph, issuing=None)
+        device = replace(self.graph, host_costs=None)
         offload = Action.OFFLOAD in self.allow
         added = bound_seconds(device, budget_bytes, may_offload=offload)
-        if self.graph.issuing is None:
+        if self.graph.host_costs is None:
             return added
         return max(0.0, added - self._idle_seconds)
 
@@ -97,8 +97,8 @@ class Search:
         for weight in _HOST_WEIGHTS:
             if not self._waits_for_host(budget_bytes):
                 break
-            lens = self._lens(weight)
-            self._solve_partition(lens, lens.partition, budget_bytes)
+            weighted = self._weighted(weight)
+            self._solve_partition(weighted, weighted.partition, budget_bytes)
         return self.best(budget_bytes)
 
     def with_times_of(self, graph: Graph) -> "Search":
@@ -114,8 +114,8 @@ class Search:
             known.with_times_of(each)
             for known, each in zip(self.others, graph.others, strict=True)
         )
-        if self.graph.issuing is not None:
-            other._lenses[0.0] = self._lens(0.0)
+        if self.graph.host_costs is not None:
+            other._weighted_graphs[0.0] = self._weighted(0.0)
         for segments, _, planner in self.known[1:]:
             other.known.append((segments, simulate(graph, segments), planner))
         return other
@@ -165,9 +165,9 @@ class Search:
     def _lowest(self) -> Plan:
         if not blocks_of(self.graph):
             return self.known[0]
-        lens = self._lens(0.0)
+        weighted = self._weighted(0.0)
         plan = lowest_plan(
-            self.graph, lens.places, reach=lens.reach, memory=lens.memory
+            self.graph, weighted.places, reach=weighted.reach, memory=weighted.memory
         )
         return *self._tidied(plan), "floor"
 
@@ -175,7 +175,7 @@ class Search:
     def _idle_seconds(self) -> float:
         """What the device can do more before the plain step takes longer."""
         plain = self.known[0][1]
-        return max(0.0, plain.issuing_seconds - plain.device_seconds)
+        return max(0.0, plain.host_seconds - plain.device_seconds)
 
     def _tidied(
         self, segments: Iterable[Segment]
@@ -198,34 +198,36 @@ class Search:
     def _fitting(self, budget_bytes: int) -> list[Plan]:
         return [plan for plan in self.known if plan[1].peak_bytes <= budget_bytes]
 
-    def _lens(self, host_weight: float) -> Lens:
-        lens = self._lenses.get(host_weight)
-        if lens is None:
-            # Bytes do not depend on times: all lenses know the same intervals.
-            memory = self._lens(0.0).memory if host_weight else Memory()
-            lens = Lens(self.graph, self.allow, host_weight=host_weight, memory=memory)
-            self._lenses[host_weight] = lens
-        return lens
+    def _weighted(self, host_weight: float) -> WeightedGraph:
+        weighted = self._weighted_graphs.get(host_weight)
+        if weighted is None:
+            # Bytes do not depend on times: all weighted graphs share the intervals.
+            memory = self._weighted(0.0).memory if host_weight else Memory()
+            weighted = WeightedGraph(
+                self.graph, self.allow, host_weight=host_weight, memory=memory
+            )
+            self._weighted_graphs[host_weight] = weighted
+        return weighted
 
     def _solve_for_device(
         self, budget_bytes: int, bound: float, until: float | None
     ) -> None:
         """Look for the plan with which the device has the least to do."""
-        lens = self._lens(0.0)
-        self._try_everything(lens, budget_bytes)
+        weighted = self._weighted(0.0)
+        self._try_everything(weighted, budget_bytes)
         if not self._is_close(budget_bytes, bound, share=_CLOSE):
-            self._solve_blocks(lens, budget_bytes)
+            self._solve_blocks(weighted, budget_bytes)
         waits = self._waits_for_host(budget_bytes)
         close = _CLOSE_BESIDE_HOST if waits else _CLOSE
         if not self._is_done(budget_bytes, bound, until, share=close):
-            self._solve_partition(lens, lens.partition, budget_bytes)
+            self._solve_partition(weighted, weighted.partition, budget_bytes)
         if self.best(budget_bytes) is None:
             self.known.append(self.floor)
             nests = self.best(budget_bytes) is not None
         else:
             nests = not self._is_done(budget_bytes, bound, until, share=_FAR)
         if nests:
-            self._solve_partition(lens, lens.nested_partition, budget_bytes)
+            self._solve_partition(weighted, weighted.nested_partition, budget_bytes)
 
     def _is_done(
         self, budget_bytes: int, bound: float, until: float | None, *, share: float
@@ -254,7 +256,7 @@ class Search:
         """Hold more in the best plan, until nothing else fits, however late it is."""
         if Action.KEEP not in self.allow:
             return
-        graph = self._lens(0.0).graph
+        graph = self._weighted(0.0).graph
         if not self._is_late(until):
             for segments, _, planner in self._rivals(budget_bytes):
                 filled = refine(graph, segments, budget_bytes, swaps=False)
@@ -288,21 +290,21 @@ class Search:
             if planner not in ("store_all", best[2]) and _paced(plan[1]) <= most
         ]
 
-    def _try_everything(self, lens: Lens, budget_bytes: int) -> None:
+    def _try_everything(self, weighted: WeightedGraph, budget_bytes: int) -> None:
         """Look at all plans over the blocks, if there are few."""
         if Action.KEEP in self.allow:
-            found = exhaustive(lens.graph, blocks_of(lens.graph), budget_bytes)
+            found = exhaustive(weighted.graph, blocks_of(weighted.graph), budget_bytes)
             if found is not None:
                 self.add(found, "exhaustive")
 
-    def _solve_blocks(self, lens: Lens, budget_bytes: int) -> None:
+    def _solve_blocks(self, weighted: WeightedGraph, budget_bytes: int) -> None:
         """Decide what is held in each block: quick, and best where many repeat."""
-        found = lens.level_of(blocks_of(lens.graph)).solve(budget_bytes)
+        found = weighted.level_of(blocks_of(weighted.graph)).solve(budget_bytes)
         if found is not None:
             self.add(segments_of(found), "blocks")
 
     def _solve_partition(
-        self, lens: Lens, partition: Partition, budget_bytes: int
+        self, weighted: WeightedGraph, partition: Partition, budget_bytes: int
     ) -> None:
         """Cut forward anew, and decide what is held in the intervals."""
         paths: dict[float, Path] = {}
@@ -321,7 +323,7 @@ class Search:
         if not paths:
             return
         path = paths[min(paths)]
-        level = lens.level_of(interval for interval, _ in path)
+        level = weighted.level_of(interval for interval, _ in path)
         level.offer([option for _, option in path])
         found = level.solve(budget_bytes)
         if found is not None:
@@ -339,4 +341,4 @@ def _is_no_worse(one: Simulation, other: Simulation) -> bool:
 
 def _paced(costs: Simulation) -> float:
     """Return how long a step takes if the host is slower than it was measured."""
-    return max(costs.device_seconds, _HOST_MARGIN * costs.issuing_seconds)
+    return max(costs.device_seconds, _HOST_MARGIN * costs.host_seconds)

@@ -54,7 +54,7 @@ def check_precision(precision: str | torch.dtype) -> str:
     name = _NAMES.get(precision) if isinstance(precision, torch.dtype) else precision
     if name is None or name not in get_args(Precision):
         raise UsageError(
-            f"a precision is one of {', '.join(get_args(Precision))}: got "
+            f"expected a precision of {', '.join(get_args(Precision))}, got "
             f"{precision!r}."
         )
     return name

@@ -90,7 +90,7 @@ class Outcomes:
         return id(optimizer) in self._found
 
     def add(self, optimizer: Optimizer, *, skipped: bool | Tensor) -> None:
-        """Take note of a step."""
+        """Record a step."""
         self._found[id(optimizer)] = OptimizerOutcome(ref(optimizer), skipped)
 
     def discard(self, optimizer: Optimizer) -> None:
@@ -102,13 +102,13 @@ class Outcomes:
         self._found.clear()
 
     def begin_step(self) -> None:
-        """Take note that a step begins; the first of an iteration ends the last one."""
+        """Begin a step; the first of an iteration ends the previous iteration."""
         if self._iteration_is_over:
             self.clear()
             self._iteration_is_over = False
 
     def end_iteration(self) -> None:
-        """Take note that no more steps belong to this iteration."""
+        """End the iteration."""
         self._iteration_is_over = True
 
     def last(self, optimizer: Optimizer | None) -> list[OptimizerOutcome]:

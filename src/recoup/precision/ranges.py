@@ -108,8 +108,7 @@ class RangeMonitor(OperatorMode):
         self._name = check_precision(precision)
         if self._name not in _FORMATS:
             raise UsageError(
-                "values are compared with one format, fp16, bf16 or fp32: got "
-                f"{precision!r}."
+                f"expected one format, fp16, bf16 or fp32, got {precision!r}."
             )
         self._format = _FORMATS[self._name]
         self._tracker = ModuleTracker()

@@ -243,7 +243,7 @@ class GradientScaler(OpenScaler):
         self._count(overflowed, checked=bool(flags))
 
     def decided(self, optimizer: Optimizer, *, skipped: bool) -> None:
-        """Take note of a step that the host has decided about."""
+        """Record a step that the host has decided about."""
         self._outcomes.add(optimizer, skipped=skipped)
 
     def state_dict(self) -> dict[str, Any]:
@@ -401,7 +401,7 @@ def check_bounds(scale: float, least: float, largest: float) -> None:
     """Raise unless the scale lies between finite bounds above 0."""
     if not 0 < least <= scale <= largest or not math.isfinite(largest):
         raise UsageError(
-            f"a scale lies between finite bounds above 0: got {scale:g} between "
+            f"expected a scale between finite bounds above 0, got {scale:g} between "
             f"min_scale={least:g} and max_scale={largest:g}."
         )
 
@@ -410,8 +410,8 @@ def check_factors(growth: float, backoff: float, interval: int) -> None:
     """Raise unless the scale grows, backs off and waits."""
     if not growth > 1 or not 0 < backoff < 1 or interval < 1:
         raise UsageError(
-            "a scale grows by more than 1, backs off by a share between 0 and 1, and "
-            f"waits at least one step: got growth_factor={growth:g}, "
+            "expected growth_factor above 1, backoff_factor between 0 and 1 and "
+            f"growth_interval of at least 1, got growth_factor={growth:g}, "
             f"backoff_factor={backoff:g} and growth_interval={interval}."
         )
 

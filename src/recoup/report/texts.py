@@ -214,13 +214,15 @@ def comparison_text(findings: Findings) -> str:
     return table(headings, rule_rows(findings))
 
 
-def contest_text(entries: Sequence[Entry]) -> str:
+def benchmark_text(entries: Sequence[Entry]) -> str:
     """Return what contenders cost, compared with the first that ran.
 
     Examples:
         >>> plain = Entry("plain", 2048, 1.0, 0.0)
         >>> other = Entry("other", 1024, 1.5, 0.25)
-        >>> print(contest_text([plain, other, Entry("large", failure="out of memory")]))
+        >>> print(
+        ...     benchmark_text([plain, other, Entry("large", failure="out of memory")])
+        ... )
         contender   peak  share   step  slower     gradients
         ---------  -----  -----  -----  ------  ------------
         plain      2 KiB   100%    1 s       -     same bits
@@ -237,18 +239,18 @@ def contest_text(entries: Sequence[Entry]) -> str:
     return "\n\n".join([table(headings, rows), *said])
 
 
-def contest_verdict(entries: Sequence[Entry]) -> str:
+def benchmark_verdict(entries: Sequence[Entry]) -> str:
     """Return what the leanest plan of recoup and the leanest other tool cost.
 
     Examples:
         >>> plain = Entry("plain", 2048, 1.0, 0.0)
         >>> rule = Entry("every block", 1024, 1.5, 0.0)
         >>> ours = Entry("recoup in 1 KiB", 1024, 1.25, 0.0)
-        >>> for part in contest_verdict([plain, rule, ours]).split("; "):
+        >>> for part in benchmark_verdict([plain, rule, ours]).split("; "):
         ...     print(part)
         recoup in 1 KiB: 50% of the plain peak at +25.0% time, same bits
         every block: 50% at +50.0%, same bits.
-        >>> contest_verdict([plain, rule])
+        >>> benchmark_verdict([plain, rule])
         'No plan of recoup ran; the notes say why.'
     """
     ran = [entry for entry in entries if entry.peak_bytes and entry.seconds]

@@ -64,7 +64,7 @@ class Even:
 
 
 def compute_checkpoint_positions(seq_length: int, num_checkpoints: int) -> list[int]:
-    """Return where the seed's guide keeps states: at equal distances, rounded down.
+    """Return Tangent's positions of checkpoints: at equal distances, rounded down.
 
     The state before step `p` is the one after `p` steps. The beginning is kept besides,
     unless it is among the positions. For the positions of a binomial schedule ask
@@ -85,8 +85,8 @@ def compute_checkpoint_positions(seq_length: int, num_checkpoints: int) -> list[
     """
     if seq_length < 0 or num_checkpoints < 0:
         raise UsageError(
-            "a loop has no negative number of steps or checkpoints: got seq_length="
-            f"{seq_length} and num_checkpoints={num_checkpoints}. Give 0 or more."
+            "expected 0 or more steps and checkpoints, got seq_length="
+            f"{seq_length} and num_checkpoints={num_checkpoints}."
         )
     if num_checkpoints >= seq_length:
         return list(range(seq_length))

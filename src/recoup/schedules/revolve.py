@@ -269,8 +269,8 @@ class Multistage:
         require_at_least(1, slots=sum(self.tier_slots), chunk=self.chunk)
         if any(slots < 0 for slots in self.tier_slots):
             raise UsageError(
-                f"no tier has a negative number of slots: got {self.tier_slots}. Give "
-                "0 for a tier that is not to be used."
+                f"expected 0 or more slots for each tier, got {self.tier_slots}; give "
+                "0 for a tier that is not used."
             )
 
     def tiers(self) -> tuple[int, ...]:

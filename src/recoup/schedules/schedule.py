@@ -148,7 +148,4 @@ def require_at_least(least: int, **amounts: int) -> None:
     """Raise `UsageError` if an amount is below what makes sense."""
     for name, amount in amounts.items():
         if amount < least:
-            raise UsageError(
-                f"a schedule needs {name} >= {least}: got {amount}. Give at least "
-                f"{least}."
-            )
+            raise UsageError(f"expected {name} of at least {least}, got {amount}.")

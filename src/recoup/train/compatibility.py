@@ -85,7 +85,7 @@ def enter_training_mode(model: nn.Module) -> None:
 
 
 def check_types(model: nn.Module, scaler: GradientScaler | None) -> None:
-    """Refuse parameters in float16 beside a scaler."""
+    """Refuse parameters in float16 with a scaler."""
     if scaler is None:
         return
     if any(parameter.dtype is torch.float16 for parameter in model.parameters()):

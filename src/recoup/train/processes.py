@@ -20,7 +20,7 @@ _LOST_PEER = ("Connection closed by peer", "Connection reset", "Broken pipe")
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a process tells the others before a step, and after a careful one.
+    """What a process reports to the others before a step, and after a careful one.
 
     Attributes:
         weight: The weight of its batches.
@@ -71,7 +71,7 @@ class Processes:
         )
 
     def connect(self) -> None:
-        """Meet the others, before anything is told; all must call it together.
+        """Connect to the others; all must call it together.
 
         Whoever refuses to train does so before: a process that goes away while others
         connect to it leaves them with an error that names no reason.
@@ -86,8 +86,8 @@ class Processes:
         """Whether this process writes files and shows progress."""
         return self.rank == 0
 
-    def tell(self, report: Report) -> list[Report]:
-        """Tell the others and hear what they tell; all must call it together.
+    def exchange(self, report: Report) -> list[Report]:
+        """Exchange reports with the others; all must call it together.
 
         Raises:
             PeerError: Another process is gone.
@@ -95,10 +95,10 @@ class Processes:
         if self.count == 1:
             return [report]
         mine = torch.tensor(list(map(float, astuple(report))), dtype=torch.float64)
-        told = [torch.empty_like(mine) for _ in range(self.count)]
+        gathered = [torch.empty_like(mine) for _ in range(self.count)]
         with self.watching():
-            distributed.all_gather(told, mine, group=self._connected())
-        return [_as_report(each.tolist()) for each in told]
+            distributed.all_gather(gathered, mine, group=self._connected())
+        return [_as_report(each.tolist()) for each in gathered]
 
     def gather(self, thing: Any) -> list[Any]:
         """Return what every process has, to every process."""

@@ -98,7 +98,7 @@ class Peaks:
 
 
 class StepOutcome:
-    """Whether a step was skipped: known, or on its way from the device.
+    """Whether a step was skipped: known, or still to come from the device.
 
     Reading it waits for the step, and for nothing that was issued after it.
 
@@ -130,7 +130,7 @@ class StepOutcome:
 
     @property
     def skipped(self) -> bool:
-        """Whether the step was skipped; waits until the device has told."""
+        """Whether the step was skipped; waits for the device."""
         if self._skipped is None:
             if self._arrived is not None:
                 self._arrived.synchronize()

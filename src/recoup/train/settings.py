@@ -59,7 +59,7 @@ class TrainerSettings:
         >>> TrainerSettings(epochs=0)
         Traceback (most recent call last):
         ...
-        recoup.errors.UsageError: epochs is a whole number from 1: got 0.
+        recoup.errors.UsageError: expected epochs to be an integer of at least 1, got 0.
     """
 
     epochs: int = 1
@@ -118,7 +118,7 @@ class TrainerSettings:
             _check_between("average_decay", self.average_decay, 0.0, 1.0)
         if self.schedule_each not in ("step", "epoch"):
             raise UsageError(
-                f"schedule_each is 'step' or 'epoch': got {self.schedule_each!r}."
+                f"expected schedule_each='step' or 'epoch', got {self.schedule_each!r}."
             )
         self._check_combinations()
 
@@ -182,17 +182,19 @@ def check_count(name: str, value: object) -> None:
     if value is None and name in _MAY_BE_LEFT_OUT:
         return
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UsageError(f"{name} is a whole number from 1: got {value!r}.")
+        raise UsageError(
+            f"expected {name} to be an integer of at least 1, got {value!r}."
+        )
 
 
 def _check_flag(name: str, value: object) -> None:
     if not isinstance(value, bool):
-        raise UsageError(f"{name} is True or False: got {value!r}.")
+        raise UsageError(f"expected {name} to be True or False, got {value!r}.")
 
 
 def _check_between(name: str, value: float, least: float, largest: float) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not (number and least <= value <= largest and value != math.inf):
         raise UsageError(
-            f"{name} is a number between {least:g} and {largest:g}: got {value!r}."
+            f"expected {name} between {least:g} and {largest:g}, got {value!r}."
         )

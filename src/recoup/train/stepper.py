@@ -140,7 +140,7 @@ class Stepper:
     def step(
         self, batches: Sequence[Any], reports: Sequence[Report], *, number: int
     ) -> StepResult:
-        """Make one step of several batches, of which all processes have told.
+        """Make one step of several batches that all processes have reported.
 
         Raises:
             torch.OutOfMemoryError: It does not fit, and nothing is left to give
@@ -227,7 +227,7 @@ class Stepper:
             self._is_broken = self.processes.is_sharded and len(parts) > 1
             memory = is_out_of_memory(error)
             if careful and not memory:
-                self.processes.tell(Report(failed=FAILED))
+                self.processes.exchange(Report(failed=FAILED))
             if not memory or not (careful or self._relieve(batches, error)):
                 raise
             failed = OUT_OF_MEMORY
@@ -339,7 +339,9 @@ class Stepper:
 
     def _agree(self, batches: Sequence[Any], failed: int) -> int:
         """Hear how the others fared; give up more together if one ran out of memory."""
-        worst = max(each.failed for each in self.processes.tell(Report(failed=failed)))
+        worst = max(
+            each.failed for each in self.processes.exchange(Report(failed=failed))
+        )
         if worst == FAILED:
             self._undo()
             raise PeerError(

@@ -183,8 +183,8 @@ class Trainer:
             torch.OutOfMemoryError: The step does not fit, however it is computed.
         """
         if not batches:
-            raise UsageError("a step needs a batch: got none.")
-        reports = self._stepper.processes.tell(self._stepper.report(batches))
+            raise UsageError("expected at least one batch, got none.")
+        reports = self._stepper.processes.exchange(self._stepper.report(batches))
         return self._step(batches, reports)
 
     def fit(
@@ -334,7 +334,7 @@ class Trainer:
         self._prepare(batches)
         result = self._stepper.step(batches, reports, number=self._steps + 1)
         self._steps += 1
-        # The one before: by now its device has told, or is a whole step behind.
+        # The one before: by now its result is there, or the device is a step behind.
         self._settle()
         self._unknown = result.outcome
         if self.average is not None and result.stepped:
@@ -363,12 +363,12 @@ class Trainer:
         )
         for group in groups(position.open(loader), size):
             report = self._stepper.report(group, stop=run.is_ending)
-            reports = processes.tell(report)
+            reports = processes.exchange(report)
             if len({each.batches for each in reports}) > 1 or not report.batches:
                 break
             run.last = None  # a result that nobody has needs no reading of its peak
             result = self._step(group, reports)
-            # First: whoever is told may save, or raise and go on later.
+            # First: the callback may save, or raise and go on later.
             position.advance(group)
             run.take(result)
             every = self.settings.snapshot_every_steps

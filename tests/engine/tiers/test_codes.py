@@ -268,7 +268,7 @@ def test_exact_and_lossy_tiers_are_distinct_types():
 
 @pytest.mark.parametrize("tier", [Half, EightBit, Packed])
 def test_a_place_that_is_no_tier_is_refused(tier):
-    with pytest.raises(UsageError, match="kept on another tier"):
+    with pytest.raises(UsageError, match="expected another tier"):
         tier("host")
 
 

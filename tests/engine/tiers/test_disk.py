@@ -262,7 +262,7 @@ class TestErrors:
         assert files(disk) == []
 
     def test_a_place_that_is_not_there_is_refused(self, tmp_path):
-        with pytest.raises(UsageError, match="names an existing directory"):
+        with pytest.raises(UsageError, match="an existing directory"):
             Disk(tmp_path / "missing")
 
     def test_a_place_that_cannot_be_used_is_named(self, tmp_path):

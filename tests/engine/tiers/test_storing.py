@@ -181,11 +181,11 @@ class TestAScope:
 
     @pytest.mark.parametrize("wrong", ["host", Host, 1])
     def test_a_store_that_is_no_tier_is_refused(self, wrong):
-        with pytest.raises(UsageError, match="store takes a tier"):
+        with pytest.raises(UsageError, match="expected a tier as store="):
             CheckpointScope("block", store=wrong)
-        with pytest.raises(UsageError, match="store takes a tier"):
+        with pytest.raises(UsageError, match="expected a tier as store="):
             keep(torch.ones(1), store=wrong)
-        with pytest.raises(UsageError, match="store takes a tier"):
+        with pytest.raises(UsageError, match="expected a tier as store="):
             checkpoint_module(nn.Tanh(), store=wrong)
 
 

@@ -1,4 +1,4 @@
-"""The hooks of modules, what torch does not tell them, and calls under way."""
+"""The hooks of modules, arguments that torch does not pass them, and running calls."""
 
 import sys
 from collections.abc import Callable, Iterable
@@ -24,7 +24,7 @@ def forward_pre_hooks(module: nn.Module) -> Iterable[Callable[..., Any]]:
 def keywords_of_call() -> dict[str, Any]:
     """Return the keyword arguments of the call whose hook asks, from the hook itself.
 
-    A hook for all modules is told the positional ones alone: there is no
+    A hook for all modules gets the positional ones alone: there is no
     `with_kwargs` for it. They are taken from the frame that calls it.
 
     Examples:

@@ -36,7 +36,7 @@ def is_in_backward() -> bool:
 
 
 def ambient_hooks() -> tuple[Pack, Unpack] | None:
-    """Return the saved-tensor hooks in force on this thread, if there are any."""
+    """Return the active saved-tensor hooks of this thread, if there are any."""
     return _autograd._top_saved_tensors_default_hooks(False)
 
 
@@ -62,15 +62,15 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
 
 
 class Follower(Protocol):
-    """Somebody who is told when a backward is over."""
+    """Is called when a backward is over."""
 
     def end(self, task: int) -> None:
-        """Take note that the backward of this number is over."""
+        """Handle the end of the backward of this number."""
         ...
 
 
 class _Ending:
-    """Tells a follower of the end of a backward without keeping it alive."""
+    """Calls a follower at the end of a backward without keeping it alive."""
 
     _follower: Callable[[], Follower | None] = staticmethod(lambda: None)
 
@@ -89,7 +89,7 @@ class _Ending:
 
 
 def follow_backward(follower: Follower) -> None:
-    """Tell the follower when the backward that runs now is over, however it ends."""
+    """Call the follower when the running backward is over, however it ends."""
     at_end_of_backward(_Ending(follower, current_backward()))
 
 

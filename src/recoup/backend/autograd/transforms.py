@@ -1,4 +1,4 @@
-"""The transforms of torch.func that are under way, and how to step out of them."""
+"""The active transforms of torch.func, and how to step out of them."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -18,7 +18,7 @@ not one of the transforms of torch.func, but older than they are."""
 
 
 def outside_transforms() -> AbstractContextManager[object]:
-    """Run the block as if no transform of torch.func were under way on this thread.
+    """Run the block as if no transform of torch.func were active on this thread.
 
     Inside one, every operator returns a wrapper that means nothing after its end: a
     `detach` there has a version counter of its own. Nor as if backward ran for a batch

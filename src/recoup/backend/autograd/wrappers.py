@@ -96,7 +96,7 @@ def _is_in(inner: Tensor, wrapper: Tensor) -> bool:
 
 
 class Shell:
-    """What a wrapper is beside its inner tensors.
+    """What a wrapper is besides its inner tensors.
 
     Attributes:
         parts: By name, the inner tensors, and whatever else it is made of.

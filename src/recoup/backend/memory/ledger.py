@@ -188,7 +188,7 @@ class _Entry(weakref.ref[torch.UntypedStorage]):
 
 
 class _ResizeWatch:
-    """Tell ledgers of `UntypedStorage.resize_`, which no dispatch mode sees.
+    """Notify ledgers of `UntypedStorage.resize_`, which no dispatch mode sees.
 
     The method is replaced on the class while any ledger watches, and put back after.
     That is state of the process, hence the one instance below.
@@ -211,7 +211,7 @@ class _ResizeWatch:
             if not self._ledgers:
                 del torch.UntypedStorage.resize_
 
-    def tell(self, storage: torch.UntypedStorage) -> None:
+    def notify(self, storage: torch.UntypedStorage) -> None:
         for ledger in self._ledgers:
             ledger.refresh(storage)
 
@@ -220,7 +220,7 @@ def _resize_and_tell(
     storage: torch.UntypedStorage, size_bytes: int
 ) -> torch.UntypedStorage:
     _resize(storage, size_bytes)
-    _RESIZES.tell(storage)
+    _RESIZES.notify(storage)
     return storage
 
 

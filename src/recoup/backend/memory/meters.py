@@ -247,7 +247,7 @@ class StorageMeter(OperatorMode):
                 continue
             if given is None:
                 given = {id(storage) for storage in storages_in(arguments)}
-            # A view of what existed before, uncounted, makes nothing new.
+            # A view of memory that existed before and is not counted makes nothing new.
             if id(storage) not in given:
                 self._add(storage)
         if isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:

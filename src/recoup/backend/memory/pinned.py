@@ -33,7 +33,7 @@ class BufferPool:
     Buffers that were given back are used again, also before the copy that last used
     them has run: whoever takes one queues its own copy behind `ready`. Memory is only
     asked for where no buffer of the size is free; before that, free buffers of other
-    sizes are let go of if the total would exceed twice what was in use at once so far.
+    sizes are freed if the total would exceed twice what was in use at once so far.
     So the total is bounded, however the shapes change from step to step.
 
     Args:

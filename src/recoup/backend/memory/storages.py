@@ -60,7 +60,7 @@ def take_weak_reference(tensor: Tensor) -> int:
 
 
 class StorageWatch:
-    """Tells whether the memory of a tensor still exists, without keeping it.
+    """Reports whether the memory of a tensor still exists, without keeping it.
 
     Attributes:
         nbytes: The bytes of its storage.

@@ -21,13 +21,13 @@ class StreamMark(Protocol):
 
 
 class Streams(Protocol):
-    """Two queues of copies beside the computation: out to the host, and in again.
+    """Two queues of copies that overlap with the computation: to the host and back.
 
     Nothing here makes the calling thread wait.
     """
 
     is_concurrent: bool
-    """Whether copies run beside the computation, so that there is an order to keep."""
+    """Whether copies overlap with the computation, so that their order matters."""
 
     def allocate(self, nbytes: int) -> Tensor:
         """Return device memory that the computation may have used until now."""
@@ -105,7 +105,7 @@ REACHED: StreamMark = _Reached()
 
 
 class NoStreams:
-    """The processor: a copy has happened when it returns."""
+    """The CPU: a copy has happened when it returns."""
 
     is_concurrent = False
 
@@ -162,7 +162,8 @@ _REPEATS = 3
 def link_bytes_per_second(device: torch.device) -> float:
     """Return how fast pinned memory is copied to a device; 0 where there is no link.
 
-    Copies 64 MiB a few times. The link of today's machines is as fast the other way.
+    Copies 64 MiB a few times. The link of today's machines is as fast in the other
+    direction.
 
     Examples:
         >>> link_bytes_per_second(torch.device("cpu"))

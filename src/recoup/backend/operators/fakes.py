@@ -31,7 +31,7 @@ NEEDS_CONTENTS = (
     DynamicOutputShapeException,
     UnsupportedFakeTensorException,
 )
-"""Raised by an operator whose result cannot be told without the contents."""
+"""Raised by an operator whose result depends on the contents."""
 
 
 _WHOLE = (Tensor, nn.Module)

@@ -1,4 +1,4 @@
-"""Kernels: an operator, the fastest way to call it, and what is learnt of it."""
+"""Kernels: an operator, its fastest call, and its observed properties."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -79,14 +79,14 @@ class Kernel:
     Attributes:
         operator: The operator.
         facts: What is known about it.
-        run: Calls exactly this operator, in the fastest way.
+        run: Calls exactly this operator, as fast as possible.
         passes: It only makes views or changes metadata.
         simple: It is a plain function of its arguments, or only takes memory.
         blank: It only takes memory, and leaves there whatever was in it.
         quiet: It would be, but for a dropout rate that may be zero.
         in_place: It only changes what is in its first argument.
         statistics: Positions of running statistics, if moving them is all that it does
-            beside its results and it can be run without them.
+            besides its results and it can be run without them.
         training_at: The position of the flag without which it moves none, or -1.
         is_unproven: Whether it writes to its arguments has to be seen at its next call.
         reshapes: It changes the metadata of its argument.

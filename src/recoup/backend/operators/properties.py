@@ -23,7 +23,7 @@ class Facts:
         opaque: Its outputs are kept, never recomputed.
         may_vary: A second run may give other bits on some devices: `is_repeatable` of
             `backend/operators/repeatable.py` says where.
-        is_unproven: It belongs to a library that is not known to tell the truth in its
+        is_unproven: It belongs to a library that is not known to be honest in its
             schemas: whether it writes to its arguments has to be seen.
         writes: Arguments it writes to: positions, or names of keywords.
         overwrites: It writes without reading what was there.

@@ -17,7 +17,7 @@ REPEATS = 3
 _TRIALS = 5
 
 _LEAST_SECONDS = 1e-6
-"""No kernel takes less, though events cannot tell."""
+"""No kernel takes less, though events cannot resolve it."""
 
 
 class Timer(Protocol):
@@ -56,7 +56,7 @@ class Laps:
         self._marks: list[Any] = []
 
     def mark(self) -> None:
-        """Take note of the point that the device's work has reached."""
+        """Record the point that the device's work has reached."""
         if self._device.type == "cpu":
             self._marks.append(time.perf_counter())
         else:

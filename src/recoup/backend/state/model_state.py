@@ -112,7 +112,7 @@ class StateReader:
         return [(owner, name) for _, owner, name in chosen]
 
     def carries_gradients(self) -> int:
-        """Return which witnesses have a gradient now, as bits: this runs in every step.
+        """Return which sampled parameters have a gradient, as bits: runs in every step.
 
         It looks at a few parameters, however many the model has.
         """

@@ -54,7 +54,7 @@ class OpenScaler(torch.amp.GradScaler):
         self._per_optimizer_states.clear()
 
     def decided(self, optimizer: Optimizer, *, skipped: bool) -> None:
-        """Take note of a step that the host has decided about."""
+        """Record a step that the host has decided about."""
 
     def _maybe_opt_step(
         self,

@@ -266,7 +266,7 @@ class ActivationCheckpointer:
 
     def __init__(self, config: CheckpointConfig | None = None) -> None:
         if config is not None and not isinstance(config, CheckpointConfig):
-            raise UsageError(f"this takes a CheckpointConfig: got {config!r}.")
+            raise UsageError(f"expected a CheckpointConfig, got {config!r}.")
         self._config = CheckpointConfig() if config is None else config
         self._layer_count: int | None = None
         self._chosen: dict[int, bool] = {}
@@ -328,7 +328,7 @@ class ActivationCheckpointer:
         return entry.activation()
 
     def clear(self) -> None:
-        """Let go of all checkpoints, and count from zero."""
+        """Drop all checkpoints and reset the counters."""
         self._table = Table()
 
     def memory_saved_bytes(self) -> int:
@@ -355,8 +355,8 @@ class ActivationCheckpointer:
         interval: layers 0, n, 2n, ….
 
         Raises:
-            UsageError: The interval is `"sqrt"`, and no forward has told yet how many
-                layers there are.
+            UsageError: The interval is `"sqrt"`, and no forward has run yet, so the
+                number of layers is unknown.
         """
         layer = check_layer(layer)
         if layer in self._chosen:

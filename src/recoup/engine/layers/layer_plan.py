@@ -55,24 +55,25 @@ class CheckpointConfig:
         every = self.checkpoint_every_n_layers
         if every != "sqrt" and not is_count(every):
             raise UsageError(
-                "checkpoint_every_n_layers is a whole number, zero or more, or "
-                f"'sqrt': got {every!r}."
+                "expected checkpoint_every_n_layers to be an integer of at least 0, or "
+                f"'sqrt', got {every!r}."
             )
         if not is_count(self.max_checkpoints):
             raise UsageError(
-                "max_checkpoints is a whole number, zero or more: got "
+                "expected max_checkpoints to be an integer of at least 0, got "
                 f"{self.max_checkpoints!r}."
             )
         if not isinstance(self.use_mixed_precision, bool):
             raise UsageError(
-                "use_mixed_precision is True or False: got "
-                f"{self.use_mixed_precision!r}. For another format than float16, name "
-                "it with store=Half(dtype=...)."
+                "expected use_mixed_precision to be True or False, got "
+                f"{self.use_mixed_precision!r}; for another format than float16, use "
+                "store=Half(dtype=...)."
             )
         if self.on_overflow not in get_args(Overflow):
             raise UsageError(
-                f"on_overflow is one of {', '.join(map(repr, get_args(Overflow)))}: "
-                f"got {self.on_overflow!r}."
+                "expected on_overflow to be one of "
+                f"{', '.join(map(repr, get_args(Overflow)))}, got "
+                f"{self.on_overflow!r}."
             )
         check_store(self.store)
 
@@ -146,6 +147,6 @@ def check_layer(layer: SupportsIndex) -> int:
         index = -1
     if index < 0 or isinstance(layer, bool):
         raise UsageError(
-            f"a layer's index is a whole number, zero or more: got {layer!r}."
+            f"expected a layer's index, an integer of at least 0, got {layer!r}."
         )
     return index

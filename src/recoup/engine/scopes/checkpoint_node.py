@@ -135,7 +135,7 @@ class CheckpointNode(Account):
         for activation in activations:
             if not isinstance(activation, Tensor):
                 raise UsageError(
-                    f"only tensors can be saved: got {type(activation).__name__}."
+                    f"expected tensors to save, got {type(activation).__name__}."
                 )
             self._holds = (*self._holds, Hold(alias(activation)))
         self.is_checkpoint = self.is_checkpoint or bool(activations)
@@ -144,7 +144,7 @@ class CheckpointNode(Account):
         """Add a function that `recompute` calls after those added before."""
         if not callable(function):
             raise UsageError(
-                f"a recompute function must be callable: got {function!r}."
+                f"expected a callable recompute function, got {function!r}."
             )
         self._functions = (*self._functions, function)
         self._results = ()
@@ -171,7 +171,7 @@ class CheckpointNode(Account):
         return results
 
     def clear_saved_activations(self) -> None:
-        """Let go of everything held, at once.
+        """Free everything held, at once.
 
         A backward through the region it shows raises `ClearedError` afterwards.
         """

@@ -51,13 +51,13 @@ def checkpoint(
     if isinstance(function, Tensor):
         if args or kwargs:
             raise UsageError(
-                "checkpoint(tensor) takes the tensor alone: got more arguments. To "
-                "checkpoint a call, pass the function first."
+                "expected the tensor alone, as in checkpoint(tensor), got more "
+                "arguments; to checkpoint a call, pass the function first."
             )
         return recompute(function)
     if not callable(function):
         raise UsageError(
-            f"checkpoint takes a function or a tensor: got {type(function).__name__}."
+            f"expected a function or a tensor, got {type(function).__name__}."
         )
     if is_compiled(function):
         return rerun(function, *args, **kwargs)
@@ -88,21 +88,19 @@ def checkpoint_segment(
     """
     if isinstance(inputs, Tensor) or not isinstance(inputs, Sequence):
         raise UsageError(
-            f"a segment takes a list or tuple of tensors: got {type(inputs).__name__}. "
-            "Write checkpoint_segment([a, b], function)."
+            f"expected a list or tuple of tensors, got {type(inputs).__name__}; write "
+            "checkpoint_segment([a, b], function)."
         )
     wrong = [type(given).__name__ for given in inputs if not isinstance(given, Tensor)]
     if wrong:
-        raise UsageError(f"a segment takes tensors: got {', '.join(wrong)} among them.")
+        raise UsageError(f"expected tensors, got {', '.join(wrong)} among them.")
     if not callable(function):
-        raise UsageError(
-            f"a segment needs a function to call: got {type(function).__name__}."
-        )
+        raise UsageError(f"expected a function to call, got {type(function).__name__}.")
     return checkpoint(function, inputs)
 
 
 checkpoint_segment_flex = checkpoint_segment
-"""The seed's second name for `checkpoint_segment`: any number of inputs."""
+"""SciRS2's second name for `checkpoint_segment`: any number of inputs."""
 
 
 def call_in_region(
@@ -125,7 +123,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def code_of(function: Callable[..., Any]) -> object:
-    """Return what tells a function from others of its name: its code.
+    """Return what identifies a function among others of its name: its code.
 
     Examples:
         >>> code_of(functools.partial(code_of)) is code_of.__code__
@@ -159,7 +157,7 @@ class CheckpointGroup(NodeKeeper):
 
     def __init__(self, name: str = "group") -> None:
         if not isinstance(name, str) or not name.strip():
-            raise UsageError(f"a group needs a name: got {name!r}.")
+            raise UsageError(f"expected a name for the group, got {name!r}.")
         self.name = name
         self.call_count = 0
         self._nodes: list[CheckpointNode] = []
@@ -189,7 +187,7 @@ class CheckpointGroup(NodeKeeper):
         """
         if not callable(function):
             raise UsageError(
-                f"a group needs a function to call: got {type(function).__name__}."
+                f"expected a function to call, got {type(function).__name__}."
             )
         self.call_count += 1
         key = ("group", self.name, getattr(function, "__code__", None))
@@ -230,7 +228,7 @@ class CheckpointGroup(NodeKeeper):
     ) -> tuple[Any, ...]:
         if isinstance(inputs, Tensor) or not isinstance(inputs, Sequence):
             raise UsageError(
-                f"this takes a list of tensors: got {type(inputs).__name__}. For other "
+                f"expected a list of tensors, got {type(inputs).__name__}; for other "
                 "structures use checkpoint_fn."
             )
         outputs = self.checkpoint_fn(inputs, function)

@@ -47,7 +47,7 @@ def keep(tensor: Tensor, *, store: Tier | None = None) -> Tensor:
 
 
 mark_checkpoint = keep
-"""The seed's name for `keep`: the tensor is a checkpoint from which others are
+"""MLFramework's name for `keep`: the tensor is a checkpoint from which others are
 recomputed."""
 
 

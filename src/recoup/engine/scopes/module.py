@@ -181,7 +181,7 @@ def free_blocks(module: nn.Module) -> tuple[str, ...]:
 
 def _require_module(module: object) -> None:
     if not isinstance(module, nn.Module):
-        raise UsageError(f"this takes a module: got {type(module).__name__}.")
+        raise UsageError(f"expected a module, got {type(module).__name__}.")
 
 
 def _key(module: nn.Module) -> Hashable:
@@ -238,7 +238,7 @@ class RegionHooks:
             error.add_note(advice)
 
     def take_off(self, module: nn.Module) -> None:
-        """Remove the hooks; the one that ends a call that is under way stays for it."""
+        """Remove the hooks; the one that ends a running call stays for it."""
         del module
         end_interrupted_calls()
         self.leaves = is_calling(self)
@@ -260,7 +260,7 @@ class Segmented:
 
 def _segment(module: nn.Module, size: object, options: Options) -> Segmented:
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise UsageError(f"segment_size is a whole number from 1: got {size!r}.")
+        raise UsageError(f"expected segment_size of at least 1, got {size!r}.")
     kind = type(module).__name__
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         raise UsageError(

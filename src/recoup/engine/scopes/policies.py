@@ -40,7 +40,7 @@ def check_store(store: Tier | None) -> None:
     """Raise unless `store` is a tier or None."""
     if store is not None and not isinstance(store, Tier):
         raise UsageError(
-            f"store takes a tier, such as Host() or Disk(): got {store!r}."
+            f"expected a tier as store=, such as Host() or Disk(), got {store!r}."
         )
 
 

@@ -75,7 +75,7 @@ class _OnClassToo(Generic[Parameters, Returned]):
 
 @dataclass(frozen=True, slots=True)
 class HeldOutside:
-    """A tensor that a region let go of, and somebody else did not.
+    """A tensor that a region freed but that is still referenced elsewhere.
 
     Attributes:
         region: The name of the region that it was saved in.
@@ -150,7 +150,7 @@ class CheckpointProfiler:
     def stop_tracking(self) -> None:
         """Stop; the counts stay readable. Does nothing if it is not tracking.
 
-        Warns if tensors that regions let go of are still referenced from outside.
+        Warns if tensors that regions freed are still referenced from outside.
 
         Raises:
             UsageError: It was started on another thread, or something that was
@@ -279,7 +279,7 @@ class CheckpointProfiler:
         return threading.get_ident() == self._thread or not _THREAD.profilers
 
     def note(self, tensor: Tensor) -> None:
-        """Take note of a tensor saved outside of regions."""
+        """Record a tensor saved outside of regions."""
         with self._lock:
             self._would.add_all(tensor)
             self._kept.add_all(tensor)
@@ -345,7 +345,7 @@ class CheckpointProfiler:
             total = print_bytes(sum(each.bytes for each in held))
             first = held[0]
             warnings.warn(
-                f"{len(held)} tensors ({total}) that checkpointed regions let go of "
+                f"{len(held)} tensors ({total}) that checkpointed regions freed "
                 "are still referenced from outside, so recomputing them saves no "
                 f"memory; the largest is {first.dtype} {list(first.shape)} of region "
                 f"{first.region!r}. Drop what refers to them: lists of activations, "

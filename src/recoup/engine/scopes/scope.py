@@ -80,7 +80,7 @@ class CheckpointScope(NodeKeeper):
     def __init__(  # noqa: PLR0913 (options by keyword)
         self,
         name: str,
-        enabled: bool = True,  # noqa: FBT001, FBT002 (the seed's signature)
+        enabled: bool = True,  # noqa: FBT001, FBT002 (MLFramework's signature)
         *,
         use_recomputation: bool = True,
         policy: Policy | None = None,
@@ -90,8 +90,8 @@ class CheckpointScope(NodeKeeper):
     ) -> None:
         if not isinstance(name, str) or not name.strip():
             raise UsageError(
-                f"a scope needs a name: got {name!r}. Give it a text that tells it "
-                'from others, as in CheckpointScope("layer1").'
+                f"expected a name for the scope, got {name!r}; give a string, "
+                'as in CheckpointScope("layer1").'
             )
         check_verify(verify)
         caller = _caller()
@@ -198,7 +198,7 @@ class CheckpointScope(NodeKeeper):
 
 
 def _caller() -> tuple[str, int, int]:
-    """Return where the scope was made, which tells it from others of its name.
+    """Return where the scope was made, which identifies it among others of its name.
 
     A place in the code of a function: finding its line would go through that code. Only
     that function's frame is asked for: each costs as much as a saved tensor.

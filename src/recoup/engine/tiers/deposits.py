@@ -104,7 +104,7 @@ class Deposit:
             self._brought = None
 
     def end(self) -> None:
-        """Let go of what a backward left behind."""
+        """Free what a backward left behind."""
         self._brought = None
         self._served = 0
         self._task = -1
@@ -112,14 +112,15 @@ class Deposit:
     def settle(self) -> None:
         """Prepare for a write to the storage, which nobody may share with us then.
 
-        The version does not tell: a write through `.data` leaves it as it is.
+        The version does not show it: a write through `.data` bypasses the version
+        counter.
         """
         self.is_current = False
         with out_of_sight():
             self._stored.settle()
 
     def drop(self) -> None:
-        """Let go of everything."""
+        """Free everything."""
         self._brought = None
         self._stored.drop()
 

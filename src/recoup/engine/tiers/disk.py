@@ -68,8 +68,8 @@ class Disk(ExactTier):
     def __post_init__(self) -> None:
         if self.directory is not None and not Path(self.directory).is_dir():
             raise UsageError(
-                f"Disk(directory=...) names an existing directory: got "
-                f"{str(self.directory)!r}. Make it first."
+                "expected Disk(directory=...) to be an existing directory, got "
+                f"{str(self.directory)!r}; make it first."
             )
         check_sizes(
             queue_bytes=self.queue_bytes,
@@ -89,7 +89,7 @@ class Disk(ExactTier):
 
 
 class OnDisk(Stored):
-    """One storage on disk, or on its way there or back."""
+    """One storage on disk, or being written or read."""
 
     _slot: ShelfSlot | None = None
 

@@ -49,7 +49,7 @@ class Coded(Stored):
             part.prefetch()
 
     def drop(self) -> None:
-        """Let go of the parts."""
+        """Free the parts."""
         for part in self._parts:
             part.drop()
 
@@ -57,9 +57,7 @@ class Coded(Stored):
 def check_place(on: object, name: str) -> None:
     """Raise unless `on` is a tier."""
     if not isinstance(on, Tier):
-        raise UsageError(
-            f"{name} is kept on another tier, as in {name}(Host()): got {on!r}."
-        )
+        raise UsageError(f"expected another tier, as in {name}(Host()), got {on!r}.")
 
 
 def in_blocks(storage: Tensor, length: int) -> Tensor:

@@ -37,7 +37,7 @@ class Half(Wrapper, LossyTier):
     numbers of 16 bits or fewer stay bit by bit. Complex numbers are pairs.
 
     Costs: some passes over the storage to put it and to get it; no synchronisation.
-    On the processor the exponents are left out where all are zero.
+    On the CPU the exponents are left out where all are zero.
 
     Args:
         on: Where the 16 bits are kept; by default on the device.
@@ -61,8 +61,7 @@ class Half(Wrapper, LossyTier):
         check_place(self.on, "Half")
         if self.dtype not in (torch.bfloat16, torch.float16):
             raise UsageError(
-                "Half keeps numbers as torch.bfloat16 or torch.float16: got "
-                f"{self.dtype}."
+                f"expected torch.bfloat16 or torch.float16 for Half, got {self.dtype}."
             )
 
     def put(self, storage: Tensor, guard: Tensor | None = None) -> Stored:

@@ -13,7 +13,7 @@ from recoup.engine.tiers.protocol import SMALLEST_BYTES, ExactTier, Stored, chec
 from recoup.engine.tiers.traffic import Parcel, Traffic
 
 WINDOW_BYTES = 512 << 20
-"""How much of a device's memory may be on its way to the host or back, by default. A
+"""How much of a device's memory may be in flight to the host or back, by default. A
 link of 55 GB/s takes 10 ms for it: several times as long as a transformer block
 computes, so that neither waits for the other between blocks."""
 
@@ -22,20 +22,21 @@ computes, so that neither waits for the other between blocks."""
 class Host(ExactTier):
     """Keep values in host memory, exactly, and bring them back before they are needed.
 
-    Copies run beside the computation, one stream each way, from and to pinned buffers
-    that are used again in the next step. The memory of a value is free for others as
-    soon as its copy is done in the device's order; the calling thread waits for
-    nothing. In backward the values come back in reverse order, ahead of their use.
+    Copies overlap with the computation, one stream for each direction, from and to
+    pinned buffers that are used again in the next step. The memory of a value is free
+    for others as soon as its copy is done in the device's order; the calling thread
+    waits for nothing. In backward the values come back in reverse order, ahead of their
+    use.
 
     The peak falls by the bytes moved less `window_bytes`, which bounds what leaves or
     arrives at any time. If values are made faster than the link takes them, the device
     waits for the link. Values still in the window when backward asks for them are used
     where they are.
 
-    On the processor it is a plain copy, accounted alike.
+    On the CPU it is a plain copy, accounted alike.
 
     Args:
-        window_bytes: Device memory that may be under way in both directions.
+        window_bytes: Device memory that may be in flight in both directions.
         smallest_bytes: Storages of fewer bytes stay on the device.
 
     Raises:
@@ -68,7 +69,7 @@ class Host(ExactTier):
 
 
 class OnHost(Stored):
-    """One storage on the host, or on its way there or back."""
+    """One storage on the host, or in flight there or back."""
 
     _parcel: Parcel | None = None
 
@@ -82,7 +83,7 @@ class OnHost(Stored):
         parcel = self._parcel
         assert parcel is not None, "not dropped"
         assert parcel.buffer is not None, "on the host"
-        assert parcel.copied is not None, "on its way"
+        assert parcel.copied is not None, "in flight"
         parcel.copied.synchronize()
         return memory_of(parcel.buffer.memory[: parcel.nbytes])
 

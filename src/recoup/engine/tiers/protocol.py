@@ -36,7 +36,7 @@ class Stored(ABC):
 
     @abstractmethod
     def drop(self) -> None:
-        """Let go of it; a second time does nothing."""
+        """Free it; a second call does nothing."""
 
     def prefetch(self) -> None:  # noqa: B027 (most tiers have nothing to begin)
         """Begin to bring it back, where that takes time."""
@@ -68,7 +68,7 @@ class Tier(ABC):
 
         Args:
             storage: The whole storage, one-dimensional, in the type of its contents.
-            guard: The tensor whose version tells whether somebody wrote to the
+            guard: The tensor whose version shows whether somebody wrote to the
                 storage; by default the storage itself.
 
         Raises:
@@ -99,6 +99,4 @@ def check_sizes(**sizes: int) -> None:
     """
     for name, nbytes in sizes.items():
         if nbytes < 0:
-            raise UsageError(
-                f"{name} is a number of bytes, zero or more: got {nbytes}."
-            )
+            raise UsageError(f"expected {name} of at least 0 bytes, got {nbytes}.")

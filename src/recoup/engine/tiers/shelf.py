@@ -130,7 +130,7 @@ class ShelfSlot:
         nbytes: Its size.
         host: Its copy on the host, until the file is written.
         checksum: The checksum of the file, once it is written.
-        reading: The contents, on their way back.
+        reading: The contents, while they are read.
         is_waiting: It counts as host memory that waits for the disk.
         is_unwritable: Writing it failed: it waits to be dropped.
         is_dropped: Nobody wants it any more.
@@ -331,7 +331,7 @@ class Shelf:
         return [s for s in earlier if s.host is None and not s.is_dropped]
 
     def _taken(self, slot: ShelfSlot) -> "Future[Buffer] | None":
-        """Return the contents on their way back, which count no longer as ahead."""
+        """Return the contents being read, which no longer count as read ahead."""
         with self._room:
             reading, slot.reading = slot.reading, None
             if reading is not None:

@@ -1,4 +1,4 @@
-"""Traffic: what is on its way between one device and the host, and in what order."""
+"""Traffic: copies in flight between one device and the host, and their order."""
 
 import threading
 from collections import deque
@@ -16,17 +16,17 @@ from recoup.errors import ChangedTensorError
 
 
 class Parcel:
-    """One storage on its way to the host, there, or on its way back.
+    """One storage in flight to the host, there, or in flight back.
 
     Attributes:
         nbytes: Its size.
         buffer: Its place on the host, once it has one.
         copied: When the last copy from or to its buffer is complete.
         source: The storage on the device, until the copy is made.
-        guard: The tensor whose version tells whether the source was written to.
+        guard: The tensor whose version shows whether the source was written to.
         arriving: The storage on the device again, and when it is complete.
         error: Why it must not be used.
-        is_dropped: Nobody wants it any more, but its copy may still be under way.
+        is_dropped: Nobody wants it any more, but its copy may still be in flight.
     """
 
     __slots__ = (
@@ -64,11 +64,11 @@ class Traffic:
 
     See docs/design/tiers.md.
 
-    Out: the copy runs on a stream of its own. The source is let go of when its copy has
-    run, or when more than the window is under way: then what the device computes from
+    Out: the copy runs on a stream of its own. The source is freed when its copy has
+    run, or when more than the window is in flight: then what the device computes from
     here on waits for the oldest copy, and its memory can be used again at once. The
     calling thread never waits, which matters because it runs ahead of the device: by
-    its own clock nearly all copies of a forward are under way when the forward ends.
+    its own clock nearly all copies of a forward are in flight when the forward ends.
 
     In: what was sent last is asked for first, and used where it is if the window still
     has it, whether its copy has run or not. Whoever asks for a parcel also starts those
@@ -99,8 +99,8 @@ class Traffic:
 
         Args:
             source: Its bytes, one-dimensional.
-            guard: The tensor whose version tells whether somebody wrote to it.
-            window_bytes: How much may be under way.
+            guard: The tensor whose version shows whether somebody wrote to it.
+            window_bytes: How many bytes may be in flight.
         """
         parcel = Parcel(source, guard, window_bytes)
         with self._lock:
@@ -316,7 +316,7 @@ class Traffic:
             self._settle(spent)
 
     def _forget_arriving(self, parcel: Parcel, *, waited: bool = False) -> None:
-        """Let go of memory that is being copied to, once that is in order."""
+        """Free memory that is being copied to, once that is safe."""
         if parcel.arriving is not None:
             if not waited:
                 self._streams.hold_back(parcel.arriving[1])

@@ -205,7 +205,7 @@ class _OfThread(threading.local):
 
     Attributes:
         step: The step that runs.
-        call: The call of a model that is under way.
+        call: The running call of a model.
         previous: The kind of the step before it; None: no known one.
         watch: The instruments of the step before it.
         has_updated: An optimizer has run since the last step.
@@ -251,7 +251,7 @@ class Learner:
 
     @property
     def is_in_call(self) -> bool:
-        """Whether a call of a model is under way on this thread."""
+        """Whether a call of a model is running on this thread."""
         call = self._mine.call
         return call is not None and call.is_under_way()
 
@@ -291,7 +291,7 @@ class Learner:
         if current_backward() != -1:
             return managed.last, None  # user code runs forward again, as it did before
         if self.is_in_call:
-            return None, None  # a part of the model whose call is under way
+            return None, None  # a part of the model whose call is running
         current_limits = self._limits()
         limits = None if current_limits is None else current_limits()
         if limits is None or not limits.is_on:

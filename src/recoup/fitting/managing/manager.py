@@ -441,7 +441,7 @@ class CheckpointManager:
         if any(plans_on(part) for part in module.modules()):
             return
         managed = self._manage(module)
-        # Its hooks come too late for the call that is under way.
+        # Its hooks come too late for the running call.
         managed.applied.begin(module, args, keywords_of_call())
 
     def _left(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:

@@ -156,8 +156,8 @@ class NumpyMachine(LoopMachine):
         assert vjp is not None, "asked for by the caller"
         if step.with_outputs:
             raise UnsupportedError(
-                "vjp= pulls back through the state alone: got with_outputs=True. Write "
-                "the step with autograd.numpy instead."
+                "expected vjp= without outputs, got with_outputs=True; write the step "
+                "with autograd.numpy instead."
             )
         states = [state]
         for index in range(start, stop):
@@ -175,8 +175,8 @@ class NumpyMachine(LoopMachine):
         self.cotangents.state, found = flatten(cotangent)
         if found != structure:
             raise UsageError(
-                "vjp= returned a cotangent that is built otherwise than the state. "
-                "Return the same structure."
+                "expected vjp= to return a cotangent with the pytree structure of the "
+                "state, got another structure."
             )
 
 

@@ -65,8 +65,8 @@ def rewrite(function: Callable[..., Any], runtime: Any) -> Rewritten:
 def _parsed(function: Callable[..., Any]) -> tuple[ast.FunctionDef, int]:
     if not isinstance(function, types.FunctionType):
         raise UnsupportedError(
-            f"only a plain function can be rewritten: got {type(function).__name__}. "
-            "Define one with `def`, or call checkpointed_loop in it."
+            f"expected a plain function, got {type(function).__name__}; define one "
+            "with `def`, or call checkpointed_loop in it."
         )
     if hasattr(function, "__wrapped__"):
         raise UnsupportedError(

@@ -54,8 +54,8 @@ class CapturedTensors:
     Attributes:
         tensors: The tensors themselves; gradients go there.
         sources: What the tapes use in their place: the tensors themselves, unless
-            one of them was computed from another or has a hook. Then twins without a
-            graph, or else a gradient would pass from the one to the other on the tape
+            one of them was computed from another or has a hook. Then stand-ins without
+            a graph, or else a gradient would pass from the one to the other on the tape
             and again behind it, and the hook would be called for every tape.
     """
 
@@ -67,8 +67,8 @@ class CapturedTensors:
         if hooked or _depend_on_each_other(self.tensors):
             self.sources = [tensor.detach().requires_grad_() for tensor in self.tensors]
             self._replaced = {
-                id(tensor): twin
-                for tensor, twin in zip(self.tensors, self.sources, strict=True)
+                id(tensor): stand_in
+                for tensor, stand_in in zip(self.tensors, self.sources, strict=True)
             }
         edges = {_edge_of(source) for source in self.sources}
         # A leaf's node has one way in; a node that computes may have others, unknown.
@@ -162,11 +162,11 @@ def _depend_on_each_other(tensors: list[Tensor]) -> bool:
 
 
 class _Replacing(TorchFunctionMode):
-    """Give every operator the twins of the captured tensors."""
+    """Give every operator the stand-ins of the captured tensors."""
 
-    def __init__(self, twins: dict[int, Tensor]) -> None:
+    def __init__(self, stand_ins: dict[int, Tensor]) -> None:
         super().__init__()
-        self._twins = twins
+        self._stand_ins = stand_ins
 
     def __torch_function__(
         self,
@@ -175,10 +175,10 @@ class _Replacing(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Call the operator with twins."""
+        """Call the operator with stand-ins."""
         del types
-        twins, given = self._twins, (args, dict(kwargs or {}))
-        args, named = map_leaves(lambda leaf: twins.get(id(leaf), leaf), given)
+        stand_ins, given = self._stand_ins, (args, dict(kwargs or {}))
+        args, named = map_leaves(lambda leaf: stand_ins.get(id(leaf), leaf), given)
         return func(*args, **named)
 
 
@@ -263,7 +263,7 @@ def holds_other_tensors(leaves: list[Any], known: list[Any]) -> Any:
     """Return an object among the leaves with tensors inside that are not known.
 
     Tensors in tuples, lists and dictionaries are leaves themselves; in an object of
-    another kind they cannot be told from the outside, and gradients would pass by.
+    another kind they cannot be recognised, and gradients would be lost.
     """
     addresses = {id(tensor) for tensor in reach(known, kind=Tensor)}
     for leaf in leaves:

@@ -61,8 +61,8 @@ class OutputStack:
             self._structure = structure
         elif structure != self._structure:
             raise KindError(
-                f"the output of step {index} is built otherwise than that of step 0. "
-                "Return the same structure from every step."
+                f"expected the pytree structure of step 0's output, got another one "
+                f"from step {index}; return the same structure from every step."
             )
         self._count += 1
         self.last = [leaf.detach() for leaf in leaves]
@@ -72,8 +72,8 @@ class OutputStack:
         elif kinds != self._kinds:
             raise KindError(
                 f"the outputs of a loop are stacked, and step {index} gave tensors of "
-                f"{_told(kinds)}, step 0 of {_told(self._kinds)}. Return the same "
-                "shapes and types from every step."
+                f"{_described(kinds)}, step 0 of {_described(self._kinds)}. Return "
+                "the same shapes and types from every step."
             )
         if self._steps is None:
             self._rows.append(self.last)
@@ -96,7 +96,7 @@ class OutputStack:
         return unflatten(self._structure, leaves) if self._count else None
 
 
-def _told(kinds: list[_Kind]) -> str:
+def _described(kinds: list[_Kind]) -> str:
     return ", ".join(
         f"{tuple(shape)} {dtype} on {where}" for shape, dtype, where in kinds
     )
@@ -196,7 +196,7 @@ class HeldState:
                 leaf.stored.prefetch()
 
     def drop(self) -> None:
-        """Let go of what is in a tier."""
+        """Drop what is in a tier."""
         for leaf in self.leaves:
             if isinstance(leaf, Placed):
                 leaf.stored.drop()

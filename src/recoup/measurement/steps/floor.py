@@ -59,7 +59,7 @@ def measure_floor(
 ) -> Graph:
     """Run a step in which every block is recomputed, and return its graph.
 
-    Runs the step four times: once to warm up, once traced, twice for its time. Beside
+    Runs the step four times: once to warm up, once traced, twice for its time. With
     an accelerator once more, and the model without gradients.
 
     Raises:

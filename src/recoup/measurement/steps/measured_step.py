@@ -89,8 +89,8 @@ def measure_step(
     """
     if warmup < 0 or repeats < 1:
         raise UsageError(
-            f"a step is measured by at least one timed run: got warmup={warmup} and "
-            f"repeats={repeats}. Give warmup >= 0 and repeats >= 1."
+            "expected warmup of at least 0 and repeats of at least 1, got "
+            f"warmup={warmup} and repeats={repeats}."
         )
     step = step if isinstance(step, Step) else Step(step)
     device = torch.device(device)
@@ -116,8 +116,8 @@ def _loss(step: Step) -> Tensor:
     loss = step.forward()
     if not isinstance(loss, Tensor):
         raise UsageError(
-            f"a step's forward returns the loss, a tensor: got {type(loss).__name__}. "
-            "Return the loss, and leave its backward pass to the measurement."
+            f"expected forward to return the loss, a tensor, got "
+            f"{type(loss).__name__}; leave the backward pass to the measurement."
         )
     return loss
 

@@ -43,11 +43,11 @@ def missing_state_bytes(optimizer: Optimizer, device: torch.device) -> int:
     That is the state of those parameters that have none yet. The step is made by a
     copy of the optimizer, on tensors without memory if it can, and by no one's hooks.
 
-    One whose step cannot be made that way, such as LBFGS, which needs a closure, is
+    One whose step cannot be made so, such as LBFGS, which needs a closure, is
     taken to have all its state as soon as it has some.
 
     Raises:
-        UsageError: The step cannot be made that way, and there is no state yet.
+        UsageError: The step cannot be made so, and there is no state yet.
 
     Examples:
         >>> weight = torch.nn.Parameter(torch.ones(100))
@@ -82,10 +82,10 @@ def missing_state_bytes(optimizer: Optimizer, device: torch.device) -> int:
 def _bytes_of_steps(
     optimizer: Optimizer, groups: list[dict[str, Any]], device: torch.device
 ) -> int:
-    twin = _without_state(optimizer, groups)
+    stand_in = _without_state(optimizer, groups)
     try:
         with without_memory():
-            return _bytes_of_step(twin, device, _twin_of)
+            return _bytes_of_step(stand_in, device, _stand_in_for)
     except NEEDS_CONTENTS:
         # It looks at numbers: then for real, one parameter after the other.
         singles = [
@@ -98,15 +98,15 @@ def _bytes_of_steps(
 
 
 def _bytes_of_step(
-    twin: Optimizer, device: torch.device, twin_of: Callable[[Tensor], Tensor]
+    stand_in: Optimizer, device: torch.device, stand_in_for: Callable[[Tensor], Tensor]
 ) -> int:
-    for group in twin.param_groups:
-        group["params"] = [twin_of(p) for p in group["params"]]
-    _step_without_hooks(twin)
+    for group in stand_in.param_groups:
+        group["params"] = [stand_in_for(p) for p in group["params"]]
+    _step_without_hooks(stand_in)
     counted_bytes = device_meter(device).counted_bytes
     found = {
         id(storage): storage
-        for tensor in state_tensors(twin)
+        for tensor in state_tensors(stand_in)
         if tensor.device.type == device.type
         for storage in storages_in(tensor)
     }
@@ -118,16 +118,18 @@ def _without_state(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimi
 
     Not by `copy.copy`: an optimizer gives that a part of its attributes alone.
     """
-    twin = object.__new__(type(optimizer))
+    stand_in = object.__new__(type(optimizer))
     shared = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     attributes: dict[str, Any] = {
         name: {} if name.startswith("_optimizer_") else value  # those are hooks
         for name, value in vars(optimizer).items()
     }
     attributes |= {"state": {}, "param_groups": groups}
-    vars(twin).update(copy.deepcopy(attributes, {**shared, id(optimizer): twin}))
-    twin.state = type(optimizer.state)(dict)
-    return twin
+    vars(stand_in).update(
+        copy.deepcopy(attributes, {**shared, id(optimizer): stand_in})
+    )
+    stand_in.state = type(optimizer.state)(dict)
+    return stand_in
 
 
 def _step_without_hooks(optimizer: Optimizer) -> None:
@@ -141,15 +143,15 @@ def _step_without_hooks(optimizer: Optimizer) -> None:
     step(optimizer)
 
 
-def _twin_of(parameter: Tensor) -> Tensor:
-    twin = torch.empty_like(parameter, requires_grad=parameter.requires_grad)
+def _stand_in_for(parameter: Tensor) -> Tensor:
+    stand_in = torch.empty_like(parameter, requires_grad=parameter.requires_grad)
     if parameter.requires_grad:
-        twin.grad = torch.empty_like(twin)
-    return twin
+        stand_in.grad = torch.empty_like(stand_in)
+    return stand_in
 
 
 def _copy_of(parameter: Tensor) -> Tensor:
-    twin = parameter.detach().clone().requires_grad_(parameter.requires_grad)
+    stand_in = parameter.detach().clone().requires_grad_(parameter.requires_grad)
     if parameter.requires_grad:
-        twin.grad = torch.zeros_like(twin)
-    return twin
+        stand_in.grad = torch.zeros_like(stand_in)
+    return stand_in

@@ -98,7 +98,7 @@ def training_step(
         UsageError: The arguments describe no step.
     """
     if not isinstance(model, nn.Module):
-        raise UsageError(f"this takes a model: got {type(model).__name__}.")
+        raise UsageError(f"expected a model, got {type(model).__name__}.")
     refuse_scripted(model.named_modules())
     if any(map(is_lazy, (*model.parameters(), *model.buffers()))):
         raise UsageError(
@@ -108,19 +108,19 @@ def training_step(
     for name, function in (("loss", loss), ("step", step)):
         if function is not None and not callable(function):
             raise UsageError(
-                f"{name}= takes a function: got {function!r} of type "
+                f"expected a function for {name}=, got {function!r} of type "
                 f"{type(function).__name__}."
             )
     where = usable_device(device) if device is not None else device_of(model)
     if step is not None:
         if batch is not None or loss is not None:
-            raise UsageError("give either a step, or a batch with a loss: got both.")
+            raise UsageError("expected a step, or a batch with a loss, got both.")
         captured = tuple(reach(step, kind=(nn.Module, Tensor)))
         return TrainingStep(model, step, None, where, captured, accumulate)
     if batch is None:
         raise UsageError(
-            "a step needs something to run on: got no batch. Give batch=, or step= "
-            "with a function that runs forward and backward."
+            "expected batch=, or step= with a function that runs forward and "
+            "backward, got neither."
         )
     loss_of_a_call = loss_function(model, batch, loss)
 
@@ -305,7 +305,7 @@ def _check_loss(loss: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise UsageError(
-            f"a step needs a loss of one number: got {shape}. Give loss= with a "
-            "function that computes it from the model's output."
+            f"expected a loss of one element, got {shape}; give loss= with a function "
+            "that computes it from the model's output."
         )
     return loss

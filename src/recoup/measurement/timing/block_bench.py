@@ -121,7 +121,7 @@ def _copied(leaf: Any) -> Any:
 
 
 class BlockBench:
-    """A block with a call of it, on which ways to run it are measured.
+    """A block with a call of it, on which options are measured.
 
     Between measurements the call waits on the CPU: on an accelerator it would count in
     the peaks of whole steps.
@@ -161,7 +161,7 @@ class BlockBench:
         return found
 
     def seconds(self, forwards: Sequence[Forward], *, rounds: int) -> list[float]:
-        """Return the least times of ways to run the block, measured in turns."""
+        """Return the least times of options of the block, measured in turns."""
         times: list[list[float]] = [[] for _ in forwards]
         for _ in range(rounds):
             for forward, found in zip(forwards, times, strict=True):
@@ -170,7 +170,7 @@ class BlockBench:
         return [min(found) for found in times]
 
     def measure(self, forward: Forward) -> BlockOption:
-        """Return the bytes of a way to run the block; its time is not measured.
+        """Return the bytes of an option of the block; its time is not measured.
 
         Its inputs are in use until backward ends, as if other blocks held them too.
         """

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from recoup.core.footprint import total_footprint
-from recoup.core.graph import Graph, Issuing
+from recoup.core.graph import Graph, HostCosts
 from recoup.core.restoring import removing
 from recoup.core.segments import Segment, recorded_operators
 from recoup.core.simulation import simulate
@@ -42,7 +42,7 @@ def recording_seconds() -> float:
 def least_recording_seconds() -> float:
     """Return the host time that a region adds to the simplest operator of forward.
 
-    Runs a row of small operators on the processor with and without a region, some
+    Runs a row of small operators on the CPU with and without a region, some
     times each. Costs a few milliseconds.
 
     Examples:
@@ -74,8 +74,8 @@ def least_recording_seconds() -> float:
 
 STEP_BY_FORWARD = 2.5
 """How much longer a plain step keeps the host than its forward without gradients does:
-1.7 times for a ResNet-50 beside an H200, 2.0 for a DenseNet-121, 4.7 for a mixture of
-experts, which waits for the device on the way."""
+1.7 times for a ResNet-50 with an H200, 2.0 for a DenseNet-121, 4.7 for a mixture of
+experts, which waits for the device in between."""
 
 REPLAY_BY_FORWARD = 1.5
 """How much longer it takes to run an operator again than in a forward without
@@ -128,7 +128,7 @@ class Calls:
 
 
 class Work(NamedTuple):
-    """What a plan gives the host to do beside a plain step: how many operators."""
+    """The operators that a plan records and replays, on top of a plain step."""
 
     recorded: int
     replayed: int
@@ -141,20 +141,20 @@ class Work(NamedTuple):
         return cls(total.recorded, replayed)
 
 
-def issuing_of(
+def host_costs_of(
     graph: Graph,
     pace: Pace,
     *,
     plain_forward_seconds: float,
     least_seconds: float = 0.0,
-) -> Issuing:
-    """Return what issuing the step costs the host.
+) -> HostCosts:
+    """Return the host's time for the step.
 
-    A plain step may not fit to be run, so its time is told by its forward without
-    gradients, and so is that of an operator that is run again. What a step with every
-    block recomputed takes longer than both is recording: in forward, and where backward
-    asks for what was recorded. A host that is not waited for may itself wait, for room
-    in the device's queue: then it records in no more than the usual time.
+    A plain step may not fit to be run, so its time is estimated from its forward
+    without gradients, and so is that of an operator that is run again. What a step with
+    every block recomputed takes longer than both is recording: in forward, and where
+    backward asks for what was recorded. A host that is not waited for may itself wait,
+    for room in the device's queue: then it records in no more than the usual time.
 
     Args:
         graph: The step.
@@ -167,7 +167,7 @@ def issuing_of(
     host = pace.host_seconds
     forward = min(plain_forward_seconds, host / STEP_BY_FORWARD)
     again = REPLAY_BY_FORWARD * forward / max(1, len(graph.operations))
-    least = Issuing(0.0, least_seconds, again).seconds(*work)
+    least = HostCosts(0.0, least_seconds, again).seconds(*work)
     plain = min(STEP_BY_FORWARD * forward, max(0.0, host - least))
     added = host - plain
     least_recording = min(work.recorded * least_seconds, added)
@@ -175,7 +175,7 @@ def issuing_of(
     replaying = added - recording
     if not pace.is_bound_by_host:
         recording = min(recording, RECORDING_BY_LEAST * least_recording)
-    return Issuing(
+    return HostCosts(
         plain_seconds=plain,
         recording_seconds=recording / max(1, work.recorded),
         replaying_seconds=replaying / max(1, work.replayed),
@@ -235,18 +235,18 @@ def issued(
     plain_forward_seconds: float,
     least_seconds: float = 0.0,
 ) -> Graph:
-    """Return the graph with the host's time for each pass; see `issuing_of`."""
+    """Return the graph with the host's time for each pass; see `host_costs_of`."""
     total = sum(len(each.operations) for each in graph.passes) or 1
 
     def with_host(each: Graph) -> Graph:
         share = len(each.operations) / total
-        issuing = issuing_of(
+        host_costs = host_costs_of(
             each,
             Pace(share * pace.seconds, share * pace.host_seconds),
             plain_forward_seconds=share * plain_forward_seconds,
             least_seconds=least_seconds,
         )
-        return replace(each, issuing=issuing)
+        return replace(each, host_costs=host_costs)
 
     graph = graph.map_passes(with_host)
     return corrected(graph, [recompute_all(each) for each in graph.passes], pace)
@@ -257,16 +257,18 @@ def corrected(graph: Graph, plans: Plans, pace: Pace) -> Graph:
 
     Which of device and host the step waits for is known then, and so is how long that
     one takes; the other takes no longer. All times of each are wrong by one factor.
-    Without a host beside the device the graph stays as it is.
+    Without a host apart from the device the graph stays as it is.
     """
     passes = graph.passes
     costs = [simulate(*each) for each in zip(passes, plans, strict=True)]
-    thought = sum(cost.issuing_seconds for cost in costs)
-    if any(each.issuing is None for each in passes):
+    thought = sum(cost.host_seconds for cost in costs)
+    if any(each.host_costs is None for each in passes):
         return graph
     factor = learned(thought, pace)
     graph = graph.map_passes(
-        lambda each: replace(each, issuing=each.issuing and each.issuing.scaled(factor))
+        lambda each: replace(
+            each, host_costs=each.host_costs and each.host_costs.scaled(factor)
+        )
     )
     predicted = sum(cost.device_seconds for cost in costs)
     if not predicted or (predicted <= pace.seconds and pace.is_bound_by_host):

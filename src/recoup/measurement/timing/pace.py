@@ -43,7 +43,7 @@ def pace_of(
     They are issued as training issues them: the host waits for an accelerator after the
     last one alone, and one that finds it idle comes first and does not count.
 
-    Costs one run more than the repeats beside an accelerator, else as many.
+    Costs one run more than the repeats with an accelerator, else as many.
     """
     if step.device.type == "cpu":
         seconds = min(_time_alone(step) for _ in range(repeats))
@@ -73,7 +73,7 @@ def judged(
 
     A device's least time is its time: what is longer was disturbed. A host varies from
     step to step, and is what is waited for: see `usual`. Which of the two it is, one
-    lap tells and the run that it is of. A host that had issued the first run,
+    lap shows and the run that it is of. A host that had issued the first run,
     to an idle device, in much less time had to wait itself: for room in the device's
     queue. Putting the step back to its beginning is not part of it, and a device does
     not wait for that unless it waits for the host.

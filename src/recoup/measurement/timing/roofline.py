@@ -87,7 +87,7 @@ def flops_of(call: partial[Any], out: Any) -> int:
 
 
 def here() -> Figures:
-    """Return the figures of this machine's processor, measured.
+    """Return the measured figures of this machine's CPU.
 
     Multiplies two small matrices and copies 16 MiB, some times each.
 

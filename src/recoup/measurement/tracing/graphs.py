@@ -44,7 +44,7 @@ def block_boundaries(
 
 _SLACK = 64
 """A storage that a region held in the traced step, and that died so many moments after
-the region could let go of it, or earlier, was held by nobody else."""
+the region could free it, or earlier, was held by nobody else."""
 
 
 _NEAR = 16

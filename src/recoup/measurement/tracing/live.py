@@ -143,7 +143,7 @@ class LiveTracer(Tracer):
             super().began(region)
 
     def hooks(self, region: Region) -> tuple[Pack, Unpack]:
-        """Return hooks that do what the region's own do, and take note of it."""
+        """Return hooks that do what the region's own do, and record it."""
         if region.options.policy is self:
             return super().hooks(region)
 
@@ -249,7 +249,9 @@ class LiveStep:
             return
         self._followed.add(id(model))
         for name, module in model.named_modules():
-            enter, leave = (partial(self._record, name, way) for way in (True, False))
+            enter, leave = (
+                partial(self._record, name, entering) for entering in (True, False)
+            )
             if name:
                 self._handles.append(
                     module.register_forward_pre_hook(

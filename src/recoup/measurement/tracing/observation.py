@@ -58,7 +58,7 @@ def observe(
     """
     known = {name for name, _ in step.model.named_modules()}
     if isinstance(names, str):
-        raise UsageError(f"blocks= takes the paths of several modules: got {names!r}.")
+        raise UsageError(f"expected a list of module paths for blocks=, got {names!r}.")
     chosen = tuple(names) if names is not None else called_blocks(step.model)
     for name in chosen:
         if name not in known:

@@ -23,7 +23,7 @@ class SavedBytes:
     Each storage counts once, at the size it had when it was first saved, however
     many operators save it. Of a recoup region around which this is entered, what
     the region holds for its replay counts. Nothing else changes: gradients, lifetimes,
-    hooks in force around it, and the error for a saved tensor that was written to are
+    hooks active around it, and the error for a saved tensor that was written to are
     those of the plain run.
 
     Args:

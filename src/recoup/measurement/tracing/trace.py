@@ -166,7 +166,7 @@ class Lives:
         return self.value_in(storages[0]) if storages else 0
 
     def admit(self, storage: torch.UntypedStorage, *, nbytes: int, born: int) -> int:
-        """Take note of a new storage; return the value in it."""
+        """Record a new storage; return the value in it."""
         trace = self._trace
         number = len(trace.storages)
         value = len(trace.values)
@@ -178,7 +178,7 @@ class Lives:
         return value
 
     def overwrite(self, storage: torch.UntypedStorage, moment: int) -> int:
-        """Take note of a write; return the value after it."""
+        """Record a write; return the value after it."""
         trace = self._trace
         number = self._number(storage)
         trace.values[trace.storages[number].value].overwritten = True

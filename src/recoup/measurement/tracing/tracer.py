@@ -54,7 +54,7 @@ def _is_ours() -> bool:
 class Tracer(OperatorMode):
     """Record a step while it runs in regions, or without.
 
-    It is the policy of the regions too, which tells it what these could hold. A step
+    It is the policy of the regions too, so it sees what these could hold. A step
     that calls the model again after a backward pass has several passes, each with a
     trace of its own.
 
@@ -146,7 +146,7 @@ class Tracer(OperatorMode):
         return self._forward(facts, func, args, kwargs)
 
     def keeps(self, operator: str, nbytes: int) -> bool:
-        """Take note that a region could hold a value of the last operator."""
+        """Record that a region could hold a value of the last operator."""
         del operator, nbytes
         if self.trace.operations and not self._in_backward:
             self.trace.operations[-1].asked += 1
@@ -161,11 +161,11 @@ class Tracer(OperatorMode):
         """Nothing to note."""
 
     def hooks(self, region: Region) -> tuple[Pack, Unpack]:
-        """Return the region's hooks, which take note as well."""
+        """Return the region's hooks, which record as well."""
         return self._noting(*region.hooks(), collector=region.collector)
 
     def _plain(self) -> tuple[Pack, Unpack]:
-        """Return hooks that take note and keep the tensor, for what is in no region."""
+        """Return hooks that record and keep the tensor, for what is in no region."""
         pack, unpack = self._noting(KeptTensor, KeptTensor.fetch)
         pack.is_transparent = True  # pyright: ignore[reportFunctionMemberAccess]
         return pack, unpack
@@ -247,7 +247,7 @@ class Tracer(OperatorMode):
         is_plannable: bool = True,
         collector: Collector | None = None,
     ) -> tuple[Pack, Unpack]:
-        """Return hooks that take note; what is not plannable is saved as no value."""
+        """Return hooks that record; what is not plannable is saved as no value."""
         # By identity: what stands for a saved tensor need not be hashable by value.
         numbers: dict[int, tuple[Trace, int]] = {}
 

@@ -50,7 +50,7 @@ class ComparisonRow:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Comparison:
-    """The four configurations side by side, beside the first.
+    """The four configurations, compared with the first.
 
     Attributes:
         precision: What mixed precision computes in here.
@@ -73,14 +73,14 @@ class Comparison:
         if not ran:
             return "No configuration fits: all ran out of memory."
         leanest = min(ran, key=lambda row: row.peak_bytes or 0)
-        beside = (
+        compared = (
             f"{_share(leanest.peak_bytes or 0, base.peak_bytes)} of the baseline's "
             f"memory and {_share(leanest.seconds or 0, base.seconds)} of its time"
             if base.peak_bytes
             else "the baseline is out of memory"
         )
         peak = print_bytes(leanest.peak_bytes or 0)
-        return f"Least memory: {leanest.name}, {peak}, {beside}."
+        return f"Least memory: {leanest.name}, {peak}, {compared}."
 
     def __str__(self) -> str:
         base = self.rows[0]
@@ -143,8 +143,8 @@ def compare_configurations(  # noqa: PLR0913 (options by keyword)
     dtype = resolve_precision(precision, device)
     if dtype is torch.float32:
         raise UsageError(
-            "the comparison is with a format of 16 bits: got 'fp32'. Give 'bf16', "
-            "'fp16' or 'auto'."
+            "expected 'bf16', 'fp16' or 'auto' to compare with full precision, got "
+            "'fp32'."
         )
     name = "bf16" if dtype is torch.bfloat16 else "fp16"
     make = functools.partial(Trainer, model, optimizer, loss_fn=loss_fn)
@@ -204,7 +204,7 @@ def _timed(trainer: Trainer, step: Callable[[Trainer], StepResult]) -> float:
 
 
 def _synchronize(device: torch.device) -> None:
-    """Wait until the device has done all it was told."""
+    """Wait until the device has finished."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 

@@ -14,7 +14,12 @@ from recoup.engine.scopes.module import checkpoint_module, uncheckpoint_module
 from recoup.engine.scopes.policies import KeepCostly
 from recoup.engine.verification.replay_check import Verify
 from recoup.errors import InfeasibleError, UnsupportedError, UsageError
-from recoup.fitting.budgets import Budget, budget_bytes, infeasible_with, told_bytes
+from recoup.fitting.budgets import (
+    Budget,
+    budget_bytes,
+    budget_for_floor,
+    infeasible_with,
+)
 from recoup.fitting.compiled_fit import CompiledFit
 from recoup.fitting.fit import Compile, Fit, fit
 from recoup.measurement.steps.floor import run_step
@@ -87,7 +92,7 @@ class UnitPlan:
     @property
     def plan(self) -> tuple[str, ...]:
         """What is done with each unit: `keep`, `keep costly` or `recompute`."""
-        return tuple(self._ways(self.level))
+        return tuple(self._choices(self.level))
 
     def settle(self, budget_bytes: int, measure: Measure, reserved_bytes: int) -> None:
         """Choose the lowest level whose step stays within the budget.
@@ -130,15 +135,16 @@ class UnitPlan:
             uncheckpoint_module(unit)
 
     def __str__(self) -> str:
-        ways = self.plan
+        choices = self.plan
         return (
             f"budget {print_bytes(self.budget_bytes)}: measured peak "
-            f"{print_bytes(self.measured_peak_bytes)}; of {len(ways)} units "
-            f"{ways.count('recompute')} are recomputed, {ways.count('keep costly')} "
-            f"but for costly results ({self.trials} levels tried)"
+            f"{print_bytes(self.measured_peak_bytes)}; of {len(choices)} units "
+            f"{choices.count('recompute')} are recomputed, "
+            f"{choices.count('keep costly')} but for costly results "
+            f"({self.trials} levels tried)"
         )
 
-    def _ways(self, level: int) -> list[str]:
+    def _choices(self, level: int) -> list[str]:
         count = len(self._units)
         costly, whole = min(level, count), max(0, level - count)
         return (
@@ -148,15 +154,15 @@ class UnitPlan:
         )
 
     def _put(self, level: int, *, verify: Verify) -> None:
-        for number, (unit, way) in enumerate(
-            zip(self._units, self._ways(level), strict=True)
+        for number, (unit, choice) in enumerate(
+            zip(self._units, self._choices(level), strict=True)
         ):
             uncheckpoint_module(unit)
-            if way != "keep":
+            if choice != "keep":
                 checkpoint_module(
                     unit,
                     name=f"unit {number}",
-                    policy=KeepCostly() if way == "keep costly" else None,
+                    policy=KeepCostly() if choice == "keep costly" else None,
                     verify=verify,
                 )
 
@@ -246,7 +252,7 @@ def fit_together(  # noqa: PLR0913 (as `fit`)
     fitted, floor_bytes = None, 0
 
     def run_in_step() -> None:
-        processes.tell(Report(batches=1))
+        processes.exchange(Report(batches=1))
         run()
 
     try:
@@ -318,7 +324,7 @@ def _follow(step: TrainingStep, processes: Processes) -> None:
     if processes.count == 1:
         return
     with untouched(step) as repeated:
-        while any(report.batches for report in processes.tell(Report())):
+        while any(report.batches for report in processes.exchange(Report())):
             repeated.begin()
             repeated.run()
 
@@ -347,7 +353,7 @@ def _fit_units(
     try:
         plan.settle(allowed_bytes, measure, reserved_bytes)
     except InfeasibleError as error:
-        margin_bytes = told_bytes(error.floor_bytes, step.device)
+        margin_bytes = budget_for_floor(error.floor_bytes, step.device)
         margin_bytes -= error.floor_bytes
         raise infeasible_with(error, margin_bytes, allowed_bytes) from None
     return plan

@@ -38,8 +38,8 @@ def batch_size(batch: Any) -> int:
     """Return how many samples a batch has, or seems to have.
 
     Where its tensors do not agree, as inputs of (samples, tokens) do not with targets
-    of all tokens in a row, the first one that has any length tells. What has no tensor
-    that could tell is one sample.
+    of all tokens in a row, the first one that has any length decides. A batch without
+    such a tensor is one sample.
 
     Examples:
         >>> batch_size((torch.ones(4, 6), torch.ones(24)))
@@ -127,7 +127,7 @@ def compute_loss(
     """Return the loss of a model on a batch.
 
     With a loss function the batch is a pair: what the model is called with, and what
-    the loss function is given beside its outputs. Without one the model is called
+    the loss function gets besides its outputs. Without one the model is called
     with the whole batch and returns the loss, or something with a `loss` in it.
     A tuple is spread over positional arguments, a mapping over keywords.
 
@@ -145,8 +145,8 @@ def compute_loss(
         return _as_loss(_call(model, batch))
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise UsageError(
-            "with a loss function a batch is a pair of inputs and targets: got "
-            f"{_describe(batch)}. Return pairs from the loader, or leave loss_fn out "
+            "expected a pair of inputs and targets, because of loss_fn, got "
+            f"{_describe(batch)}; return pairs from the loader, or leave loss_fn out "
             "and let the model return its loss."
         )
     inputs, targets = batch
@@ -208,8 +208,8 @@ def _as_loss(result: Any) -> Tensor:
         result = getattr(result, "loss", result)
     if not isinstance(result, Tensor) or result.numel() != 1:
         raise UsageError(
-            f"a loss is one number in a tensor: got {_describe(result)}. Reduce it to "
-            "a mean over the samples."
+            f"expected a loss of one element, got {_describe(result)}; reduce it to a "
+            "mean over the samples."
         )
     return result
 

@@ -310,9 +310,9 @@ def _sources(loader: Any) -> list[Any]:
 
 
 def _tell_epoch(loader: Any, epoch: int) -> None:
-    told: set[int] = set()
+    called: set[int] = set()
     for each in _samplers(loader):
-        tell = getattr(each, "set_epoch", None)
-        if callable(tell) and id(each) not in told:
-            told.add(id(each))
-            tell(epoch)
+        set_epoch = getattr(each, "set_epoch", None)
+        if callable(set_epoch) and id(each) not in called:
+            called.add(id(each))
+            set_epoch(epoch)

@@ -28,7 +28,7 @@ WeightFunction = Callable[[Any], float]
 """Called with a batch; returns its weight among the batches of a step."""
 
 _IGNORED = -100
-"""The class that torch and transformers leave out of the mean unless told otherwise."""
+"""The class that torch and transformers leave out of the mean by default."""
 
 _WHOLE = frozenset({torch.int64, torch.int32, torch.int16, torch.int8})
 
@@ -192,12 +192,12 @@ class Proof:
     A batch may be computed in parts only if its loss is the mean of theirs: a loss that
     compares samples with each other, or averages over something else, has other
     gradients then. Two calls without a graph on what the model has returned already
-    tell, once; nothing else is computed, and the device is waited for.
+    show, once; nothing else is computed, and the device is waited for.
 
     Args:
         loss_fn: The loss function.
         reduction: How it is thought to reduce.
-        device: Whose generators it may draw from; then nothing can be told.
+        device: The device whose generators it may draw from; then nothing is known.
 
     Attributes:
         is_over: Nothing is left to be tried out.

@@ -89,7 +89,7 @@ def write_state(path: str | Path, state: dict[str, Any], processes: Processes) -
             failure = error
     is_lasting = failure is not None and not isinstance(failure, SnapshotWriteError)
     mine = Report(failed=0 if failure is None else 2 if is_lasting else 1)
-    first = processes.tell(mine)[0]
+    first = processes.exchange(mine)[0]
     if failure is not None:
         raise failure
     if first.failed:

@@ -198,7 +198,9 @@ def _write_tensor(
 ) -> int:
     tensor = tensor.detach()
     if tensor.layout is not torch.strided or tensor.is_quantized:
-        raise SnapshotError(f"a snapshot holds dense tensors: got {tensor.layout}.")
+        raise SnapshotError(
+            f"expected dense tensors in a snapshot, got {tensor.layout}."
+        )
     geometry = (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device)
     key = (tensor.data_ptr(), *geometry)
     if tensor.numel() and key in known:

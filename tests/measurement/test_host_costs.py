@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from benchmarks.graphs import transformer_graph
-from recoup.core.graph import Issuing
+from recoup.core.graph import HostCosts
 from recoup.core.simulation import simulate
 from recoup.measurement.steps.training_step import training_step
 from recoup.measurement.timing.host_cost import (
@@ -20,7 +20,7 @@ from recoup.measurement.timing.host_cost import (
     Calls,
     Work,
     corrected,
-    issuing_of,
+    host_costs_of,
 )
 from recoup.measurement.timing.pace import Pace
 from recoup.planners.baselines import recompute_all
@@ -73,7 +73,7 @@ def test_a_model_that_needs_gradients_in_forward_is_taken_to_record_for_the_leas
     assert calls.again(step) == float("inf")
     assert torch.is_grad_enabled()
     graph = transformer_graph(2)
-    found = issuing_of(
+    found = host_costs_of(
         graph, Pace(3.0, 3.0), plain_forward_seconds=float("inf"), least_seconds=1e-3
     )
     assert found.recording_seconds == pytest.approx(1e-3)
@@ -86,7 +86,7 @@ def all_recomputed(graph):
 
 def test_what_is_neither_the_plain_step_nor_replays_is_recording():
     graph = transformer_graph(3)
-    found = issuing_of(graph, Pace(10.0, 10.0), plain_forward_seconds=1.0)
+    found = host_costs_of(graph, Pace(10.0, 10.0), plain_forward_seconds=1.0)
     work = all_recomputed(graph)
     assert found.plain_seconds == STEP_BY_FORWARD
     again = REPLAY_BY_FORWARD / len(graph.operations)
@@ -106,7 +106,7 @@ def test_all_of_the_time_of_a_host_that_is_waited_for_is_in_some_part(
     graph = transformer_graph(2)
     work = all_recomputed(graph)
     waited_for, ahead = (
-        issuing_of(
+        host_costs_of(
             graph,
             Pace(seconds, host),
             plain_forward_seconds=plain_forward,
@@ -125,7 +125,7 @@ def test_all_of_the_time_of_a_host_that_is_waited_for_is_in_some_part(
 
 def test_a_host_that_is_not_waited_for_records_in_no_more_than_the_usual_time():
     graph = transformer_graph(3)
-    found = issuing_of(
+    found = host_costs_of(
         graph, Pace(90.0, 30.0), plain_forward_seconds=0.1, least_seconds=1e-3
     )
     assert found.recording_seconds == pytest.approx(RECORDING_BY_LEAST * 1e-3)
@@ -134,29 +134,29 @@ def test_a_host_that_is_not_waited_for_records_in_no_more_than_the_usual_time():
 @pytest.mark.parametrize("slower", [0.5, 1.5])
 def test_a_host_that_is_waited_for_is_as_slow_as_it_was_seen_to_be(slower):
     graph = transformer_graph(3)
-    thought = Issuing(4.0, 0.5, 0.25)
-    graph = replace(graph, issuing=thought)
+    thought = HostCosts(4.0, 0.5, 0.25)
+    graph = replace(graph, host_costs=thought)
     segments = recompute_all(graph)[:1]
-    host = slower * simulate(graph, segments).issuing_seconds
-    found = corrected(graph, [segments], Pace(host, host)).issuing
+    host = slower * simulate(graph, segments).host_seconds
+    found = corrected(graph, [segments], Pace(host, host)).host_costs
     assert found is not None
     assert astuple(found) == pytest.approx([slower * part for part in astuple(thought)])
-    costs = simulate(replace(graph, issuing=found), segments)
-    assert costs.issuing_seconds == pytest.approx(host)
+    costs = simulate(replace(graph, host_costs=found), segments)
+    assert costs.host_seconds == pytest.approx(host)
 
 
 def test_a_host_that_is_not_waited_for_is_no_slower_than_it_was_seen_to_be():
-    graph = replace(transformer_graph(3), issuing=Issuing(4.0, 0.5, 0.25))
+    graph = replace(transformer_graph(3), host_costs=HostCosts(4.0, 0.5, 0.25))
     segments = recompute_all(graph)
-    thought = simulate(graph, segments).issuing_seconds
+    thought = simulate(graph, segments).host_seconds
     waiting = Pace(9 * thought, 2 * thought)
-    assert corrected(graph, [segments], waiting).issuing == graph.issuing
-    found = corrected(graph, [segments], Pace(9 * thought, thought / 2)).issuing
-    costs = simulate(replace(graph, issuing=found), segments)
-    assert costs.issuing_seconds == pytest.approx(thought / 2)
+    assert corrected(graph, [segments], waiting).host_costs == graph.host_costs
+    found = corrected(graph, [segments], Pace(9 * thought, thought / 2)).host_costs
+    costs = simulate(replace(graph, host_costs=found), segments)
+    assert costs.host_seconds == pytest.approx(thought / 2)
 
 
 def test_where_there_is_no_host_beside_the_device_nothing_is_learned():
     graph = transformer_graph(2)
-    assert graph.issuing is None
-    assert corrected(graph, [()], Pace(1.0, 1.0)).issuing is None
+    assert graph.host_costs is None
+    assert corrected(graph, [()], Pace(1.0, 1.0)).host_costs is None

@@ -1,4 +1,4 @@
-"""Ways to run intervals: working alike intervals out once changes no figure."""
+"""Options of intervals: working alike intervals out once changes no figure."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from benchmarks.graphs import transformer_graph
 from recoup.core.footprint import footprint
 from recoup.core.graph import Graph
-from recoup.planners.interval_options import IntervalOption, Memory, Ways
+from recoup.planners.interval_options import IntervalOption, IntervalOptions, Memory
 from recoup.planners.partition import Partition
 from tests.support.graphs import graphs
 
@@ -18,21 +18,23 @@ def held_sets(graph: Graph) -> list[set[int]]:
     return [set(made[::3]), set(made[::2]), set(made)]
 
 
-def figures(ways: list[IntervalOption]) -> list[tuple[float, int, int]]:
-    return [(way.seconds, way.held_bytes, way.peak_bytes) for way in ways]
+def figures(options: list[IntervalOption]) -> list[tuple[float, int, int]]:
+    return [
+        (option.seconds, option.held_bytes, option.peak_bytes) for option in options
+    ]
 
 
 def compare(graph: Graph, places: list[int], *, nest: bool) -> int:
     """Compare every interval with one that is worked out alone; say how many."""
-    shared = Ways(graph, places, held_sets(graph), nest=nest)
+    shared = IntervalOptions(graph, places, held_sets(graph), nest=nest)
     count = 0
     for stop in range(1, len(places)):
         for start in range(max(0, stop - 3), stop):
-            alone = Ways(graph, places, held_sets(graph), nest=nest)
+            alone = IntervalOptions(graph, places, held_sets(graph), nest=nest)
             found = shared.between(start, stop)
             assert figures(found) == figures(alone.between(start, stop))
-            for way in found:
-                assert way.seconds == way.make().seconds
+            for option in found:
+                assert option.seconds == option.make().seconds
             count += 1
     return count
 

@@ -10,7 +10,7 @@ from benchmarks.graphs import transformer_graph
 from recoup.core import batch_footprint as flat
 from recoup.core.batch_footprint import Costs, costs_of_holding
 from recoup.core.graph import Graph
-from recoup.planners.interval_options import Memory, Ways
+from recoup.planners.interval_options import IntervalOptions, Memory
 from recoup.planners.option import holding
 from tests.support.graphs import graphs, hold_sets
 
@@ -33,17 +33,17 @@ def in_place(graph: Graph, number: int) -> Graph:
     return replace(graph, values=tuple(values), storages=tuple(storages))
 
 
-def as_one_segment(ways: Ways, graph: Graph, interval, held) -> Costs:
-    return ways._costs(interval, holding(graph, interval.first, interval.last, held))
+def as_one_segment(options: IntervalOptions, graph: Graph, interval, held) -> Costs:
+    return options._costs(interval, holding(graph, interval.first, interval.last, held))
 
 
 def compare(graph: Graph, first: int, last: int, sets: list[tuple[int, ...]]) -> None:
     interval, _ = Memory().interval(graph, first, last)
-    ways = Ways(graph, (first, last), (), nest=False)
+    options = IntervalOptions(graph, (first, last), (), nest=False)
     together = costs_of_holding(graph, (first, last), interval.rows, sets)
     assert len(together) == len(sets)
     for found, held in zip(together, sets, strict=True):
-        alone = as_one_segment(ways, graph, interval, held)
+        alone = as_one_segment(options, graph, interval, held)
         assert found.replays == alone.replays
         assert found.recorded == alone.recorded
         assert found.held_bytes == alone.held_bytes

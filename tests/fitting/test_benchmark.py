@@ -13,7 +13,7 @@ from torch import nn
 
 from benchmarks.zoo.cases import CASES
 from recoup.fitting import benchmark as contests
-from recoup.fitting.benchmark import contest, largest_difference
+from recoup.fitting.benchmark import largest_difference, run_benchmark
 from recoup.measurement.peers import PEERS, every_block
 from recoup.measurement.steps.floor import run_step
 from recoup.measurement.steps.training_step import training_step
@@ -31,7 +31,7 @@ def small():
 def test_every_peak_is_that_of_a_step_and_every_gradient_has_the_plain_bits(name):
     case = CASES[name]
     model, batch = case.build("tiny"), case.batch("tiny")
-    plain, *others = contest(model, batch, loss=case.loss, budgets=[0.9])
+    plain, *others = run_benchmark(model, batch, loss=case.loss, budgets=[0.9])
     step = training_step(model, batch, loss=case.loss)
     assert plain.peak_bytes == run_step(step).peak_bytes
     with every_block(model):
@@ -46,7 +46,7 @@ def test_the_model_is_left_as_it_was():
     model(x).sum().backward()
     gradients = [(p.grad, p.grad.clone()) for p in model.parameters()]
     state = torch.get_rng_state()
-    contest(model, x, loss=torch.sum, budgets=[0.9])
+    run_benchmark(model, x, loss=torch.sum, budgets=[0.9])
     assert torch.equal(state, torch.get_rng_state())
     before = [gradient for gradient, _ in gradients]
     assert all(map(operator.is_, (p.grad for p in model.parameters()), before))
@@ -95,7 +95,7 @@ def test_who_fails_is_a_row_and_who_is_wrong_is_found(monkeypatch):
     def tell(*news):
         told.append(news)
 
-    entries = contest(model, x, loss=torch.sum, budgets=[0.9], tell=tell)
+    entries = run_benchmark(model, x, loss=torch.sum, budgets=[0.9], progress=tell)
     plain, first, second, third, wrong, fitted = entries
     assert first.failure == second.failure == "out of memory"
     assert third.failure == "KeyError: 'a strange model'"
@@ -111,7 +111,7 @@ def test_if_the_plain_step_does_not_fit_the_next_is_compared_with(
 ):
     monkeypatch.setattr(contests, "plain", scarce)
     model, x = small()
-    plain, first, *others = contest(model, x, loss=torch.sum, budgets=["2MiB"])
+    plain, first, *others = run_benchmark(model, x, loss=torch.sum, budgets=["2MiB"])
     assert plain.failure == "out of memory"
     assert first.name == next(iter(PEERS))
     assert {entry.difference for entry in (first, *others)} == {0.0}
