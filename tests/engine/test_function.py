@@ -174,7 +174,9 @@ class TestCalls:
         assert torch.equal(found, gradient(function, x))
 
     def test_what_is_no_function_is_refused(self):
-        with pytest.raises(UsageError, match="expected a function or a tensor, got int"):
+        with pytest.raises(
+            UsageError, match="expected a function or a tensor, got int"
+        ):
             checkpoint(3)  # pyright: ignore[reportCallIssue]
 
     def test_torch_func_inside_says_what_to_do(self):
