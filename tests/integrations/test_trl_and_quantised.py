@@ -65,7 +65,39 @@ def assert_same_and_within(ours: Any, plain: Any, callback: RecoupCallback) -> N
     assert report.measured_peak_bytes <= report.budget_bytes < report.plain_peak_bytes
 
 
-def test_trl_fine_tunes_as_without(tmp_path):
+def sentence(start: int, factor: int, count: int) -> str:
+    return " ".join(f"w{(start * factor + k * k) % 60}" for k in range(count))
+
+
+SENTENCES = [{"text": sentence(row, 7, 47)} for row in range(96)]
+PAIRS = [
+    {
+        "prompt": sentence(row, 7, 12),
+        "chosen": " " + sentence(row, 5, 22),
+        "rejected": " " + sentence(row, 3, 19),
+    }
+    for row in range(96)
+]
+
+
+def logged(trainer: Any) -> list[dict[str, Any]]:
+    """Return what was logged besides times, without what recoup says."""
+    times = ("runtime", "per_second")
+    rows = [
+        {name: value for name, value in row.items() if not name.endswith(times)}
+        for row in trainer.state.log_history
+        if "recoup_budget_bytes" not in row
+    ]
+    assert "num_tokens" in rows[0], "TRL counts in its steps"
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [("SFT", SENTENCES), ("DPO", PAIRS)],
+    ids=["fine-tuning", "preferences"],
+)
+def test_trl_trains_and_counts_as_without(tmp_path, name, rows):
     trl = pytest.importorskip("trl", reason="trl is not installed")
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
     tokenizers = pytest.importorskip("tokenizers")
@@ -76,15 +108,14 @@ def test_trl_fine_tunes_as_without(tmp_path):
     model = tokenizers.models.WordLevel(words, unk_token="<unk>")
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    rows = [
-        {"text": " ".join(f"w{(row * 7 + k * k) % 60}" for k in range(47))}
-        for row in range(96)
-    ]
+    # DPO would load the model that it compares with from a hub.
+    compared = {"DPO": {"ref_model": tiny_llama()}}.get(name, {})
 
     def train(callback: RecoupCallback | None) -> Any:
-        trainer = trl.SFTTrainer(
+        trainer = getattr(trl, f"{name}Trainer")(
             model=tiny_llama(),
-            args=trl.SFTConfig(
+            **compared,
+            args=getattr(trl, f"{name}Config")(
                 **settings(tmp_path), max_length=48, gradient_checkpointing=False
             ),
             train_dataset=datasets.Dataset.from_list(rows),
@@ -101,7 +132,9 @@ def test_trl_fine_tunes_as_without(tmp_path):
 
     # TRL's head computes the loss in a workspace of 24 MB, most of this small step.
     callback = RecoupCallback(0.97)
-    assert_same_and_within(train(callback), train(None), callback)
+    ours, plain = train(callback), train(None)
+    assert_same_and_within(ours, plain, callback)
+    assert logged(ours) == logged(plain)
 
 
 def by_torchao() -> nn.Module:
