@@ -1,4 +1,4 @@
-"""What the calls of recoup return."""
+"""The result types of recoup's calls."""
 
 from recoup.core.compiled_plan import CompiledPlan
 from recoup.core.graph import Graph

@@ -16,10 +16,10 @@ from recoup.errors import RecoupError
 _RECORDERS = frozenset(
     {"recoup.engine.recording.recorder", "recoup.backend.operators.dispatch"}
 )
-"""Where recoup runs the operators of a step itself."""
+"""Modules in which recoup runs the operators of a step itself."""
 
 _REFUSALS = (RuntimeError, IndexError)
-"""What operators raise that are given something wrong."""
+"""Errors that operators raise for wrong arguments."""
 
 
 @contextmanager

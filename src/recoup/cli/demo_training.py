@@ -46,7 +46,7 @@ _deterministic: Any = torch.utils.deterministic
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What is trained, on what, and for how long."""
+    """The model, its data, and the number of steps."""
 
     shape: Shape
     batch: int

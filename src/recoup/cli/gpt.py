@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 RunBlock = Callable[["Block", Tensor], Tensor]
-"""How a block is called: plainly, or inside a region."""
+"""Calls a block: plainly, or inside a region."""
 
 
 @dataclass(frozen=True, slots=True)

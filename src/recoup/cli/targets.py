@@ -21,12 +21,12 @@ _NAMES = ("model", "batch", "loss", "optimizer")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a user's function returned.
+    """The result of a user's function.
 
     Attributes:
         name: How the user named it.
         model: The model.
-        batch: What it is called with.
+        batch: Its arguments.
         loss: Computes the loss from its output.
         optimizer: Trains it.
         step: Runs forward and backward, instead of batch and loss.

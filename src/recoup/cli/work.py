@@ -78,7 +78,7 @@ def largest_batch_of(
 
 @dataclass(frozen=True, slots=True)
 class MeasureMode:
-    """How a step is measured.
+    """The mode of a measurement.
 
     Attributes:
         dry: Without computing it.

@@ -26,12 +26,12 @@ _Span = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class Costs:
-    """What one option to run an interval takes.
+    """The costs of one option of an interval.
 
     Attributes:
         replays: The operations of each replay, counted from the first of the interval.
         recorded: How many operators are recorded, by a narrow segment.
-        held_bytes: What it holds when forward has ended.
+        held_bytes: Bytes held at the end of forward.
         use: The bytes in use at the rows of the interval, beyond what is there anyway.
     """
 

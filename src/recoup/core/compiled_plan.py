@@ -27,7 +27,7 @@ class JointForward:
         names: The node of each value.
         demanded: The values that backward reads.
         resident: Values that are in memory in any case.
-        save_seconds: What writing and reading each value takes if it is saved.
+        save_seconds: The time to write and read each value if it is saved.
     """
 
     digest: str
@@ -77,7 +77,7 @@ class BlockOption:
 
 @dataclass(frozen=True, slots=True)
 class BlockFrame:
-    """Where a block stands in the reference step.
+    """A block in the reference step.
 
     Attributes:
         kind: The number of its kind: blocks of one kind have the same options.
@@ -156,12 +156,12 @@ FORMAT = "recoup compiled plan"
 FORMAT_VERSION = 1
 
 EXECUTORS = ("exact", "inductor")
-"""Who runs captured blocks: eager kernels, or Inductor's."""
+"""The executor of captured blocks: eager kernels, or Inductor's."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPartition:
-    """How one block of a model runs.
+    """The plan of one block of a model.
 
     Attributes:
         module: The path of the block.
@@ -183,7 +183,7 @@ class BlockPartition:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class CompiledPlan:
-    """What the blocks of a model save for backward, and who runs them.
+    """The values that blocks save for backward, and their executor.
 
     Attributes:
         executor: "exact" or "inductor".

@@ -7,10 +7,10 @@ from recoup.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What a device does at best.
+    """The peak throughput of a device.
 
     Attributes:
-        name: What it is called.
+        name: Its name.
         memory_bytes: The memory it has; 0: not said.
         bytes_per_second: How fast its memory is read or written.
         flops_per_second: Dense matrix products, by the bytes of a number: 2 for

@@ -39,16 +39,16 @@ class Replay:
     """One replay of a segment.
 
     Attributes:
-        segment: What is replayed.
+        segment: The replayed segment.
         moment: The moment of backward before which it runs.
-        operations: What runs, in order.
+        operations: The operations in order.
         peak_bytes: The most that its own values and workspaces take, and what it
             starts from and frees.
         seconds: How long it takes.
-        left_bytes: What is still in use when it has run.
-        awaited_bytes: What the operator of that moment takes, after the replay.
+        left_bytes: Bytes still in use when it has run.
+        awaited_bytes: Bytes of the operator of that moment, after the replay.
         depth: How many segments are around it.
-        fetched_bytes: What it starts from that nobody needs after it: each is let go
+        fetched_bytes: Bytes it starts from that nobody needs after it: each is freed
             of at its last use.
     """
 
@@ -98,18 +98,18 @@ class Offload:
 
 @dataclass
 class Footprint:
-    """What some segments do to the memory and the time of a step.
+    """The effect of segments on the memory and the time of a step.
 
     Attributes:
         holds: The last moment at which a storage is held, for those that are.
-        offloads: What goes to the host and comes back.
+        offloads: Storages that go to the host and come back.
         remade: Bytes that a replay leaves in use, or that are copied because they are
             written over, with the first and last moment.
-        replays: What is run again.
+        replays: The replays.
         recorded: How many operators of forward are recorded, once for each region; see
             `recorded_operators`.
-        starts: What each segment's replay starts from, inner segments first.
-        passing: What replays make and inner ones free.
+        starts: The values each segment's replay starts from, inner segments first.
+        passing: Storages that replays make and inner ones free.
     """
 
     holds: dict[int, int] = field(default_factory=dict[int, int])
@@ -126,7 +126,7 @@ class Footprint:
 
     @cached_property
     def spikes(self) -> dict[int, int]:
-        """What replays take at a moment beyond all that is in use there."""
+        """The bytes of replays at a moment beyond all that is in use there."""
         return spikes(self.replays, self.passing)
 
     @cached_property
@@ -240,7 +240,7 @@ class _Planned(NamedTuple):
 
 
 Innermost = dict[object, tuple[Footprint, list[_Planned], list[Claim]]]
-"""What segments inside others, with none inside them, do wherever they are."""
+"""Footprints of innermost segments, which do not depend on those around them."""
 
 
 def _add_innermost(
@@ -527,7 +527,7 @@ def run_again(
 
     Args:
         graph: The step.
-        operations: What runs, in order.
+        operations: The operations in order.
         wanted: The storages that outlive the replay.
         fetched: Storages that are there when it begins and that nobody else needs.
     """

@@ -62,11 +62,11 @@ class Operation:
 
     Attributes:
         name: The operator, as `aten.mm.default`.
-        seconds: What running it again takes.
+        seconds: The time to recompute it.
         reads: The values it takes.
         makes: The values it makes.
         replayable: It can be run again; otherwise what it makes is held if needed.
-        workspace_bytes: What it allocates while it runs, beyond its results.
+        workspace_bytes: Bytes allocated while it runs, beyond its results.
         state_bytes: Running statistics that it updates and that are saved. A segment
             that has the operator in an inner one copies them when it ends.
     """
@@ -85,7 +85,7 @@ class Save:
     """One tensor that autograd saved in forward.
 
     Attributes:
-        value: What it refers to.
+        value: The value that it refers to.
         used: The first moment of backward that needs it.
         released: The last moment at which autograd holds it.
         finished: The last moment at which a replayed copy of it is in use, which
@@ -112,7 +112,7 @@ class Dropped(NamedTuple):
     pass. A region that it is in replays nothing for it.
 
     Attributes:
-        value: What it refers to.
+        value: The value that it refers to.
         until: The last moment at which autograd holds it.
     """
 
@@ -125,10 +125,10 @@ THROUGH = sys.maxsize
 
 
 class Claim(NamedTuple):
-    """What autograd, or a region for its replay, may ask for.
+    """A value that autograd, or a region for its replay, may ask for.
 
     Attributes:
-        value: What it stands for.
+        value: The value.
         used: The moment at which it is asked for.
         gone: When a replayed copy of it is freed: a moment, and the depth of the
             replay before it that does so, or `THROUGH`.
@@ -186,8 +186,8 @@ class HostCosts:
 
     Attributes:
         plain_seconds: The host's time for a step without any region.
-        recording_seconds: What a region adds to each operator of forward in it.
-        replaying_seconds: What each operator that is run again adds.
+        recording_seconds: The time that a region adds to each operator in it.
+        replaying_seconds: The time of each recomputed operator.
     """
 
     plain_seconds: float
@@ -225,8 +225,8 @@ class Graph:
         operations: Forward, in order: moments 0 to n - 1.
         backward: How many moments backward has: n to n + backward - 1.
         storages: The memory that is accounted for.
-        values: What is in it.
-        saves: What autograd saved, in order.
+        values: The values.
+        saves: The tensors that autograd saved, in order.
         boundaries: Where regions may begin and end, in order. The first is at the
             start of the model and the last at its end.
         other_bytes: For each moment, what is in use then besides the storages: all that
@@ -234,7 +234,7 @@ class Graph:
         own_bytes: For each moment, how much of that its operator takes itself: a replay
             that runs before the operator does not meet it yet. Empty: nothing.
         step_seconds: Forward and backward without any region, on the device.
-        recording_seconds: What a region adds to each operator of forward in it, where
+        recording_seconds: The time that a region adds to each operator in it, where
             the device waits for that.
         host_costs: The host's time for the step; None: the host is the device.
         link_bytes_per_second: The speed of a copy to the host and back; 0: unknown.
@@ -245,7 +245,7 @@ class Graph:
             step; empty: they were measured.
         roots: The paths of the modules that the step itself calls in this pass, in
             order; empty for the model itself.
-        dropped: What autograd saved and backward does not ask for, in order.
+        dropped: Tensors that autograd saved and backward does not ask for, in order.
         gradients: The paths of the parameters that get a gradient, each with the first
             moment at which the gradient exists; `BEFORE`: it existed before the pass.
         others: The other passes of the step.
@@ -316,7 +316,7 @@ class Graph:
 
     @property
     def moments(self) -> int:
-        """How many moments the step has."""
+        """The number of moments of the step."""
         return len(self.operations) + self.backward
 
     @property
@@ -331,7 +331,7 @@ class Graph:
 
     @property
     def model_calls(self) -> int:
-        """How often the model is called before backward."""
+        """The number of calls of the model before backward."""
         return max((b.model_call for b in self.boundaries), default=0) + 1
 
     def operations_of_call(self, model_call: int) -> range:
@@ -345,7 +345,7 @@ class Graph:
 
     @property
     def forward_seconds(self) -> float:
-        """What running all of forward's operators again would take."""
+        """The time to recompute all of forward's operators."""
         return sum(operation.seconds for operation in self.operations)
 
     @cached_property
@@ -356,7 +356,7 @@ class Graph:
 
     @cached_property
     def claims(self) -> tuple[Claim, ...]:
-        """What autograd may ask for: one claim for each tensor it saved."""
+        """One claim for each tensor that autograd saved."""
         return tuple(
             Claim(save.value, save.used, (save.replayed_until, THROUGH), save.released)
             for save in self.saves
@@ -386,7 +386,7 @@ class Graph:
 
     @cached_property
     def _readers(self) -> dict[int, list[tuple[int, int]]]:
-        """Who reads each storage in forward, if it may run again; and who made that."""
+        """The replayable readers of each storage in forward, and their producers."""
         found: dict[int, list[tuple[int, int]]] = {}
         for number, operation in enumerate(self.operations):
             for value in operation.reads if operation.replayable else ():

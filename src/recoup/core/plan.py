@@ -82,7 +82,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Plan:
-    """What is done with everything that autograd would keep of one step.
+    """The actions on all values that autograd would save in one step.
 
     What is in no span is kept, as plain autograd keeps it.
 
@@ -144,7 +144,7 @@ class Plan:
 
     @property
     def regions(self) -> int:
-        """How many spans there are that are in no other."""
+        """The number of outermost spans."""
         return sum(len(part.spans) for part in self.parts)
 
     def to_json(self) -> str:

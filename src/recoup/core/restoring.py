@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 
 class _Thread(threading.local):
-    """What was entered on this thread and is not restored yet, outermost first."""
+    """State to restore on this thread, outermost first."""
 
     def __init__(self) -> None:
         self.entered: list[weakref.ref[restoring]] = []

@@ -12,7 +12,7 @@ Interval = tuple[int, int]
 """Two boundaries, and what lies between."""
 
 REGION_OPERATORS = 3
-"""How many recorded operators take the host as long as to begin and end a region."""
+"""The cost of beginning and ending a region, in recorded operators."""
 
 NESTED_OPERATORS = 2
 """How many recorded operators take the host as long as one that is recorded in a region
@@ -20,7 +20,7 @@ inside another: 1.4 on the CPU, 1.8 to 2.2 with an H200."""
 
 
 class Action(Enum):
-    """What is done with a value that backward needs.
+    """The action on a value that backward needs.
 
     A value without an action is recomputed.
     """
@@ -39,7 +39,7 @@ class Segment:
     Attributes:
         start: The boundary where it begins.
         stop: The boundary where it ends.
-        actions: What is done with the values made in it; the others are recomputed.
+        actions: The actions on values made in it; the others are recomputed.
         inner: Segments inside it, in order. What these hold, it may drop again.
     """
 

@@ -1,4 +1,4 @@
-"""What a plan costs: the one definition of its peak and of its time.
+"""The cost of a plan: the one definition of its peak and of its time.
 
 `recoup.core.footprint` says what segments hold and replay, and `recoup.core.memory_use`
 what that comes to at each moment.
@@ -21,20 +21,20 @@ from recoup.core.units import print_bytes, print_seconds
 
 @dataclass(frozen=True, repr=False)
 class Simulation:
-    """What a plan costs.
+    """The cost of a plan.
 
     Attributes:
         bytes_at: The bytes in use at each moment; a replay counts at the moment before
             which it runs.
         settled_at: The same without the temporaries of replays.
-        replays: What is run again.
-        held_bytes: What segments hold between forward and backward, on the device.
-        host_bytes: What is copied to the host and back.
+        replays: The replays.
+        held_bytes: Bytes held on the device between forward and backward.
+        host_bytes: Bytes copied to the host and back.
         stall_seconds: The copying that does not hide behind computing.
         step_seconds: The step without replays, stalls and recording.
-        recording_seconds: What regions add to forward.
-        host_seconds: What the host takes to issue all of it to an accelerator.
-        plain_host_seconds: What it would take without the plan.
+        recording_seconds: The time that regions add to forward.
+        host_seconds: The host's time with an accelerator.
+        plain_host_seconds: The host's time without the plan.
     """
 
     bytes_at: tuple[int, ...]
@@ -70,23 +70,23 @@ class Simulation:
 
     @property
     def replay_seconds(self) -> float:
-        """How long all replays take."""
+        """The time of all replays."""
         return sum(replay.seconds for replay in self.replays)
 
     @property
     def device_seconds(self) -> float:
-        """How long the device works on the step."""
+        """The time of the step on the device."""
         added = self.replay_seconds + self.recording_seconds + self.stall_seconds
         return self.step_seconds + added
 
     @property
     def seconds(self) -> float:
-        """How long the step takes: as long as the slower of device and host."""
+        """The time of the step: that of the slower of device and host."""
         return max(self.device_seconds, self.host_seconds)
 
     @property
     def extra_seconds(self) -> float:
-        """What the plan adds to the step: replays, recording, waiting for copies."""
+        """The time that the plan adds: replays, recording, waiting for copies."""
         return self.seconds - max(self.step_seconds, self.plain_host_seconds)
 
 
@@ -149,7 +149,7 @@ class Kept:
 
 
 class LoopKept(NamedTuple):
-    """What a training loop keeps in the parts of a step.
+    """Memory that a training loop keeps in the parts of a step.
 
     Attributes:
         call: During the first call of the model.

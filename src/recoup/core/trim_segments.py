@@ -18,7 +18,7 @@ from recoup.core.segments import (
 )
 
 _WORTH = 2 * REGION_OPERATORS
-"""How many operators must lie between two segments, so that two cost less than one."""
+"""Operators between two segments from which two segments cost less than one."""
 
 
 def narrowed(graph: Graph, segment: Segment) -> tuple[Segment, ...]:
@@ -84,7 +84,7 @@ def operators_around(
 
 @dataclass(frozen=True, slots=True)
 class _Need:
-    """What a region must be around: some operators, and a save."""
+    """The operators and the save that a region must contain."""
 
     first: int
     last: int

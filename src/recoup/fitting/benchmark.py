@@ -30,7 +30,7 @@ from recoup.report.findings import Entry
 PLAIN = "plain"
 
 _ROUNDS = 2
-"""How often everybody is timed again, in turn."""
+"""The number of further rounds in which all are timed in turn."""
 
 Progress = Callable[[str, int, int], None]
 """Progress callback: the contender, how many are done, and their total."""
@@ -58,7 +58,7 @@ def run_benchmark(  # noqa: PLR0913 (a step can be described in several ways)
 
     Args:
         model: The model.
-        batch: What it is called with, as for `fit`.
+        batch: Its arguments, as for `fit`.
         budgets: Budgets for recoup; by default the peaks of PyTorch's tools.
         loss: Computes the loss, as for `fit`.
         step: Runs forward and backward by itself, as for `fit`.

@@ -14,7 +14,7 @@ from recoup.measurement.timing.pace import Pace
 Attempted = TypeVar("Attempted")
 
 _ROUNDS = 4
-"""How many plans that exceed the budget are tried before the smallest one."""
+"""The number of plans above the budget that are tried before the smallest."""
 
 _ROOM = 0.02
 """A plan that leaves more than this share of the budget unused is improved once."""
@@ -68,7 +68,7 @@ class Outcome:
 
     @property
     def error_bytes(self) -> int:
-        """How much more the step took than predicted; negative: less."""
+        """Measured minus predicted bytes."""
         if self.measured_bytes is None or self.predicted_bytes is None:
             return 0
         return self.measured_bytes - self.predicted_bytes

@@ -52,7 +52,7 @@ from recoup.report.pages import page
 from recoup.report.texts import slower_words
 
 Compile = Literal[False, "exact", "inductor", "auto"]
-"""Who runs the blocks; see `fit`."""
+"""The executor of the blocks; see `fit`."""
 
 Model = TypeVar("Model", bound=nn.Module | Sequence[nn.Module])
 
@@ -76,7 +76,7 @@ _RUNS = 10
 
 @dataclass(repr=False, kw_only=True)
 class Fit(FitResult):
-    """What `fit` did to a model, and what it costs.
+    """The result of `fit`: the plan applied to a model, and its costs.
 
     Attributes:
         plan: The plan.
@@ -313,7 +313,7 @@ def fit(  # noqa: PLR0913 (a step can be described in several ways)
         model: The model; it stays the same object with the same parameters. Or several,
             as a list, or as a module that contains what the step calls and is not
             called itself: they share one budget, and `step` describes what they do.
-        batch: What it is called with: a tensor, a tuple of positional arguments, or a
+        batch: Its arguments: a tensor, a tuple of positional arguments, or a
             mapping of keyword arguments. With a loss that takes the output and a
             target: a pair of what the model is called with and the target.
         budget: The most bytes on the device at any moment of forward and backward,
@@ -332,7 +332,7 @@ def fit(  # noqa: PLR0913 (a step can be described in several ways)
         accumulate: Gradients of earlier steps are there when a step begins, as when the
             step is one micro-batch of several whose gradients add up, or gradients are
             zeroed in place. They count from the beginning.
-        allow: What may be done with a value besides recomputing it.
+        allow: Actions allowed on a value besides recomputing it.
         blocks: The paths of the modules between which the model is cut; by default
             they are found.
         device: Where to count memory; by default where the parameters are.

@@ -68,7 +68,7 @@ class FitResult(ABC):
         """Return all that was found, for `recoup.report`.
 
         Args:
-            title: What the report is about; by default the kind of the model.
+            title: The title; by default the class of the model.
             points: How many other plans are worked out.
         """
 

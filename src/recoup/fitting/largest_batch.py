@@ -109,7 +109,7 @@ def largest_batch(  # noqa: PLR0913 (as `fit`)
             predicted; None for any.
         optimizer: Room is left for its state.
         accumulate: Gradients of earlier steps are there when a step begins.
-        allow: What may be done with a value besides recomputing it.
+        allow: Actions allowed on a value besides recomputing it.
         limit: No larger size is looked for.
 
     Raises:

@@ -44,7 +44,7 @@ def measure(  # noqa: PLR0913 (a step can be described in several ways)
 
     Args:
         model: The model.
-        batch: What it is called with.
+        batch: Its arguments.
         loss: Computes the loss from the output (and the target).
         step: Runs forward and backward by itself, instead of `batch` and `loss`.
         blocks: The paths of the modules between which the model is cut.
@@ -101,7 +101,7 @@ def frontier(  # noqa: PLR0913 (a step can be described in several ways)
         loss: With a model: computes the loss.
         step: With a model: runs forward and backward, instead of `batch` and `loss`.
         points: For how many budgets, evenly spread, plans are looked for.
-        allow: What may be done with a value besides recomputing it, as for `fit`.
+        allow: Actions allowed on a value besides recomputing it, as for `fit`.
         progress: Progress callback: budgets done, and their total.
 
     Raises:

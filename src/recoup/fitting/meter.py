@@ -74,7 +74,7 @@ class Meter:
     loss waits for the device; with `every` that happens rarely.
 
     Args:
-        budget: What the peak is compared with: bytes, text such as "8GiB", or what
+        budget: The limit of the peak: bytes, text such as "8GiB", or what
             `fit` returned.
         device: Where memory is counted; by default the current accelerator, if any.
         every: Give a reading for one of so many steps.

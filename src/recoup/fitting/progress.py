@@ -19,7 +19,7 @@ Show = Callable[[str, int, int], None]
 
 
 class Course:
-    """How far work has come that consists of running a step several times."""
+    """The progress of work that consists of running a step several times."""
 
     def __init__(self, runs: int, show: Show | None = None) -> None:
         self._show = show
@@ -52,7 +52,7 @@ class Course:
 
     @property
     def seconds_left(self) -> float | None:
-        """How long it will take by what it took so far; None: nothing has run yet."""
+        """The estimated remaining time; None: nothing has run yet."""
         if not self._done:
             return None
         spent = time.perf_counter() - self._started

@@ -46,7 +46,7 @@ class FirstStep:
             the largest batch is not looked for unless it must be.
 
     Attributes:
-        report: What `recoup.fit` did; None before the first step.
+        report: The report of `recoup.fit`; None before the first step.
         largest: The largest batch, if it was looked for.
 
     Raises:
@@ -76,7 +76,7 @@ class FirstStep:
 
     @property
     def settings(self) -> tuple[object, ...]:
-        """What a plan depends on, besides the step."""
+        """The arguments of a plan, besides the step."""
         return (self.budget, self.compile, self.allow)
 
     def begin(self) -> None:

@@ -39,7 +39,7 @@ class RecoupCallback(Callback):
             a share of the plain peak such as 0.6 (one process only). None reads the
             environment variable `RECOUP_BUDGET`; without that, what the device has.
         compile: Who runs the blocks, as for `recoup.fit`.
-        allow: What may be done with a value besides recomputing it.
+        allow: Actions allowed on a value besides recomputing it.
         slowdown: How much longer than the plain step a step may take, such as 0.3. If
             given, the largest batch within the budget is found, of samples such as
             those of the first batch, and logged as `recoup_largest_batch`. For one
@@ -63,7 +63,7 @@ class RecoupCallback(Callback):
 
     @property
     def report(self) -> Fit | CompiledFit | UnitPlan | None:
-        """What `recoup.fit` did; None before the first batch."""
+        """The report of `recoup.fit`; None before the first batch."""
         return self._first.report
 
     @property

@@ -47,7 +47,7 @@ class RecoupCallback(TrainerCallback, ExportableState):
             environment variable `RECOUP_BUDGET`; without that, what the device has.
         compile: Who runs the blocks, as for `recoup.fit`. None: False, or "inductor"
             with `torch_compile=True`.
-        allow: What may be done with a value besides recomputing it.
+        allow: Actions allowed on a value besides recomputing it.
         slowdown: How much longer than the plain step a step may take, such as 0.3. If
             given, the largest batch within the budget is found and logged as
             `recoup_largest_batch`, and `auto_find_batch_size=True` takes no larger one.
@@ -55,7 +55,7 @@ class RecoupCallback(TrainerCallback, ExportableState):
             costs.
 
     Attributes:
-        report: What `recoup.fit` did; None before the first batch.
+        report: The report of `recoup.fit`; None before the first batch.
         largest_batch: The largest batch per device; None if it was not looked for.
 
     Raises:
@@ -80,7 +80,7 @@ class RecoupCallback(TrainerCallback, ExportableState):
 
     @property
     def report(self) -> Fit | CompiledFit | UnitPlan | None:
-        """What `recoup.fit` did; None before the first batch."""
+        """The report of `recoup.fit`; None before the first batch."""
         return self._first.report
 
     @property

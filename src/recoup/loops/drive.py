@@ -35,7 +35,7 @@ from recoup.schedules.schedule import (
 
 @dataclass(frozen=True, slots=True)
 class LoopPlan:
-    """How one loop is carried out.
+    """The plan of one loop: its schedule and its checks.
 
     Attributes:
         schedule: For a loop of known length.

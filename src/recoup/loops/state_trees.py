@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 Structure = Any
-"""What is left of a tree without its leaves: comparable, to be treated as opaque."""
+"""The structure of a pytree, comparable and opaque."""
 
 _LEAF = None
 

@@ -20,7 +20,7 @@ from recoup.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """What a checkpoint around one module would do in one step.
+    """The effect of a checkpoint around one module on one step.
 
     Parameters are in memory in any case and are not counted.
 
@@ -28,7 +28,7 @@ class Suggestion:
         name: The module's name in the model.
         plain_bytes: The activations that autograd keeps for it without a checkpoint.
         kept_bytes: The activations and random states that are kept with one.
-        replay_flops: What recomputing it in backward costs.
+        replay_flops: The operations to recompute it in backward.
     """
 
     name: str
@@ -38,13 +38,13 @@ class Suggestion:
 
     @property
     def saved_bytes(self) -> int:
-        """What a checkpoint here saves, taken by itself."""
+        """The bytes that this checkpoint alone saves."""
         return self.plain_bytes - self.kept_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Where to place checkpoints, best first: most bytes for the least recomputation.
+    """Places for checkpoints, best first: most bytes for the least recomputation.
 
     Printing it gives a table.
     """

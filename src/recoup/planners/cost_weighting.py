@@ -32,9 +32,9 @@ class WeightedGraph:
 
     Args:
         graph: One step.
-        allow: What may be done with values besides recomputing them.
+        allow: Actions allowed on values besides recomputing them.
         host_weight: How much the host's time counts, from 0 to 1.
-        memory: What is known of the intervals of the step.
+        memory: A cache of the costs of the step's intervals.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ _LONG = 1000
 
 
 class Part:
-    """What lies between two boundaries, and its signature."""
+    """An interval between two boundaries, and its signature."""
 
     def __init__(self, graph: Graph, first: int, last: int) -> None:
         self.graph = graph
@@ -124,7 +124,7 @@ def _crossing(graph: Graph, inside: range) -> list[int]:
 
 
 class Memory:
-    """What is known of the intervals of a step.
+    """A cache of the costs of a step's intervals.
 
     Several partitions of one step, or of the same step with other times, share one:
     bytes do not depend on times.
@@ -226,8 +226,8 @@ class IntervalOption:
 
     Attributes:
         make: Returns what is done.
-        seconds: What is run again, and recorded for it.
-        held_bytes: What it holds when forward has ended.
+        seconds: The time of recomputing and recording.
+        held_bytes: Bytes held at the end of forward.
         peak_bytes: The most in use while it runs and while its backward does, besides
             what earlier intervals hold.
     """
@@ -244,7 +244,7 @@ class _Candidate(NamedTuple):
     Attributes:
         key: Identifies it among all that cost something else.
         make: Returns it.
-        held: What the interval holds, if it is one segment with none inside.
+        held: The held values, if it is one segment with none inside.
     """
 
     key: object

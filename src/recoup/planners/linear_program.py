@@ -54,7 +54,7 @@ class System:
     """Minimise objective . x where upper . x <= limits, ones . x = 1 and x >= 0.
 
     Attributes:
-        objective: What a column costs.
+        objective: The costs of the columns.
         upper: Rows of inequalities.
         limits: Their right sides.
         ones: Rows of equalities.
@@ -86,12 +86,12 @@ def mixture(system: System) -> tuple[Floats, float, Floats] | None:
 
 @dataclass(frozen=True)
 class Guide:
-    """What the mixture says about whole options.
+    """The LP relaxation's solution, as shares of whole options.
 
     Attributes:
         start: The column of each interval with the largest share.
-        excess: What each column costs beyond the best of its interval, at the prices.
-        bound_seconds: What the mixture costs: nothing is faster.
+        excess: The reduced cost of each column.
+        bound_seconds: The value of the LP relaxation, a lower bound.
     """
 
     start: Integers
@@ -285,7 +285,7 @@ class Relaxation:
     """The best mixture of options.
 
     Attributes:
-        seconds: What it costs.
+        seconds: Its cost.
         shares: How much of each option, interval by interval.
         prices: Seconds for one more byte at each watched moment.
         host_price: Seconds for one more byte copied to the host.

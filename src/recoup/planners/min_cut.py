@@ -1,4 +1,4 @@
-"""What to hold inside a segment: an exact minimum cut, for every price of a byte.
+"""Values to hold inside a segment: an exact minimum cut, for every price of a byte.
 
 A demanded value is either held, at its price, or its operator is replayed, at its
 seconds, and then what the operator reads is demanded too. The cheapest choice is a
@@ -25,15 +25,15 @@ _SCALE = 2**30
 
 @dataclass(frozen=True)
 class Demand:
-    """What backward demands of an interval of forward, and what may be held.
+    """The values that backward demands of an interval, and those that may be held.
 
     Attributes:
         graph: The step.
         inside: The operations of the interval.
         values: The values made in it that backward needs.
-        price_bytes: What holding a value costs, where it is not the bytes of its
+        price_bytes: The price of holding a value, where it is not the bytes of its
             storage: 0 for one that is in memory in any case.
-        operation_seconds: What each replayed operation costs besides its time.
+        operation_seconds: The cost of each replayed operation besides its time.
         strict: Whether values that are written over later cannot be held. A bound that
             holds for everyone must let them.
     """
@@ -47,7 +47,7 @@ class Demand:
 
     @cached_property
     def network(self) -> "Network":
-        """What depends on what, for minimum cuts."""
+        """The dependency graph for minimum cuts."""
         return Network(self)
 
     def bytes_of(self, value: int) -> int:
@@ -70,13 +70,13 @@ class Demand:
 
 @dataclass(frozen=True)
 class Choice:
-    """What is held, and what that costs.
+    """A cut: the held values, and their cost.
 
     Attributes:
         held: The values that are held although they could be replayed.
         starts: These and the values that are held in any case, as far as needed.
-        held_bytes: What all held values cost, the forced ones included.
-        seconds: What is replayed.
+        held_bytes: The price of all held values, the forced ones included.
+        seconds: The time of the replay.
     """
 
     held: frozenset[int]
@@ -162,7 +162,7 @@ def frontier_of(demand: Demand, *, limit: int = 24) -> tuple[Choice, ...]:
     of a byte.
 
     Args:
-        demand: What is needed.
+        demand: The demanded values.
         limit: The most minimum cuts to compute; the widest gaps come first.
     """
     most = evaluate(demand, [v for v in demand.values if demand.may_hold(v)])

@@ -15,10 +15,10 @@ class Option:
     """One option to run an interval of forward.
 
     Attributes:
-        segments: What it runs as; none: everything is kept.
-        footprint: What that does to memory and time.
+        segments: Its segments; none: everything is kept.
+        footprint: Their effect on memory and time.
         recorded: How many operators are recorded, by narrow segments.
-        recording_seconds: What that adds to forward.
+        recording_seconds: Time that this adds to forward.
     """
 
     segments: tuple[Segment, ...]
@@ -28,7 +28,7 @@ class Option:
 
     @cached_property
     def seconds(self) -> float:
-        """What is run again, and recorded for it."""
+        """The seconds of recomputing and of recording for it."""
         replays = sum(replay.seconds for replay in self.footprint.replays)
         return replays + self.recording_seconds
 

@@ -1,4 +1,4 @@
-"""Where to cut forward: a dynamic programme over the places where segments may begin.
+"""Cuts of forward: a dynamic programme over the places where segments may begin.
 
 A plan is a path from the first place to the last; each step of it is an interval with
 one of a few options. While backward replays an interval, memory holds what the earlier
@@ -35,7 +35,7 @@ class Partition:
         places: Boundaries, in order, where segments may begin and end.
         reach: Over how many places at most a segment goes.
         nest: Whether segments inside others are tried.
-        memory: What is known of the intervals of this step already.
+        memory: A cache of the costs of the step's intervals.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class _Front:
 
     Attributes:
         held: Bytes held when forward has come so far.
-        seconds: What is run again of it.
+        seconds: The time of recomputing.
         step: Which of the steps that lead here was the last.
         choice: Which option of that interval is run.
         label: The label at its start.

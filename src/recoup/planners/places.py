@@ -8,7 +8,7 @@ import numpy as np
 from recoup.core.graph import Floats, Graph
 
 _NEAR = 2
-"""How many places to each side a place is compared with."""
+"""The number of places to each side that a place is compared with."""
 
 
 def crossing_bytes(graph: Graph) -> Floats:

@@ -32,7 +32,7 @@ def plan(
         graph: One step, as measured.
         budget_bytes: The most bytes that may be in use at any moment, as a number or a
             text such as "8GiB"; or a share of the plain peak, as 0.6 or "60%".
-        allow: What may be done with a value besides recomputing it.
+        allow: Actions allowed on a value besides recomputing it.
 
     Raises:
         InfeasibleError: No plan known fits; it names the smallest budget that does.
@@ -153,7 +153,7 @@ def frontier(
     Args:
         graph: One step, as measured.
         points: For how many budgets, evenly spread, plans are looked for.
-        allow: What may be done with a value besides recomputing it.
+        allow: Actions allowed on a value besides recomputing it.
         progress: Progress callback: budgets done, and their total.
 
     Examples:

@@ -13,7 +13,7 @@ from recoup.core.segments import Action, Segment
 from recoup.planners.option import Option, footprints_of, kept_around, nested
 
 _FILLS = 24
-"""How many values are tried in place of one that is dropped."""
+"""The number of values tried in place of one that is dropped."""
 
 _SWAPS = 32
 
@@ -48,14 +48,14 @@ def refine(
 
 
 class _More(NamedTuple):
-    """What an operator makes, which may be held in addition.
+    """Results of an operator that may be held in addition.
 
     Attributes:
-        order: What is tried first comes first: the negative seconds of the operator.
-        values: What it makes that something needs.
+        order: The negative seconds of the operator: the smallest is tried first.
+        values: Its results that something needs.
         until: A moment of backward until which holding it changes nothing else.
         storages: Where the values are.
-        least_bytes: What it takes at least, if nobody else holds the storages.
+        least_bytes: The least bytes it takes, if nobody else holds the storages.
     """
 
     order: float
@@ -82,7 +82,7 @@ class _Refiner:
         """Return options that hold more: as much as fits.
 
         Args:
-            options: What to begin with.
+            options: The options to begin with.
             most: How many values are tried; None: until no other one fits.
         """
         tried = 0
@@ -179,7 +179,7 @@ class _Refiner:
 
 
 class _Room:
-    """What certainly does not fit, without working out what it would change."""
+    """A quick lower bound: what certainly does not fit."""
 
     def __init__(
         self, refiner: _Refiner, options: Sequence[Option], room: Integers

@@ -36,7 +36,7 @@ smallest budget for which no nesting is needed it may still pay."""
 _TARGETS = 4
 
 _REFINEMENTS = 8
-"""How often a plan is refined at most, as long as that makes it faster."""
+"""The most refinements of a plan, as long as each makes it faster."""
 
 _HOST_WEIGHTS = (0.1, 0.5)
 """How much the host's time counts in the weighted graphs for CPU-bound steps: as
@@ -75,7 +75,7 @@ class Search:
 
         Args:
             budget_bytes: The most bytes in use.
-            bound: What every plan within the budget adds to the step, at least.
+            bound: A lower bound of the time that a plan within the budget adds.
             until: The reading of `time.perf_counter` from which on nothing dear is
                 begun any more, once there is a plan.
         """
@@ -173,7 +173,7 @@ class Search:
 
     @property
     def _idle_seconds(self) -> float:
-        """What the device can do more before the plain step takes longer."""
+        """The idle time of the device in the plain step."""
         plain = self.known[0][1]
         return max(0.0, plain.host_seconds - plain.device_seconds)
 

@@ -1,4 +1,4 @@
-"""What a planner hands back."""
+"""The result of a planner."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ class Solution:
 
     Attributes:
         segments: The plan; of several passes, that of the one with the highest peak.
-        simulation: What it costs, in that pass.
+        simulation: Its cost in that pass.
         bound_seconds: No plan that fits and runs forward's operators in their order
             recomputes and waits for less than this, whatever its segments.
         planner: The algorithm that found it.
@@ -59,12 +59,12 @@ class Solution:
 
     @property
     def seconds(self) -> float:
-        """How long the step takes, all passes together."""
+        """The time of the step, all passes together."""
         return sum(each.simulation.seconds for each in self.passes)
 
     @property
     def extra_seconds(self) -> float:
-        """What the plan adds to the step: replays, recording, waiting for copies."""
+        """The time that the plan adds: replays, recording, waiting for copies."""
         return sum(each.simulation.extra_seconds for each in self.passes)
 
     @property

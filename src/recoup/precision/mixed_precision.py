@@ -8,7 +8,7 @@ import torch
 from recoup.errors import UnsupportedError, UsageError
 
 Precision = Literal["fp32", "bf16", "fp16", "auto"]
-"""What mixed precision computes in; `auto` asks the hardware."""
+"""The number format of mixed precision; `auto` asks the hardware."""
 
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NAMES = {dtype: name for name, dtype in _TYPES.items()}

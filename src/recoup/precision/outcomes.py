@@ -1,4 +1,4 @@
-"""What the host knows of a scaler: its scale, and what became of the steps."""
+"""The host's view of a scaler: its scale, and the outcomes of its steps."""
 
 import ctypes
 import math
@@ -52,7 +52,7 @@ def _rounded(number: float) -> float:
 
 @dataclass(slots=True)
 class OptimizerOutcome:
-    """What became of an optimizer's step: known on the host, or on the device.
+    """The outcome of an optimizer's step: on the host, or on the device.
 
     Attributes:
         optimizer: Whose step it was.

@@ -1,4 +1,4 @@
-"""Where values leave the range of a number format, by module and operator."""
+"""Values outside the range of a number format, by module and operator."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ _EVERYWHERE = "Global"
 
 @dataclass(frozen=True, slots=True)
 class RangeRow:
-    """What one operator of one module produced, over all its runs.
+    """The results of one operator of one module, over all its runs.
 
     Attributes:
         module: The innermost module that ran, by its name in the model.
@@ -45,7 +45,7 @@ class RangeRow:
 
 @dataclass(frozen=True, slots=True)
 class RangeReport:
-    """Where the values of a step leave the range of a format, in order of running."""
+    """The values of a step outside the range of a format, in execution order."""
 
     precision: str
     rows: tuple[RangeRow, ...]

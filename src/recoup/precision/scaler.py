@@ -20,7 +20,7 @@ _LOGGED_AT_FIRST, _LOGGED_LATER = 10, 100
 _OWN_STATE = ("min_scale", "max_scale", "dynamic", "total_updates", "skipped_updates")
 
 _PROGRESS = ("scale", "_growth_tracker", "total_updates", "skipped_updates")
-"""What a run moves on; the rest of a state is settings."""
+"""The part of a state that a run changes; the rest is settings."""
 
 
 class GradientScaler(OpenScaler):

@@ -27,13 +27,13 @@ _OUTSIDE = "outside the blocks"
 
 @dataclass(frozen=True, slots=True)
 class BlockPeak:
-    """What a block takes in a step with a plan.
+    """The memory of a block in a step with a plan.
 
     Attributes:
         module: The path of the block.
         forward_bytes: The peak of the step while its forward runs.
         backward_bytes: The peak of the step while its backward runs.
-        held_bytes: What it holds in between.
+        held_bytes: Bytes held in between.
     """
 
     module: str
@@ -58,10 +58,10 @@ def compose_compiled(
     Args:
         graph: The eager step, as measured.
         plan: The plan.
-        blocks: What each block takes with it, in the order of forward.
+        blocks: The memory of each block with it, in the order of forward.
         outside: The peaks before the first block, between the last block's forward and
             its backward, and after the first block's backward.
-        known: What else is known.
+        known: Further data.
     """
     eager = compose(graph, (), (), known)
     names = [block.module for block in blocks]

@@ -34,10 +34,10 @@ Plans = Sequence[Sequence[Segment]]
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What is known of a step besides its graph.
+    """Data about a step besides its graph.
 
     Attributes:
-        title: What was measured.
+        title: The name of the measured step.
         budget_bytes: The budget; 0: none.
         floor_bytes: The smallest budget that can be met; 0: the least peak shown.
         measured_peak_bytes: The peak of a real step with the plan; 0: none ran.
@@ -45,7 +45,7 @@ class Known:
         resident: Names and bytes of what is in memory all the time.
         reserved_bytes: Memory to keep free.
         environment: Names and values to show.
-        checks: What was verified, and how.
+        checks: The verified properties, and how.
         model: The model, as a digest; empty: unknown.
     """
 
@@ -78,7 +78,7 @@ def compose(
         graph: The step, as measured.
         chosen: The active plan: the segments of each pass; empty: plain.
         others: Other plans to show, as the time-memory frontier.
-        known: What else is known.
+        known: Further data.
 
     Examples:
         >>> found = compose(Graph((), 0, (), (), (), (), ()))

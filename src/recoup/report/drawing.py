@@ -84,10 +84,10 @@ class Picture:
     """A chart; the last line of a notebook's cell shows it.
 
     Attributes:
-        shapes: What is drawn, the lowest first; y grows downwards.
+        shapes: The shapes, bottom first; y grows downwards.
         width: How wide it is.
         height: How high it is.
-        label: What it shows, in words.
+        label: A description in words.
     """
 
     shapes: tuple[Shape, ...] = field(repr=False)

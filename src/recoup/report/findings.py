@@ -20,7 +20,7 @@ class Part:
         module: The path of the innermost module; empty: the model itself.
         operators: How many operators forward runs in it.
         seconds: How long they take.
-        saved_bytes: What plain autograd saves of the values made in it.
+        saved_bytes: Bytes that plain autograd saves of the values made in it.
     """
 
     block: str
@@ -78,7 +78,7 @@ class Allocation:
     """Bytes that a plan has in memory for a while.
 
     Attributes:
-        category: What for, as an index into `CATEGORIES`.
+        category: The purpose, as an index into `CATEGORIES`.
         part: Who made them, as an index into `Step.parts`; -1: nobody in this step.
         maker: The moment whose operator made them; -1: unknown, or before the step.
         bytes: How many.
@@ -113,11 +113,11 @@ class RecomputedOperator:
 
 @dataclass(frozen=True, slots=True)
 class PartCost:
-    """What a plan does in one part of the step.
+    """The costs of a plan in one part of the step.
 
     Attributes:
-        kept_bytes: What stays on the device of what plain autograd saves there.
-        offloaded_bytes: What of that waits on the host; the rest is recomputed.
+        kept_bytes: Bytes that stay on the device, of those that plain autograd saves.
+        offloaded_bytes: Bytes of these on the host; the rest is recomputed.
         replay_seconds: How long recomputing takes.
     """
 
@@ -128,15 +128,15 @@ class PartCost:
 
 @dataclass(frozen=True, slots=True)
 class BlockRow:
-    """What a plan does in one block, or in several that it treats alike.
+    """The effect of a plan on one block, or on several that it treats alike.
 
     Attributes:
         name: The block.
         operators: How many operators forward runs in it.
         seconds: How long they take.
-        saved_bytes: What plain autograd saves of the values made in it.
-        kept_bytes: What of that stays on the device.
-        offloaded_bytes: What of that waits on the host.
+        saved_bytes: Bytes that plain autograd saves of the values made in it.
+        kept_bytes: Bytes of these that stay on the device.
+        offloaded_bytes: Bytes of these on the host.
         replay_seconds: How long recomputing takes.
     """
 
@@ -150,12 +150,12 @@ class BlockRow:
 
     @property
     def recomputed_bytes(self) -> int:
-        """What is neither kept nor on the host."""
+        """Saved bytes that are neither kept nor on the host."""
         return self.saved_bytes - self.kept_bytes - self.offloaded_bytes
 
     @property
     def action(self) -> str:
-        """What is done, in a word or two.
+        """The action, in a word or two.
 
         Examples:
             >>> BlockRow("h.0", 9, 0.1, 100, 100, 0, 0.0).action
@@ -187,15 +187,15 @@ class PlanView:
     """One plan, with its predicted costs.
 
     Attributes:
-        name: What it is called.
+        name: Its name.
         peak_bytes: Its peak.
         seconds: The time of a step.
-        host_bytes: What is on the host between forward and backward.
+        host_bytes: Bytes on the host between forward and backward.
         peak_moment: The first moment with so many bytes.
         peak_place: Where in the step that is, in words.
-        allocations: What is in memory besides what no plan changes.
-        reruns: What is recomputed when.
-        costs: What it does in each of `Step.parts`.
+        allocations: Memory in use, without the part that no plan changes.
+        reruns: Recomputed operators by moment.
+        costs: Its costs in each of `Step.parts`.
         plan: The plan as JSON text, to apply it; empty: not known.
     """
 
@@ -228,7 +228,7 @@ class Baseline:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What one contender costs, measured.
+    """The measured cost of one contender.
 
     Attributes:
         name: The contender.
@@ -248,10 +248,10 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Findings:
-    """What is known of one step, and which plan was chosen.
+    """All data about one step, its plans, and the chosen one.
 
     Attributes:
-        title: What was measured.
+        title: The name of the measured step.
         budget_bytes: The budget; 0: none was named.
         plain_peak_bytes: The predicted peak of the plain step.
         plain_seconds: The predicted time of the plain step.
@@ -263,7 +263,7 @@ class Findings:
         chosen: The number of the active one.
         baselines: Known rules on the same step.
         environment: Names and values: versions, device, date.
-        checks: What was verified, and how.
+        checks: The verified properties, and how.
         estimated_for: The device that times were estimated for; empty: measured.
     """
 

@@ -16,7 +16,7 @@ class NamedBlock:
     """A block of forward, or what runs before the first or after the last.
 
     Attributes:
-        name: What it is called.
+        name: Its name.
         first: Its first operation.
         stop: The operation after its last.
     """

@@ -28,7 +28,7 @@ from recoup.report.texts import (
 from recoup.report.timeline import timeline
 
 MOST_DATA_BYTES = 1_200_000
-"""How much data a page carries at most, unless one plan alone has more."""
+"""The most data of a page, unless one plan alone has more."""
 
 _TEMPLATES = resources.files("recoup.report") / "templates"
 

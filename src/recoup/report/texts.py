@@ -10,7 +10,7 @@ from recoup.report.modules import block_rows
 from recoup.report.timeline import Timeline, timeline
 
 WIDTH = 80
-"""How many columns a terminal has at least."""
+"""The least number of columns of a terminal."""
 
 _BARS = " ▁▂▃▄▅▆▇█"
 _LEAST_NAME = 16

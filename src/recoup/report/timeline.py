@@ -7,10 +7,10 @@ from itertools import accumulate, pairwise
 from recoup.report.findings import CATEGORIES, Part, PlanView, Step
 
 COLUMNS = 240
-"""How many columns a drawn timeline has at most."""
+"""The most columns of a drawn timeline."""
 
 BANDS = 12
-"""How many bands the blocks share at most; neighbours are merged."""
+"""The most bands for the blocks; neighbours are merged."""
 
 REST = "gradients, optimizer state, batch and workspace"
 RESERVED = "room for the optimizer's state"
@@ -26,7 +26,7 @@ class Layer:
     """One band of a stacked timeline.
 
     Attributes:
-        name: What the bytes are.
+        name: The purpose of the bytes.
         category: One of `CATEGORIES`.
         bytes_at: How many there are in each column of the timeline.
     """
@@ -48,7 +48,7 @@ class Timeline:
         peak_bytes: The most bytes at any moment.
         peak_moment: The first moment with that many.
         peak_place: Where in the step that is, in words.
-        alive: What the peak consists of, largest first: a name and bytes.
+        alive: The parts of the peak, largest first: a name and bytes.
     """
 
     layers: tuple[Layer, ...] = field(repr=False)

@@ -62,7 +62,7 @@ Action = Advance | Snapshot | Restore | Reverse | Free
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What a schedule costs.
+    """The cost of a schedule.
 
     Attributes:
         steps: The steps of the loop.
@@ -87,12 +87,12 @@ class Counts:
 
     @property
     def evaluations(self) -> int:
-        """How often the step function is called in forward and backward together."""
+        """Calls of the step function in forward and backward together."""
         return self.advances + self.taped
 
     @property
     def extra_evaluations(self) -> int:
-        """How often it is called beyond once a step."""
+        """Calls beyond one per step."""
         return self.evaluations - self.steps
 
     @property
@@ -111,7 +111,7 @@ class Schedule(Protocol):
 
     @property
     def steps(self) -> int:
-        """How many steps the loop has."""
+        """The number of steps of the loop."""
         ...
 
     def actions(self) -> Iterator[Action]:

@@ -123,7 +123,7 @@ class ProgressBar:
 
 
 class FitCall:
-    """What one call of `fit` carries along."""
+    """The state of one call of `fit`."""
 
     def __init__(self, on_step: Callable[[StepResult], object] | None) -> None:
         self.interruption = Interruption()

@@ -20,7 +20,7 @@ _LOST_PEER = ("Connection closed by peer", "Connection reset", "Broken pipe")
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a process reports to the others before a step, and after a careful one.
+    """The report of a process to the others before a step, and after a careful one.
 
     Attributes:
         weight: The weight of its batches.

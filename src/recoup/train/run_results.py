@@ -1,4 +1,4 @@
-"""What happened in a step, its peak and whether it counted; and in a whole run."""
+"""The results of a step and of a run: loss, peak, skipped steps."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -141,7 +141,7 @@ class StepOutcome:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step of a `Trainer` did.
+    """The result of one step of a `Trainer`.
 
     Numbers that a device computed are read when they are asked for, and only then
     does the host wait for it.
@@ -201,7 +201,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """What a run of `Trainer.fit` did.
+    """The result of `Trainer.fit`.
 
     Attributes:
         epochs: Epochs that are finished, of earlier runs too.

@@ -1,4 +1,4 @@
-"""What a training run is asked to do, checked before anything happens."""
+"""The settings of a training run, checked before it starts."""
 
 import math
 from dataclasses import dataclass

@@ -99,7 +99,7 @@ class Stepper:
 
     @property
     def _parameters(self) -> list[Tensor]:
-        """What the optimizer has by now: groups may be added while a run goes on."""
+        """The optimizer's parameters now: groups may be added during a run."""
         return parameters_of(self._optimizer)
 
     def report(self, batches: Sequence[Any], *, stop: bool = False) -> Report:

@@ -46,7 +46,7 @@ _NEEDED = frozenset(
     {"processes", "steps", "skipped", "pieces", "position", "recomputes"}
     | {"kinds", "model", "optimizer", "random", "scheduler", "scaler", "average"}
 )
-"""What a snapshot of a run has, whatever the run was."""
+"""The keys that every snapshot of a run has."""
 
 
 class Trainer:
@@ -66,9 +66,9 @@ class Trainer:
     `fully_shard`; start such programs with `torchrun`.
 
     Args:
-        model: What to train, where it is to be trained.
+        model: The model, on the device where it is to be trained.
         optimizer: Made from the model's parameters; or several, which step together.
-        settings: What to do; by default `TrainerSettings()`.
+        settings: By default `TrainerSettings()`.
         loss_fn: Called as `loss_fn(outputs, targets)` on batches that are pairs; by
             default the model is called with the batch and returns its loss.
         scheduler: Advanced after each step that was not skipped, or each epoch; or
@@ -140,12 +140,12 @@ class Trainer:
 
     @property
     def fitted(self) -> Fit | UnitPlan | None:
-        """What `fit` did for the budget; None without one, or before the first step."""
+        """The report of `recoup.fit`; None before the first step, or without budget."""
         return self._fitted
 
     @property
     def device(self) -> torch.device:
-        """Where the model is trained."""
+        """The device of the model."""
         return self._stepper.device
 
     @property

@@ -14,7 +14,7 @@ from recoup.core.restoring import restoring
 
 @dataclass(frozen=True, slots=True)
 class AutocastState:
-    """How autocast stood for one kind of device."""
+    """The state of autocast for one kind of device."""
 
     device_type: str
     enabled: bool

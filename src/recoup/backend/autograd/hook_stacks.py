@@ -29,7 +29,7 @@ _TELL = "set_is_in_mode_without_ignore_compile_internals"
 
 
 class Footing:
-    """What is on top of the stacks when something is about to be put there."""
+    """The top of both stacks before a push."""
 
     __slots__ = ("hooks", "mode")
 
@@ -81,7 +81,7 @@ class Footing:
 
 
 class StacksSnapshot:
-    """What is on this thread's stacks of saved-tensor hooks and dispatch modes."""
+    """This thread's stacks of saved-tensor hooks and dispatch modes."""
 
     def __init__(self) -> None:
         self._hooks = ambient_hooks()

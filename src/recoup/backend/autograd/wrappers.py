@@ -62,7 +62,7 @@ def unwrapped_now(inner: Tensor, below: dict[str, Any]) -> Tensor | None:
     its wrapper. The function that makes the view and its callers do.
 
     Args:
-        inner: What a view is being made of.
+        inner: The tensor of which a view is made.
         below: The globals of the module that sees it; its frames are passed over.
     """
     frame = sys._getframe(1)
@@ -96,7 +96,7 @@ def _is_in(inner: Tensor, wrapper: Tensor) -> bool:
 
 
 class Shell:
-    """What a wrapper is besides its inner tensors.
+    """The properties of a wrapper besides its inner tensors.
 
     Attributes:
         parts: By name, the inner tensors, and whatever else it is made of.

@@ -13,7 +13,7 @@ from recoup.backend.operators.dispatch import OperatorMode
 
 
 class MemoryMeter(Protocol):
-    """What every meter offers, whatever it reads its figures from."""
+    """The interface of all memory meters."""
 
     def __enter__(self) -> Self: ...
 
@@ -270,7 +270,7 @@ _MARK = "recoup mark "
 
 
 class Interval(NamedTuple):
-    """What happened between two marks.
+    """The memory between two marks.
 
     Attributes:
         mark: The mark that began it; None for the first.

@@ -35,7 +35,7 @@ NEEDS_CONTENTS = (
 
 
 _WHOLE = (Tensor, nn.Module)
-"""What is not looked into for more tensors."""
+"""Types that are not searched for tensors."""
 
 
 class _Silence(logging.Filter):

@@ -78,7 +78,7 @@ class Kernel:
 
     Attributes:
         operator: The operator.
-        facts: What is known about it.
+        facts: Its properties.
         run: Calls exactly this operator, as fast as possible.
         passes: It only makes views or changes metadata.
         simple: It is a plain function of its arguments, or only takes memory.

@@ -1,4 +1,4 @@
-"""What the engine must know about an operator before it may be run again."""
+"""The properties of an operator that decide whether it may be recomputed."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ Operator = OpOverload
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is known about one operator; see docs/design/engine.md.
+    """The properties of one operator; see docs/design/engine.md.
 
     Attributes:
         name: The operator's name with its overload, as `aten.add.Tensor`.
@@ -234,7 +234,7 @@ def gives_permutation(facts: Facts, place: int | None) -> bool:
     """Return whether a result names each place along a dimension exactly once.
 
     Args:
-        facts: What made it.
+        facts: The properties of its operator.
         place: Its place among the results, or None if there is only one.
 
     Examples:

@@ -1,4 +1,4 @@
-"""How long an operator takes: by events on an accelerator, by the clock elsewhere."""
+"""The time of an operator: by events on an accelerator, by the clock elsewhere."""
 
 import contextlib
 import itertools
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 REPEATS = 3
-"""How often an operator that is met for the first time is run again for its time."""
+"""How often an operator is repeated for its time when it first occurs."""
 
 _TRIALS = 5
 
@@ -75,7 +75,7 @@ class Laps:
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """What events around operators show that take no time on the device.
+    """The time that events show for operators that take none on the device.
 
     The device is idle when an operator is timed by itself, so the time between events
     begins before the host has issued it. Times are of one operator, and of `REPEATS`.
@@ -153,7 +153,7 @@ class OperatorTimer:
         """Run a call some times; return a number to ask `seconds` for.
 
         Args:
-            call: What to run; what it returns is dropped at once.
+            call: The call to run; its result is dropped at once.
             repeats: How many times.
         """
         if self._on_events:

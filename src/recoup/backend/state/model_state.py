@@ -22,12 +22,12 @@ _SENSITIVE = (
 _NAMED = 3
 
 _WITNESSES = 8
-"""How many parameters are asked in every step whether they have a gradient."""
+"""The number of parameters that are checked for a gradient in every step."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelState:
-    """What a call of a model finds.
+    """The state of a model at a call.
 
     Attributes:
         training: For each module, whether it is in training mode.

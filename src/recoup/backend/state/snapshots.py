@@ -385,7 +385,7 @@ class NotedGradients:
 
 
 class StepSnapshot:
-    """Where a step begins, so that it can run again after it failed.
+    """A snapshot of the state before a step, to restore after a failure.
 
     Included are generators and buffers of everything that the step reaches, and
     gradients, which are noted without being held; not Python attributes. Costs a copy

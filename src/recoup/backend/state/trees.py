@@ -72,7 +72,7 @@ def named_tensors(
 
     Args:
         tree: The batch.
-        kinds: What is looked for, and not looked into.
+        kinds: The types to find; their contents are not searched.
 
     Examples:
         >>> from dataclasses import dataclass

@@ -39,7 +39,7 @@ class OpenScaler(torch.amp.GradScaler):
 
     @property
     def checked_optimizers(self) -> int:
-        """How many optimizers' gradients were checked in this iteration."""
+        """The number of optimizers whose gradients were checked in this iteration."""
         states = self._per_optimizer_states.values()
         return sum(bool(state["found_inf_per_device"]) for state in states)
 

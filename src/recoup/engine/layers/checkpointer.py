@@ -40,7 +40,7 @@ from recoup.errors import CheckpointIndexError, MissingCheckpointError, UsageErr
 
 @dataclass(frozen=True, slots=True)
 class LayerMoment:
-    """How Python's, NumPy's and torch's generators, and autocast, stood at one moment.
+    """The state of Python's, NumPy's and torch's generators, and of autocast.
 
     Costs some thirty kilobytes, and as many microseconds to take one.
 
@@ -89,7 +89,7 @@ def leaving_no_trace(
     to. The buffers begin as they are now: what they were then is not kept.
 
     Args:
-        function: What the block calls.
+        function: The function that the block calls.
         moment: When it was called before; by default it draws numbers as if now.
     """
     functions = (function, original_of(function))
@@ -274,7 +274,7 @@ class ActivationCheckpointer:
 
     @property
     def config(self) -> CheckpointConfig:
-        """What it was made with."""
+        """The configuration it was made with."""
         return self._config
 
     def clone(self) -> Self:

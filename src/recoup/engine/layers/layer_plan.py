@@ -15,7 +15,7 @@ from recoup.engine.tiers.protocol import Tier
 from recoup.errors import CheckpointLimitError, UsageError
 
 Overflow = Literal["spread", "error", "evict_oldest", "skip"]
-"""What a forward does that has more checkpoint layers than checkpoints are allowed."""
+"""What a forward with more checkpoint layers than `max_checkpoints` does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class CheckpointConfig:
         use_mixed_precision: Keep them in float16, as `Half` does, in half the bytes.
             The error of x is at most |x| / 2^11, or 2^-25 where that is more, which is
             below 2^-14 (6.1e-5). If one of 1024 numbers is above 65504, see `Half`.
-        on_overflow: What a forward does that has more checkpoint layers than that.
+        on_overflow: What a forward with more checkpoint layers does.
             `"spread"` keeps every k-th layer, with k just large enough; `"error"`
             refuses; `"evict_oldest"` keeps the last ones; `"skip"` the first ones.
         store: Where they are kept, as `Host()`; by default on their device.

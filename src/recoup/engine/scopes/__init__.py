@@ -1,4 +1,4 @@
-"""What users put around code: scopes, functions, modules, groups, marks.
+"""Regions as users write them: scopes, functions, modules, groups, marks.
 
 Thin: each opens a region of `recoup.engine.recording` and reports on it.
 """

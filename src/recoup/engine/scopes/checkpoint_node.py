@@ -33,7 +33,7 @@ class CheckpointNode(Account):
 
     Args:
         output: The tensor it stands for, if any; not kept alive.
-        operation: What made the output.
+        operation: The operation that made the output.
         children: The nodes it depends on.
         region: The region it shows; given by recoup.
 
@@ -94,7 +94,7 @@ class CheckpointNode(Account):
 
     @property
     def replay_count(self) -> int:
-        """How many times the region has been replayed, also after it is gone."""
+        """The number of replays of the region, also after it is gone."""
         region = self.region
         return self.replays if region is None else region.replays
 
@@ -183,7 +183,7 @@ class CheckpointNode(Account):
 
 
 class NodeKeeper:
-    """What scopes and groups have in common: the nodes of their regions, counted."""
+    """The common part of scopes and groups: the nodes of their regions."""
 
     _nodes: list[CheckpointNode]
     _account: NamedAccount
@@ -201,7 +201,7 @@ class NodeKeeper:
 
     @property
     def statistics(self) -> Statistics:
-        """What all regions did, also those that are gone.
+        """The statistics of all regions, also those that are gone.
 
         Print it for a table. Bytes are counted when a region is first replayed, or now.
         """
@@ -241,10 +241,10 @@ _FEW = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """What is known of a checkpoint that may be recomputed.
+    """A checkpoint that may be recomputed, with its costs.
 
     Attributes:
-        bytes: What it holds more if it is kept than if it is recomputed.
+        bytes: Bytes held if it is kept, beyond those if it is recomputed.
         cost: How many operators recomputing it runs.
     """
 

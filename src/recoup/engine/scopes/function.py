@@ -31,7 +31,7 @@ def checkpoint(
     A compiled function is not recorded but called again in backward; see `rerun`.
 
     Args:
-        function: What to call, or a tensor.
+        function: The function to call, or a tensor.
         *args: Its positional arguments, any nested structure.
         **kwargs: Its keyword arguments.
 
@@ -71,7 +71,7 @@ def checkpoint_segment(
 
     Args:
         inputs: Any number of tensors; the function gets them as one sequence.
-        function: What to call.
+        function: The function to call.
 
     Returns:
         What the function returns.
@@ -141,7 +141,7 @@ class CheckpointGroup(NodeKeeper):
     served by one replay. What several calls take in is held once.
 
     Args:
-        name: What statistics and error messages call it.
+        name: Its name in statistics and error messages.
 
     Examples:
         >>> import torch
@@ -165,7 +165,7 @@ class CheckpointGroup(NodeKeeper):
 
     @property
     def replay_count(self) -> int:
-        """How many times the group's regions have been replayed."""
+        """The number of replays of the group's regions."""
         return self._account.replays
 
     def __getstate__(self) -> dict[str, Any]:
@@ -177,7 +177,7 @@ class CheckpointGroup(NodeKeeper):
 
         Args:
             inputs: Any nested structure.
-            function: What to call; it may return any nested structure.
+            function: The function to call; it may return any pytree.
 
         Returns:
             What the function returns.

@@ -56,7 +56,7 @@ def checkpoint_module(  # noqa: PLR0913 (options by keyword)
 
     Args:
         module: The module.
-        name: What statistics and error messages call it; by default its class.
+        name: Its name in statistics and error messages; by default its class.
         policy: Which outputs to keep although they could be recomputed.
         verify: As for `CheckpointScope`.
         cache: As for `CheckpointScope`.

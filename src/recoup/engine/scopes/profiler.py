@@ -46,7 +46,7 @@ Returned = TypeVar("Returned")
 
 
 class _Thread(threading.local):
-    """What tracks on this thread.
+    """The active profilers of this thread.
 
     Attributes:
         profilers: How many profilers were started on it and not stopped.
@@ -225,7 +225,7 @@ class CheckpointProfiler:
 
     @property
     def statistics(self) -> StatisticsTable:
-        """What the regions did, by name, backward included; print it for a table.
+        """The statistics of regions by name, backward included; prints as a table.
 
         A region that ran while the profiler was tracking counts to its end.
         """

@@ -47,7 +47,7 @@ class CheckpointScope(NodeKeeper):
     microseconds of host time per operator; no synchronisation.
 
     Args:
-        name: What statistics and error messages call it.
+        name: Its name in statistics and error messages.
         enabled: False makes the scope do nothing.
         use_recomputation: False keeps what autograd saves, still named and accounted.
         policy: Which outputs to keep although they could be recomputed.
@@ -115,12 +115,12 @@ class CheckpointScope(NodeKeeper):
 
     @property
     def name(self) -> str:
-        """What statistics and error messages call the scope."""
+        """The name in statistics and error messages."""
         return self._name
 
     @property
     def kept_operators(self) -> dict[str, int]:
-        """How often operators ran in the scope whose results are never recomputed.
+        """Runs of operators in the scope whose results are never recomputed.
 
         What they return is held if backward or a replay needs it.
         """

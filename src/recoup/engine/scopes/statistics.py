@@ -49,7 +49,7 @@ class NamedAccount(Account):
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """What regions of one name did.
+    """The statistics of the regions of one name.
 
     Attributes:
         name: The name of the regions.
@@ -61,7 +61,7 @@ class Statistics:
             states of random generators. Parameters are not among them.
         freed_bytes: What autograd would have saved of their results and they did not
             hold.
-        recomputed_bytes: What replays gave back to autograd.
+        recomputed_bytes: Bytes that replays returned to autograd.
 
     Examples:
         >>> print(Statistics("block", calls=2, replays=1, freed_bytes=2048))

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a tier holds, and what it did so far in this process.
+    """The bytes in a tier, and its traffic so far in this process.
 
     Attributes:
-        live_bytes: What is in the tier now.
+        live_bytes: Bytes in the tier now.
         peak_bytes: The most that was in it at once.
-        out_bytes: What was moved there in all.
-        back_bytes: What was moved back in all.
+        out_bytes: Bytes moved there in total.
+        back_bytes: Bytes moved back in total.
     """
 
     live_bytes: int = 0

@@ -18,7 +18,7 @@ from recoup.engine.tiers.protocol import Tier
 
 
 class DepositClaim(Protocol):
-    """Somebody who will ask for a deposit in backward.
+    """A user of a deposit in backward.
 
     Attributes:
         task: The last backward in which it asked.

@@ -1,4 +1,4 @@
-"""What a tier is: a place to put a storage, and how to get it back."""
+"""The protocol of tiers: put a storage there, and get it back."""
 
 from abc import ABC, abstractmethod
 

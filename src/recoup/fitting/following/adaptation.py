@@ -34,14 +34,14 @@ class Adapted:
         model: The model, or what contains the models.
         graph: The measured step.
         made: The plan for it.
-        allow: What may be done with a value besides recomputing it.
+        allow: Actions allowed on a value besides recomputing it.
         verify: As for `CheckpointScope`.
         reserved_bytes: Part of the user's budget that the plan's does not contain.
         is_fixed: All calls get this plan; warn only of what the training loop keeps.
 
     Attributes:
         plan: The plan for the measured step.
-        parts: What is applied to each pass, in the order of `Plan.parts`.
+        parts: The plan of each pass, in the order of `Plan.parts`.
     """
 
     def __init__(  # noqa: PLR0913 (what a plan is applied for)
@@ -162,7 +162,7 @@ def watched_loop(
 
     Args:
         model: The model.
-        marks: What was seen of the compiled step.
+        marks: The marks of the compiled step.
         graph: The eager step, as it was measured.
         budget_bytes: The budget, without the reserved bytes.
         reserved_bytes: Part of the user's budget that is reserved.
@@ -204,7 +204,7 @@ class _Disorder:
     for what it exceeds the budget by.
 
     Args:
-        parts: What is applied to each pass.
+        parts: The plan of each pass.
 
     Attributes:
         is_open: There was such a call, and what it costs is not known.
@@ -229,7 +229,7 @@ class _Disorder:
         Args:
             reason: In words, what is not as in the measured step; empty: nothing.
             model: The model.
-            arguments: What it is called with.
+            arguments: Its arguments.
             is_alone: No call waits for its backward.
         """
         if reason:

@@ -78,14 +78,14 @@ class AdaptedPass:
     Args:
         graph: The measured pass.
         made: The plan for it.
-        allow: What may be done with a value besides recomputing it.
+        allow: Actions allowed on a value besides recomputing it.
         verify: As for `CheckpointScope`.
         reserved_bytes: Part of the user's budget that the plan's does not contain.
         is_fixed: All calls get this plan; warn only of what the training loop keeps.
 
     Attributes:
         unmeasured: The paths of blocks that did not run in the measured step.
-        unseen_bytes: What the measured step counts and a meter of a call does not.
+        unseen_bytes: Bytes that the measured step counts and a meter does not.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class AdaptedPass:
 
         Args:
             model: The model.
-            args: What it is called with.
+            args: Its positional arguments.
             kwargs: The same, by name.
             is_alone: No call of another pass waits for its backward.
             metered: Counts the bytes of the step that begins with this call.

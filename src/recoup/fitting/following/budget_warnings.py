@@ -33,9 +33,9 @@ class BudgetWarnings:
         """Warn if a step exceeds the budget; return whether it was said.
 
         Args:
-            message: What to say; `{needs}` stands for needed and budgeted bytes.
-            needed_bytes: What the step needs.
-            kinds: What it is about. If all of it was said before it is not repeated.
+            message: The text; `{needs}` stands for needed and budgeted bytes.
+            needed_bytes: The bytes that the step needs.
+            kinds: Its topics. If all were warned of before, it is not repeated.
         """
         is_known = bool(kinds) and self.said.issuperset(kinds)
         if needed_bytes <= self.budget_bytes or is_known:

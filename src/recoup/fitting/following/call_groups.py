@@ -36,7 +36,7 @@ class CallGroup:
         segments: The same as segments of the measured step.
         is_traced: A call of it was seen.
         is_warned: A warning said that it does not fit.
-        excess_bytes: What its calls take beyond the prediction.
+        excess_bytes: Bytes of its calls beyond the prediction.
         metered_steps: How many steps of it are still to be metered.
         differences: In words, what makes its step another one than the measured one,
             besides sizes.

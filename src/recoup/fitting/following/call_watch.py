@@ -28,12 +28,12 @@ class PassCalls(Protocol):
         """Learn from a call that returned; see `Watch.end`.
 
         Args:
-            case: What is known of it; None: it was a call of the measured step.
+            case: Its group and size; None: it was a call of the measured step.
             plan: The plan that it ran with.
-            output: What it returned.
+            output: Its result.
             order: The places of the plan as they were reached.
             trace: Its operators, if it was the first of its kind.
-            blocks: What ran of blocks that did not run in the measured step.
+            blocks: Traces of blocks that did not run in the measured step.
         """
         ...
 

@@ -122,7 +122,7 @@ class LoopMemory:
         Args:
             case: The kind of call; None: it was measured.
             plan: The plan it ran with.
-            output: What it returned.
+            output: Its result.
             reader: Reads the gradients of the model.
             is_measured_plan: The plan is the one that `recoup.fit` measured.
         """

@@ -27,7 +27,7 @@ def replanned(
 
     Args:
         graph: The step.
-        allow: What may be done with a value besides recomputing it.
+        allow: Actions allowed on a value besides recomputing it.
         target_bytes: The peak to plan for.
         budget_bytes: The budget that the plan names.
         or_smallest: Return the smallest plan if none is within the target.

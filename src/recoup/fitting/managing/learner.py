@@ -127,7 +127,7 @@ class RunningStep:
         key: Its kind is looked up by this, besides shapes.
         place: The key, and the kind of the step before it.
         known: The kind; None: it is being observed, or cannot be.
-        left_bytes: What the steps before it have left in memory.
+        left_bytes: Bytes that earlier steps have left in memory.
         watch: The instruments, if it is observed or measured.
         limits: The limits when it began.
         expected: The prediction of its plan when it began.

@@ -27,7 +27,7 @@ class Limits:
 
     Attributes:
         is_on: Whether it chooses at all.
-        budget_bytes: What a step may add to memory.
+        budget_bytes: Bytes that a step may add.
         max_ratio: The most to recompute, as a share of forward's time; None: any.
         options: The options of the manager that set the budget, as text.
     """
@@ -85,10 +85,10 @@ class ManagedStep:
 
     Attributes:
         models: The classes of the models it calls, in order.
-        budget_bytes: What it may add.
-        plain_bytes: What it would add if nothing were recomputed, as predicted.
-        planned_bytes: What it adds with its plan, as predicted.
-        measured_bytes: What it added in the last step that was measured.
+        budget_bytes: Bytes that it may add.
+        plain_bytes: Predicted bytes if nothing were recomputed.
+        planned_bytes: Predicted bytes with its plan.
+        measured_bytes: Bytes added in the last measured step.
         recompute_ratio: The share of forward's time that is run again in backward.
 
     Examples:
@@ -131,10 +131,10 @@ class KnownStep:
         start_bytes: Bytes in use before it.
         fixed_calls: Calls that no plan may change, as those whose backward comes in a
             later step: they are always cut by block.
-        fixed_bytes: What these would hold if nothing of them were recomputed.
-        left_bytes: What earlier steps leave in memory that is there while it runs.
+        fixed_bytes: Bytes these would hold if nothing of them were recomputed.
+        left_bytes: Bytes of earlier steps that are in memory while it runs.
         history: The measured steps with a plan, without what earlier steps left.
-        measured_bytes: What the step added when it was last measured.
+        measured_bytes: Bytes added when it was last measured.
         expected: The prediction for a step with the current plan.
         needs_check: No step with the current plan was measured.
     """

@@ -124,7 +124,7 @@ def slot_or(kept: Tree, slot: Any, state: Tree) -> Tree:
 
 @dataclass(frozen=True, slots=True)
 class LoopProgram:
-    """What is constant about a loop.
+    """The constant part of a loop.
 
     Attributes:
         call: One step: state, index, input and captured arrays to state and output.

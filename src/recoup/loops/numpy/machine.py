@@ -23,7 +23,7 @@ class NumpyMachine(LoopMachine):
     """Runs the steps of one loop on arrays.
 
     Args:
-        step: What to run.
+        step: The step.
         captured: The traced arrays its function captures.
         vjp: Pulls a cotangent back through one step, if the user gave one.
         verify: As for `LoopMachine`.

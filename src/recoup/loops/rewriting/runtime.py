@@ -82,7 +82,7 @@ UNDEFINED = Undefined()
 
 @dataclass(frozen=True, slots=True)
 class LoopOptions:
-    """How the loops of a rewritten function are carried out.
+    """Options of the loops of a rewritten function.
 
     Attributes:
         num_checkpoints: States to hold; None for the square root of the steps.

@@ -106,11 +106,11 @@ RandomStates = list[tuple[torch.Generator, Tensor]]
 
 
 class Environment:
-    """What a loop found around it.
+    """Random generators and autocast of the loop's forward.
 
     Args:
         leaves: Leaves of the state, whose devices matter.
-        function: What is run; generators that it sees are put back with torch's own.
+        function: The step; generators that it can reach are restored with torch's own.
 
     Attributes:
         draws: Whether the steps draw random numbers; True until it is known.
@@ -206,9 +206,9 @@ class TorchMachine(LoopMachine):
     """Runs the steps of one loop on tensors.
 
     Args:
-        step: What to run.
+        step: The step.
         captures: The tensors it captures.
-        environment: What was around the loop.
+        environment: Generators and autocast of forward.
         verify: As for `LoopMachine`.
         tolerance: As for `LoopMachine`.
         stores: Where states are held, by the tier of the schedule; none for where they

@@ -59,7 +59,7 @@ def record(
     """Run the steps of a span with autograd watching.
 
     Args:
-        step: What to run.
+        step: The step.
         leaves: The leaves of the state before.
         structure: Its structure.
         span: The first step, and the one after the last.

@@ -24,7 +24,7 @@ from recoup.measurement.tracing.observation import cut, observe
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one real step cost.
+    """The measured cost of one real step.
 
     Attributes:
         peak_bytes: The most bytes in use at any moment.

@@ -36,7 +36,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """What one training step costs.
+    """The cost of one training step.
 
     Attributes:
         peak_bytes: The most bytes alive at any moment of the step.

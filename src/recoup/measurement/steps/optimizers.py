@@ -1,4 +1,4 @@
-"""How many bytes an optimizer's state will take, before it exists."""
+"""The bytes of an optimizer's state, before it exists."""
 
 import copy
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""What a training step is: a model, its batch, and how a loss comes of them."""
+"""A training step: a model, its batch, and its loss."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping

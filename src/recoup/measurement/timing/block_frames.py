@@ -22,7 +22,7 @@ Event = Literal["enter", "leave", "backward", "after"]
 
 @dataclass(frozen=True)
 class StepMarks:
-    """What was seen of a step.
+    """The marks of a step.
 
     Attributes:
         intervals: The bytes between marks; a mark is an event of a block.
@@ -155,7 +155,7 @@ def marked_graph(marks: StepMarks, step: Graph) -> Graph | None:
     """Return a marked step as a graph in which nothing can be planned.
 
     Args:
-        marks: What was seen.
+        marks: The marks.
         step: The same step as it was measured without a compiler. One of its passes may
             stand for several that are alike.
 

@@ -83,7 +83,7 @@ gradients: 1.2 times for that ResNet, 1.6 for the DenseNet."""
 
 
 class Calls:
-    """What a model was called with in a step."""
+    """The arguments of a model's calls in a step."""
 
     def __init__(self, count: int) -> None:
         self._arguments: deque[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = (
@@ -160,7 +160,7 @@ def host_costs_of(
         graph: The step.
         pace: The pace of the step with every block recomputed.
         plain_forward_seconds: The host's time for a forward without gradients.
-        least_seconds: What recording the simplest operator costs this host: no other
+        least_seconds: This host's time to record the simplest operator: no other
             one takes less, whatever the times say.
     """
     work = Work.of(graph, recompute_all(graph))

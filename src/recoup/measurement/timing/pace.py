@@ -19,11 +19,11 @@ _UNHINDERED = 0.7
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How long a step takes among others.
+    """The time of a step in a row of steps.
 
     Attributes:
         seconds: From one step to the next.
-        host_seconds: What the host takes to issue one; on the CPU the same.
+        host_seconds: The host's time for one; on the CPU the same.
     """
 
     seconds: float
@@ -80,8 +80,8 @@ def judged(
 
     Args:
         laps: The seconds from each run to the next, on the device.
-        host: What the host took to issue each run, the first included.
-        between: What it took after each to put the step back to its beginning.
+        host: The host's time for each run, the first included.
+        between: The time after each to restore the step's state.
         expected_seconds: The time that was predicted.
 
     Examples:

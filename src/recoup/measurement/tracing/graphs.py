@@ -61,7 +61,7 @@ def graph_of(
     """Return the graph of a traced step.
 
     Args:
-        trace: What was seen.
+        trace: The trace.
         seconds_of: How long the operator with a certain timing took.
         blocks: The paths of the modules at which the traced step was cut: between
             these it ran in segments that recompute everything.

@@ -169,14 +169,14 @@ class LiveStep:
         gradients: Returns the gradients there are now. Those that are there before
             the step count as part of it.
         traced: Trace the step; False: only count its bytes.
-        resident: What else counts and is alive in any case, as parameters.
+        resident: Other tensors that count and are alive in any case, as parameters.
         parameters: Parameters whose gradients are recorded, by path.
 
     Attributes:
         tracer: The tracer, if the step is traced.
         start_bytes: Bytes in use before the step, without the gradients.
         peak_bytes: The most bytes that the step has added so far.
-        fixed_bytes: What autograd saves in calls that no plan may change.
+        fixed_bytes: Bytes that autograd saves in calls that no plan may change.
     """
 
     _is_attached = False

@@ -106,7 +106,7 @@ class KeptTensor:
 
 @dataclass(frozen=True, slots=True)
 class _Passed:
-    """What the hooks around made of a saved tensor, and how they undo it."""
+    """A saved tensor as packed by the hooks around, and their unpack."""
 
     packed: Any
     unpack: Unpack

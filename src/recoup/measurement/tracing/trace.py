@@ -34,7 +34,7 @@ class TracedStorage:
         bytes: Its size.
         born: The moment that made it; -1 if it existed before.
         dies: The last moment at which it exists; None: it outlives the step.
-        value: What is in it now.
+        value: The current value.
         names: How many tensors that modules took or returned refer to it now.
         unnamed: The last moment at which there was such a tensor.
     """
@@ -61,7 +61,7 @@ class TracedSave:
     """A tensor that autograd saved, with its life in backward.
 
     Attributes:
-        value: What was saved.
+        value: The saved value.
         by_region: A region holds it longer than autograd does.
         used: The moment that first asked for it.
         released: The last moment at which autograd held it.
@@ -122,7 +122,7 @@ class Trace:
 
     @property
     def model_calls(self) -> int:
-        """How often the step called the model, or parts of it."""
+        """The number of calls of the model, or of parts of it."""
         return len(self.roots)
 
     @property

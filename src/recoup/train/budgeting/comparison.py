@@ -34,7 +34,7 @@ _ROWS = (
 
 @dataclass(frozen=True, slots=True)
 class ComparisonRow:
-    """What a step costs in one configuration.
+    """The cost of a step in one configuration.
 
     Attributes:
         name: The configuration.
@@ -53,7 +53,7 @@ class Comparison:
     """The four configurations, compared with the first.
 
     Attributes:
-        precision: What mixed precision computes in here.
+        precision: The format of mixed precision here.
         rows: Full precision, mixed precision, checkpointing, both.
     """
 
@@ -119,7 +119,7 @@ def compare_configurations(  # noqa: PLR0913 (options by keyword)
         batch: A batch as `Trainer.step` takes it.
         optimizer: By default AdamW.
         loss_fn: As for `Trainer`.
-        precision: What mixed precision computes in.
+        precision: The format of mixed precision.
         checkpoint_segment_size: As in `TrainerSettings`, for the two rows that
             recompute.
         repeats: Timed steps of each.

@@ -91,7 +91,7 @@ class UnitPlan:
 
     @property
     def plan(self) -> tuple[str, ...]:
-        """What is done with each unit: `keep`, `keep costly` or `recompute`."""
+        """The action on each unit: `keep`, `keep costly` or `recompute`."""
         return tuple(self._choices(self.level))
 
     def settle(self, budget_bytes: int, measure: Measure, reserved_bytes: int) -> None:

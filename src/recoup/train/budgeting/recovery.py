@@ -144,7 +144,7 @@ class StepRecovery:
     Args:
         model: The model. One with batch normalisation in training is not computed in
             pieces: the statistics of a piece are not those of the batch.
-        report: What `recoup.fit` returned, if the model has a plan.
+        report: The report of `recoup.fit`, if the model has a plan.
 
     Raises:
         UnsupportedError: Several processes train the model: one cannot go back alone.

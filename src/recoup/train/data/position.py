@@ -1,4 +1,4 @@
-"""Where in the data a run stands, and how to stand there again."""
+"""The position of a run in its data, and how to restore it."""
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
@@ -229,7 +229,7 @@ def own_position(positions: Any, rank: int, count: int) -> dict[str, Any]:
     """Return where a process stood; the first, if there were more or fewer than now.
 
     Args:
-        positions: What the processes wrote; in files of version 2 the first one's.
+        positions: Those of all processes; in files of version 2 the first one's.
         rank: Which process asks.
         count: How many there are now.
 

@@ -35,10 +35,10 @@ _WHOLE = frozenset({torch.int64, torch.int32, torch.int16, torch.int8})
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """How the loss of a batch follows from the losses of its parts.
+    """The reduction of a batch's loss from the losses of its parts.
 
     Attributes:
-        weight_fn: What a batch of samples weighs in the mean.
+        weight_fn: The weight of a batch in the mean.
         sums: The losses of the parts are added up, and weigh nothing.
         is_known: It is torch's own, and need not be tried out.
 
@@ -63,7 +63,7 @@ class Reduction:
         """Return what each part's loss is multiplied with.
 
         Args:
-            weights: What the parts of this process weigh.
+            weights: The weights of this process's parts.
             total: The mean over the processes of what theirs weigh; None if there is
                 one process.
             processes: Their number: what each computes is divided by it afterwards.
@@ -201,7 +201,7 @@ class Proof:
 
     Attributes:
         is_over: Nothing is left to be tried out.
-        finding: What was found in words, if the loss is no such mean.
+        finding: A description, if the loss is no such mean.
 
     Examples:
         >>> from recoup.train.data.reduction import reduction_of

@@ -50,7 +50,7 @@ def shard_like(own: Any, value: Any) -> Any:
 
 
 Parts = dict[str, Any]
-"""What has a state besides model and optimizer, by name; None where there is none."""
+"""Objects with a state besides model and optimizer, by name; None: absent."""
 
 _WITH = {True: "with", False: "without"}
 

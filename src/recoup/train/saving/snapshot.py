@@ -249,7 +249,7 @@ def _read(file: BinaryIO) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """Where a tensor lies in the file, checked."""
+    """The checked position of a tensor in the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
