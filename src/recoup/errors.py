@@ -73,7 +73,7 @@ class ClearedError(ReplayError):
 
 
 class CaptureError(ReplayError):
-    """A function that would be run again no longer sees the variables it saw.
+    """A function to recompute no longer sees the variables it saw.
 
     The usual case is a `lambda` in a loop that refers to the loop variable: by
     the time of backward the variable has moved on.

@@ -1,8 +1,8 @@
 """An interval as one segment: what holding each of several sets of values costs.
 
 `recoup.core.footprint` says what a segment costs. Here that is worked out for many sets
-of held values at once: what runs again as bits, one for each set, and bytes in arrays
-with a row for each set.
+of held values at once: recomputed operators as bits, one for each set, and bytes in
+arrays with a row for each set.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -41,7 +41,7 @@ class Costs:
     use: Floats
 
     def seconds(self, graph: Graph, first: int) -> float:
-        """Return what is run again, and recorded for it."""
+        """Return the seconds of recomputing and of recording for it."""
         operations = graph.operations
         total = 0.0
         for replay in self.replays:
@@ -190,7 +190,7 @@ class _Flat:
         return (bits >> np.arange(self.count)[:, None]) & 1 == 1
 
     def _replayed(self) -> tuple[list[int], dict[int, int]]:
-        """Return in which sets operations run again and values are demanded."""
+        """Return in which sets operations are recomputed and values are demanded."""
         operations, held = self.graph.operations, self.held
         demanded: dict[int, int] = {}
         everywhere = (1 << self.count) - 1

@@ -529,7 +529,7 @@ def run_again(
         graph: The step.
         operations: The operations in order.
         wanted: The storages that outlive the replay.
-        fetched: Storages that are there when it begins and that nobody else needs.
+        fetched: Storages that are there when it begins and that nothing else needs.
     """
     last: dict[int, int] = {}
     for number in operations:

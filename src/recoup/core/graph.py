@@ -48,7 +48,7 @@ class Value:
     Attributes:
         storage: The number of its storage.
         producer: The operation that made it, or `BEFORE`.
-        holdable: It may be held: nobody writes over it later.
+        holdable: It may be held: nothing overwrites it later.
     """
 
     storage: int
@@ -65,7 +65,7 @@ class Operation:
         seconds: The time to recompute it.
         reads: The values it takes.
         makes: The values it makes.
-        replayable: It can be run again; otherwise what it makes is held if needed.
+        replayable: It can be recomputed; otherwise its results are held if needed.
         workspace_bytes: Bytes allocated while it runs, beyond its results.
         state_bytes: Running statistics that it updates and that are saved. A segment
             that has the operator in an inner one copies them when it ends.
@@ -372,7 +372,7 @@ class Graph:
     def dying_inputs(self, inside: range) -> Iterator[int]:
         """Yield storages that die in an interval of operations, and come from outside.
 
-        Operators there read them that may run again, and none of those made them.
+        Replayable operators there read them, and none of those made them.
         """
         operations = self.operations
         for moment in inside[:-1]:
@@ -396,7 +396,7 @@ class Graph:
 
     @cached_property
     def _dying(self) -> dict[int, list[int]]:
-        """The storages that somebody reads, by the moment of forward they die at."""
+        """The storages that are read, by the moment of forward they die at."""
         found: dict[int, list[int]] = {}
         for storage in self._readers:
             if self.storages[storage].bytes:

@@ -150,7 +150,7 @@ class MemoryUse:
     def _copied(
         self, footprints: Iterable[Footprint], until: Integers
     ) -> list[Offload]:
-        """Return the offloads of storages that nobody holds on the device anyway."""
+        """Return the offloads of storages that are not held on the device anyway."""
         found: dict[int, Offload] = {}
         for offload in (o for each in footprints for o in each.offloads):
             other = found.get(offload.storage, offload)

@@ -84,7 +84,7 @@ class Fit(FitResult):
         gap: By which part of its time the step could at best be shorter.
         planner: The algorithm that found the plan.
         planning_seconds: How long planning took.
-        retries: How often a step ran out of memory and was run again.
+        retries: How often a step ran out of memory and was repeated.
         tightenings: How often it was planned anew for less memory. Since then peak and
             time are those that are predicted: what was measured is the plan before.
         verify: When recomputed values are compared with forward's.
@@ -224,7 +224,7 @@ class Fit(FitResult):
             f"{budget}: measured peak {print_bytes(self.measured_peak_bytes)} "
             f"(predicted {predicted}, plain {plain}); step "
             f"{print_seconds(self.measured_seconds)}, {slower:+.1%} by prediction; "
-            f"{self._actions()}, at most {self.gap:.1%} from the best possible"
+            f"{self._actions()}, optimality gap at most {self.gap:.1%}"
         )
 
     def _actions(self) -> str:
@@ -236,7 +236,7 @@ class Fit(FitResult):
 
 
 class _Options(TypedDict, total=False):
-    """The arguments of `fit` that have the same type whoever runs the blocks."""
+    """The arguments of `fit` that have the same type with every executor."""
 
     loss: Callable[..., Tensor] | None
     step: Callable[[], object] | None

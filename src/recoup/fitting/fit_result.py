@@ -1,4 +1,4 @@
-"""The result of `fit`, whoever runs the blocks: the model and its costs."""
+"""The result of `fit` with any executor: the model and its costs."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field

@@ -436,7 +436,7 @@ class LoopRun:
                 machine.digests = digests
 
     def recomputing(self) -> AbstractContextManager[None]:
-        """Return the context in which steps run again in backward."""
+        """Return the context in which backward recomputes steps."""
         return nullcontext()
 
     def begin_backward(self, cotangents: Sequence[Any]) -> None:

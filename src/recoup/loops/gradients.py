@@ -208,7 +208,7 @@ def _differentiated(
     args: Sequence[Any],
     kwargs: dict[str, Any],
 ) -> list[Any]:
-    """Return the gradients by the arguments in some places, by whoever made them."""
+    """Return the gradients of the arguments in some places, by their library."""
     given = [args[place] for place in places]
     leaves, _ = flatten(given)
     jax = sys.modules.get("jax")

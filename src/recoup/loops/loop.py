@@ -44,7 +44,7 @@ def checkpointed_loop(  # noqa: PLR0913 (each is a separate wish of the caller)
     the steps and to every tensor that `func` captures. With torch they are bitwise
     equal, unless a captured tensor is also used outside of the loop.
 
-    Costs: states held and steps run again are those that the schedule's `counts()`
+    Costs: states held and steps recomputed are those that the schedule's `counts()`
     says; by default the square root of the number of steps, and not quite one more run
     of the loop.
 
@@ -74,7 +74,7 @@ def checkpointed_loop(  # noqa: PLR0913 (each is a separate wish of the caller)
         captures: Tensors that `func` uses and that cannot be found by looking at it.
         vjp: For plain NumPy functions: `vjp(state, cotangent)` returns the cotangent of
             the state before the step; it gets index and input as `func` does.
-        verify: Which states must be met again bitwise when steps are run again: those
+        verify: Which recomputed states must be bitwise equal to forward's: those
             of the first sweep (`"first"`), all that are ever held (`"always"`), none
             (`"off"`). With torch and NumPy.
         tolerance: Allow this relative and absolute difference there; it costs the

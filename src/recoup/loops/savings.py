@@ -10,7 +10,7 @@ def get_memory_savings(
     """Return what even checkpoints save, in states.
 
     The first six figures are those of Tangent's guide. They count checkpoints alone;
-    the others count what is held at the worst moment and what is run again.
+    the others count the peak of held states and the recomputed steps.
 
     Args:
         seq_length: How many steps the loop has.
@@ -24,7 +24,7 @@ def get_memory_savings(
         - `savings_ratio`, `savings_percent`: the part of the states not held, from 0
           to 1 and in percent;
         - `recomputation_factor`: steps a checkpoint. The guide calls it so, but it is
-          the length of a segment; every step is run again once at most;
+          the length of a segment; every step is recomputed once at most;
         - `checkpoint_interval`: the same under its right name;
         - `peak_with_checkpointing`: checkpoints, the beginning, and the longest
           segment, which is on the tape at once;

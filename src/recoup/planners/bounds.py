@@ -1,10 +1,10 @@
 """Lower bounds: what no plan can do without, however it is found.
 
-At any moment, what backward needs later is either in memory or run again after that
+At any moment, what backward needs later is either in memory or recomputed after that
 moment, with what that takes. So for a price of a byte, the minimum cut over the whole
-of forward less the price of the room is a bound on what is run again; the best price is
-found by bisection. A knapsack, which ignores that operators need inputs, shows which
-moment to look at. Both hold for every plan that keeps the order of operators: any
+of forward less the price of the room is a lower bound of the recomputation; the best
+price is found by bisection. A knapsack, which ignores that operators need inputs, shows
+which moment to look at. Both hold for every plan that keeps the order of operators: any
 segments, nested or not, and any values held.
 """
 
@@ -30,7 +30,7 @@ _CUTS = 10
 def bound_seconds(
     graph: Graph, budget_bytes: int, *, may_offload: bool = False
 ) -> float:
-    """Return seconds that every plan within a budget runs again or waits, at least.
+    """Return a lower bound of the seconds that a plan within a budget adds.
 
     Costs about ten minimum cuts over forward, twice as many with offloading.
     """
@@ -141,7 +141,7 @@ def _tightest(graph: Graph, budget_bytes: int) -> list[int]:
 
 
 def knapsack_bound(graph: Graph, budget_bytes: int, moment: int) -> float:
-    """Return a bound from one moment that forgets what operators need to run again."""
+    """Return a bound from one moment that ignores inputs of recomputed operators."""
     demand, base_bytes = demand_at(graph, moment)
     by_producer: dict[int, set[int]] = {}
     for value in demand.values:

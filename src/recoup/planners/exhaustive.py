@@ -55,7 +55,7 @@ def exhaustive(
 def smallest(
     graph: Graph, intervals: tuple[Interval, ...]
 ) -> tuple[Segment, ...] | None:
-    """Return the plan of that class with the lowest peak; None: there are too many."""
+    """Return the plan of that class with the minimum peak; None: there are too many."""
     found = _plans(graph, intervals, _MOST)
     if found is None:
         return None

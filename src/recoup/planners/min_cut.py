@@ -125,7 +125,7 @@ def choose(demand: Demand, price: Callable[[int], float]) -> frozenset[int]:
 
 
 def evaluate(demand: Demand, held: Iterable[int]) -> Choice:
-    """Return what holding some values costs; those that nobody needs are left out."""
+    """Return the cost of holding some values; unneeded ones are left out."""
     graph = demand.graph
     forced = demand.network.forced
     ends = forced.union(held)

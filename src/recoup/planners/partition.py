@@ -195,7 +195,7 @@ def lowest_plan(
     reach: int,
     memory: Memory | None = None,
 ) -> tuple[Segment, ...]:
-    """Return the plan with the lowest peak that is known how to find.
+    """Return the plan with the minimum peak that the planner finds.
 
     Of plans with the same peak the one that runs the fewest operators again is taken.
     Two measurements of one step give the same answer, though their times differ.

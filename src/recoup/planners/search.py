@@ -27,7 +27,7 @@ _NEARLY = 0.003
 """A plan of another planner that is slower by no more than this share is filled too."""
 
 _CLOSE_BESIDE_HOST = 0.03
-"""The same where the device waits for the host: less work for it would not show."""
+"""The same for CPU-bound steps: less work for the device would not show."""
 
 _FAR = 0.1
 """A plan further from the bound than this is followed by nested ones: just above the
@@ -153,7 +153,7 @@ class Search:
 
     @cached_property
     def floor(self) -> Plan:
-        """The plan of this pass with the lowest peak that is known how to find.
+        """The plan of this pass with the minimum peak that the planners find.
 
         It depends on bytes and operators alone, not on measured times: another
         measurement of the same step has the same one.
@@ -248,7 +248,7 @@ class Search:
         return added - needed <= share * self.graph.step_seconds
 
     def _waits_for_host(self, budget_bytes: int) -> bool:
-        """Return whether the device waits for the host in the best plan so far."""
+        """Return whether the best plan so far is CPU-bound."""
         best = self.best(budget_bytes)
         return best is not None and _paced(best[1]) > best[1].device_seconds
 

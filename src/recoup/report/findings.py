@@ -79,7 +79,7 @@ class Allocation:
 
     Attributes:
         category: The purpose, as an index into `CATEGORIES`.
-        part: Who made them, as an index into `Step.parts`; -1: nobody in this step.
+        part: Their producer, as an index into `Step.parts`; -1: none in this step.
         maker: The moment whose operator made them; -1: unknown, or before the step.
         bytes: How many.
         first: The first moment at which they are in use.
@@ -96,7 +96,7 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True)
 class RecomputedOperator:
-    """Operators of forward that run again in backward.
+    """Operators of forward that backward recomputes.
 
     Attributes:
         moment: The moment before which they run.

@@ -270,7 +270,7 @@ def benchmark_verdict(entries: Sequence[Entry]) -> str:
 
 
 def estimate_words(estimated_for: str) -> str:
-    """Return what to know of times that nobody measured; nothing if somebody did.
+    """Return the note on estimated times; empty if they were measured.
 
     Examples:
         >>> estimate_words("")

@@ -73,7 +73,7 @@ class Processes:
     def connect(self) -> None:
         """Connect to the others; all must call it together.
 
-        Whoever refuses to train does so before: a process that goes away while others
+        A process that refuses to train does so before: one that ends while others
         connect to it leaves them with an error that names no reason.
         """
         if self.count > 1:

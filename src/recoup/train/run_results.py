@@ -31,7 +31,7 @@ class Peak:
 
     @property
     def bytes(self) -> int | None:
-        """The most bytes alive at once; None if nobody measures."""
+        """The peak bytes; None if they are not measured."""
         if self._meter is not None:
             self._bytes = self._meter.peak_bytes
             self._meter = None
@@ -91,7 +91,7 @@ class Peaks:
         return peak
 
     def settle(self) -> None:
-        """Read the peak of the last step now, if somebody has its result."""
+        """Read the peak of the last step now, if its result is referenced."""
         last = None if self._last is None else self._last()
         if last is not None:
             _ = last.bytes

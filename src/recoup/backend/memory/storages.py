@@ -86,12 +86,12 @@ class StorageWatch:
 
     @property
     def is_alive(self) -> bool:
-        """Whether somebody refers to the memory."""
+        """Whether anything refers to the memory."""
         return not torch.UntypedStorage._expired(self._address)
 
     @property
     def is_referenced(self) -> bool:
-        """Whether somebody refers to the tensor itself, not only to its memory."""
+        """Whether anything refers to the tensor itself, not only to its memory."""
         return self._tensor() is not None
 
     def __del__(self) -> None:

@@ -41,7 +41,7 @@ class Timer(Protocol):
 
 
 class Laps:
-    """The times between points in the work of a device, which nobody waits for.
+    """The times between points in the work of a device, without synchronising.
 
     Examples:
         >>> laps = Laps(torch.device("cpu"))

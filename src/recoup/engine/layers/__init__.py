@@ -1,4 +1,4 @@
 """The layer checkpointer: an activation kept every few layers of a stack.
 
-Its document's names; the layers run again through `recoup.engine.replay`.
+The names of kizzasi's document; `recoup.engine.replay` recomputes the layers.
 """

@@ -26,7 +26,7 @@ RecomputeFunction = Callable[[], Tensor | Sequence[Tensor]]
 
 
 class CheckpointNode(Account):
-    """One checkpoint: what is held for it, and how the rest is computed again.
+    """One checkpoint: the values held for it, and how the rest is recomputed.
 
     recoup makes a node for every region (`scope.nodes`); it does not keep the region
     alive. A node made by hand holds what it is given.

@@ -100,7 +100,7 @@ class CheckpointProfiler:
     Called on the class itself, the methods are those of one profiler that the whole
     process shares.
 
-    What a region recomputes saves nothing while somebody still refers to the first
+    What a region recomputes saves nothing while something still refers to the first
     result: `held_outside` names such tensors, and stopping warns of them.
 
     Examples:
@@ -239,7 +239,7 @@ class CheckpointProfiler:
 
     @_OnClassToo
     def held_outside(self) -> tuple[HeldOutside, ...]:
-        """Return what regions do not keep and somebody else does, the largest first.
+        """Return freed tensors that are still referenced, the largest first.
 
         It is held by variables, lists of activations, attributes, hooks. Results of
         regions are left out, as far as nothing inside the region has used them.

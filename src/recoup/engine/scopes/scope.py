@@ -33,7 +33,7 @@ class CheckpointScope(NodeKeeper):
 
     The block is ordinary code: nothing has to be put into a function. Between forward
     and backward autograd holds only what came into the block from outside. In backward
-    the operators that the saved tensors need are run again, once, and freed at their
+    the operators that the saved tensors need are recomputed, once, and freed at their
     last use. No Python code of the block runs twice. Gradients are bitwise those of
     the same code without the scope.
 

@@ -1,6 +1,6 @@
 """Statistics of regions: how often they ran, what they replayed, what they kept.
 
-A region adds to the accounts of whoever wants to know: its scope or group, its node,
+A region adds to the accounts of its observers: its scope or group, its node,
 the managers and profilers that watch. The accounts outlive the region.
 """
 

@@ -110,7 +110,7 @@ class Deposit:
         self._task = -1
 
     def settle(self) -> None:
-        """Prepare for a write to the storage, which nobody may share with us then.
+        """Prepare for a write to the storage, which must then be unshared.
 
         The version does not show it: a write through `.data` bypasses the version
         counter.

@@ -1,4 +1,4 @@
-"""The disk tier: values in files while nobody needs them."""
+"""The disk tier: values in files between forward and backward."""
 
 import tempfile
 from dataclasses import dataclass

@@ -108,7 +108,7 @@ def _is_zeros_and_ones(storage: Tensor) -> bool:
     """Return whether a byte is worth a bit.
 
     A boolean may have any byte: `mask.view(torch.bool)` of an image mask of 0 and 255.
-    Whoever else uses the storage, as bytes, needs them all.
+    Other users of the storage, as bytes, need them all.
     """
     return storage.numel() == 0 or int(storage.view(torch.uint8).amax()) <= 1
 

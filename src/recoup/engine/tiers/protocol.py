@@ -12,7 +12,7 @@ long as copying half a MiB, and there is little to win."""
 
 
 class Stored(ABC):
-    """One storage in a tier. Whoever put it there owns it, and drops it once.
+    """One storage in a tier. The caller of `put` owns it, and drops it once.
 
     Regions call tiers out of the sight of dispatch modes and of autograd: what a tier
     computes is not recorded.

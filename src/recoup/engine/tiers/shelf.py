@@ -133,7 +133,7 @@ class ShelfSlot:
         reading: The contents, while they are read.
         is_waiting: It counts as host memory that waits for the disk.
         is_unwritable: Writing it failed: it waits to be dropped.
-        is_dropped: Nobody wants it any more.
+        is_dropped: It was dropped.
     """
 
     def __init__(self, number: int, path: Path, host: OnHost) -> None:
@@ -191,7 +191,7 @@ class Worker:
 class Shelf:
     """Writes and reads the files of one process in one place.
 
-    One thread writes and removes, one reads. Whoever puts waits only when more than
+    One thread writes and removes, one reads. `put` waits only when more than
     `queue_bytes` have not been written yet: otherwise a slow disk would fill the host.
 
     What cannot be written, because the disk is full or the directory was removed, stays

@@ -26,7 +26,7 @@ class Parcel:
         guard: The tensor whose version shows whether the source was written to.
         arriving: The storage on the device again, and when it is complete.
         error: Why it must not be used.
-        is_dropped: Nobody wants it any more, but its copy may still be in flight.
+        is_dropped: It was dropped, but its copy may still be in flight.
     """
 
     __slots__ = (
@@ -71,7 +71,7 @@ class Traffic:
     its own clock nearly all copies of a forward are in flight when the forward ends.
 
     In: what was sent last is asked for first, and used where it is if the window still
-    has it, whether its copy has run or not. Whoever asks for a parcel also starts those
+    has it, whether its copy has run or not. A request for a parcel also starts those
     that were sent before it, as many as fit in the window. The
     memory is that of the computing stream and the copy is queued behind what that
     stream has been given so far, so that memory can be reused without
@@ -160,7 +160,7 @@ class Traffic:
         self._post(partial(self._drop, parcel))
 
     def end(self, task: int) -> None:
-        """Drop what a backward brought back for nobody, or dropped while it left.
+        """Drop what a backward fetched without need, or dropped while it left.
 
         Finalizers may call this at any point, on any thread.
         """

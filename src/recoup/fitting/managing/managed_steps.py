@@ -89,7 +89,7 @@ class ManagedStep:
         plain_bytes: Predicted bytes if nothing were recomputed.
         planned_bytes: Predicted bytes with its plan.
         measured_bytes: Bytes added in the last measured step.
-        recompute_ratio: The share of forward's time that is run again in backward.
+        recompute_ratio: The share of forward's time that backward recomputes.
 
     Examples:
         >>> print(ManagedStep(("GPT",), 8 << 20, 12 << 20, 7 << 20, None, 0.25))

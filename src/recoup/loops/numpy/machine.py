@@ -125,7 +125,7 @@ class NumpyMachine(LoopMachine):
         if found or traced_arrays(function):
             raise CaptureError(
                 f"{self.step.name!r} keeps an array outside of the state: it is made "
-                "without a trace, and made again in backward, so its gradient would be "
+                "without a trace, and recomputed in backward, so its gradient would be "
                 "lost. Return it as a part of the state, or as an output with "
                 "with_outputs=True; keep numbers for a log."
             )

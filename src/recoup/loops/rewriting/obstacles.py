@@ -352,7 +352,7 @@ def _gone_over(source: ast.AST) -> set[str]:
 
 
 def _hidden_write(node: ast.AST, own: set[str]) -> str | None:
-    """Say that a piece of code writes to a tensor so that nobody can notice."""
+    """Report code that writes to a tensor and bypasses the version counter."""
     match node:
         case ast.Subscript(ctx=ast.Store(), value=written):
             pass

@@ -3,7 +3,7 @@
 They are searched where Python keeps them (closures, defaults, bound objects, modules,
 named globals, containers), and every tape is walked: an edge that leads to a tensor
 that was not found is an error, because its gradient would be lost. So is a tensor that
-a step leaves outside of its state: steps run without a graph, and run again.
+a step leaves outside of its state: steps run without a graph, and are recomputed.
 """
 
 import types

@@ -38,7 +38,7 @@ def measure_dry(
         UnsupportedError: What the step does depends on numbers in its tensors.
     """
     training_step(model, batch, loss=loss, step=step)
-    # Next to a busy accelerator the host records in time that nobody waits for.
+    # With a busy accelerator, recording does not add to the time of the step.
     recording = recording_seconds() if figures.name == "cpu" else 0.0
     shadows = Shadows(_HOST)
     given = shadows.of_batch(batch)

@@ -41,7 +41,7 @@ class StepCost:
     Attributes:
         peak_bytes: The most bytes alive at any moment of the step.
         saved_bytes: Bytes that forward left alive for backward, the loss included:
-            whoever holds them, autograd or a recoup region.
+            held by autograd or by a recoup region.
         seconds: Median time of the step, until the device has finished it.
         host_seconds: Median time until the host has issued it.
         flops: Floating-point operations as `torch.utils.flop_counter` counts them:

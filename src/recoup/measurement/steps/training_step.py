@@ -30,7 +30,7 @@ _DEFAULTS = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_
 
 @dataclass(frozen=True, slots=True)
 class TrainingStep:
-    """One training step that can be run again and again.
+    """One training step that can be repeated.
 
     Attributes:
         model: The model that is trained.

@@ -151,7 +151,7 @@ def host_costs_of(
     """Return the host's time for the step.
 
     A plain step may not fit to be run, so its time is estimated from its forward
-    without gradients, and so is that of an operator that is run again. What a step with
+    without gradients, and so is that of a recomputed operator. What a step with
     every block recomputed takes longer than both is recording: in forward, and where
     backward asks for what was recorded. A host that is not waited for may itself wait,
     for room in the device's queue: then it records in no more than the usual time.

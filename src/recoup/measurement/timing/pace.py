@@ -31,7 +31,7 @@ class Pace:
 
     @property
     def is_bound_by_host(self) -> bool:
-        """Whether the device waits for the host."""
+        """Whether the step is CPU-bound."""
         return self.seconds <= _SAME * self.host_seconds
 
 

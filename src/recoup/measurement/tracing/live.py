@@ -89,7 +89,7 @@ def detach_meter(meter: MemoryMeter) -> None:
 
 
 class LiveTracer(Tracer):
-    """Trace a step of the user's own: no operator is run again for its time.
+    """Trace a step of the user's own: no operator is repeated for its time.
 
     What regions of the user's own save is theirs: it is no value for a plan, and what
     they hold and recompute is in the measured bytes.

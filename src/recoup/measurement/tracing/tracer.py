@@ -330,7 +330,7 @@ class Tracer(OperatorMode):
     def _time_again(self, facts: Facts, call: partial[Any], timing: int) -> int:
         """Return the timing of an operator, which its first run makes too long.
 
-        One that may not run again has the time of the fastest like it in the step.
+        One that may not be repeated has the time of the fastest like it in the step.
         """
         if facts.opaque:
             return timing

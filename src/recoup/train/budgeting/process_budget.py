@@ -95,7 +95,7 @@ class UnitPlan:
         return tuple(self._choices(self.level))
 
     def settle(self, budget_bytes: int, measure: Measure, reserved_bytes: int) -> None:
-        """Choose the lowest level whose step stays within the budget.
+        """Choose the minimum level whose step stays within the budget.
 
         Costs two steps for each level that is tried, about twice the logarithm of
         their number, beginning with the one that needs least memory.
@@ -170,7 +170,7 @@ class UnitPlan:
 def lowest_level(
     peak_at: Callable[[int], int], levels: int, budget_bytes: int
 ) -> tuple[int, int]:
-    """Return the lowest level whose peak is within a budget, and that peak.
+    """Return the minimum level whose peak is within a budget, and that peak.
 
     Starts at the highest level, which needs least, and goes down in strides that
     double as long as the peak, by its last growth, is going to fit.
