@@ -1,5 +1,7 @@
 """After an interrupt anywhere in recoup's code the next step is as if nothing was."""
 
+import weakref
+
 import pytest
 
 from recoup import CheckpointScope
@@ -47,6 +49,32 @@ def test_the_interrupter_interrupts_where_it_says():
     places = list(interruptions(step, every=400))
     assert len(places) > 3
     assert all(place.startswith(OURS) for place in places)
+
+
+class Ended:
+    """Runs a line when it dies."""
+
+    def __del__(self) -> None:
+        _ = 0
+
+
+class Watched:
+    """Can be referred to weakly."""
+
+
+def test_an_interrupt_in_a_destructor_keeps_nothing_alive():
+    seen: list[weakref.ref[Watched]] = []
+
+    def scenario() -> None:
+        watched = Watched()
+        seen.append(weakref.ref(watched))
+        ended = Ended()
+        del ended
+
+    interrupter = Interrupter(0, within=__file__, only=("__del__",))
+    assert interrupter.run(scenario)
+    assert interrupter.where.endswith("__del__")
+    assert [each() for each in seen] == [None]
 
 
 def test_the_faults_of_a_recorder_that_is_left_on_are_seen():

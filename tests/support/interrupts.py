@@ -1,5 +1,6 @@
 """Interrupts a scenario at every line, or every instruction, of recoup's own code."""
 
+import contextlib
 import dis
 import functools
 import re
@@ -38,6 +39,26 @@ def ends_of_blocks(code: CodeType) -> frozenset[int]:
     return frozenset(ends)
 
 
+@contextlib.contextmanager
+def _unreported() -> Iterator[None]:
+    """Let nobody hear of interrupts in destructors, which Python ignores.
+
+    pytest keeps what it is told of until the test has ended: the frames that ran then,
+    and all that is in them.
+    """
+    report = sys.unraisablehook
+
+    def report_others(ignored: Any) -> None:
+        if not isinstance(ignored.exc_value, KeyboardInterrupt):
+            report(ignored)
+
+    sys.unraisablehook = report_others
+    try:
+        yield
+    finally:
+        sys.unraisablehook = report
+
+
 class Interrupter:
     """Counts the events in files below a folder, and raises at one of them.
 
@@ -69,7 +90,8 @@ class Interrupter:
         before = sys.gettrace()
         sys.settrace(self._enter)
         try:
-            scenario()
+            with _unreported():
+                scenario()
         except KeyboardInterrupt:
             return True
         finally:
@@ -137,7 +159,8 @@ class LineInterrupter:
         before = sys.gettrace()
         sys.settrace(self._enter)
         try:
-            scenario()
+            with _unreported():
+                scenario()
         except KeyboardInterrupt:
             return True
         finally:
