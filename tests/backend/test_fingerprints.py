@@ -1,6 +1,7 @@
 """Fingerprints: equal for equal bits, different for any change."""
 
 import random
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from recoup.backend.operators.fingerprints import (
     _weights,
     fingerprint,
     fingerprint_bytes,
+    fingerprints_within,
+    least_fingerprint_bytes,
 )
 
 DTYPES = [
@@ -31,7 +34,7 @@ DTYPES = [
     torch.uint8,
     torch.bool,
 ]
-
+WIDTHS = [torch.complex128, torch.float64, torch.float32, torch.bfloat16, torch.bool]
 
 CPU = torch.device("cpu")
 
@@ -273,3 +276,65 @@ class TestCost:
         share = -(-nbytes // width)
         assert fingerprint_bytes(nbytes) <= max(1 << 15, share + 16)
         assert fingerprint_bytes(nbytes) <= 32 << 20
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_one_of_a_tensor_with_gaps_needs_no_copy_of_it(self, dtype):
+        tensor = torch.ones(200, 2, 300).to(dtype)[:, 1]
+        with StorageMeter() as meter:
+            fingerprint(tensor)
+        assert meter.peak_bytes <= fingerprint_bytes(tensor.nbytes) + 600
+
+
+def places(shape: tuple[int, ...]) -> list[torch.Tensor]:
+    """Return tensors of equal elements that lie in memory in several ways."""
+    tensor = torch.randint(0, 100, shape, generator=torch.Generator().manual_seed(0))
+    gaps = torch.zeros(*shape, 2, dtype=torch.int64)
+    gaps[..., 1] = tensor
+    wide = torch.zeros(*shape[:-1], shape[-1] + 3, dtype=torch.int64)
+    wide[..., 2:-1] = tensor
+    late = torch.zeros(tensor.numel() + 1, dtype=torch.int64)
+    late[1:] = tensor.reshape(-1)
+    return [tensor, gaps[..., 1], wide[..., 2:-1], late[1:].view(shape)]
+
+
+def within(free_bytes: int) -> AbstractContextManager[None]:
+    return fingerprints_within(lambda: free_bytes)
+
+
+class TestRoom:
+    @pytest.mark.parametrize("dtype", WIDTHS, ids=str)
+    @pytest.mark.parametrize("shape", [(3001,), (57, 61), (7, 11, 13), (2, 4001)])
+    @pytest.mark.parametrize("free_bytes", [0, 5000, 1 << 30])
+    def test_a_fingerprint_is_the_same_in_any_room(self, dtype, shape, free_bytes):
+        kept, *others = (each.to(dtype) for each in places(shape))
+        expected = fingerprint(kept)
+        with within(free_bytes):
+            assert fingerprint(kept) == expected
+            for other in others:
+                assert fingerprint(other) == expected
+
+    @pytest.mark.parametrize("dtype", WIDTHS, ids=str)
+    @pytest.mark.parametrize("length", [10, 1000, 1001, 65_537])
+    def test_it_takes_no_more_than_the_room_or_the_least(self, dtype, length):
+        for tensor in (
+            torch.ones(length).to(dtype),
+            torch.ones(length, 2).to(dtype)[:, 1],
+            torch.ones(length + 1).to(dtype)[1:],
+        ):
+            least_bytes = least_fingerprint_bytes(tensor.nbytes)
+            for room_bytes in (0, least_bytes, 2 * least_bytes, 50_000):
+                with StorageMeter() as meter, within(room_bytes):
+                    fingerprint(tensor)
+                assert meter.peak_bytes <= max(least_bytes, room_bytes)
+
+    def test_the_least_is_a_small_part_of_a_large_tensor(self):
+        for nbytes in (1 << 20, 1 << 26, 1 << 30, 1 << 34):
+            assert least_fingerprint_bytes(nbytes) <= nbytes // 48
+
+    def test_the_limit_ends_with_the_block(self):
+        tensor = torch.ones(1 << 20)
+        with within(0):
+            pass
+        with StorageMeter() as meter:
+            fingerprint(tensor)
+        assert meter.peak_bytes > least_fingerprint_bytes(tensor.nbytes)

@@ -4,9 +4,9 @@ import warnings
 
 import torch
 
-import recoup
 from recoup.backend.memory.meters import StorageMeter
 from recoup.errors import BudgetWarning
+from tests.support.steps_of_fit import fit_metered, missing_bytes
 from tests.support.training_loops import build, twin_of
 
 STEPS = 4
@@ -16,10 +16,10 @@ def check_loop(kind: str, name: str, share: float) -> None:
     """Train some steps in a budget, and compare with the plain twin, bit by bit."""
     loop = build(kind, name)
     plain = twin_of(loop)
-    models = loop.models if len(loop.models) > 1 else loop.models[0]
-    _, report = recoup.fit(models, step=loop.step, budget=share)
+    report, peaks = fit_metered(loop.models, loop.step, share)
     assert report.measured_peak_bytes <= report.budget_bytes
-    peaks: list[int] = []
+    assert max(peaks) <= report.budget_bytes + missing_bytes(report)
+    peaks = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.manual_seed(1)

@@ -34,8 +34,14 @@ from recoup.fitting.decision import (
     settled_pace,
 )
 from recoup.fitting.following.adaptation import Adapted
+from recoup.fitting.following.replanning import least_verification_bytes
 from recoup.fitting.progress import Progress
-from recoup.measurement.steps.floor import Cost, measure_floor, run_step
+from recoup.measurement.steps.floor import (
+    Cost,
+    measure_floor,
+    run_step,
+    verifying_within,
+)
 from recoup.measurement.steps.optimizers import missing_state_bytes, state_tensors
 from recoup.measurement.steps.training_step import TrainingStep
 from recoup.measurement.timing.host_cost import compared, corrected
@@ -52,6 +58,10 @@ from recoup.planners.solution import Solution
 
 _TURNS = 2
 """How often the plan and the plain step are timed in turns on a CPU."""
+
+_VERIFIED = 0.005
+"""The largest share of a budget that is left free for verification. It needs more where
+the budget is below about 1 MiB, and then may exceed it by as much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +236,10 @@ class ClosedLoop:
         """Return the accepted attempt; its plan need not be active now."""
         # An allocator counts a little more or less than predicted.
         margin_bytes = budget_for_floor(budget_bytes, self._step.device) - budget_bytes
+        if self._verify != "off" and self.search.plain_bytes > budget_bytes:
+            verified_bytes = least_verification_bytes(self.graph, self._step.device)
+            verified_bytes = min(verified_bytes, int(_VERIFIED * budget_bytes))
+            margin_bytes = max(margin_bytes, verified_bytes)
         last: Attempt | None = None
 
         def attempt(
@@ -301,7 +315,8 @@ class ClosedLoop:
             reserved_bytes=self.reserved_bytes,
         )
         self._step.begin()
-        self._step.run()
+        with verifying_within(budget_bytes, self._step, resident=self.resident):
+            self._step.run()
         cost = self._measure.cost(self._step, resident=self.resident)
         return Attempt(target, solution, self._active, cost)
 

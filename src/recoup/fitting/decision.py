@@ -149,7 +149,7 @@ def decide(
         may_improve = has_time and last.target_bytes is not None
         is_first = len(fitting) == 1 and last.fits and last.error_bytes < 0
         if is_first and may_improve and room_bytes >= _ROOM * budget_bytes:
-            return Try(budget_bytes - last.error_bytes)
+            return Try(budget_bytes - margin_bytes - last.error_bytes)
         return Accept(fitting[-1])
     is_known = last.measured_bytes is None and last.target_bytes == target_bytes
     runs = sum(history[n].measured_bytes is not None for n in mine)

@@ -300,14 +300,17 @@ def fit(  # noqa: PLR0913 (a step can be described in several ways)
 ) -> tuple[Model, Fit | CompiledFit]:
     """Make a model train within a budget of memory, as fast as it can be done.
 
-    One step is measured at the least memory it can run in, the fastest plan that fits
-    is worked out, applied to the model, and checked on a real step; where the
-    measurement differs from the prediction, the plan is corrected. Parameters, buffers,
+    One step is measured while every block is recomputed, the fastest plan that fits is
+    worked out, applied to the model, and checked on a real step; where the measurement
+    differs from the prediction, the plan is corrected. Parameters, buffers,
     gradients and random generators are afterwards as they were before. Train with any
     loop; gradients are bitwise those of the plain model.
 
     Costs ten steps on a CPU, seven on an accelerator, and the planning; two more steps
-    for each correction, and up to eight where an accelerator waits for its host.
+    for each correction, and up to eight where an accelerator waits for its host. Steps
+    with a plan stay within the budget, the one that verifies it as well. The measured
+    step takes what recomputing every block takes, which may be more than the smallest
+    plan; on a CPU with enough free memory the plain step is timed twice.
 
     Args:
         model: The model; it stays the same object with the same parameters. Or several,

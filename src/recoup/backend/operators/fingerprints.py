@@ -1,6 +1,8 @@
 """Fingerprints: a few integers on the device that stand for a tensor's bits."""
 
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -10,6 +12,10 @@ from recoup.backend.memory.storages import is_dense
 _BLOCK = 1 << 21
 _LEAST_BLOCK = 1 << 11
 _PARTS = 16
+_LEAST_CHUNK = 1 << 5
+_CHUNKS = 1 << 8
+_PRODUCT_BYTES = 16  # the weight of an integer, and their product
+_COPY_BYTES = 4
 _PLACES = 1
 _BLOCKS = 1 << 40  # beyond any place, so that no weight serves both
 _GOLDEN = -7046029254386353131
@@ -58,7 +64,8 @@ def fingerprint(tensor: Tensor) -> Tensor:
     nothing.
 
     Costs two passes over the tensor, in two blocks or more, of two million integers at
-    most, and the memory that `fingerprint_bytes` returns; never synchronises.
+    most, and the memory that `fingerprint_bytes` returns, or less where
+    `fingerprints_within` limits it; never synchronises.
 
     Examples:
         >>> a = torch.tensor([True, False, False, True])
@@ -74,30 +81,136 @@ def fingerprint(tensor: Tensor) -> Tensor:
         _THREAD.is_fingerprinting = False
 
 
+class _Room:
+    """The memory that fingerprints may take; None: as much as they like.
+
+    Of the process, not of a thread: backward runs on threads of its own.
+    """
+
+    def __init__(self) -> None:
+        self.free_bytes: Callable[[], int] | None = None
+
+
+_ROOM = _Room()
+
+
+@contextmanager
+def fingerprints_within(free_bytes: Callable[[], int]) -> Iterator[None]:
+    """Let fingerprints take no more memory than there is, while the block runs.
+
+    They take `least_fingerprint_bytes` at least. They are the same in any room.
+
+    Args:
+        free_bytes: Return how many bytes are free now.
+
+    Examples:
+        >>> a = torch.arange(100_000)
+        >>> with fingerprints_within(lambda: 10_000):
+        ...     narrow = fingerprint(a)
+        >>> bool(narrow == fingerprint(a))
+        True
+    """
+    before, _ROOM.free_bytes = _ROOM.free_bytes, free_bytes
+    try:
+        yield
+    finally:
+        _ROOM.free_bytes = before
+
+
 def _fingerprint(tensor: Tensor) -> Tensor:
-    flat = _flat(tensor)
-    width = _width(flat.nbytes)
-    length = _length(flat, width)
-    count = min(length, flat.numel()) * flat.element_size() // width
-    weights = _weights(_PLACES, count, tensor.device)
-    sums = [
-        (bits * weights[: bits.numel()]).sum()
-        for bits in (_integers(block, width) for block in flat.split(length))
-    ]
-    return (torch.stack(sums) * _weights(_BLOCKS, len(sums), tensor.device)).sum()
+    elements = _elements(tensor)
+    if not elements.numel():
+        return torch.zeros((), dtype=torch.int64, device=tensor.device)
+    width = _width(elements.nbytes)
+    length = _length(elements, width)
+    blocks = -(-elements.numel() // length)
+    chunk = _chunk(elements, width, length)
+    if chunk >= length:
+        sums = torch.stack(list(_sums(elements, width, length, 0, length)))
+        return _combined(sums)
+    totals = torch.zeros(blocks, dtype=torch.int64, device=tensor.device)
+    for begin in range(0, length, chunk):
+        end = min(begin + chunk, length)
+        sums = torch.stack(list(_sums(elements, width, length, begin, end)))
+        totals[: len(sums)] += sums
+    return _combined(totals)
+
+
+def _sums(
+    elements: Tensor, width: int, length: int, begin: int, end: int
+) -> Iterator[Tensor]:
+    """Yield a sum for each block, of its elements from `begin` to `end`."""
+    step_bytes = elements.element_size()
+    count = (min(end, elements.numel()) - begin) * step_bytes // width
+    first = _PLACES + begin * step_bytes // width
+    weights = _weights(first, count, elements.device)
+    for block in range(0, elements.numel(), length):
+        stop = min(block + end, elements.numel())
+        if block + begin < stop:
+            bits = _integers(_run(elements, block + begin, stop), width)
+            if len(bits) < len(weights):
+                weights = weights[: len(bits)]
+            yield (bits * weights).sum()
+
+
+def _combined(sums: Tensor) -> Tensor:
+    """Return one number for the sums of all blocks."""
+    return (sums * _weights(_BLOCKS, len(sums), sums.device)).sum()
 
 
 def fingerprint_bytes(nbytes: int) -> int:
     """Return what a fingerprint of a tensor of so many bytes takes while it is made.
 
-    A quarter of the tensor where that is large, and at most 32 MiB.
+    A quarter of the tensor where that is large, and at most 32 MiB. Where the room is
+    limited it takes less: see `least_fingerprint_bytes`.
 
     Examples:
         >>> fingerprint_bytes(64 << 20) >> 20, fingerprint_bytes(8 << 30) >> 20
         (16, 32)
     """
-    # The weights and the products of one block, eight bytes each.
-    return 16 * _block_integers(nbytes // _width(nbytes))
+    return _PRODUCT_BYTES * _block_integers(nbytes // _width(nbytes))
+
+
+def least_fingerprint_bytes(nbytes: int, *, scalar_bytes: int = 8) -> int:
+    """Return what a fingerprint takes where there is no room.
+
+    Args:
+        nbytes: The size of the tensor.
+        scalar_bytes: What the device allocates for one number.
+
+    Examples:
+        >>> least_fingerprint_bytes(1 << 20), least_fingerprint_bytes(1 << 30) >> 10
+        (21016, 20484)
+    """
+    integers = nbytes // _width(nbytes)
+    blocks = -(-integers // max(1, _block_integers(integers)))
+    chunk = min(_least_chunk(integers), _block_integers(integers))
+    return (_PRODUCT_BYTES + _COPY_BYTES) * chunk + _scalar_bytes(blocks, scalar_bytes)
+
+
+def _scalar_bytes(blocks: int, each_bytes: int = 8) -> int:
+    """Return what the sums of blocks take, their totals, weights and products."""
+    return each_bytes * (blocks + 3) + 3 * 8 * blocks
+
+
+def _least_chunk(integers: int) -> int:
+    """Return the fewest integers to read at a time: an operator takes time as well."""
+    return max(_LEAST_CHUNK, integers // _CHUNKS)
+
+
+def _chunk(elements: Tensor, width: int, length: int) -> int:
+    """Return how many elements of a block to read at a time."""
+    size = elements.element_size()
+    room_bytes = _PRODUCT_BYTES * length * size // width
+    if _ROOM.free_bytes is not None:
+        blocks = -(-elements.numel() // length)
+        room_bytes = min(room_bytes, _ROOM.free_bytes() - _scalar_bytes(blocks))
+    is_aligned = elements.storage_offset() * size % width == 0
+    is_row = elements.dim() == 1 and elements.stride(0) == 1 and is_aligned
+    each_bytes = _PRODUCT_BYTES + (0 if is_row else _COPY_BYTES)
+    integers = max(room_bytes // each_bytes, _least_chunk(elements.nbytes // width))
+    group = max(1, width // size)  # elements that are whole integers
+    return max(group, integers * width // size // group * group)
 
 
 def _block_integers(integers: int) -> int:
@@ -113,16 +226,16 @@ def _weights(begin: int, count: int, device: torch.device) -> Tensor:
     return places.bitwise_xor_(places >> 27).bitwise_or_(1)
 
 
-def _length(flat: Tensor, width: int) -> int:
-    """Return how many elements of a row make a block."""
-    element_bytes = flat.element_size()
+def _length(elements: Tensor, width: int) -> int:
+    """Return how many elements make a block."""
+    element_bytes = elements.element_size()
     group = max(1, width // element_bytes)  # elements that are whole integers
-    integers = _block_integers(flat.nbytes // width)
+    integers = _block_integers(elements.nbytes // width)
     return max(group, -(-integers * width // (element_bytes * group)) * group)
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    """Return the elements in one row, each once."""
+def _elements(tensor: Tensor) -> Tensor:
+    """Return the elements, each once: in one row, where that takes no copy."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     for dimension, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.size(dimension) > 1:
@@ -131,7 +244,36 @@ def _flat(tensor: Tensor) -> Tensor:
         tensor = torch.view_as_real(tensor)
     if is_dense(tensor):
         return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-    return tensor.contiguous().view(-1)
+    return tensor
+
+
+def _run(tensor: Tensor, begin: int, end: int) -> Tensor:
+    """Return some elements, counted along the last dimension first, in one row."""
+    if tensor.dim() == 1 and tensor.stride(0) == 1:
+        return tensor[begin:end]
+    row = tensor.new_empty(end - begin)
+    _copy(tensor, begin, row)
+    return row
+
+
+def _copy(tensor: Tensor, begin: int, row: Tensor) -> None:
+    """Fill a row with the elements that follow `begin`."""
+    if tensor.dim() == 1:
+        row.copy_(tensor[begin : begin + row.numel()])
+        return
+    inner = tensor[0].numel()
+    first, offset = divmod(begin, inner)
+    if offset or row.numel() < inner:
+        head = min(inner - offset, row.numel())
+        _copy(tensor[first], offset, row[:head])
+        if head < row.numel():
+            _copy(tensor, begin + head, row[head:])
+        return
+    whole = row.numel() // inner
+    middle = tensor[first : first + whole]
+    row[: whole * inner].view(middle.shape).copy_(middle)
+    if whole * inner < row.numel():
+        _copy(tensor, begin + whole * inner, row[whole * inner :])
 
 
 def _width(nbytes: int) -> int:

@@ -2,7 +2,13 @@
 
 from time import perf_counter
 
-from recoup.backend.operators.fingerprints import fingerprint_bytes
+import torch
+
+from recoup.backend.memory.meters import BLOCK_BYTES
+from recoup.backend.operators.fingerprints import (
+    fingerprint_bytes,
+    least_fingerprint_bytes,
+)
 from recoup.core.graph import Graph
 from recoup.core.plan import Plan, plan_for
 from recoup.core.segments import Action, Segment
@@ -57,5 +63,26 @@ def verification_bytes(graph: Graph, verify: Verify) -> int:
     """Return what verifying the first run of a plan takes at most."""
     if verify == "off":
         return 0
-    largest = max((storage.bytes for storage in graph.storages), default=0)
-    return fingerprint_bytes(largest)
+    return fingerprint_bytes(_largest_bytes(graph))
+
+
+def least_verification_bytes(graph: Graph, device: torch.device) -> int:
+    """Return what verifying any plan of a step takes where memory is short.
+
+    Args:
+        graph: The step.
+        device: Where it runs.
+    """
+    # Of each saved value a fingerprint, and whether it differs, at two moments.
+    is_cpu = device.type == "cpu"
+    scalar_bytes, value_bytes = (8, 8 + 2) if is_cpu else (BLOCK_BYTES, 3 * BLOCK_BYTES)
+    values = max(len({save.value for save in each.saves}) for each in graph.passes)
+    largest_bytes = max(map(_largest_bytes, graph.passes))
+    return (
+        least_fingerprint_bytes(largest_bytes, scalar_bytes=scalar_bytes)
+        + value_bytes * values
+    )
+
+
+def _largest_bytes(graph: Graph) -> int:
+    return max((storage.bytes for storage in graph.storages), default=0)

@@ -1,10 +1,12 @@
 """The measured step: traced at floor memory, with every block recomputed."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from recoup.backend.memory.meters import device_meter
 from recoup.backend.memory.streams import link_bytes_per_second
+from recoup.backend.operators.fingerprints import fingerprints_within
 from recoup.backend.operators.timers import OperatorTimer
 from recoup.backend.state.trees import tensors
 from recoup.core.graph import Graph
@@ -49,6 +51,21 @@ def run_step(step: TrainingStep, *, resident: Sequence[object] = ()) -> Cost:
         peak_bytes = meter.peak_bytes
     step.drop_gradients()
     return Cost(peak_bytes, seconds)
+
+
+@contextmanager
+def verifying_within(
+    budget_bytes: int, step: TrainingStep, *, resident: Sequence[object] = ()
+) -> Iterator[None]:
+    """Limit the memory of verification to what the budget leaves, while a step runs.
+
+    Fingerprints take a share of their tensor, and little where little is free. What the
+    step has allocated is read at each of them.
+    """
+    with device_meter(step.device) as meter:
+        meter.track(*step.resident(), *tensors(list(resident)))
+        with fingerprints_within(lambda: budget_bytes - meter.live_bytes):
+            yield
 
 
 def measure_floor(

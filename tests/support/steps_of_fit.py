@@ -1,0 +1,54 @@
+"""The steps that `fit` runs, each with its peak."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+import recoup
+from recoup.backend.memory.meters import StorageMeter
+from recoup.engine.applied.applied_plan import plans_in
+from recoup.engine.applied.planned_runs import Cuts
+from recoup.fitting.following.replanning import least_verification_bytes
+from recoup.results import Fit
+
+_CPU = torch.device("cpu")
+
+
+def has_plan(models: Sequence[nn.Module]) -> bool:
+    """Return whether a plan is applied: not the cuts of the measurement, nor none."""
+    applied = [each for model in models for each in plans_in(model)]
+    return bool(applied) and not any(isinstance(each._plan, Cuts) for each in applied)
+
+
+def fit_metered(
+    models: Sequence[nn.Module], run: Callable[[], object], budget: float
+) -> tuple[Fit, list[int]]:
+    """Fit a step; return the peak of each of its runs that had a plan as well.
+
+    Tensors that exist before the step count only if they are in the models.
+    """
+    peaks: list[int] = []
+
+    def step() -> None:
+        with StorageMeter() as meter:
+            meter.track(*models)
+            run()
+        if has_plan(models):
+            peaks.append(meter.peak_bytes)
+
+    model = list(models) if len(models) > 1 else models[0]
+    _, report = recoup.fit(model, step=step, budget=budget)
+    return report, peaks
+
+
+def missing_bytes(report: Fit) -> int:
+    """Return by how much verification may exceed the budget in `fit`.
+
+    Only where the budget is so near the floor that no plan leaves room for it, or so
+    small that the room would be a large share of it.
+    """
+    verified_bytes = least_verification_bytes(report.graph, _CPU)
+    is_tight = report.budget_bytes - report.floor_bytes < verified_bytes
+    is_small = verified_bytes > 0.005 * report.budget_bytes
+    return verified_bytes if is_tight or is_small else 0
