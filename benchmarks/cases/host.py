@@ -111,9 +111,11 @@ def rerun(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def plan(model: nn.Module) -> Iterator[None]:
+def plan(model: nn.Module, *, by_call: bool) -> Iterator[None]:
+    """Recompute each layer from recorded operators, or by calling it again."""
     spans = [
-        Span(Place(name, 0, True), Place(name, 0, False)) for name in layers_of(model)
+        Span(Place(name, 0, True), Place(name, 0, False), by_call=by_call)
+        for name in layers_of(model)
     ]
     applied = recoup.apply_plan(model, Plan(tuple(spans)))
     try:
@@ -126,7 +128,8 @@ CONTENDERS = {
     "plain": plain,
     "own checkpointing": own,
     "torch.utils.checkpoint": torch_checkpoint,
-    "recoup plan": plan,
+    "recoup plan, recorded": partial(plan, by_call=False),
+    "recoup plan, called again": partial(plan, by_call=True),
     "recoup rerun": rerun,
 }
 

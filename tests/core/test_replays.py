@@ -1,7 +1,8 @@
 """Replays: what runs again, and what that takes at its moment."""
 
 from benchmarks.graphs import Kernel, step_graph
-from recoup.core.footprint import Passing, Replay, replayed, run_again, spikes
+from recoup.core.footprint import replayed
+from recoup.core.replays import Passing, Replay, run_again, spikes
 from recoup.core.segments import Segment
 
 

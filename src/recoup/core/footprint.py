@@ -28,55 +28,10 @@ from recoup.core.graph import (
     Claim,
     Graph,
     Integers,
-    Operation,
     Save,
 )
+from recoup.core.replays import Passing, Replay, run_again, spikes
 from recoup.core.segments import Action, Segment, recorded_operators
-
-
-@dataclass(frozen=True)
-class Replay:
-    """One replay of a segment.
-
-    Attributes:
-        segment: The replayed segment.
-        moment: The moment of backward before which it runs.
-        operations: The operations in order.
-        peak_bytes: The most that its own values and workspaces take, and what it
-            starts from and frees.
-        seconds: How long it takes.
-        left_bytes: Bytes still in use when it has run.
-        awaited_bytes: Bytes of the operator of that moment, after the replay.
-        depth: How many segments are around it.
-        fetched_bytes: Bytes it starts from that nobody needs after it: each is freed
-            of at its last use.
-    """
-
-    segment: Segment
-    moment: int
-    operations: tuple[int, ...]
-    peak_bytes: int
-    seconds: float
-    left_bytes: int = 0
-    awaited_bytes: int = 0
-    depth: int = 0
-    fetched_bytes: int = 0
-
-
-class Passing(NamedTuple):
-    """A storage that a replay made and that an inner replay frees.
-
-    Attributes:
-        storage: Its number.
-        bytes: Its size.
-        made: The moment of the replay that made it, and the depth of that.
-        gone: The moment of the replay that frees it, and the depth of that.
-    """
-
-    storage: int
-    bytes: int
-    made: tuple[int, int]
-    gone: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,6 +231,9 @@ def _add_region(
 ) -> list[Claim]:
     """Account for a region; return what it may ask of the one around it."""
     segment, depth = region
+    if segment.by_call:
+        _add_call(graph, segment, total)
+        return []
     inside = graph.operations_between(segment.start, segment.stop)
     total.recorded += recorded_operators(len(inside), depth)
     for storage in graph.dying_inputs(inside):
@@ -320,6 +278,43 @@ def _add_region(
         storage = graph.values[value].storage
         total.offloads.append(Offload(storage, inside.stop, moment, end))
     return []
+
+
+def _add_call(graph: Graph, segment: Segment, total: Footprint) -> None:
+    """Account for a call that is repeated in backward.
+
+    It holds its inputs, records nothing, and runs everything again. What it makes dies
+    as it does in forward, but for what autograd saves.
+    """
+    inside = graph.operations_between(segment.start, segment.stop)
+    claims, kept = _own_claims(graph, _Region(segment, 0))
+    end = max([claim.dies for claim in (*claims, *kept)], default=0)
+    inputs = {
+        value
+        for number in inside
+        for value in graph.operations[number].reads
+        if graph.values[value].producer not in inside
+    }
+    total.starts.append((segment, sorted(inputs)))
+    for value in (*inputs, *(claim.value for claim in kept)):
+        total.hold_until(graph.values[value].storage, end)
+    if not claims:
+        return
+    first = min(claim.used for claim in (*claims, *kept))
+    wanted, left_bytes = _leave(graph, total, (first, 0), claims)
+    peak_bytes, seconds = run_again(graph, inside, wanted, by_call=True)
+    awaited_bytes = graph.own_bytes[first] if graph.own_bytes else 0
+    total.replays.append(
+        Replay(
+            segment,
+            first,
+            tuple(inside),
+            peak_bytes,
+            seconds,
+            left_bytes=left_bytes,
+            awaited_bytes=awaited_bytes,
+        )
+    )
 
 
 def _wanted(
@@ -515,78 +510,3 @@ def replayed(
             required.add(producer)
             stack.extend(graph.operations[producer].reads)
     return sorted(required), list(roots)
-
-
-def run_again(
-    graph: Graph,
-    operations: Sequence[int],
-    wanted: set[int],
-    fetched: Iterable[int] = (),
-) -> tuple[int, float]:
-    """Return the peak bytes and the seconds of running operations again.
-
-    Args:
-        graph: The step.
-        operations: The operations in order.
-        wanted: The storages that outlive the replay.
-        fetched: Storages that are there when it begins and that nothing else needs.
-    """
-    last: dict[int, int] = {}
-    for number in operations:
-        for value in _mentioned(graph.operations[number]):
-            last[graph.values[value].storage] = number
-    live = set(fetched)
-    live_bytes = peak_bytes = sum(graph.storages[storage].bytes for storage in live)
-    seconds = 0.0
-    for number in operations:
-        operation = graph.operations[number]
-        for value in operation.makes:
-            storage = graph.values[value].storage
-            if storage not in live:
-                live.add(storage)
-                live_bytes += graph.storages[storage].bytes
-        peak_bytes = max(peak_bytes, live_bytes + operation.workspace_bytes)
-        seconds += operation.seconds
-        for value in _mentioned(operation):
-            storage = graph.values[value].storage
-            if storage in live and storage not in wanted and last[storage] == number:
-                live.discard(storage)
-                live_bytes -= graph.storages[storage].bytes
-    return peak_bytes, seconds
-
-
-def _mentioned(operation: Operation) -> tuple[int, ...]:
-    return operation.reads + operation.makes
-
-
-def spikes(replays: Iterable[Replay], passing: Iterable[Passing]) -> dict[int, int]:
-    """Return what replays take at a moment beyond all that is in use there.
-
-    A segment is replayed after the one around it, whose values it starts from: what
-    the inner one leaves is not there yet when the outer one runs. Nothing is assumed
-    about the order of segments that lie side by side. All of them run before the
-    moment's operator, and meet nothing of what that takes.
-    """
-    at: dict[int, list[Replay]] = {}
-    for replay in replays:
-        at.setdefault(replay.moment, []).append(replay)
-    passing_at: dict[int, list[Passing]] = {}
-    for one in passing:
-        passing_at.setdefault(one.gone[0], []).append(one)
-    found: dict[int, int] = {}
-    for moment, together in at.items():
-        after = 0
-        peak = 0
-        for depth in sorted({replay.depth for replay in together}):
-            level = [replay for replay in together if replay.depth == depth]
-            after += sum(replay.left_bytes for replay in level)
-            there = sum(
-                one.bytes
-                for one in passing_at.get(moment, ())
-                if one.made < (moment, depth) <= one.gone
-            )
-            spike = max(r.peak_bytes - r.left_bytes - r.fetched_bytes for r in level)
-            peak = max(peak, after + there + spike)
-        awaited = min(replay.awaited_bytes for replay in together)
-        found[moment] = max(0, peak - after - awaited)
-    return found

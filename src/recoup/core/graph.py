@@ -177,6 +177,22 @@ class Boundary:
     model_call: int = 0
 
 
+class BlockCall(NamedTuple):
+    """A call of a block, between two boundaries.
+
+    Attributes:
+        module: The path of the block.
+        call: Which call of it in the step, from 0.
+        start: The number of the boundary where it begins.
+        stop: The number of the boundary where it ends.
+    """
+
+    module: str
+    call: int
+    start: int
+    stop: int
+
+
 @dataclass(frozen=True, slots=True)
 class HostCosts:
     """The host's time for the operators of a step that an accelerator computes.
@@ -248,6 +264,9 @@ class Graph:
         dropped: Tensors that autograd saved and backward does not ask for, in order.
         gradients: The paths of the parameters that get a gradient, each with the first
             moment at which the gradient exists; `BEFORE`: it existed before the pass.
+        calls: The calls of blocks, in order.
+        repeatable: The paths of the blocks that may be called again: a call was seen to
+            change nothing.
         others: The other passes of the step.
         order: The passes as the step runs them: 0 is this one, 1 the first of the
             others. Empty in the others.
@@ -270,6 +289,8 @@ class Graph:
     roots: tuple[str, ...] = ("",)
     dropped: tuple[Dropped, ...] = field(default=())
     gradients: tuple[tuple[str, int], ...] = field(default=())
+    calls: tuple[BlockCall, ...] = field(default=())
+    repeatable: frozenset[str] = frozenset()
     others: tuple["Graph", ...] = field(default=())
     order: tuple[int, ...] = (0,)
 

@@ -10,8 +10,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from recoup.core.footprint import Footprint, Offload, spikes
+from recoup.core.footprint import Footprint, Offload
 from recoup.core.graph import Floats, Graph, Integers
+from recoup.core.replays import spikes
 
 REMADE = -1
 """The source of bytes that a replay leaves in use, or that are copied."""

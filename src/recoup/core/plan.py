@@ -7,7 +7,7 @@ step, so that it can be stored, read, compared, and applied again without measur
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -71,6 +71,7 @@ class Span:
         made: For each operator of which a value is held, how many it made when it was
             measured.
         inner: Spans inside it, in order.
+        by_call: It is one call of a module, and recomputed by calling that again.
     """
 
     start: Place
@@ -78,6 +79,7 @@ class Span:
     held: tuple[Held, ...] = ()
     made: tuple[tuple[str, int], ...] = ()
     inner: tuple["Span", ...] = ()
+    by_call: bool = False
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -146,6 +148,11 @@ class Plan:
     def regions(self) -> int:
         """The number of outermost spans."""
         return sum(len(part.spans) for part in self.parts)
+
+    @property
+    def repeated_calls(self) -> int:
+        """How many calls of blocks are repeated in backward."""
+        return sum(span.by_call for part in self.parts for span in part.spans)
 
     def to_json(self) -> str:
         """Return the plan as JSON text."""
@@ -246,9 +253,12 @@ def locate(graph: Graph, plan: Plan) -> tuple[Segment, ...]:
         >>> places = (Boundary(0, 0, "a"), Boundary(0, 0, "b"))
         >>> graph = Graph((), 0, (), (), (), places, ())
         >>> locate(graph, plan_for(graph, [Segment(0, 1)]))
-        (Segment(start=0, stop=1, actions={}, inner=()),)
+        (Segment(start=0, stop=1, actions={}, inner=(), by_call=False),)
     """
     places = {_place(boundary): n for n, boundary in enumerate(graph.boundaries)}
+    for call in graph.calls:
+        places.setdefault(Place(call.module, call.call, True), call.start)
+        places.setdefault(Place(call.module, call.call, False), call.stop)
     return tuple(_segment(graph, span, places) for span in plan.spans)
 
 
@@ -268,8 +278,19 @@ def measured_order(graph: Graph, plan: Plan) -> tuple[Place, ...]:
         span = stack.pop()
         stack.extend(span.inner)
         places |= {span.start, span.stop}
-    found = map(_place, graph.boundaries)
-    return tuple(place for place in found if place in places)
+    return tuple(place for place in _places_in_order(graph) if place in places)
+
+
+def _places_in_order(graph: Graph) -> Iterator[Place]:
+    """Yield the places of a step; of those at one boundary, ends of calls first."""
+    ends: dict[int, list[Place]] = {}
+    begins: dict[int, list[Place]] = {}
+    for call in graph.calls:
+        ends.setdefault(call.stop, []).append(Place(call.module, call.call, False))
+        begins.setdefault(call.start, []).append(Place(call.module, call.call, True))
+    for number, boundary in enumerate(graph.boundaries):
+        here = [*ends.get(number, ()), _place(boundary), *begins.get(number, ())]
+        yield from dict.fromkeys(here)
 
 
 def displaced(
@@ -337,10 +358,18 @@ def _segment(graph: Graph, span: Span, places: Mapping[Place, int]) -> Segment:
             if action is not None:
                 found[value] = action
     inner = tuple(_segment(graph, each, places) for each in span.inner)
-    return Segment(start, stop, found, inner)
+    return Segment(start, stop, found, inner, by_call=span.by_call)
 
 
 def _span(graph: Graph, segment: Segment) -> Span:
+    if segment.by_call:
+        call = next(
+            call
+            for call in graph.calls
+            if (call.start, call.stop) == (segment.start, segment.stop)
+        )
+        start, stop = (Place(call.module, call.call, enter) for enter in (True, False))
+        return Span(start, stop, by_call=True)
     held: list[Held] = []
     seen: Counter[str] = Counter()
     for number in graph.operations_between(segment.start, segment.stop):
@@ -411,7 +440,7 @@ def _read_plan(reader: PlanReader, *, is_part: bool = False) -> Plan:
 
 
 def _span_data(span: Span) -> dict[str, Any]:
-    return {
+    data: dict[str, Any] = {
         "start": _place_data(span.start),
         "stop": _place_data(span.stop),
         "held": [
@@ -421,6 +450,9 @@ def _span_data(span: Span) -> dict[str, Any]:
         "made": [list(item) for item in span.made],
         "inner": [_span_data(inner) for inner in span.inner],
     }
+    if span.by_call:
+        data["by_call"] = True
+    return data
 
 
 def _place_data(place: Place) -> list[Any]:
@@ -434,12 +466,16 @@ def _read_span(data: Any, depth: int = 0) -> Span:
     if depth > _DEPTH:
         raise PlanError(f"this plan is nested more than {_DEPTH} deep. {ADVICE}")
     reader = PlanReader(data, "a span")
+    by_call = reader.has("by_call")
+    if by_call and (depth or reader.items("inner") or reader.items("held")):
+        raise damaged("a span that is called again", data)
     return Span(
         start=_read_place(reader.items("start")),
         stop=_read_place(reader.items("stop")),
         held=tuple(_read_held(item) for item in reader.items("held")),
         made=tuple(_read_made(item) for item in reader.items("made")),
         inner=tuple(_read_span(item, depth + 1) for item in reader.items("inner")),
+        by_call=by_call,
     )
 
 

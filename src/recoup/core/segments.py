@@ -41,12 +41,15 @@ class Segment:
         stop: The boundary where it ends.
         actions: The actions on values made in it; the others are recomputed.
         inner: Segments inside it, in order. What these hold, it may drop again.
+        by_call: It is one call of a block, and recomputed by calling the block again;
+            nothing is recorded. It is in no other segment, and none is inside it.
     """
 
     start: int
     stop: int
     actions: Mapping[int, Action] = field(default_factory=dict[int, Action])
     inner: tuple["Segment", ...] = ()
+    by_call: bool = False
 
     def __post_init__(self) -> None:
         check_order(self.inner, self.start, self.stop)
@@ -101,6 +104,9 @@ def within_calls(graph: Graph, segments: Sequence[Segment]) -> tuple[Segment, ..
 
 
 def _parts(graph: Graph, segment: Segment) -> Iterator[Segment]:
+    if segment.by_call:
+        yield segment
+        return
     inner = within_calls(graph, segment.inner)
     places = range(segment.start, segment.stop + 1)
     for _, group in groupby(places, key=lambda n: graph.boundaries[n].model_call):

@@ -12,9 +12,10 @@ from typing import NamedTuple
 import numpy as np
 
 from recoup.core.display import as_html
-from recoup.core.footprint import Footprint, Replay, total_footprint
+from recoup.core.footprint import Footprint, total_footprint
 from recoup.core.graph import BEFORE, Graph
 from recoup.core.memory_use import SPIKE, MemoryUse
+from recoup.core.replays import Replay
 from recoup.core.segments import Segment, check_order
 from recoup.core.units import print_bytes, print_seconds
 

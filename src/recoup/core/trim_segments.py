@@ -92,7 +92,8 @@ class _Need:
 
 
 def _may_be_narrowed(segment: Segment) -> bool:
-    return not segment.inner and Action.OFFLOAD not in segment.actions.values()
+    offloads = Action.OFFLOAD in segment.actions.values()
+    return not segment.inner and not segment.by_call and not offloads
 
 
 def _intervals(graph: Graph, segment: Segment) -> Iterator[tuple[int, int]]:
@@ -167,6 +168,8 @@ def without_idle_actions(graph: Graph, segment: Segment) -> Segment:
         >>> without_idle_actions(empty, segment).actions
         {}
     """
+    if segment.by_call:
+        return segment
     starts = iter(footprint(graph, segment).starts)
 
     def rebuilt(segment: Segment) -> Segment:

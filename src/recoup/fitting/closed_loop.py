@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -28,6 +28,7 @@ from recoup.fitting.decision import (
     Infeasible,
     TimeLeft,
     is_much_faster,
+    may_repeat_calls,
     more_laps,
     plan_for_slower_host,
     settle,
@@ -46,10 +47,12 @@ from recoup.measurement.steps.optimizers import missing_state_bytes, state_tenso
 from recoup.measurement.steps.training_step import TrainingStep
 from recoup.measurement.timing.host_cost import compared, corrected
 from recoup.measurement.timing.pace import Pace, pace_of
+from recoup.measurement.tracing.side_effects import repeatable_blocks
 from recoup.planners.planner import (
     floor_with,
     infeasible_with_search,
     plan_beside,
+    plan_by_calls,
     plan_with,
     with_times_of,
 )
@@ -73,12 +76,14 @@ class Measurements:
         cost: Run it once, and return its peak and time.
         pace: Run it several times in a row, and return the time of each.
         clock: Return the time in seconds.
+        repeatable: Run it once, and return the blocks that can be called again.
     """
 
     graph: Callable[..., Graph] = measure_floor
     cost: Callable[..., Cost] = run_step
     pace: Callable[..., Pace] = pace_of
     clock: Callable[[], float] = perf_counter
+    repeatable: Callable[..., frozenset[str]] = repeatable_blocks
 
 
 _REAL = Measurements()
@@ -104,7 +109,14 @@ def _shared(mine: Measurements, sharing: SharingProcesses) -> Measurements:
     def pace(*args: Any, **kwargs: Any) -> Pace:
         return sharing.gather(mine.pace(*args, **kwargs))[0]
 
-    return Measurements(graph, cost, pace, lambda: sharing.gather(mine.clock())[0])
+    def repeatable(*args: Any, **kwargs: Any) -> frozenset[str]:
+        first, *others = sharing.gather(mine.repeatable(*args, **kwargs))
+        return first.intersection(*others)
+
+    def clock() -> float:
+        return sharing.gather(mine.clock())[0]
+
+    return Measurements(graph, cost, pace, clock, repeatable)
 
 
 def _plain_bytes(graph: Graph) -> int:
@@ -168,12 +180,15 @@ class ClosedLoop:
         verify: Verify,
         tell: Progress,
         measurements: Measurements = _REAL,
+        *,
+        rerun: bool | None = False,
     ) -> None:
         self._step = step
         self._sharing = SharingProcesses(step.model)
         self._measure = measurements = _shared(measurements, self._sharing)
         self._allow = allow
         self._verify: Verify = verify
+        self._rerun = rerun
         self.tell = tell
         self.resident: list[object] = []
         self._active: Adapted | None = None
@@ -222,6 +237,8 @@ class ClosedLoop:
                 settled.pace, attempt.solution.seconds, self._left
             ):
                 settled = self._hastened(settled, budget_bytes)
+            if self._may_rerun(settled.pace):
+                settled = self._repeating(settled, budget_bytes)
         except BaseException:
             self._deactivate()
             raise
@@ -387,9 +404,53 @@ class ClosedLoop:
             found = self._timed(tried)
             if found.pace.seconds < slow.pace.seconds:
                 return found
-        self._activate(before)
-        self.search, self.graph = known, known.graph
-        return slow
+        return self._kept(slow, known)
+
+    def _may_rerun(self, pace: Pace) -> bool:
+        waits = self.graph.host_costs is not None and pace.is_bound_by_host
+        is_wanted = waits if self._rerun is None else self._rerun
+        return is_wanted and may_repeat_calls(pace, self._left)
+
+    def _repeating(self, slow: Settled, budget_bytes: int) -> Settled:
+        """Try to repeat calls of blocks instead; return the faster of both plans."""
+        known, target = self.search, slow.attempt.target_bytes
+        target = budget_bytes if target is None else target
+        blocks = frozenset(c.module for each in known.passes for c in each.graph.calls)
+        if not blocks or not any(slow.solution.plans):
+            return slow
+        hoped = self._plan_by_calls(known, blocks, target, slow.solution)
+        if not is_much_faster(hoped.seconds, slow.pace):
+            return self._kept(slow, known)
+        self.tell("looking for blocks that can be called again")
+        self._deactivate()
+        blocks = self._measure.repeatable(self._step, sorted(blocks))
+        other = self._plan_by_calls(known, blocks, target, slow.solution)
+        if not is_much_faster(other.seconds, slow.pace):
+            return self._kept(slow, known)
+        tried = self._try(other, target, budget_bytes)
+        if tried.cost.peak_bytes <= budget_bytes:
+            found = self._timed(tried)
+            if found.pace.seconds < slow.pace.seconds:
+                return found
+        return self._kept(slow, known)
+
+    def _plan_by_calls(
+        self, search: Search, blocks: frozenset[str], target: int, known: Solution
+    ) -> Solution:
+        """Plan with blocks that can be called again; use that graph from now on."""
+        self.graph = search.graph.map_passes(
+            lambda each: replace(each, repeatable=blocks)
+        )
+        self.search = search.with_times_of(self.graph)
+        found = plan_by_calls(self.search, target, known)
+        self.planning_seconds += found.seconds_planning
+        return self._sharing.gather(found)[0]
+
+    def _kept(self, settled: Settled, search: Search) -> Settled:
+        """Return to a plan that ran before, and to what was known then."""
+        self._activate(settled.attempt)
+        self.search, self.graph = search, search.graph
+        return settled
 
     def _activate(self, attempt: Attempt) -> None:
         if attempt.adapted is not self._active:

@@ -31,6 +31,11 @@ _TIMING_STEPS = 6.0
 """The cost of planning and trying once more, and of timing that: seconds, and steps as
 long as those of the plan so far."""
 
+_LOOKING_STEPS = 3.0
+_REPEATING_SECONDS, _REPEATING_STEPS = 10.0, 40.0
+"""The cost of looking for blocks that can be called again, in steps; and when all of a
+fit must have ended if they are looked for: what is gained is gained in every step."""
+
 _SLOWER = 1.05
 """A plan whose host time exceeds the prediction by this factor is planned again."""
 
@@ -267,6 +272,20 @@ def plan_for_slower_host(pace: Pace, predicted_seconds: float, left: TimeLeft) -
     """Return whether to plan again because the CPU is slower than predicted."""
     is_late = pace.is_bound_by_host and pace.host_seconds > _SLOWER * predicted_seconds
     return is_late and left.allows_attempt(pace.seconds, timed=True)
+
+
+def may_repeat_calls(pace: Pace, left: TimeLeft) -> bool:
+    """Return whether there is time to look for blocks that can be called again.
+
+    Examples:
+        >>> may_repeat_calls(Pace(1.0, 1.0), TimeLeft(12.0, 1.0))
+        True
+        >>> may_repeat_calls(Pace(1.0, 1.0), TimeLeft(40.0, 1.0))
+        False
+    """
+    steps = _LOOKING_STEPS + _ANOTHER_STEPS + _TIMING_STEPS
+    seconds = left.elapsed_seconds + _ANOTHER_SECONDS + steps * pace.seconds
+    return seconds < _REPEATING_SECONDS + _REPEATING_STEPS * left.plain_seconds
 
 
 def is_much_faster(predicted_seconds: float, pace: Pace) -> bool:

@@ -230,6 +230,9 @@ class Fit(FitResult):
     def _actions(self) -> str:
         if not self.plan.regions:
             return "nothing is recomputed"
+        repeated = self.plan.repeated_calls
+        if repeated == self.plan.regions:
+            return f"{repeated} blocks are called again in backward"
         held = self.plan.count()
         actions = ", ".join(f"{count} {action}" for action, count in held.items())
         return f"{self.plan.regions} regions ({actions or 'all recomputed'})"
@@ -247,6 +250,7 @@ class _Options(TypedDict, total=False):
     device: torch.device | str | None
     progress: Progress | bool | None
     verify: Verify
+    rerun: bool | None
 
 
 @overload
@@ -296,6 +300,7 @@ def fit(  # noqa: PLR0913 (a step can be described in several ways)
     device: torch.device | str | None = None,
     progress: Progress | bool | None = None,
     verify: Verify = "first",
+    rerun: bool | None = None,
     compile: Compile = False,  # noqa: A002 (torch's own word)
 ) -> tuple[Model, Fit | CompiledFit]:
     """Make a model train within a budget of memory, as fast as it can be done.
@@ -342,6 +347,10 @@ def fit(  # noqa: PLR0913 (a step can be described in several ways)
         progress: A progress callback: the current activity, and about how long it will
             still take; True shows it, None shows it in a terminal.
         verify: When replayed values are compared with forward's; see `CheckpointScope`.
+        rerun: Whether blocks may be recomputed by calling them again, if that is faster
+            than recording their operators, and in a call of them no side effect was
+            seen. None: where an accelerator waits for the host. True: anywhere. False:
+            no code of the model runs twice. See the guide to `fit`.
         compile: Who runs the blocks. False: torch, eagerly, and recoup recomputes
             operators; gradients are bitwise those of the plain model. "exact": blocks
             are captured by torch.compile, partitioned by recoup's plan and run with
@@ -389,7 +398,15 @@ def fit(  # noqa: PLR0913 (a step can be described in several ways)
     known = plans_in(described.model)
     try:
         report = _fitted(
-            described, budget, optimizers, allowed, verify, compile, blocks, progress
+            described,
+            budget,
+            optimizers,
+            allowed,
+            verify,
+            compile,
+            blocks,
+            progress,
+            rerun=rerun,
         )
         report.total_seconds = time.perf_counter() - started
         if isinstance(report, Fit):
@@ -412,6 +429,8 @@ def _fitted(  # noqa: PLR0913 (what the step and the budget are)
     compile: Compile,  # noqa: A002
     blocks: Sequence[str] | None,
     progress: Progress | bool | None,  # noqa: FBT001
+    *,
+    rerun: bool | None,
 ) -> Fit | CompiledFit:
     """Measure the step, then find and apply a plan that fits."""
     with (
@@ -419,7 +438,7 @@ def _fitted(  # noqa: PLR0913 (what the step and the budget are)
         untouched(described) as repeated,
     ):
         counted = replace(repeated, run=course.counting(repeated.run))
-        loop = ClosedLoop(counted, allowed, verify, course)
+        loop = ClosedLoop(counted, allowed, verify, course, rerun=rerun)
         loop.reserve(optimizers)
         loop.measure(blocks)
         plain_bytes = loop.search.plain_bytes + loop.reserved_bytes

@@ -124,7 +124,7 @@ class _Refiner:
         """Return what operators make again, with the option, the longest first."""
         found: list[tuple[_More, int]] = []
         for number, option in enumerate(options):
-            if option.segments[0].inner:
+            if option.segments[0].inner or option.segments[0].by_call:
                 continue
             if id(option) not in self._known:
                 self._known[id(option)] = option, list(self._made_again(option))

@@ -17,6 +17,7 @@ from recoup.planners.interval_options import Memory
 from recoup.planners.option import segments_of
 from recoup.planners.partition import Partition, Path, lowest_plan
 from recoup.planners.refine import refine
+from recoup.planners.repeated_calls import repeat_calls
 
 Plan = tuple[tuple[Segment, ...], Simulation, str]
 
@@ -86,6 +87,7 @@ class Search:
         self._solve_for_device(budget_bytes, bound, until)
         if not self._is_late(until):
             self.solve_for_host(budget_bytes)
+        self.solve_by_calls(budget_bytes)
         self._refine(budget_bytes, until)
         return self.best(budget_bytes)
 
@@ -99,6 +101,16 @@ class Search:
                 break
             weighted = self._weighted(weight)
             self._solve_partition(weighted, weighted.partition, budget_bytes)
+        return self.best(budget_bytes)
+
+    def solve_by_calls(self, budget_bytes: int) -> Plan | None:
+        """Look for plans that repeat whole calls, where blocks may be called again.
+
+        Returns the fastest plan known within the budget.
+        """
+        found = repeat_calls(self.graph, budget_bytes) if self.graph.repeatable else ()
+        if found:
+            self.add(found, "repeated calls")
         return self.best(budget_bytes)
 
     def with_times_of(self, graph: Graph) -> "Search":

@@ -125,14 +125,23 @@ def _restorers_of(thing: Any) -> Iterator[Callable[[], None]]:
 
 def _dictionary(now: dict[Any, Any], left_out: Iterable[str]) -> Callable[[], None]:
     skipped = frozenset(left_out)
-    before = [pair for pair in items_of(now) if pair[0] not in skipped]
+
+    def is_skipped(pair: tuple[Any, Any]) -> bool:
+        # As hooks do, the forward that a plan puts on a block stays.
+        return pair[0] in skipped or (
+            bool(skipped)
+            and pair[0] == "forward"
+            and getattr(pair[1], "belongs_to_plan", False)
+        )
+
+    before = [pair for pair in items_of(now) if not is_skipped(pair)]
     # By the base class: subclasses may refuse, or do more.
     base: Any = OrderedDict if isinstance(now, OrderedDict) else dict
 
     def restore() -> None:
         pairs = items_of(now)
-        kept = [pair for pair in pairs if pair[0] in skipped]
-        ours = [pair for pair in pairs if pair[0] not in skipped]
+        kept = [pair for pair in pairs if is_skipped(pair)]
+        ours = [pair for pair in pairs if not is_skipped(pair)]
         if not _are_same([*chain(*before)], [*chain(*ours)]):
             base.clear(now)
             for name, value in (*before, *kept):

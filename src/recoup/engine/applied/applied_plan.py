@@ -23,12 +23,14 @@ from recoup.engine.applied.pass_order import PassOrder
 from recoup.engine.applied.planned_runs import (
     Cuts,
     CuttingRun,
+    DueInterval,
     Episode,
     Run,
     Script,
     SegmentedRun,
     Segments,
 )
+from recoup.engine.applied.repeated_blocks import RepeatedForward
 from recoup.engine.verification.replay_check import Verify
 from recoup.errors import PlanError, UnsupportedError, UsageError
 
@@ -138,6 +140,7 @@ class Applied:
             self._modules = set(plan.modules) - {""}
         self._unplanned = tuple(unplanned)
         self._handles: list[Any] = []
+        self._forwards: list[RepeatedForward] = []
         self._roots = None if roots is None else tuple(sorted(set(roots)))
         self._named: list[tuple[nn.Module, str]] = []
         self._whole: nn.Module | None = None
@@ -165,6 +168,8 @@ class Applied:
             self._follow(unplanned, _reach_unplanned)
             for root, _ in roots:
                 add(root.register_forward_hook(self._end, always_call=True))
+            for forward in self._forwards:
+                forward.put_on()
         except BaseException:
             self.remove()
             raise
@@ -192,9 +197,16 @@ class Applied:
         self._close_interrupted()
         for handle in self._handles:
             handle.remove()
+        for forward in self._forwards:
+            forward.remove()
         self._handles = []
         self._named = []
         self._whole = None
+
+    def due_call(self, block: str) -> DueInterval | None:
+        """Return the call of a block that is about to be made, if it is repeated."""
+        applied, run, _, _ = _RUNS.stack[-1] if _RUNS.stack else (None,) * 4
+        return run.due_call(block) if applied is self and isinstance(run, Run) else None
 
     def _run(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -221,6 +233,7 @@ class Applied:
         if known is None:
             known = (plan, Script(plan))
             self._follow_missing(model, _modules_of(known[1]))
+            self._repeat_missing(model, known[1].repeated)
             self._scripts[id(plan)] = known
         run = Run(known[1], self._verify, self._episode(plan.model_calls))
         return run, watch
@@ -237,6 +250,15 @@ class Applied:
             refuse_scripted(found.items())
             self._follow(found, _reach)
             self._modules |= missing
+
+    def _repeat_missing(self, model: nn.Module, names: set[str]) -> None:
+        """Give blocks that a plan repeats a forward that can be repeated."""
+        with _FOLLOWING:
+            missing = names - {forward.name for forward in self._forwards}
+            whole = model if self._whole is None else self._whole
+            for name, block in _submodules(whole, missing).items():
+                self._forwards.append(RepeatedForward(block, name, self))
+                self._forwards[-1].put_on()
 
     def _episode(self, model_calls: int) -> Episode | None:
         """Return the calls that this one belongs to; None: it is alone."""

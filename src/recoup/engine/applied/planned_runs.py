@@ -1,8 +1,11 @@
 """Runs: one forward of a model that has a plan, from region to region."""
 
 import itertools
+import warnings
 import weakref
+from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from recoup.backend.autograd.module_hooks import calling_frame
 from recoup.backend.autograd.saved_tensors import Pack, Unpack, ambient_hooks
@@ -20,6 +23,7 @@ from recoup.engine.recording.region import Region
 from recoup.engine.recording.region_options import Options
 from recoup.engine.scopes.policies import Policy
 from recoup.engine.verification.replay_check import Verify
+from recoup.errors import BudgetWarning
 
 _SERIAL = itertools.count()
 
@@ -32,6 +36,7 @@ class _Interval:
         self.parent = parent
         self.table = table_of(span.held)
         self.made = dict(span.made)
+        self.is_repeated = span.by_call
         self.name = f"{span.start.label} .. {span.stop.label}"
         self.key = ("plan", serial, self.name)
 
@@ -41,6 +46,7 @@ class Script:
 
     def __init__(self, plan: Plan) -> None:
         self.starts: dict[Place, list[_Interval]] = {}
+        self.repeated = {span.start.module for span in plan.spans if span.by_call}
         self._serial = next(_SERIAL)
         self._collect(plan.spans, None)
         self.all_places = frozenset(self.places())
@@ -190,7 +196,7 @@ class Episode:
     def __init__(self, model_calls: int = 1) -> None:
         self.model_calls = model_calls
         self.calls: dict[tuple[str, bool], int] = {}
-        self.regions: list[weakref.ref[Region]] = []
+        self.regions: list[weakref.ref[object]] = []
         self._begun = 0
 
     def takes(self, model_calls: int) -> bool:
@@ -204,6 +210,27 @@ class Episode:
             return False
         self._begun += 1
         return True
+
+
+class DueInterval(NamedTuple):
+    """A call of a block that is about to be made, and that backward repeats.
+
+    Attributes:
+        name: What messages and statistics call it.
+        key: What verification knows it by.
+        options: How a region in its place treats what autograd saves.
+        episode: The calls of the model that it belongs to.
+    """
+
+    name: str
+    key: Hashable
+    options: Options
+    episode: Episode
+
+    def began(self, call: object) -> None:
+        """Note that the call runs."""
+        if self.episode.model_calls > 1:
+            self.episode.regions.append(weakref.ref(call))
 
 
 class Run:
@@ -222,6 +249,8 @@ class Run:
         self._episode = episode or Episode()
         self._calls = self._episode.calls
         self.order: list[Place] = []
+        self._due: _Interval | None = None
+        self._plain_options = self._options(None)
         self._hooks = ambient_hooks()
         self._frame = calling_frame()
 
@@ -233,6 +262,8 @@ class Run:
         """
         call = self._calls.get((module, entering), 0)
         self._calls[module, entering] = call + 1
+        if self._due is not None:
+            self._give_up_repeating(self._due)
         if _are_foreign(self._hooks):
             return
         place = Place(module, call, entering)
@@ -246,8 +277,36 @@ class Run:
 
     def close(self) -> None:
         """End everything."""
+        self._due = None
         while self._open:
             end_or_leave(self._open.pop()[1])
+
+    def due_call(self, module: str) -> "DueInterval | None":
+        """Return the call of a module that was reached and that backward repeats."""
+        due = self._due
+        if due is None or due.span.start.module != module:
+            return None
+        self._due = None
+        return DueInterval(due.name, due.key, self._plain_options, self._episode)
+
+    def _options(self, policy: Policy | None) -> Options:
+        return Options(policy=policy, verify=self._verify, at_once=True)
+
+    def _give_up_repeating(self, interval: _Interval) -> None:
+        """Let a region recompute a block from now on whose forward did not ask for it.
+
+        Somebody has replaced the forward on the instance, so this call holds all.
+        """
+        self._due = None
+        interval.is_repeated = False
+        warnings.warn(
+            BudgetWarning(
+                f"the forward of {interval.span.start.module!r} was replaced after the "
+                "plan was applied: this call keeps all activations of the block. From "
+                "the next call on a region recomputes it. Call fit after the change."
+            ),
+            stacklevel=2,
+        )
 
     def _end_down_to(self, place: Place) -> None:
         """End the outermost interval that ends here, and all inside it.
@@ -266,10 +325,12 @@ class Run:
         around = self._open[-1][0] if self._open else None
         if around is not interval.parent:
             return  # the one before it or around it did not end or begin as planned
+        if interval.is_repeated:
+            self._due = interval
+            return
         policy = HeldBySpan(interval.table, interval.made) if interval.table else None
         owner = Yielding(self._frame)
-        options = Options(policy=policy, verify=self._verify, at_once=True)
-        region = begin(owner, interval.name, options, interval.key)
+        region = begin(owner, interval.name, self._options(policy), interval.key)
         if region is not None and self._episode.model_calls > 1:
             self._episode.regions.append(weakref.ref(region))
         self._open.append((interval, owner))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from recoup.backend.autograd.saved_tensors import (
     follow_backward,
     is_parameter,
     push_hooks,
+    recording,
 )
 from recoup.backend.autograd.transforms import outside_transforms
 from recoup.backend.autograd.wrappers import inner_tensors
@@ -34,12 +35,11 @@ from recoup.backend.memory.storages import (
     alias,
     has_contents,
     has_storage,
-    version_of,
+    version_counter,
 )
 from recoup.backend.operators.fingerprints import fingerprint
 from recoup.backend.state.rng import default_states, random_state
-from recoup.backend.state.trees import leaves, map_leaves, tensors
-from recoup.backend.state.walk import reach
+from recoup.backend.state.trees import map_leaves
 from recoup.backend.training.optimizer_steps import STEPS
 from recoup.core.restoring import restoring
 from recoup.engine.lifetime.handover import (
@@ -51,7 +51,6 @@ from recoup.engine.lifetime.handover import (
 from recoup.engine.lifetime.values import (
     Hold,
     activation_bytes,
-    changed_tensor,
     written_in_backward,
 )
 from recoup.engine.recording.active import (
@@ -62,8 +61,7 @@ from recoup.engine.recording.active import (
     refuse_transform,
 )
 from recoup.engine.recording.observers import Listener, observers, tell
-from recoup.engine.replay.captured_variables import Captures
-from recoup.engine.replay.kept_buffers import KeptBuffers
+from recoup.engine.replay.call_state import CallState, FunctionState
 from recoup.engine.replay.recomputing import recomputing
 from recoup.engine.scopes.statistics import Account
 from recoup.engine.verification.replay_check import RECOMPUTED
@@ -116,7 +114,24 @@ def rerun(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     is_forgotten, collector = role_around()
     if is_forgotten:
         return function(*args, **kwargs)
-    call = Rerun(function, args, kwargs, collector)
+    original = original_of(function)
+    key = _key_of(original)
+    state = FunctionState(original, (function, args, kwargs), key)
+    identity = CallIdentity(_name_of(function), key, LEDGER.needs(key))
+    call = Rerun(function, args, kwargs, identity, state)
+    return run_first(call, collector)
+
+
+def run_first(call: "Rerun", collector: Collector | None = None) -> Any:
+    """Make the first call of a function; forget what autograd saves in it.
+
+    Args:
+        call: The call.
+        collector: Collects what autograd saves in the call, if it is itself made in
+            the second call of another function.
+    """
+    call.collector = collector
+    function, args, kwargs = call.begin()
     for observer in observers():
         observer.began(call)
     for account in call.accounts:
@@ -134,16 +149,23 @@ def rerun(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return result
 
 
-class Slot:
-    """Stands for one tensor that the function saved in its first call."""
+class CallIdentity(NamedTuple):
+    """What a function that is called again is known by.
 
-    __slots__ = ("device", "dtype", "place", "shape")
+    Attributes:
+        name: Its name in messages and statistics.
+        key: What verification knows it by.
+        verifies: Whether the bits of both calls are compared.
+    """
 
-    def __init__(self, place: int, tensor: Tensor) -> None:
-        self.place = place
-        self.shape = tensor.shape
-        self.dtype = tensor.dtype
-        self.device = tensor.device
+    name: str
+    key: Hashable
+    verifies: bool
+
+
+Slot = tuple[int, torch.Size, torch.dtype]
+"""Stands for one tensor that the function saved in its first call: its place among
+these, its shape and its type. A plain tuple: there are dozens in each call."""
 
 
 class Rerun:
@@ -153,81 +175,81 @@ class Rerun:
         function: The function.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
-        collector: Collects what autograd saves in the call, if it is itself made in
-            the second call of another function.
+        identity: Its name, and whether it is verified.
+        state: What it reads besides its arguments.
 
     Attributes:
         forgets: What autograd saves in the call is forgotten: see `role_around`.
+        collector: See `run_first`.
     """
 
     forgets = True
+    collector: Collector | None = None
 
     def __init__(
         self,
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        collector: Collector | None = None,
+        identity: CallIdentity,
+        state: CallState,
     ) -> None:
-        given = tensors((args, kwargs))
-        devices = [t.device for t in given if t.device.type != "cpu"]
-        original = original_of(function)
-        self.name = _name_of(function)
+        self.name, self._key, self._verifies = identity
         self.replays = 0
         self.listeners: tuple[Listener, ...] = ()
         self.accounts: tuple[Account, ...] = ()
         self._is_counted = False
         self._saved_bytes = 0
         self._function: Callable[..., Any] | None = function
-        self._captures = Captures(original)
-        self._key = _key_of(original)
-        modules = reach(original, function, args, kwargs, kind=nn.Module)
-        self._buffers = KeptBuffers(modules, self._key)
-        self._modules = modules
-        self._versions: list[tuple[Tensor, int]] = []
-        self._random = default_states(devices)
+        self._state = state
+        self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = args, kwargs
+        self._held: list[_Argument] = []
+        self._arguments: Any = _hold_all((args, kwargs), self._held)
+        devices = {each.device for each in self._held if each.device.type != "cpu"}
+        self._random = default_states(list(devices))
         self._default_dtype = default_dtype()
-        self._autocast = autocast_states({device.type for device in devices})
-        self._arguments = map_leaves(_held, (args, kwargs))
-        self._verifies = LEDGER.needs(self._key)
+        self._device_types = {device.type for device in devices}
+        self._autocast = autocast_states(self._device_types)
         self._since = LEDGER.moment
         self._prints: list[Tensor | None] = []
         self._count = 0
         self._task = -1
         self._found: dict[int, _Found] = {}
-        self._collector = collector
         self._lock = threading.RLock()
         STEPS.begin(self)
 
     def __del__(self) -> None:
         STEPS.end(self)
 
+    def begin(self) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+        """Return the function and its arguments, for the first call."""
+        assert self._function is not None, "it has not been cleared"
+        assert self._given is not None, "there is one first call"
+        (args, kwargs), self._given = self._given, None
+        return self._function, args, kwargs
+
     def settle(self) -> None:
-        """Remember the versions of parameters: the first call has ended."""
-        self._versions = [
-            (parameter, version_of(parameter))
-            for module in self._modules
-            for parameter in module.parameters(recurse=False)
-        ]
-        self._modules = []
+        """Note what the first call has read: it has ended."""
+        self._state.settle()
 
     @leave_uncompiled
     def pack(self, tensor: Tensor) -> Slot:
         """Forget a tensor that the first call saves."""
-        tell(self.listeners, tensor)
+        if self._verifies or self.accounts or self.listeners:
+            tell(self.listeners, tensor)
+            if self.accounts and not is_parameter(tensor):
+                self._saved_bytes += tensor.nbytes if has_storage(tensor) else 0
+            self._prints.append(self._fingerprint(tensor))
         place = self._count
-        self._count += 1
-        if self.accounts and not is_parameter(tensor):
-            self._saved_bytes += tensor.nbytes if has_storage(tensor) else 0
-        self._prints.append(self._fingerprint(tensor))
-        return Slot(place, tensor)
+        self._count = place + 1
+        return place, tensor.shape, tensor.dtype
 
     @leave_uncompiled
     def collect(self, tensor: Tensor) -> Slot:
         """Forget a tensor, and pass it to the collector of the call around this one."""
         slot = self.pack(tensor)
-        assert self._collector is not None, "these hooks are used with one only"
-        self._collector.take(tensor, slot, self.unpack)
+        assert self.collector is not None, "these hooks are used with one only"
+        self.collector.take(tensor, slot, self.unpack)
         return slot
 
     @leave_uncompiled
@@ -236,23 +258,30 @@ class Rerun:
         with self._lock:
             task = current_backward()
             found = self._found
-            if task == -1 or task != self._task or slot.place not in found:
+            place, shape, dtype = slot
+            if task == -1 or task != self._task or place not in found:
                 found, prints = self._call_again()
-                self._compare(prints)
+                if self._verifies:
+                    self._compare(prints)
                 # Outside a backward nothing would drop the rest.
                 if task != -1:
                     self._found = found
                     self._task = task
                     follow_backward(self)
-            one = found.pop(slot.place)
-        tensor = one.fetch()
-        self._require_alike(slot, tensor)
+            packed, version, unpack = found.pop(place)
+        if unpack is not None:
+            tensor = unpack(packed)
+        else:
+            tensor = packed
+            if version_counter(tensor) != version:
+                raise written_in_backward(tensor)
+        if tensor.shape != shape or tensor.dtype != dtype:
+            self._refuse(slot, tensor)
         return tensor
 
     def holds(self) -> list[Hold]:
         """Return the arguments that are held for the second call."""
-        arguments = leaves(self._arguments)
-        return [leaf.hold for leaf in arguments if isinstance(leaf, _Argument)]
+        return [argument.hold for argument in self._held]
 
     def random_bytes(self) -> int:
         """Return the bytes of the generator states kept."""
@@ -270,13 +299,16 @@ class Rerun:
     def recompute(self) -> tuple[Tensor, ...]:
         """Call the function again now and return what it saves."""
         found, _ = self._call_again()
-        return tuple(one.fetch() for one in found.values())
+        return tuple(
+            packed if unpack is None else unpack(packed)
+            for packed, _, unpack in found.values()
+        )
 
     def clear(self) -> None:
         """Drop the arguments; a later backward through the call is an error."""
         self._function = None
         self._arguments = ()
-        self._versions = []
+        self._held = []
         self._found = {}
 
     def end(self, task: int) -> None:
@@ -293,20 +325,18 @@ class Rerun:
                 f"backward needs a tensor saved in {self.name!r}, but its checkpoints "
                 "were cleared. Run backward before clearing them."
             )
-        self._captures.check(self.name)
-        for parameter, version in self._versions:
-            if version_of(parameter) != version:
-                happened = (
-                    "was changed in place before backward (it is at version "
-                    f"{version_of(parameter)}, forward used version {version})"
-                )
-                raise changed_tensor(parameter, repr(self.name), happened)
+        self._state.check(self.name)
         self.count_bytes()
         start = perf_counter()
-        collected = _Collector(self._count, self._fingerprint, self._buffers)
+        collected = _Collector(
+            self._count,
+            self._fingerprint if self._verifies else None,
+            self._state,
+            counts=bool(self.accounts),
+        )
         # Not as a part of a batch of gradients, which random operators refuse.
         with outside_transforms():
-            args, kwargs = map_leaves(_fetched, self._arguments)
+            args, kwargs = _fetch_all(self._arguments)
         hooks = _Hooks(collected.pack, collected.unpack)
         try:
             with outside_transforms(), self._as_before(), hooks, suppress(_Complete):
@@ -330,13 +360,14 @@ class Rerun:
     def _as_before(self) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(recomputing())
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(autocast_as(self._autocast))
+            stack.enter_context(recording())
+            if autocast_states(self._device_types) != self._autocast:
+                stack.enter_context(autocast_as(self._autocast))
             if self._default_dtype is not default_dtype():
                 stack.enter_context(in_default(self._default_dtype))
             for generator, state in self._random:
                 stack.enter_context(random_state(generator, state))
-            stack.enter_context(self._buffers.as_before(self.name))
+            stack.enter_context(self._state.as_before(self.name))
             yield
 
     def _fingerprint(self, tensor: Tensor) -> Tensor | None:
@@ -351,15 +382,12 @@ class Rerun:
                 found = one if found is None else found * _ODD + one
         return found
 
-    def _require_alike(self, slot: Slot, tensor: Tensor) -> None:
-        before = (slot.shape, slot.dtype, slot.device)
-        if before != (tensor.shape, tensor.dtype, tensor.device):
-            raise MismatchError(
-                f"{self.name!r} saved a tensor of shape {tuple(slot.shape)} and type "
-                f"{slot.dtype} in forward, but {tuple(tensor.shape)} and "
-                f"{tensor.dtype} when it was called again in backward. It must do the "
-                "same both times."
-            )
+    def _refuse(self, slot: Slot, tensor: Tensor) -> NoReturn:
+        raise MismatchError(
+            f"{self.name!r} saved a tensor of shape {tuple(slot[1])} and type "
+            f"{slot[2]} in forward, but {tuple(tensor.shape)} and {tensor.dtype} "
+            "when it was called again in backward. It must do the same both times."
+        )
 
     def _compare(self, again: list[Tensor | None]) -> None:
         """Compare all that was saved, whether this backward asks for it or not."""
@@ -406,28 +434,9 @@ class _Complete(Exception):  # noqa: N818 (a signal, not an error)
     """Stops the second call once it has saved everything."""
 
 
-class _Found:
-    """A tensor that the second call has saved, or what a region made of it.
-
-    Args:
-        packed: The tensor, or what stands for it.
-        unpack: Returns the tensor, if something else stands for it.
-    """
-
-    __slots__ = ("_packed", "_unpack", "_version")
-
-    def __init__(self, packed: Any, unpack: Unpack | None) -> None:
-        self._packed = packed
-        self._unpack = unpack
-        self._version = version_of(packed) if unpack is None else NO_VERSION
-
-    def fetch(self) -> Tensor:
-        """Return the tensor."""
-        if self._unpack is not None:
-            return self._unpack(self._packed)
-        if version_of(self._packed) != self._version:
-            raise written_in_backward(self._packed)
-        return self._packed
+_Found = tuple[Any, int, Unpack | None]
+"""A tensor that the second call has saved, and its version; or what a region made of
+it, and the function that returns the tensor, given that."""
 
 
 class _Collector:
@@ -441,12 +450,15 @@ class _Collector:
     def __init__(
         self,
         count: int,
-        look: Callable[[Tensor], Tensor | None],
-        buffers: KeptBuffers,
+        look: Callable[[Tensor], Tensor | None] | None,
+        state: CallState,
+        *,
+        counts: bool,
     ) -> None:
         self._count = count
         self._look = look
-        self._buffers = buffers
+        self._are_behind = state.are_behind if state.has_buffers else None
+        self._counts = counts
         self._found: dict[int, _Found] = {}
         self._prints: list[Tensor | None] = []
         self.nbytes = 0
@@ -459,15 +471,29 @@ class _Collector:
     def pack(self, tensor: Tensor) -> Tensor:
         # Detached: an operator's own output would hold itself through its graph.
         kept = tensor.detach()
-        if self._buffers.are_behind(kept):
+        if self._are_behind is not None and self._are_behind(kept):
             kept = kept.clone()  # it is put back before backward uses this
-        if not is_handing_over():
-            self._add(kept, _Found(kept, None))
+        if is_handing_over():
+            return kept
+        if self._look is not None or self._counts:
+            self._note(kept)
+        found = self._found
+        place = len(found)
+        if place < self._count:  # else the function has caught what was to stop it
+            found[place] = kept, version_counter(kept), None
+            if place + 1 == self._count:
+                raise _Complete
         return kept
 
     def take(self, tensor: Tensor, packed: Any, unpack: Unpack) -> None:
         """Take a tensor that a region in the call has packed."""
-        self._add(tensor, _Found(packed, unpack))
+        if self._look is not None or self._counts:
+            self._note(tensor)
+        place = len(self._found)
+        if place < self._count:
+            self._found[place] = packed, NO_VERSION, unpack
+            if place + 1 == self._count:
+                raise _Complete
 
     def finish(self) -> tuple[dict[int, _Found], list[Tensor | None]]:
         """Return what was saved by place, and the fingerprints; take no more.
@@ -479,40 +505,76 @@ class _Collector:
         self._found, self._prints, self._count = {}, [], 0
         return collected
 
-    def _add(self, tensor: Tensor, found: _Found) -> None:
-        place = len(self._found)
-        if place == self._count:
-            return  # the function has caught what was to stop it
-        self._found[place] = found
-        self._prints.append(self._look(tensor))
-        self.nbytes += tensor.nbytes if has_storage(tensor) else 0
-        if place + 1 == self._count:
-            raise _Complete
+    def _note(self, tensor: Tensor) -> None:
+        if len(self._found) >= self._count:
+            return
+        if self._look is not None:
+            self._prints.append(self._look(tensor))
+        if self._counts:
+            self.nbytes += tensor.nbytes if has_storage(tensor) else 0
 
     @leave_uncompiled
     def unpack(self, tensor: Tensor) -> Tensor:
         return tensor
 
 
-def _held(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return _Argument(Hold(alias(leaf)), leaf.requires_grad)
-
-
 class _Argument:
     """A tensor argument of the first call, held for the second."""
 
-    def __init__(self, hold: Hold, requires_grad: bool) -> None:  # noqa: FBT001
-        self.hold = hold
-        self.requires_grad = requires_grad
+    __slots__ = ("device", "hold", "requires_grad")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.hold = Hold(alias(tensor))
+        self.requires_grad = tensor.requires_grad
+        self.device = tensor.device
+
+    def fetch(self) -> Tensor:
+        """Return the tensor as an argument of the second call."""
+        tensor = self.hold.fetch("a function that is run again")
+        return tensor.detach().requires_grad_() if self.requires_grad else tensor
 
 
-def _fetched(leaf: Any) -> Any:
-    if not isinstance(leaf, _Argument):
-        return leaf
-    tensor = leaf.hold.fetch("a function that is run again").detach()
-    return tensor.requires_grad_(leaf.requires_grad)
+_PLAIN = frozenset({int, float, complex, str, bool, type(None), torch.dtype})
+
+
+def _hold_all(tree: Any, held: list[_Argument]) -> Any:
+    """Return arguments with every tensor replaced by one that is held.
+
+    Written out for what most arguments are: torch's trees take longer than a layer.
+    """
+    kind = type(tree)
+    if kind in _PLAIN:
+        return tree
+    if kind is tuple or kind is list:
+        return kind([_hold_all(part, held) for part in tree])
+    if kind is dict:
+        return {name: _hold_all(part, held) for name, part in tree.items()}
+    if isinstance(tree, Tensor):
+        held.append(_Argument(tree))
+        return held[-1]
+    return map_leaves(partial(_hold_leaf, held), tree)
+
+
+def _hold_leaf(held: list[_Argument], leaf: Any) -> Any:
+    return _hold_all(leaf, held) if isinstance(leaf, Tensor) else leaf
+
+
+def _fetch_all(tree: Any) -> Any:
+    """Return the arguments of the second call."""
+    kind = type(tree)
+    if kind in _PLAIN:
+        return tree
+    if kind is _Argument:
+        return tree.fetch()
+    if kind is tuple or kind is list:
+        return kind([_fetch_all(part) for part in tree])
+    if kind is dict:
+        return {name: _fetch_all(part) for name, part in tree.items()}
+    return map_leaves(_fetch_leaf, tree)
+
+
+def _fetch_leaf(leaf: Any) -> Any:
+    return leaf.fetch() if type(leaf) is _Argument else leaf
 
 
 def _key_of(original: Any) -> Hashable:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from recoup.core.graph import (
+    BlockCall,
     Boundary,
     Dropped,
     Graph,
@@ -68,7 +69,7 @@ def graph_of(
     """
     forward = len(trace.operations)
     moments = trace.moment
-    boundaries = boundaries_of(trace, blocks)
+    boundaries, calls = boundaries_of(trace, blocks)
     measured = [operation.peak_bytes for operation in trace.operations]
     measured.extend(trace.backward_bytes)
     own = [operation.own_bytes for operation in trace.operations]
@@ -92,6 +93,7 @@ def graph_of(
         blocks=block_boundaries(boundaries, blocks),
         own_bytes=tuple(own),
         gradients=tuple(trace.gradients.items()),
+        calls=calls,
     )
     traced = recompute_all(graph)
     graph = replace(graph, storages=_natural(graph, trace, traced))
@@ -104,10 +106,13 @@ def graph_of(
     return replace(graph, other_bytes=tuple(other))
 
 
-def boundaries_of(trace: Trace, blocks: Collection[str]) -> tuple[Boundary, ...]:
-    """Return the places where modules are entered or left, each place once.
+def boundaries_of(
+    trace: Trace, blocks: Collection[str]
+) -> tuple[tuple[Boundary, ...], tuple[BlockCall, ...]]:
+    """Return the places where modules are entered or left, and the calls of blocks.
 
-    Of those between the same operators a block's is taken, or else the outermost.
+    Each place comes once: of those between the same operators a block's is taken, or
+    else the outermost.
     Places where a region would have to copy a value that is about to be written over
     are left out, but for the first and the last of each call of the model.
     """
@@ -123,6 +128,8 @@ def boundaries_of(trace: Trace, blocks: Collection[str]) -> tuple[Boundary, ...]
         return boundary.module not in blocks, boundary.module.count(".")
 
     found: dict[tuple[int, int, int], Boundary] = {}
+    entered: dict[tuple[str, int], tuple[int, int, int]] = {}
+    ended: dict[tuple[str, int], tuple[int, int, int]] = {}
     for traced in trace.boundaries:
         call = traced.model_call
         is_end = traced is firsts[call] or traced is lasts[call]
@@ -141,7 +148,15 @@ def boundaries_of(trace: Trace, blocks: Collection[str]) -> tuple[Boundary, ...]
         known = found.get(place)
         if known is None or rank(boundary) < rank(known):
             found[place] = boundary
-    return tuple(found.values())
+        if traced.module in blocks:
+            (entered if traced.entering else ended)[traced.module, traced.call] = place
+    numbers = {place: number for number, place in enumerate(found)}
+    calls = [
+        BlockCall(*block, numbers[place], numbers[ended[block]])
+        for block, place in entered.items()
+        if block in ended
+    ]
+    return tuple(found.values()), tuple(c for c in calls if c.start < c.stop)
 
 
 def torn_places(trace: Trace) -> set[int]:

@@ -1,0 +1,139 @@
+"""Replays: what running operators again in backward takes, alone and together."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from recoup.core.graph import Graph, Operation
+from recoup.core.segments import Segment
+
+
+@dataclass(frozen=True)
+class Replay:
+    """One replay of a segment.
+
+    Attributes:
+        segment: The replayed segment.
+        moment: The moment of backward before which it runs.
+        operations: The operations in order.
+        peak_bytes: The most that its own values and workspaces take, and what it
+            starts from and frees.
+        seconds: How long it takes.
+        left_bytes: Bytes still in use when it has run.
+        awaited_bytes: Bytes of the operator of that moment, after the replay.
+        depth: How many segments are around it.
+        fetched_bytes: Bytes it starts from that nobody needs after it: each is freed
+            at its last use.
+    """
+
+    segment: Segment
+    moment: int
+    operations: tuple[int, ...]
+    peak_bytes: int
+    seconds: float
+    left_bytes: int = 0
+    awaited_bytes: int = 0
+    depth: int = 0
+    fetched_bytes: int = 0
+
+
+class Passing(NamedTuple):
+    """A storage that a replay made and that an inner replay frees.
+
+    Attributes:
+        storage: Its number.
+        bytes: Its size.
+        made: The moment of the replay that made it, and the depth of that.
+        gone: The moment of the replay that frees it, and the depth of that.
+    """
+
+    storage: int
+    bytes: int
+    made: tuple[int, int]
+    gone: tuple[int, int]
+
+
+def run_again(
+    graph: Graph,
+    operations: Sequence[int],
+    wanted: set[int],
+    fetched: Iterable[int] = (),
+    *,
+    by_call: bool = False,
+) -> tuple[int, float]:
+    """Return the peak bytes and the seconds of running operations again.
+
+    Args:
+        graph: The step.
+        operations: The operations in order.
+        wanted: The storages that outlive the replay.
+        fetched: Storages that are there when it begins and that nothing else needs.
+        by_call: What runs again is a call: its variables keep values alive as they did
+            in forward, not only until their last use.
+    """
+    last: dict[int, int] = {}
+    for number in operations:
+        for value in _mentioned(graph.operations[number]):
+            last[graph.values[value].storage] = number
+    if by_call:
+        stop = operations[-1]
+        last = {s: max(n, min(graph.storages[s].dies, stop)) for s, n in last.items()}
+    live = set(fetched)
+    live_bytes = peak_bytes = sum(graph.storages[storage].bytes for storage in live)
+    seconds = 0.0
+    for number in operations:
+        operation = graph.operations[number]
+        for value in operation.makes:
+            storage = graph.values[value].storage
+            if storage not in live:
+                live.add(storage)
+                live_bytes += graph.storages[storage].bytes
+        peak_bytes = max(peak_bytes, live_bytes + operation.workspace_bytes)
+        seconds += operation.seconds
+        gone = (
+            [storage for storage in live if last[storage] == number]
+            if by_call
+            else (graph.values[value].storage for value in _mentioned(operation))
+        )
+        for storage in gone:
+            if storage in live and storage not in wanted and last[storage] == number:
+                live.discard(storage)
+                live_bytes -= graph.storages[storage].bytes
+    return peak_bytes, seconds
+
+
+def _mentioned(operation: Operation) -> tuple[int, ...]:
+    return operation.reads + operation.makes
+
+
+def spikes(replays: Iterable[Replay], passing: Iterable[Passing]) -> dict[int, int]:
+    """Return what replays take at a moment beyond all that is in use there.
+
+    A segment is replayed after the one around it, whose values it starts from: what
+    the inner one leaves is not there yet when the outer one runs. Nothing is assumed
+    about the order of segments that lie side by side. All of them run before the
+    moment's operator, and meet nothing of what that takes.
+    """
+    at: dict[int, list[Replay]] = {}
+    for replay in replays:
+        at.setdefault(replay.moment, []).append(replay)
+    passing_at: dict[int, list[Passing]] = {}
+    for one in passing:
+        passing_at.setdefault(one.gone[0], []).append(one)
+    found: dict[int, int] = {}
+    for moment, together in at.items():
+        after = 0
+        peak = 0
+        for depth in sorted({replay.depth for replay in together}):
+            level = [replay for replay in together if replay.depth == depth]
+            after += sum(replay.left_bytes for replay in level)
+            there = sum(
+                one.bytes
+                for one in passing_at.get(moment, ())
+                if one.made < (moment, depth) <= one.gone
+            )
+            spike = max(r.peak_bytes - r.left_bytes - r.fetched_bytes for r in level)
+            peak = max(peak, after + there + spike)
+        awaited = min(replay.awaited_bytes for replay in together)
+        found[moment] = max(0, peak - after - awaited)
+    return found
