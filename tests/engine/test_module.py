@@ -255,7 +255,7 @@ class TestTakingOff:
 
     @pytest.mark.parametrize("call", [checkpoint_module, uncheckpoint_module])
     def test_what_is_no_module_is_refused(self, call):
-        with pytest.raises(UsageError, match="takes a module: got function"):
+        with pytest.raises(UsageError, match="expected a module, got function"):
             call(lambda x: x)
 
     def test_an_unknown_way_to_verify_is_refused_before_anything_is_done(self):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import recoup
 from recoup.backend.memory.meters import StorageMeter
 from recoup.errors import InfeasibleError, UsageError
+from recoup.planners.planner import floor
 
 WIDTH = 16
 
@@ -129,8 +130,9 @@ def test_the_laws_of_a_step_of_several_models(drawn, how):
     assert 0 <= report.floor_bytes <= report.plain_peak_bytes
     assert drawn.peak_bytes() <= max(report.budget_bytes, plain_bytes)
     floor_bytes = report.floor_bytes
-    lowest = recoup.frontier(report.graph, points=2)[0].peak_bytes
-    assert lowest == floor_bytes
+    assert floor(report.graph).peak_bytes == floor_bytes
+    # The fastest plan for that many bytes may need fewer.
+    assert recoup.frontier(report.graph, points=2)[0].peak_bytes <= floor_bytes
     report.remove()
     with pytest.raises(InfeasibleError) as caught:
         recoup.fit(given_models, step=drawn.run, budget=1)
