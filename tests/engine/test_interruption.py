@@ -331,10 +331,11 @@ def test_an_interrupt_before_the_region_of_a_module_is_open_keeps_no_argument():
 
     step()
     at = 0
-    while Interrupter(at, only=("begin", "open")).run(step):
-        assert given[-1]() is None, at
+    opening = ("before", "call_of_hook", "begin_call", "begin", "open")
+    while (interrupter := Interrupter(at, only=opening)).run(step):
+        assert given[-1]() is None, interrupter.where
         at += 1
-    assert at > 15
+    assert at > 20
 
 
 class Keeping(nn.Module):

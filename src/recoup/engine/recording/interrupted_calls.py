@@ -20,18 +20,26 @@ class _Calls(threading.local):
 _CALLS = _Calls()
 
 
-def begin_call(caller: object) -> Call:
-    """Take note of a call, from a module's hook; return who begins something in it.
+def call_of_hook() -> Call:
+    """Return the call that a module's hook runs in, who begins something there."""
+    # Two up is torch's frame that runs the hooks and then forward.
+    return Call(sys._getframe(2))  # noqa: SLF001 (of Python)
+
+
+def begin_call(owner: Call, caller: object) -> None:
+    """Take note of a call, from a module's hook.
 
     Costs nothing but the note, unless it is inside another call: then a walk through
     the frames that are running.
+
+    Args:
+        owner: What `call_of_hook` returned. Whoever made it lets it leave when an
+            interrupt comes from here: the note would keep its frame.
+        caller: Whose call it is.
     """
     if _CALLS.stack:
         end_interrupted_calls()
-    # Two up is torch's frame that runs the hooks and then forward.
-    owner = Call(sys._getframe(2))  # noqa: SLF001 (of Python)
     _CALLS.stack.append((owner, caller))
-    return owner
 
 
 def end_call(caller: object) -> object:

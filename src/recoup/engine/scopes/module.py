@@ -16,6 +16,7 @@ from recoup.engine.applied.planned_runs import Segments
 from recoup.engine.recording.active import begin, end, skip, transform_advice
 from recoup.engine.recording.interrupted_calls import (
     begin_call,
+    call_of_hook,
     end_call,
     end_interrupted_calls,
     is_calling,
@@ -210,8 +211,9 @@ class RegionHooks:
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Open a region, if the module's flag says so."""
         del args, kwargs
-        owner = begin_call(self)
+        owner = call_of_hook()
         try:
+            begin_call(owner, self)
             if module.__dict__.get(_FLAG, False):
                 key = _key(module) if self.options.verify == "first" else _UNVERIFIED
                 begin(owner, self.name, self.options, key)
