@@ -35,14 +35,11 @@ class ExternalHolds:
         """
         if tensor.requires_grad:
             if stays_leaf(tensor):
-                hold = Hold(tensor, geometry)
-                hold.address = address  # it can be given other memory
-                return hold
+                return Hold(tensor, geometry, address)  # it can get other memory
             return Hold(alias(tensor), geometry)
         if type(tensor) is not Tensor:
-            hold = Hold(alias(tensor), geometry)
-            hold.is_frozen = isinstance(tensor, Parameter)
-            return hold
+            is_frozen = isinstance(tensor, Parameter)
+            return Hold(alias(tensor), geometry, is_frozen=is_frozen)
         hold = Hold(tensor, geometry)
         if hold.version != -1:  # an inference tensor never gets a graph
             self._holds[id(hold)] = (hold, address)
@@ -63,16 +60,17 @@ class ExternalHolds:
         self._searched = len(self._holds)
         for hold in self._found.get(id(tensor), ()):
             if hold.tensor is tensor:
-                hold.tensor = alias(tensor)
+                hold.replace_tensor(alias(tensor))
 
     def part(self) -> None:
         """Part all of them; one whose tensor got other memory cannot be used."""
         for hold, address in self._holds.values():
+            # Written out: a call for each would cost as much as the rest.
             tensor = hold.tensor
             if tensor is None:
                 continue
             if storage_address(tensor) != address:
-                hold.version = MOVED  # somebody assigned to its `.data`
+                hold.version = MOVED  # by an assignment to its `.data`
             hold.tensor = tensor.detach()
         self._holds = {}
         self._found = {}

@@ -148,7 +148,7 @@ def copy_small(value: TapeValue, hold: Hold, most_bytes: int) -> Hold:
     # One without memory gets it back before backward, from FSDP.
     small = 0 < hold.tensor.untyped_storage().nbytes() <= most_bytes
     if small and version_of(hold.tensor) == hold.version:
-        hold = value.hold = Hold(copy_storage(hold.tensor), hold.geometry)
+        return value.keep(Hold(copy_storage(hold.tensor), hold.geometry))
     return hold
 
 
@@ -159,4 +159,4 @@ def part_holds(values: Iterable[TapeValue], kept: Mapping[int, Hold]) -> None:
     """
     for value in values:
         if value.hold is not None and id(value.hold) in kept:
-            value.hold = value.hold.twin()
+            value.keep(value.hold.twin())

@@ -107,6 +107,15 @@ class TapeValue:
                 self.layouts = {geometry: layout}
         return layout
 
+    def keep(self, hold: "Hold") -> "Hold":
+        """Keep the value by a hold; return the hold."""
+        self.hold = hold
+        return hold
+
+    def drop_hold(self) -> None:
+        """Recompute the value instead of keeping it."""
+        self.hold = None
+
 
 class Layout:
     """A way to lie in a value's storage that is not the value's own.
@@ -278,11 +287,11 @@ class Hold:
     Args:
         tensor: A tensor without a graph behind it that names the value.
         geometry: The geometry to give it back in, if that is not its own.
+        address: The address of a leaf's storage, which may be replaced.
+        is_frozen: It holds a parameter that requires no gradient.
 
     Attributes:
         version: The tensor's version when it was used, or None while it is not known.
-        address: The address of a leaf's storage, which somebody may replace by another.
-        is_frozen: It holds a parameter that requires no gradient.
         owner: The wrapper that the tensor is a part of, weakly, with its version.
         tier: Where the value is to be kept, if not on its device.
         stored: The value in its tier, once it has been put there.
@@ -305,7 +314,14 @@ class Hold:
         "version",
     )
 
-    def __init__(self, tensor: Tensor, geometry: Geometry | None = None) -> None:
+    def __init__(
+        self,
+        tensor: Tensor,
+        geometry: Geometry | None = None,
+        address: int | None = None,
+        *,
+        is_frozen: bool = False,
+    ) -> None:
         self.tensor: Tensor | None = tensor
         try:
             self.version: int | None = version_counter(tensor)
@@ -314,9 +330,9 @@ class Hold:
         self.geometry = geometry
         self.packed: Any = None
         self.unpack: Unpack | None = None
-        self.address: int | None = None
+        self.address = address
         self.guard: Tensor | None = None
-        self.is_frozen = False
+        self.is_frozen = is_frozen
         self.owner: tuple[weakref.ref[Tensor], int] | None = None
         self.tier: Tier | None = None
         self.stored: Deposit | None = None
@@ -329,6 +345,10 @@ class Hold:
         self.past = past
         self.tensor = None
         self.address = None
+
+    def replace_tensor(self, tensor: Tensor) -> None:
+        """Keep the value by another tensor of the same memory."""
+        self.tensor = tensor
 
     def parts(self) -> "list[Hold]":
         """Return the holds that keep the value: itself, or those of its pieces."""
@@ -373,8 +393,7 @@ class Hold:
         part of it.
         """
         tensor = self.tensor
-        # One that was changed already stays: fetching it will say so, if it comes to
-        # that.
+        # One that was changed already stays: fetching it raises.
         if tensor is None or version_of(tensor) != self.version:
             return
         if is_wrapper(tensor):
@@ -403,8 +422,7 @@ class Hold:
         self.tier = None
         if tensor is None or tier is None or not can_move(tensor, tier):
             return
-        # One that was changed already stays: fetching it will say so, if it comes to
-        # that.
+        # One that was changed already stays: fetching it raises.
         if self.version is not None and version_of(tensor) != self.version:
             return
         self.geometry = self.geometry or geometry_of(tensor)

@@ -66,7 +66,7 @@ def unmark_checkpoint(tensor: Tensor) -> Tensor:
     _MARKED.discard(tensor)
     for region, value in _known(tensor):
         if value.producer != OUTSIDE and region.options.recompute:
-            value.hold = None
+            value.drop_hold()
     return tensor
 
 
@@ -118,7 +118,7 @@ def recompute(tensor: Tensor) -> Tensor:
         value = tape.value_of(tensor)
         if value is not None and value.producer != OUTSIDE:
             tape.forced.add(value)
-            value.hold = None
+            value.drop_hold()
     return tensor
 
 
