@@ -285,7 +285,8 @@ def test_a_region_on_wrappers_inside_torchs_checkpoint_is_bitwise_the_twins(kind
                     found = Parts.apply(torch.tanh(torch.tanh(x @ weight) @ weight))
                     return found[0] + found[1]
                 x = DTensor.from_local(x, mesh_of_two())
-                return torch.tanh(torch.tanh(x @ weight) @ weight).to_local()
+                y: Any = torch.tanh(torch.tanh(x @ weight) @ weight)
+                return y.to_local()
 
         y = torch_checkpoint(block, x, use_reentrant=False)
         assert isinstance(y, Tensor)
