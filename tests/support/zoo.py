@@ -23,8 +23,13 @@ from torch import Tensor, nn
 
 import recoup
 from recoup.backend.memory.meters import StorageMeter
-from recoup.core.plan import locate
+from recoup.core.plan import locate, plan_for_step
+from recoup.core.segments import Segment
 from recoup.core.simulation import simulate
+from recoup.measurement.steps.floor import measure_floor
+from recoup.measurement.steps.training_step import training_step, untouched
+from recoup.measurement.tracing.side_effects import repeatable_blocks
+from recoup.planners.repeated_calls import repeatable_calls
 from tests.support.architectures import ARCHITECTURES, BOTH, DECODER, ENCODER
 from tests.support.architectures import Architecture as Configured
 from tests.support.bits import tree_differences
@@ -171,6 +176,31 @@ def result_of(entry: Entry) -> Result:
     if result.used >= USED:
         return result
     return replace(result, keepable=tuple(_keepable(report)), beyond=_beyond(report))
+
+
+def repeated_differences(entry: Entry) -> tuple[int, list[str]]:
+    """Call every block again in backward in which no side effect is seen.
+
+    Returns:
+        How many calls are repeated; and how gradients and buffers differ from those of
+        the plain step.
+    """
+    inputs = entry.inputs()
+    _, expected = _step(_built(entry, inputs), inputs)
+    model = _built(entry, inputs)
+    seed_generators(_SEED)
+    with untouched(training_step(model, inputs, loss=loss_of)) as step:
+        graph = measure_floor(step, names=None, resident=[])
+        names = {call.module for each in graph.passes for call in each.calls}
+        found = repeatable_blocks(step, sorted(names))
+    graph = graph.map_passes(lambda each: replace(each, repeatable=found))
+    plans = [
+        tuple(Segment(c.start, c.stop, by_call=True) for c in repeatable_calls(each))
+        for each in graph.passes
+    ]
+    recoup.apply_plan(model, plan_for_step(graph, plans))
+    _, repeated = _step(model, inputs)
+    return sum(map(len, plans)), list(tree_differences(expected, repeated, where=""))
 
 
 def _enlarged(inputs: dict[str, Tensor], copies: int) -> dict[str, Tensor]:

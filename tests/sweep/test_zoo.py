@@ -9,7 +9,13 @@ plan must recompute (docs/design/planning.md, "The last bytes").
 
 import pytest
 
-from tests.support.zoo import TIMM, TRANSFORMERS, Entry, result_of
+from tests.support.zoo import (
+    TIMM,
+    TRANSFORMERS,
+    Entry,
+    repeated_differences,
+    result_of,
+)
 
 pytestmark = pytest.mark.sweep
 
@@ -28,3 +34,17 @@ def test_the_peak_of_its_own_checkpointing_is_a_budget_that_holds(entry: Entry):
     if entry.package == "transformers":
         package.logging.set_verbosity_error()
     assert result_of(entry).faults == []
+
+
+HAVE_EFFECTS = {"gptj", "recurrent_gemma"}
+"""Blocks of these assign attributes: none of them is called again."""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("entry", TRANSFORMERS, ids=lambda e: e.name)
+def test_blocks_that_are_called_again_give_the_same_bits(entry: Entry):
+    package = pytest.importorskip(entry.package)
+    package.logging.set_verbosity_error()
+    calls, differences = repeated_differences(entry)
+    assert differences == []
+    assert bool(calls) == (entry.name not in HAVE_EFFECTS)

@@ -201,6 +201,11 @@ def _fill(space: _Namespace, contents: _Namespace) -> None:
         space[:] = contents
 
 
+_COUNTER_BYTES = 4096
+"""Buffers of a block are copied up to this size. Its forward was seen to write to none,
+so that larger ones are copied only in the first calls."""
+
+
 class BlockState:
     """What one call of a block has read of its modules and variables.
 
@@ -218,7 +223,10 @@ class BlockState:
         self._parameters: list[Tensor] = []
         self._versions: list[int] = []
         self.has_buffers = view.has_buffers
-        self._buffers = KeptBuffers(view.modules, key) if view.has_buffers else None
+        self._buffers: KeptBuffers | None = None
+        if view.has_buffers:
+            modules = view.modules
+            self._buffers = KeptBuffers(modules, key, small_bytes=_COUNTER_BYTES)
 
     def settle(self) -> None:
         """Note the versions of parameters: the first call has ended."""

@@ -36,9 +36,16 @@ class KeptBuffers:
     Args:
         modules: The modules.
         key: What tells the call from others.
+        small_bytes: How large a buffer is at most that counts as small.
     """
 
-    def __init__(self, modules: list[nn.Module], key: Hashable) -> None:
+    def __init__(
+        self,
+        modules: list[nn.Module],
+        key: Hashable,
+        *,
+        small_bytes: int = STATE_BYTES,
+    ) -> None:
         self._modules = modules
         # What is written to in training may be steady in evaluation.
         self._key = (key, tuple(module.training for module in modules))
@@ -46,7 +53,7 @@ class KeptBuffers:
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._versions: list[tuple[str, Tensor, int]] = []
         for name, buffer in _named(self._slots):
-            if buffer.nbytes <= STATE_BYTES:
+            if buffer.nbytes <= small_bytes:
                 self._copies.append((buffer, buffer.detach().clone()))
                 continue
             self._versions.append((name, buffer, version_of(buffer)))

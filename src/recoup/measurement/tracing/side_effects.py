@@ -51,6 +51,9 @@ _IMPURE_BUILTINS = frozenset(
         *("setattr", "delattr", "__import__"),
     }
 )
+_READING = frozenset({"getrecursionlimit", "_getframe", "exc_info", "intern"})
+"""Functions of `sys` that only read."""
+
 _CONTAINERS = (list, dict, set, deque, OrderedDict)
 _MUTATORS = frozenset(
     {
@@ -86,6 +89,8 @@ def _is_effect(function: Any) -> bool:
     if home is not None:
         if home == "builtins":
             return name in _IMPURE_BUILTINS
+        if home == "sys":
+            return name not in _READING
         return home not in _COMPUTING and home.partition(".")[0] != "torch"
     if isinstance(owner, (*_CONSTANTS, *_LAZY, *_CONTAINERS)):
         return False
