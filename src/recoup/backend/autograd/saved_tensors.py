@@ -100,12 +100,22 @@ class below_autograd:  # noqa: N801 (used as a verb: `with below_autograd():`)
     """
 
     __slots__ = ("_gradients", "_guards")
+    _is_unseen = False
 
     def __enter__(self) -> None:
         self._gradients = torch.is_grad_enabled()
-        self._guards: list[Any] = []
+        self._guards: tuple[Any, ...] = ()
         try:
-            self._take_guards()
+            if self._gradients:  # a backward has switched them off already
+                torch._C._set_grad_enabled(False)
+            self._guards = (torch._C._AutoDispatchBelowADInplaceOrView(),)
+            if torch._C._is_any_autocast_enabled():
+                self._guards += (torch._C._ExcludeDispatchKeyGuard(_AUTOCAST),)
+            for guard in self._guards:
+                guard.__enter__()
+            if self._is_unseen:  # last: this one is active as soon as it is made
+                self._guards += (torch._C._DisableTorchDispatch(),)
+                self._guards[-1].__enter__()
         except BaseException:  # an interrupt: nobody else will leave
             self._leave()
             raise
@@ -117,18 +127,11 @@ class below_autograd:  # noqa: N801 (used as a verb: `with below_autograd():`)
             self._leave()
             raise
 
-    def _take_guards(self) -> None:
-        torch._C._set_grad_enabled(False)
-        self._guards.append(torch._C._AutoDispatchBelowADInplaceOrView())
-        if torch._C._is_any_autocast_enabled():
-            self._guards.append(torch._C._ExcludeDispatchKeyGuard(_AUTOCAST))
-        for guard in self._guards:
-            guard.__enter__()
-
     def _leave(self) -> None:
         for guard in reversed(self._guards):
             guard.__exit__(None, None, None)
-        torch._C._set_grad_enabled(self._gradients)
+        if torch.is_grad_enabled() is not self._gradients:
+            torch._C._set_grad_enabled(self._gradients)
 
 
 def has_hooks(tensor: Tensor) -> bool:
@@ -163,11 +166,7 @@ class out_of_sight(below_autograd):  # noqa: N801 (used as a verb)
     """Run operators of our own, unseen by dispatch modes and by autograd."""
 
     __slots__ = ()
-
-    def _take_guards(self) -> None:
-        super()._take_guards()
-        self._guards.append(torch._C._DisableTorchDispatch())
-        self._guards[-1].__enter__()
+    _is_unseen = True
 
 
 def pull_gradients(

@@ -17,6 +17,9 @@ _BATCHED_GRADIENTS = torch._C._dispatch_key_parse("VmapMode")
 not one of the transforms of torch.func, but older than they are."""
 
 
+_NOTHING = nullcontext()
+
+
 def outside_transforms() -> AbstractContextManager[object]:
     """Run the block as if no transform of torch.func were active on this thread.
 
@@ -38,7 +41,7 @@ def outside_transforms() -> AbstractContextManager[object]:
     batched = torch._C._dispatch_tls_is_dispatch_key_included(_BATCHED_GRADIENTS)
     transformed = _innermost() is not None
     if not batched and not transformed:
-        return nullcontext()
+        return _NOTHING
     return _outside(batched=batched, transformed=transformed)
 
 

@@ -1,10 +1,9 @@
 """Values, the operations that made them, and the holds that keep some of them."""
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 from math import prod
-from types import MappingProxyType
 from typing import Any, Protocol, final
 
 from torch import Generator, Tensor
@@ -62,7 +61,7 @@ class TapeValue:
         born: A weak reference to the tensor that first named it. An argument that is
             this very tensor needs no look at its geometry.
         layouts: The other ways in which tensors were seen to lie in the storage, by
-            geometry.
+            geometry; None while there are none.
         is_spare: The hold is there because autograd was given one; no operation has
             referred to the value so far.
     """
@@ -86,7 +85,7 @@ class TapeValue:
         self.demand = 0
         self.is_spare = False
         self.born: weakref.ref[Tensor] | None = None
-        self.layouts: Mapping[Geometry, Layout] = _NO_LAYOUTS
+        self.layouts: dict[Geometry, Layout] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -98,13 +97,13 @@ class TapeValue:
     def layout(self, geometry: Geometry) -> "Layout":
         """Return the way to lie in the storage that has this geometry, always one."""
         layouts = self.layouts
+        if layouts is None:  # as of most values
+            layout = Layout(geometry, self.geometry)
+            self.layouts = {geometry: layout}
+            return layout
         layout = layouts.get(geometry)
         if layout is None:
-            layout = Layout(geometry, self.geometry)
-            if type(layouts) is dict:
-                layouts[geometry] = layout
-            else:  # most values have none: they share an empty mapping
-                self.layouts = {geometry: layout}
+            layout = layouts[geometry] = Layout(geometry, self.geometry)
         return layout
 
     def keep(self, hold: "Hold") -> "Hold":
@@ -141,8 +140,6 @@ class Layout:
             return fitted(whole, self.geometry)
         return whole.as_strided(*self._strided)
 
-
-_NO_LAYOUTS: Mapping[Geometry, Layout] = MappingProxyType({})
 
 View = tuple[TapeValue, Layout]
 """A reference to a value by a layout."""

@@ -19,7 +19,7 @@ from recoup.backend.autograd.saved_tensors import (
 )
 from recoup.backend.autograd.wrappers import is_wrapper
 from recoup.backend.compiler.recognition import leave_uncompiled
-from recoup.backend.memory.storages import alias, has_storage
+from recoup.backend.memory.storages import alias, has_storage, storage_address
 from recoup.engine.lifetime.handover import (
     Collector,
     apart,
@@ -32,11 +32,7 @@ from recoup.engine.lifetime.handover import (
     role_around,
 )
 from recoup.engine.lifetime.placement import placement_of
-from recoup.engine.lifetime.values import (
-    Hold,
-    Layout,
-    TapeValue,
-)
+from recoup.engine.lifetime.values import OUTSIDE, Hold, Layout, TapeValue
 from recoup.engine.lifetime.wrapped import Wrapped
 from recoup.engine.recording.observers import Listener, Tracer, tell
 from recoup.engine.recording.recorder import Recorder
@@ -45,6 +41,11 @@ from recoup.engine.recording.region_options import Options
 from recoup.engine.recording.tape import Tape
 from recoup.engine.replay.nested_replays import Request, run_nested
 from recoup.engine.replay.program import Live, Program, derived_from_lossy, number
+from recoup.engine.replay.program_choice import (
+    choice_for,
+    program_at_once,
+    program_for,
+)
 from recoup.engine.replay.replay_cache import ReplayCache, Saved, Uses, wanted_of
 from recoup.engine.tiers.protocol import Tier
 from recoup.engine.verification.replay_check import check_for, take_note
@@ -224,7 +225,9 @@ class Region(Counted):
         return program
 
     @leave_uncompiled
-    def pack(self, tensor: Tensor) -> Saved | Hold | Wrapped:
+    def pack(  # noqa: C901, PLR0912 (written out: autograd waits for this)
+        self, tensor: Tensor
+    ) -> Saved | Hold | Wrapped:
         """Take a tensor that autograd saves; return what stands for it."""
         if (self.listeners or self.around) and not is_handing_over():
             self._tell(tensor)
@@ -233,15 +236,21 @@ class Region(Counted):
             return Hold(alias(tensor))
         tape = self.tape
         try:
-            found = tape.save(tensor)
+            address = storage_address(tensor)
+            known = tape.named.get(address)
+            # What `save` asks first.
+            if known is None or known.producer == OUTSIDE or tape.tainted:
+                found = tape.save(tensor, address, known)
+            else:
+                found = tape.lying(known, tensor)
         except NotImplementedError:
             return self._pack_whole(tensor)
-        if type(found) is Hold:
+        if type(found) is TapeValue:
+            value, layout = found, None
+        elif type(found) is Hold:
             found = apart(found, self._kept) if self._is_inside_hooks else found
             self._kept[id(found)] = found
             return found
-        if type(found) is TapeValue:
-            value, layout = found, None
         else:
             value, layout = found
         hold = value.hold
@@ -332,7 +341,19 @@ class Region(Counted):
         hold = value.hold
         if self._late and value in self._late:
             whole = self._late[value].fetch("a backward operator")
-        elif hold is None or not hold.is_at_hand:
+        elif hold is None:
+            # `_recomputed`, written out for what is there.
+            recall = self.recall
+            if recall is not None:
+                task = current_backward()
+                if recall.task == task:
+                    tensor = recall.give(packed, task)
+                    if tensor is not None:
+                        return tensor
+            return self._recomputed(packed)
+        elif hold.tensor is not None:
+            whole = hold.fetch("a backward operator")
+        elif not hold.is_at_hand:
             return self._recomputed(packed)
         elif hold.stored is None:
             whole = hold.fetch("a backward operator")
@@ -410,40 +431,46 @@ class Region(Counted):
             return hold.fetch("a backward operator", saved)
 
     def _recomputed(self, saved: Saved) -> Tensor:
+        task = current_backward()
         recall = self.recall
-        if recall is not None:
-            task = current_backward()
-            if recall.task == task or recall.serves(task):
-                tensor = recall.give(saved, task)
-                if tensor is not None:
-                    return tensor
-                program = self._program
-                if program is not None and program.has_parts and self._check is None:
-                    with self._lock:
-                        tensor = self._part(recall, saved, task)
-                    if tensor is not None:
-                        return tensor
+        if recall is not None and recall.serves(task):
+            tensor = recall.give(saved, task)
+            if tensor is not None:
+                return tensor
+        if self._program is not None and self._check is None and not self._stores:
+            with self._lock:
+                tensor = self._without_search(saved, task)
+            if tensor is not None:
+                return tensor
         return run_nested(self._recomputing(saved))
 
-    def _part(self, recall: ReplayCache, saved: Saved, task: int) -> Tensor | None:
-        """Recompute another part of the region, where that takes no search.
+    def _without_search(self, saved: Saved, task: int) -> Tensor | None:
+        """Do what `_recomputing` does, in fewer steps, where that takes no search.
 
-        What `_extend` does, in fewer steps: a policy may cut a region in many parts. A
-        region that has its program has given nothing to hooks around it, and records
-        no more. None: it takes a search.
+        A region that has its program has given nothing to hooks around it, and records
+        no more.
         """
-        value = saved.value
-        if recall.has_served(value) or self._stores or self.options.at_once:
+        recall = self.recall
+        if recall is None or not recall.serves(task):
+            if task == -1 and not self.options.cache:
+                return None
+            self._packs = -1  # the next one looks: few regions are open in a backward
+            recall = self._start(task)
+        value, at_once = saved.value, self.options.at_once
+        if recall.has_served(value):
             return None
-        program = self._all_of(recall, value)
-        if program is None:
+        chosen = choice_for(recall, self._program, value, self.tape, at_once=at_once)
+        if chosen is None:
             return None
-        self.replayed_operators += len(program.operations)
+        program, part, given = chosen
+        operators = len(program.operations if part is None else part[0])
+        wanted = program.wanted if part is None else part[1]
+        self.replayed_operators += operators
         start = perf_counter()
-        live = program.run()
+        live = program.run(given=given, part=part)
         if self.accounts:
-            self.count_run(program, (), perf_counter() - start)
-        recall.take(program.wanted, live)
+            self.count_run(operators, wanted, (), perf_counter() - start)
+        (recall.take if part is None else recall.take_part)(wanted, live)
         return recall.give(saved, task)
 
     def unpacking(self, saved: Saved) -> Generator[Request, Tensor, Tensor]:
@@ -501,48 +528,21 @@ class Region(Counted):
             if recall.has_served(value):
                 return  # another thread of the backward asked for it
             given: Live = {}
-            program = self._all_of(recall, value)
+            if self.options.at_once:
+                program = program_at_once(recall, self._program, self.tape)
+            else:
+                program = program_for(recall, self._program, value, self.tape)
             if program is None:
-                program, given = recall.plan(
-                    self.tape.operations, value, self._uses_of()
-                )
+                uses = self._uses_of()
+                program, given = recall.plan(self.tape.operations, value, uses)
             live = yield from self._run(program, given)
             recall.take(program.wanted, live)
 
-    def _all_of(self, recall: ReplayCache, value: TapeValue) -> Program | None:
-        """Return the program that recomputes everything, or a part, without a search.
-
-        None: it takes one to find what the value needs.
-        """
-        program = self._program
-        at_once = self.options.at_once
-        if not at_once and (program is None or value.hold is not None):
-            return None
-        if not at_once and program is not None and not program.has_one_end:
-            found = program.part_at(value.producer)
-            if found is None or not recall.begin(found[0]):
-                return None
-            part, made = found
-            wanted = [v for v in made if v.demand > 0]
-            return Program(program.operations, wanted, part)
-        needs_all = (
-            program is not None and value.producer == len(program.operations) - 1
-        )
-        if not (at_once or needs_all) or not recall.is_untouched:
-            return None
-        wanted = wanted_of(self.tape.saved)
-        # Fewer are wanted than at first if autograd has freed some by now.
-        if program is not None and len(wanted) == len(program.wanted):
-            return program
-        return Program(self.tape.operations, wanted) if at_once else None
-
     def _uses_of(self) -> Uses:
-        if "_recorder" in self.__dict__:
-            return Uses(self.tape.operations)  # there are more to come
-        if self._uses is None:
-            reads = None if self._program is None else self._program.reads
-            self._uses = Uses(self.tape.operations, reads)
-        return self._uses
+        uses = self._uses or Uses(self.tape.operations)
+        if "_recorder" not in self.__dict__:  # else there are more to come
+            self._uses = uses
+        return uses
 
     def _watch_backward(self) -> None:
         """Be told of the end of this backward, to let go of what was brought back."""
@@ -590,7 +590,9 @@ class Region(Counted):
         observe = None if check is None else partial(check.observe, self.name)
         live = program.run(observe, given)
         if self.accounts:
-            self.count_run(program, known, perf_counter() - start)
+            operators = len(program.operations)
+            seconds = perf_counter() - start
+            self.count_run(operators, program.wanted, known, seconds)
         if check is None:
             return live
         made = [v for v in program.wanted if v not in known and v.demand > 0]

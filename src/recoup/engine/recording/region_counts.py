@@ -1,6 +1,6 @@
 """Counts: what a region adds to the accounts of its scope and of those who watch."""
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from weakref import ref
 
 from recoup.engine.lifetime.values import (
@@ -11,7 +11,6 @@ from recoup.engine.lifetime.values import (
     bytes_of,
 )
 from recoup.engine.recording.tape import Tape
-from recoup.engine.replay.program import Program
 from recoup.engine.scopes.statistics import Account
 
 
@@ -79,17 +78,28 @@ class Counted:
                 account.replays += 1
 
     def count_run(
-        self, program: Program, known: Container[TapeValue | Layout], seconds: float
+        self,
+        operators: int,
+        wanted: Iterable[TapeValue],
+        known: Container[TapeValue | Layout],
+        seconds: float,
     ) -> None:
-        """Count the run of a program; `known` are values that it was given."""
+        """Count the run of a program.
+
+        Args:
+            operators: How many it ran.
+            wanted: What it was to compute.
+            known: The values that it was given.
+            seconds: How long it took.
+        """
         made = bytes_of(
             [
                 value
-                for value in program.wanted
+                for value in wanted
                 if value.demand > 0 and value.hold is None and value not in known
             ]
         )
         for account in self.accounts:
-            account.replayed_operators += len(program.operations)
+            account.replayed_operators += operators
             account.replay_seconds += seconds
             account.recomputed_bytes += made

@@ -1,6 +1,7 @@
 """The tape: which operators a region ran, on which values, and what must be held."""
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -98,18 +99,22 @@ class Tape:
 
     def __del__(self) -> None:
         STEPS.end(self)
-        for address in self.__dict__.get("named", ()):
-            free_weak_reference(address)
+        # Without a loop of Python's own: backward waits for this.
+        deque(map(free_weak_reference, self.__dict__.get("named", ())), maxlen=0)
 
     def value_of(self, tensor: Tensor) -> TapeValue | None:
         """Return the value that the tensor names now, if the tape knows it."""
         return self.named.get(storage_address(tensor))
 
-    def save(self, tensor: Tensor) -> TapeValue | View | Hold:
+    def save(
+        self, tensor: Tensor, address: int, value: TapeValue | None
+    ) -> TapeValue | View | Hold:
         """Return what stands for a tensor that autograd saves, or a region inside.
 
         Args:
             tensor: A tensor with a storage.
+            address: The address of the storage.
+            value: What it names, if that is known.
 
         Returns:
             A reference to the value it names, or a hold of the tensor itself if the
@@ -117,13 +122,11 @@ class Tape:
             keeps it: by reference, checked by its version.
 
         Raises:
-            NotImplementedError: The tensor has no storage.
+            NotImplementedError: Its storage is not all of it.
         """
-        address = storage_address(tensor)
-        value = self.named.get(address)
         tainted = bool(self.tainted) and self.is_blank(value, tensor)
         if value is not None and value.producer != OUTSIDE and not tainted:
-            return self._lying(value, tensor)
+            return self.lying(value, tensor)
         kind = type(tensor)
         if tensor.is_nested or (
             kind is not Tensor and kind is not Parameter and is_wrapper(tensor)
@@ -176,14 +179,14 @@ class Tape:
         elif self.tainted and read and self.is_blank(value, tensor):
             self._give_up(value)
         elif value.producer != OUTSIDE:
-            return self._lying(value, tensor)
+            return self.lying(value, tensor)
         elif value.hold is not None:
             value.is_spare = False
-            return self._lying(value, tensor)
+            return self.lying(value, tensor)
         if value.hold is None and value.producer == OUTSIDE:
             value.hold = self.attached.hold(tensor, address, value.geometry)
             value.born = weakref.ref(tensor)
-        return self._lying(value, tensor)
+        return self.lying(value, tensor)
 
     def view(self, tensor: Tensor) -> View:
         """Return a reference with a layout; hold the value if it is from outside."""
@@ -208,11 +211,12 @@ class Tape:
             tainted: They are uninitialised memory.
             ragged: Places of results with parts that the kernel does not write.
         """
-        if type(out) is Tensor or isinstance(out, Tensor):
+        kind = type(out)
+        # Asked of plain ones first: `isinstance` is dear, torch overloads it.
+        if kind is Tensor or (kind is not tuple and isinstance(out, Tensor)):
             self._born(operation, None, out)
-        elif isinstance(out, (tuple, list)):
+        elif kind is tuple or isinstance(out, (tuple, list)):
             for place, element in enumerate(out):
-                # Asked of a plain one first: `isinstance` is dear, torch overloads it.
                 if type(element) is Tensor or isinstance(element, Tensor):
                     self._born(operation, place, element)
         if operation.outputs or operation.writes:
@@ -332,7 +336,7 @@ class Tape:
             hold = value.hold
             if hold is not None and hold.past is not None and value not in reads:
                 assert hold.geometry is not None, "set together with past"
-                reads[value] = set(value.layouts) if value.demand else set()
+                reads[value] = set(value.layouts or ()) if value.demand else set()
         for operation in needed.operations:
             for value, geometry in operation.lies():
                 if value in reads:
@@ -403,7 +407,7 @@ class Tape:
                 value.hold = self.attached.twin(value.hold)
                 value.hold.version = None
 
-    def _lying(self, value: TapeValue, tensor: Tensor) -> TapeValue | View:
+    def lying(self, value: TapeValue, tensor: Tensor) -> TapeValue | View:
         """Return a reference to a value by a tensor that names it."""
         whole = value.geometry
         born = value.born
@@ -428,7 +432,7 @@ class Tape:
         geometry = self.geometry(tensor)
         if geometry == value.geometry:
             return value
-        return value, value.layouts.get(geometry) or value.layout(geometry)
+        return value, value.layout(geometry)
 
     def _watch_outputs(self, operation: TapeOperation, out: Any) -> None:
         assert self._watch is not None, "only called when somebody watches"

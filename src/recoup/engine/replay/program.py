@@ -18,14 +18,19 @@ from recoup.engine.lifetime.values import (
     Layout,
     TapeOperation,
     TapeValue,
-    reads_of,
+)
+from recoup.engine.replay.program_parts import (
+    MOST_ENDS,
+    WANTED,
+    Part,
+    ProgramParts,
 )
 from recoup.engine.replay.recomputing import recomputing
 
 Live = dict[TapeValue | Layout, Tensor]
 """Tensors of a replay: those of values, and views of them by layout."""
 
-Part = dict[int, list[TapeValue]]
+Among = dict[int, list[TapeValue]]
 """Places of operations, in order, with what each reads."""
 
 Observe = Callable[[TapeValue, Tensor, str], None]
@@ -51,27 +56,25 @@ class Program:
         roots: The held values that they use, in the order of their last use.
         has_one_end: Whether the last operation needs all others. If not, some of the
             values can be computed without it.
-        has_parts: Whether `part_at` was asked and has found some.
-        reads: What each operation reads, if `part_at` was asked.
+        has_writes: Whether any of the operations writes to a value.
     """
 
-    has_parts = False
-    reads: list[list[TapeValue]] | None = None
-    _parts: dict[int, tuple[Part, list[TapeValue]]] | None = None
+    _parts: ProgramParts | None = None
 
-    def __init__(
+    def __init__(  # noqa: C901, PLR0912, PLR0915 (written out: forward waits for this)
         self,
         operations: Sequence[TapeOperation],
         wanted: Sequence[TapeValue],
-        among: Part | None = None,
+        among: Among | None = None,
         given: Container[TapeValue] = (),
     ) -> None:
-        # One mark for each operation, and one that is the mark at `OUTSIDE`.
-        required = bytearray(len(operations) + 1)
+        # One mark for each operation, and one that is the mark at `OUTSIDE`: a bit for
+        # each end that needs it. An end is wanted, and no other operation reads it.
+        marks = [0] * (len(operations) + 1)
         roots: list[TapeValue] = []
         for value in wanted:
             if value.hold is None:
-                required[value.producer] = 1
+                marks[value.producer] = WANTED
             else:
                 roots.append(value)
         needed: list[TapeOperation] = []
@@ -79,52 +82,94 @@ class Program:
         copies: dict[TapeOperation, list[TapeValue]] = {}
         later = set(wanted)
         is_later = later.__contains__
-        ends = 0
+        ends: list[int] = []
+        has_writes = False
         # Backwards: whoever reads a value comes after the one that made it.
         for index in reversed(range(len(operations)) if among is None else among):
-            if not required[index]:
+            mark = marks[index]
+            if not mark:
                 continue
-            ends += required[index] == 1
+            if mark == WANTED:
+                mark = marks[index] = WANTED << min(len(ends) + 1, MOST_ENDS)
+                ends.append(len(needed))
             operation = operations[index]
             frees = list(filterfalse(is_later, operation.outputs))
             if operation.writes:
+                has_writes = True
                 copied = _note_writes(operation, frees, later, given)
                 if copied:
                     copies[operation] = copied
-            for value in operation.reads() if among is None else among[index]:
+            others: Iterable[TapeValue] = ()
+            if among is not None:
+                others = among[index]
+            else:
+                # `reads`, written out for the common kinds: forward waits for this.
+                args = operation.args
+                for place in operation.places:
+                    value = args[place]
+                    if type(value) is tuple:
+                        value = value[0]
+                    elif type(value) is not TapeValue:  # a list of them
+                        others = operation.reads()
+                        continue
+                    if value.hold is None:
+                        marks[value.producer] |= mark
+                    elif value not in later:
+                        roots.append(value)
+                    if value not in later:
+                        later.add(value)
+                        frees.append(value)
+                if operation.names:
+                    others = operation.reads()
+            for value in others:
                 if value.hold is None:
-                    required[value.producer] = 2
+                    marks[value.producer] |= mark
+                elif value not in later:
+                    roots.append(value)
                 if value not in later:
                     later.add(value)
                     frees.append(value)
-                    if value.hold is not None:
-                        roots.append(value)
             freed.append(frees)
             needed.append(operation)
-        assert not required[OUTSIDE], "a value without a producer is held"
+        assert not marks[OUTSIDE], "a value without a producer is held"
         freed.reverse()
         needed.reverse()
         self.wanted = wanted
         self.operations = needed
         self.roots = roots
-        self.has_one_end = ends == 1
+        self.has_one_end = len(ends) == 1
         self._frees = freed
         self._copies = copies
+        self._ends = ends
+        self._marks = marks if len(ends) > 1 else ()
+        self.has_writes = has_writes
 
-    def part_at(self, place: int) -> tuple[Part, list[TapeValue]] | None:
+    @property
+    def parts(self) -> ProgramParts:
+        """What each of its ends needs; places are those that `number` gave."""
+        parts = self._parts
+        if parts is None:
+            marks = self._marks or [WANTED << 1] * len(self.operations)
+            parts = self._parts = ProgramParts(
+                self.operations, self.wanted, marks, self._ends
+            )
+        return parts
+
+    def part_at(self, place: int) -> Part | None:
         """Return what the operation at a place needs, with itself, and what is wanted.
 
         Only where no other operation needs that one, and nothing outside of the part
         needs any of it. Then to run the part takes no search. The places are those
         that `number` gave.
         """
-        if self._parts is None:
-            self.reads = reads_of(self.operations)
-            self._parts = _parts_of(self.reads, self.wanted)
-            self.has_parts = bool(self._parts)
-        return self._parts.get(place)
+        return self.parts.alone.get(place)
 
-    def run(self, observe: Observe | None = None, given: Live | None = None) -> Live:
+    def run(
+        self,
+        observe: Observe | None = None,
+        given: Live | None = None,
+        part: Part | None = None,
+    ) -> Live:
         """Run the operations again and return the wanted values.
 
         Every other value is freed at its last use. Builds no graph, moves no
@@ -133,15 +178,18 @@ class Program:
         Args:
             observe: Called with every value as it is made.
             given: Tensors that are there already. It gets the results, too.
+            part: A part to run, and no more. Held values that it uses may be among
+                what is returned.
 
         Returns:
             The wanted values, and the views of them that operations took.
         """
         live: Live = {} if given is None else given
-        copies = self._copies
+        operations, freed, copies = self.operations, self._frees, self._copies
+        places = range(len(operations)) if part is None else part[0]
         default = default_dtype()
         # What hooks around the region keep: they may run anything to give it back.
-        for value in self.roots:
+        for value in self.roots if part is None else ():
             hold = value.hold
             if hold is None or value in live:
                 continue
@@ -150,56 +198,22 @@ class Program:
         # Backward may be run for a batch of gradients at once. What is replayed does
         # not depend on them, and random operators refuse to run there.
         with outside_transforms(), below_autograd(), recomputing():
-            for operation, frees in zip(self.operations, self._frees, strict=True):
+            for place in places:
+                operation = operations[place]
                 copied = copies.get(operation, ()) if copies else ()
                 _run_operation(operation, live, copied, default)
                 if observe is not None:
                     _show(operation, live, observe)
-                for value in frees:  # as `free` does
+                for value in freed[place]:  # as `free` does
                     live.pop(value, None)
                     if value.layouts:
                         for layout in value.layouts.values():
                             live.pop(layout, None)
-            for value in self.wanted:
+            # A part is of what operations make.
+            for value in self.wanted if part is None else ():
                 if value not in live:
                     live[value] = _held(value, "a backward operator")
         return live
-
-
-def _parts_of(
-    reads: Sequence[list[TapeValue]], wanted: Iterable[TapeValue]
-) -> dict[int, tuple[Part, list[TapeValue]]]:
-    """Return the parts of a program that have nothing in common, by their last place.
-
-    Those with several ends are left out.
-
-    Args:
-        reads: What each operation reads, in order.
-        wanted: The values to compute.
-    """
-    ends = [-1] * len(reads)
-    joined: set[int] = set()
-    for place in range(len(reads) - 1, -1, -1):
-        end = ends[place]
-        if end < 0:
-            end = ends[place] = place
-        for value in reads[place]:
-            if value.hold is None:
-                other = ends[value.producer]
-                if other < 0:
-                    ends[value.producer] = end
-                elif other != end:
-                    joined.add(other)
-                    joined.add(end)
-    parts: dict[int, tuple[Part, list[TapeValue]]] = {}
-    for place, end in enumerate(ends):
-        if end not in joined:
-            parts.setdefault(end, ({}, []))[0][place] = reads[place]
-    for value in wanted:
-        end = ends[value.producer]
-        if end in parts:
-            parts[end][1].append(value)
-    return parts
 
 
 def _note_writes(
@@ -263,11 +277,12 @@ def _is_lossy(value: TapeValue) -> bool:
 def free(value: TapeValue, live: Live) -> None:
     """Let go of a value and of all views of it."""
     live.pop(value, None)
-    for layout in value.layouts.values():
-        live.pop(layout, None)
+    if value.layouts:
+        for layout in value.layouts.values():
+            live.pop(layout, None)
 
 
-def _run_operation(
+def _run_operation(  # noqa: PLR0912 (written out: backward waits for this)
     operation: TapeOperation,
     live: Live,
     copied: Sequence[TapeValue],
@@ -278,12 +293,13 @@ def _run_operation(
     for place in operation.places:
         reference = args[place]
         # Written out for the common kind: a call costs as much as all the rest.
-        is_value = type(reference) is TapeValue
-        tensor = sources.get(reference) if is_value else None
-        if tensor is None:
-            fill = _fetch if is_value else _fill
-            tensor = fill(reference, sources, operation)
-        args[place] = tensor
+        if type(reference) is TapeValue:
+            tensor = sources.get(reference)
+            if tensor is None:
+                tensor = sources[reference] = _held_for(operation, reference)
+            args[place] = tensor
+        else:
+            args[place] = _fill(reference, sources, operation)
     kwargs = operation.kwargs
     if operation.names:
         kwargs = kwargs.copy()
@@ -340,7 +356,10 @@ def _fill(reference: Any, live: Live, operation: TapeOperation) -> Any:
         value, layout = reference
         tensor = live.get(layout)
         if tensor is None:
-            tensor = live[layout] = layout.view(_fetch(value, live, operation))
+            whole = live.get(value)
+            if whole is None:
+                whole = live[value] = _held_for(operation, value)
+            tensor = live[layout] = layout.view(whole)
         return tensor
     if kind is list:
         return [_fill(element, live, operation) for element in reference]
@@ -350,12 +369,17 @@ def _fill(reference: Any, live: Live, operation: TapeOperation) -> Any:
 def _fetch(value: TapeValue, live: Live, operation: TapeOperation) -> Tensor:
     tensor = live.get(value)
     if tensor is None:
-        hold = value.hold
-        assert hold is not None, "a value is run, or held, before it is used"
-        if hold.address is not None:
-            hold.check_memory(operation.kernel.facts.name)
-        tensor = live[value] = hold.fetch(operation.kernel.facts.name)
+        tensor = live[value] = _held_for(operation, value)
     return tensor
+
+
+def _held_for(operation: TapeOperation, value: TapeValue) -> Tensor:
+    """Return the tensor of a held value for an operation, if it is unchanged."""
+    hold = value.hold
+    assert hold is not None, "a value is run, or held, before it is used"
+    if hold.address is not None:
+        hold.check_memory(operation.kernel.facts.name)
+    return hold.fetch(operation.kernel.facts.name)
 
 
 def _held(value: TapeValue, user: str) -> Tensor:

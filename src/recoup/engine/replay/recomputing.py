@@ -52,17 +52,18 @@ class recomputing:  # noqa: N801 (used as a verb: `with recomputing():`)
     does not count any more, even if that happens in `__exit__`.
     """
 
-    __slots__ = ("__weakref__", "_started")
+    __slots__ = ("__weakref__", "_around", "_started")
 
     def __enter__(self) -> None:
         running = _THREAD.replays
         if running:
             running = tuple(ref for ref in running if ref() is not None)
+        self._around = running
         self._started = None if running else perf_counter()
         _THREAD.replays = (*running, weakref.ref(self))
 
     def __exit__(self, *error: object) -> None:
-        _THREAD.replays = _THREAD.replays[:-1]
+        _THREAD.replays = self._around
         if self._started is not None:
             # As a sum for each thread: no lock that an interrupt could leave taken.
             thread, seconds = get_ident(), perf_counter() - self._started

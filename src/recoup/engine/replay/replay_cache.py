@@ -20,6 +20,7 @@ from recoup.engine.lifetime.values import (
     written_in_backward,
 )
 from recoup.engine.replay.program import Live, Program, free
+from recoup.engine.replay.program_parts import Part, ProgramParts
 
 
 class Recalling(Protocol):
@@ -53,16 +54,16 @@ class Saved:
         self.region = region  # last: without it there is nothing to release
 
     def __del__(self) -> None:
-        region = getattr(self, "region", None)
-        if region is None:
+        try:
+            recall = self.region.recall
+        except AttributeError:  # an interrupt came before it was whole
             return
         value = self.value
         value.demand -= 1
         hold = value.hold
         if hold is not None and hold.stored is not None:
             hold.stored.release(self)
-        recall = region.recall
-        if recall is not None and self.task != recall.task:
+        if recall is not None and self.task != recall.task and value in recall.pending:
             recall.release(value)
 
 
@@ -150,13 +151,14 @@ class ReplayCache:
 
     Attributes:
         live: The values, and views of them.
+        pending: How many uses of each are to come.
     """
 
     def __init__(self, task: int, *, lasting: bool) -> None:
         self.live: Live = {}
         self.task = task
         self._lasting = lasting
-        self._pending: dict[TapeValue, int] = {}
+        self.pending: dict[TapeValue, int] = {}
         # What backward functions were given of values that are needed again.
         self._given: dict[TapeValue, Given] = {}
         self._served: set[TapeValue] = set()
@@ -166,6 +168,10 @@ class ReplayCache:
         self._shared: set[TapeValue] = set()
         self._later: set[TapeValue] = set()
         self._spare_bytes = 0
+        # The ends that were run with what they share with others, and values that are
+        # there and that ends to come need.
+        self._ends = 0
+        self._crossing: set[TapeValue] = set()
 
     def serves(self, task: int) -> bool:
         """Return whether the backward of this number may use it."""
@@ -190,12 +196,78 @@ class ReplayCache:
         self._run.update(places)
         return True
 
+    def begin_shared(self, parts: ProgramParts, place: int) -> tuple[Part, Live] | None:
+        """Note that what an end needs is about to run, except for what was run.
+
+        Only where all that ends to come need of it is kept for autograd anyway: else
+        `plan` weighs what that costs.
+
+        Args:
+            parts: The parts of the region's program, which has no writes.
+            place: The place of the end.
+
+        Returns:
+            What is to be run, and the tensors to start from. None: it takes a search.
+        """
+        bit = parts.bits.get(place)
+        if bit is None or self._uses is not None or self._lasting:
+            return None
+        done = self._ends
+        now = done | bit
+        places: list[int] = []
+        wanted: list[TapeValue] = []
+        for mark, (some, made) in parts.by_mark.items():
+            if mark & bit and not mark & done:
+                places += some
+                wanted += made
+        places.sort()
+        for value in wanted:
+            if value.demand <= 0:
+                return None
+        found = self._crossing_at(parts, now)
+        if found is None or not self.begin(places):
+            return None
+        self._ends = now
+        given, self._crossing = found
+        return (places, wanted), given
+
+    def _crossing_at(
+        self, parts: ProgramParts, now: int
+    ) -> tuple[Live, set[TapeValue]] | None:
+        """Return what was made for other ends and is needed now, and what will be.
+
+        None: some of it is not kept for autograd.
+
+        Args:
+            parts: The parts of the region's program.
+            now: The bits of the ends that were run, and of the one that is to be.
+        """
+        done = self._ends
+        given: Live = {}
+        later: set[TapeValue] = set()
+        for value, readers in parts.crossing().items():
+            mark = parts.marks[value.producer]
+            if not mark & now:
+                continue
+            for reader in readers:
+                if not reader & now:
+                    if value.demand <= 0:
+                        return None
+                    later.add(value)
+                elif mark & done and not reader & done:
+                    if value not in self.pending or not self._has(value):
+                        return None
+                    given[value] = self.live[value]
+        return given, later
+
     @property
     def is_untouched(self) -> bool:
         """Whether nothing was recomputed so far."""
         return not self._served and not self._run
 
-    def give(self, saved: Saved, task: int) -> Tensor | None:
+    def give(  # noqa: C901, PLR0912 (written out: backward waits for this)
+        self, saved: Saved, task: int
+    ) -> Tensor | None:
         """Return a recomputed tensor, or None if it is not there.
 
         The first time in a backward that is one of the uses that free the value.
@@ -210,37 +282,49 @@ class ReplayCache:
                 this is another one that needs the value.
         """
         value, layout = saved.value, saved.layout
-        live, pending = self.live, self._pending
+        live = self.live
         whole = live.get(value)
         if whole is None:
             return None
-        viewed = None
-        if layout is not None:
+        if layout is None:
+            viewed = None
+        else:
             viewed = live.get(layout)
             if viewed is None:
                 viewed = layout.view(whole)
-        if value in self._given:
+        if self._given and value in self._given:
             self._check(value)
-        left = pending.get(value, 0)
-        is_alone = self._uses is None and value not in self._shared
-        if left == 1 and is_alone and saved.task != task:
-            # The last use, and no other value needs this one; as `use` does.
+        left = self.pending.get(value, 0)
+        is_first = saved.task != task
+        if is_first:
             saved.task = task
-            pending.pop(value, None)
-            live.pop(value, None)
-            if self._given:
-                self._given.pop(value, None)
-            if value.layouts:
-                free(value, live)
-            return whole if viewed is None else viewed
-        if self._lasting or self._uses is not None or left > 1:
+            if (
+                left == 1
+                and self._uses is None
+                and value not in self._shared
+                and value not in self._crossing
+            ):
+                # The last use, and no other value needs this one; as `use` does.
+                self.pending.pop(value, None)
+                live.pop(value, None)
+                if self._given:
+                    self._given.pop(value, None)
+                if value.layouts:
+                    for other in value.layouts.values():
+                        live.pop(other, None)
+                return whole if viewed is None else viewed
+        if (
+            left > 1
+            or self._lasting
+            or self._uses is not None
+            or value in self._crossing
+        ):
             # Only the last view is looked at, so that many take no more than linear
             # time.
             self._given[value] = whole, viewed, _versions(whole, viewed)
-        if saved.task != task:
-            saved.task = task
+        if is_first:
             if left > 1:
-                pending[value] = left - 1
+                self.pending[value] = left - 1
             else:
                 self.use(value)
         return whole if viewed is None else viewed
@@ -268,13 +352,13 @@ class ReplayCache:
 
     def _count_down(self, value: TapeValue) -> bool:
         """Count one use less; return whether a value has none left and is not freed."""
-        pending = self._pending
+        pending = self.pending
         left = pending.get(value, 0) - 1
         if left > 0:
             pending[value] = left
         elif left == 0:
             pending.pop(value, None)
-            if value not in self._shared:
+            if value not in self._shared and value not in self._crossing:
                 if self._uses is not None:
                     return True
                 self._drop(value)
@@ -287,7 +371,7 @@ class ReplayCache:
     def _has(self, value: TapeValue) -> bool:
         """Return whether a value is there to compute others from."""
         if value in self._given:
-            if value in self._pending:
+            if value in self.pending:
                 self._check(value)
             else:
                 whole, viewed, versions = self._given[value]
@@ -309,6 +393,8 @@ class ReplayCache:
             uses: Who reads the values.
         """
         run: dict[int, list[TapeValue]] = {}
+        if self._crossing:
+            self._stop_crossing(uses)
         touched = self._ancestors(operations, [value], run, uses)
         if len(self._run) + len(run) < len(operations):
             self._uses = uses
@@ -330,9 +416,21 @@ class ReplayCache:
                     self._drop(each)  # the program uses it for the last time
         return Program(operations, wanted, dict(sorted(run.items())), given), given
 
+    def _stop_crossing(self, uses: Uses) -> None:
+        """Keep for values to come what was kept for ends, if autograd has used it."""
+        crossing, self._crossing = self._crossing, set()
+        for value in crossing:
+            if value in self.pending or value not in self.live:
+                continue
+            found = next(iter(uses.awaited(value, self, ())), None)
+            if found is None:
+                self._drop(value)
+            else:
+                self._share(value, found)
+
     def take(self, wanted: Iterable[TapeValue], live: Live) -> None:
         """Take values that were recomputed, with their tensors."""
-        pending, served = self._pending, self._served
+        pending, served = self.pending, self._served
         if not served and not self._later and not self._lasting:
             # All at once, as nearly always.
             pending.update([(v, v.demand) for v in wanted if v.demand > 0])
@@ -349,12 +447,32 @@ class ReplayCache:
                     self._spare_bytes -= value.nbytes
         self.live.update(live)
 
+    def take_part(self, wanted: Iterable[TapeValue], live: Live) -> None:
+        """Take all that is wanted of a part of the region, and nothing else of it.
+
+        Args:
+            wanted: The values.
+            live: What running the part has returned. Held values that it has used may
+                be there too, if the last use of all is in another part.
+        """
+        for key in tuple(live):
+            if type(key) is TapeValue and key.hold is not None:
+                free(key, live)
+        if self._later or self._lasting:
+            self.take(wanted, live)
+            return
+        pending = self.pending
+        for value in wanted:
+            pending[value] = value.demand
+        self._served.update(wanted)
+        self.live.update(live)
+
     def _awaited(self, values: Iterable[TapeValue]) -> set[TapeValue]:
         """Return the values that autograd may ask for and that are not at hand."""
         found: set[TapeValue] = set()
         for value in values:
             if value in self._served:
-                if self._lasting or value in self._pending:
+                if self._lasting or value in self.pending:
                     found.add(value)
             # `is_wanted`, written out for the common case.
             elif value.demand > 0 and (value.hold is None or is_wanted(value)):

@@ -1,0 +1,119 @@
+"""Which program recomputes a value, where that takes no search."""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from recoup.engine.lifetime.values import TapeOperation, TapeValue
+from recoup.engine.replay.program import Live, Program
+from recoup.engine.replay.program_parts import Part
+from recoup.engine.replay.replay_cache import ReplayCache, wanted_of
+
+
+class RecordedTape(Protocol):
+    """What a region ran, and what autograd saved in it."""
+
+    operations: list[TapeOperation]
+    saved: dict[TapeValue, None]
+
+
+def whole_program(
+    recall: ReplayCache,
+    program: Program | None,
+    value: TapeValue,
+    saved: Iterable[TapeValue],
+) -> Program | None:
+    """Return a program of one end, if a value needs all of it and none of it was run.
+
+    Args:
+        recall: What was recomputed so far.
+        program: What recomputes everything, if that is known.
+        value: The value that is asked for.
+        saved: What autograd saved in the region.
+    """
+    if (
+        program is None
+        or value.hold is not None
+        or value.producer != len(program.operations) - 1
+        or not recall.is_untouched
+    ):
+        return None
+    # Fewer are wanted than at first if autograd has freed some by now.
+    return program if len(wanted_of(saved)) == len(program.wanted) else None
+
+
+def program_at_once(
+    recall: ReplayCache, program: Program | None, tape: RecordedTape
+) -> Program | None:
+    """Return the program that recomputes everything, unless some of it was run."""
+    if not recall.is_untouched:
+        return None
+    wanted = wanted_of(tape.saved)
+    if program is not None and len(wanted) == len(program.wanted):
+        return program
+    return Program(tape.operations, wanted)
+
+
+def program_for(
+    recall: ReplayCache, program: Program | None, value: TapeValue, tape: RecordedTape
+) -> Program | None:
+    """Return a program that recomputes a value, of all of a region or of a part.
+
+    It frees what is held at its last use in the part, as of what a tier brings back.
+    """
+    if program is None or program.has_one_end:
+        return whole_program(recall, program, value, tape.saved)
+    found = None if value.hold is not None else program.part_at(value.producer)
+    if found is None or not recall.begin(found[0]):
+        return None
+    places, made = found
+    among = {place: program.operations[place].reads() for place in places}
+    return Program(program.operations, [v for v in made if v.demand > 0], among)
+
+
+def part_for(
+    recall: ReplayCache, program: Program, value: TapeValue
+) -> tuple[Part, Live] | None:
+    """Return a part of a program that makes a value, and the tensors to start from."""
+    if value.hold is not None:
+        return None
+    parts = program.parts
+    part = parts.alone.get(value.producer)
+    if part is None:
+        if program.has_writes:
+            return None
+        return recall.begin_shared(parts, value.producer)
+    for each in part[1]:
+        if each.demand <= 0:
+            return None
+    return (part, {}) if recall.begin(part[0]) else None
+
+
+Choice = tuple[Program, Part | None, Live | None]
+"""A program, the part of it to run, if not all, and the tensors to start from."""
+
+
+def choice_for(
+    recall: ReplayCache,
+    program: Program | None,
+    value: TapeValue,
+    tape: RecordedTape,
+    *,
+    at_once: bool,
+) -> Choice | None:
+    """Return what recomputes a value, in the fewest steps.
+
+    Args:
+        recall: What was recomputed so far.
+        program: What recomputes everything, if that is known.
+        value: The value that is asked for.
+        tape: What the region ran and autograd saved.
+        at_once: Everything is to be recomputed.
+    """
+    if at_once:
+        whole = program_at_once(recall, program, tape)
+    elif program is None or program.has_one_end:
+        whole = whole_program(recall, program, value, tape.saved)
+    else:
+        found = part_for(recall, program, value)
+        return None if found is None else (program, *found)
+    return None if whole is None else (whole, None, None)
