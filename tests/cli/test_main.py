@@ -558,7 +558,7 @@ WRONG = [
     (["fit", "steps.py:make", "--budget", "x%"], USAGE, "up to 100%"),
     (["fit", "steps.py:make", "--budget", "1KiB"], INFEASIBLE, "cannot be met"),
     (["fit", "steps.py:make", "--points", "1"], USAGE, "points"),
-    (["fit", "steps.py:make", "--compile", "fast"], USAGE, "exact or inductor"),
+    (["fit", "steps.py:make", "--compile", "fast"], USAGE, "exact, inductor or auto"),
     (["fit", "steps.py:make", "--compile", "exact", "--offload"], USAGE, "--offload"),
     (["fit", "steps.py:make", "--page", "no/such/page.html"], FILE, "no folder"),
     (["fit", "steps.py:make", "--page", "."], FILE, "it is a folder"),

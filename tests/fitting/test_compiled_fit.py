@@ -59,6 +59,18 @@ class Layer(nn.Module):
         return hidden + self.narrow(functional.gelu(self.wide(hidden)))
 
 
+class Perceptron(nn.Module):
+    """A layer that is compiled in little time."""
+
+    def __init__(self, width=32):
+        super().__init__()
+        self.wide = nn.Linear(width, 4 * width)
+        self.narrow = nn.Linear(4 * width, width)
+
+    def forward(self, hidden):
+        return hidden + self.narrow(torch.tanh(self.wide(hidden)))
+
+
 class Normed(nn.Module):
     """A convolution whose BatchNorm counts its batches."""
 
@@ -245,7 +257,7 @@ class TestModels:
             pytest.skip("Inductor needs a C++ compiler, and there is no g++")
         block = nn.Sequential(nn.Linear(16, 64), nn.Dropout(0.5), nn.Tanh())
         x = torch.randn(32, 16, requires_grad=True)
-        joint = probe(block, "inductor", (x,), {})
+        joint = probe(block, "inductor", x)
         assert joint.draws
         costs = costed(joint, KernelTimes(torch.device("cpu")))
         fastest, *_, smallest = saved_sets(costs)
@@ -259,6 +271,16 @@ class TestModels:
             )
         assert smallest.held_bytes < fastest.held_bytes
         assert same(*found)
+
+    def test_eager_kernels_draw_a_mask_again_instead_of_saving_it(self):
+        model, batch = stack(Layer, 3), tokens(batch=16)
+        twin = copy.deepcopy(model)
+        with pytest.raises(InfeasibleError) as caught:
+            fitted(model, batch, 1000)
+        report = fitted(model, batch, caught.value.floor_bytes)
+        mask_bytes = batch.numel()
+        assert all(block.held_bytes < mask_bytes for block in report.plan.blocks)
+        assert same(outcome(model, batch), outcome(twin, batch))
 
     def test_a_block_that_cannot_be_captured_runs_in_a_region(self):
         torch.manual_seed(0)
@@ -275,11 +297,144 @@ class TestModels:
         with pytest.raises(UnsupportedError, match="Use compile=False"):
             fitted(stack(Branching, 3), tokens(), 0.9, blocks=["0", "1", "2"])
 
-    def test_what_is_compiled_already_is_refused(self):
-        model = stack(Layer, 2)
-        model[0].compile(backend="eager")
-        with pytest.raises(UnsupportedError, match="compiled parts"):
-            fitted(model, tokens(), 0.9)
+
+def compiled_by_the_user(model, how) -> Any:
+    """Compile the blocks of a model, or all of it; return the model."""
+    if how == "the model in place":
+        model.compile(backend="eager")
+    elif how == "the model wrapped":
+        return torch.compile(model, backend="eager")
+    for place, block in enumerate(list(model)):
+        if how == "blocks in place":
+            block.compile(backend="eager")
+        elif how == "blocks wrapped":
+            model[place] = torch.compile(block, backend="eager")
+        elif how == "forwards":
+            block.forward = torch.compile(block.forward, backend="eager")
+    return model
+
+
+HOW = (
+    "blocks in place",
+    "blocks wrapped",
+    "forwards",
+    "the model in place",
+    "the model wrapped",
+)
+
+
+def calls_of(model):
+    """Return what stands in the place of modules' own calls and forwards."""
+    return [
+        (vars(module).get("_compiled_call_impl"), vars(module).get("forward"))
+        for module in model.modules()
+    ]
+
+
+class TestCompiledByTheUser:
+    @pytest.mark.parametrize("how", HOW)
+    def test_it_is_planned_and_comes_back(self, how):
+        model, batch = stack(Layer, 3), tokens()
+        twin = copy.deepcopy(model)
+        model = compiled_by_the_user(model, how)
+        before = calls_of(model)
+        report = fitted(model, batch, 0.6)
+        assert len(report.plan.blocks) == 3
+        assert report.difference == 0
+        resident = sum(p.nbytes for p in model.parameters()) + batch.nbytes
+        assert resident + peak_of(model, batch) <= report.budget_bytes
+        assert same(outcome(model, batch), outcome(twin, batch))
+        report.remove()
+        assert calls_of(model) == before
+        assert same(outcome(model, batch), outcome(twin, batch))
+
+    @pytest.mark.parametrize("how", HOW)
+    def test_without_compile_it_is_refused_in_one_sentence(self, how):
+        model = compiled_by_the_user(stack(Layer, 3), how)
+        before = calls_of(model)
+        with pytest.raises(UnsupportedError, match=r'use fit.*compile="inductor"'):
+            recoup.fit(model, tokens(), 0.9, loss=torch.sum)
+        assert calls_of(model) == before
+
+    def test_a_fit_that_fails_leaves_it(self):
+        model = compiled_by_the_user(stack(Layer, 3), "blocks in place")
+        before = calls_of(model)
+        with pytest.raises(InfeasibleError):
+            fitted(model, tokens(), 1000)
+        assert calls_of(model) == before
+
+    def test_a_model_that_is_compiled_after_fit_keeps_its_budget(self):
+        model, batch = stack(Layer), tokens()
+        report = fitted(model, batch, 0.6)
+        resident = sum(p.nbytes for p in model.parameters()) + batch.nbytes
+        compiled = torch.compile(model, backend="aot_eager")
+        assert resident + peak_of(compiled, batch) <= report.budget_bytes
+        model.compile(backend="aot_eager")
+        assert resident + peak_of(model, batch) <= report.budget_bytes
+
+
+class Numbered(Layer):
+    """A layer that computes with its number, which the compiler takes for constant."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.number = number
+
+    def forward(self, hidden):
+        return super().forward(hidden) * (1 + self.number / 100)
+
+
+class TestCaptures:
+    def test_blocks_are_captured_under_the_steps_autocast(self):
+        model, batch = stack(lambda: Layer(dropout=0), 3), tokens()
+
+        def step():
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(batch).float().sum()
+            loss.backward()
+
+        report: Any
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", BudgetWarning)
+            _, report = recoup.fit(model, step=step, budget=0.7, compile="exact")
+            step()
+        assert len(report.plan.blocks) == 3
+        # Attention in bfloat16 rounds otherwise when it is captured.
+        assert report.difference < 0.02
+
+    def test_more_unlike_blocks_than_the_compiler_allows_are_all_compiled(self):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Numbered(number) for number in range(10)))
+        twin, batch = copy.deepcopy(model), tokens(batch=2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", BudgetWarning)
+            report = fitted(model, batch, 0.7)
+            assert same(outcome(model, batch), outcome(twin, batch))
+        assert report.measured_peak_bytes <= report.budget_bytes
+
+
+class TestAuto:
+    def test_all_executors_are_measured_and_the_report_says_so(self):
+        if shutil.which("g++") is None:
+            pytest.skip("Inductor needs a C++ compiler, and there is no g++")
+        model, batch = stack(Perceptron, 3), tokens(batch=2)
+        report = fitted(model, batch, 0.9, "auto")
+        assert set(report.contenders) == {"inductor", "exact", "False"}
+        assert "measured: inductor" in str(report)
+        assert report.numbers()["contenders"] == report.contenders
+        assert report.measured_peak_bytes <= report.budget_bytes
+        report.remove()
+        assert not compiled_blocks_in(model)
+
+    def test_what_only_one_of_them_can_run_is_taken(self):
+        model = stack(Branching, 3)
+        report = fitted(model, tokens(), 0.9, "auto", blocks=["0", "1", "2"])
+        assert isinstance(report, recoup.results.Fit)
+        assert "cannot" in report.contenders["exact"]
+
+    def test_a_budget_that_none_of_them_meets_is_refused(self):
+        with pytest.raises(InfeasibleError):
+            fitted(stack(Branching, 3), tokens(), 1000, "auto", blocks=["0", "1", "2"])
 
 
 class TestBudgets:

@@ -110,7 +110,10 @@ NAMES = {
 COMPILER = (
     "torch._dynamo.backends.common.aot_autograd",
     "torch._functorch._aot_autograd.utils.make_boxed_func",
-    "torch._functorch.partitioners",
+    "torch._functorch.config.graphsafe_rng_functionalization",
+    "torch._functorch.partitioners.choose_saved_values_set",
+    "torch._functorch.partitioners.functionalize_rng_ops",
+    "torch._functorch.partitioners.min_cut_rematerialization_partition",
     "torch._inductor.custom_graph_pass.CustomPartitionerFn",
 )
 """Names that only `fit(..., compile=...)` needs; importing them takes seconds."""

@@ -53,7 +53,8 @@ CompileText = Annotated[
     typer.Option(
         "--compile",
         metavar="HOW",
-        help="Compile the blocks: exact (eager kernels) or inductor.",
+        help="Compile the blocks: exact (eager kernels), inductor, or auto: the "
+        "fastest of these and of not compiling.",
     ),
 ]
 Dry = Annotated[
@@ -114,8 +115,8 @@ def check_compile(how: str | None, refused: Mapping[str, object]) -> None:
     """
     if how is None:
         return
-    if how not in ("exact", "inductor"):
-        raise UsageError(f"expected --compile exact or inductor, got {how!r}.")
+    if how not in ("exact", "inductor", "auto"):
+        raise UsageError(f"expected --compile exact, inductor or auto, got {how!r}.")
     for name, given in refused.items():
         if given:
             raise UsageError(

@@ -8,12 +8,14 @@ by dynamic programming, compile and measure what was chosen, check it on a real 
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from recoup.backend.compiler.partitioning import Executor, saved_bytes
 from recoup.backend.compiler.recognition import is_sharded
+from recoup.backend.compiler.suspension import written_path
 from recoup.core.compiled_plan import (
     BlockFrame,
     BlockOption,
@@ -175,7 +177,7 @@ class CompiledFit(FitResult):
             f"{print_bytes(self.plain_peak_bytes)}); step "
             f"{print_seconds(self.measured_seconds)}, {share:+.1%} against the plain "
             f"step; {compiled} blocks compiled ({self.plan.executor}), "
-            f"{len(self.eager)} not; gradients {self._gradients()}"
+            f"{len(self.eager)} not; gradients {self._gradients()}{self._compared()}"
         )
 
     def _gradients(self) -> str:
@@ -275,7 +277,7 @@ class _Search:
             self._tell(f"capturing {name}")
             block = blocks[name]
             try:
-                joint = probe(block, self._executor, call.args, call.kwargs)
+                joint = call.run(partial(probe, block, self._executor))
             except UnsupportedError as error:
                 alike = (n for n, kind in found.kinds.items() if kind == number)
                 self.eager.update(dict.fromkeys(alike, str(error)))
@@ -448,6 +450,7 @@ def fit_compiled(
             "DistributedDataParallel."
         )
     names = blocks or repeated_names(model, block_names(model))
+    names = [written_path(model, name) for name in names]
     found = {name: block_at(model, name) for name in names}
     search = _Search(step, executor, tell, plain.resident)
     reserved = plain.reserved_bytes

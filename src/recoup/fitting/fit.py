@@ -3,6 +3,7 @@
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
@@ -11,6 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from recoup.backend.compiler.partitioning import Executor
+from recoup.backend.compiler.recognition import is_compiled
+from recoup.backend.compiler.suspension import suspended_compilation
 from recoup.backend.memory.meters import is_out_of_memory
 from recoup.backend.state.model_state import evaluation_advice
 from recoup.backend.state.snapshots import StepSnapshot
@@ -23,7 +27,6 @@ from recoup.engine.verification.replay_check import Verify, check_verify
 from recoup.errors import (
     BudgetWarning,
     InfeasibleError,
-    UnsupportedError,
     UsageError,
 )
 from recoup.fitting.arguments import actions_of, one_model, optimizers_of
@@ -35,6 +38,7 @@ from recoup.fitting.collected_findings import (
     graph_findings,
 )
 from recoup.fitting.compiled_fit import CompiledFit, PlainStep, fit_compiled
+from recoup.fitting.contenders import fastest
 from recoup.fitting.fit_result import FitResult
 from recoup.fitting.following.adaptation import Adapted
 from recoup.fitting.progress import Progress, progress_for
@@ -225,6 +229,7 @@ class Fit(FitResult):
             f"(predicted {predicted}, plain {plain}); step "
             f"{print_seconds(self.measured_seconds)}, {slower:+.1%} by prediction; "
             f"{self._actions()}, optimality gap at most {self.gap:.1%}"
+            f"{self._compared()}"
         )
 
     def _actions(self) -> str:
@@ -357,8 +362,9 @@ def fit(  # noqa: PLR0913 (a step can be described in several ways)
             eager kernels; gradients are bitwise those of the plain model wherever its
             kernels are deterministic. "inductor": the same partitions, compiled;
             gradients are those of the compiled model, and the report says how far that
-            is from the plain one. "auto": measure eager and Inductor, take the faster.
-            See the guide "Compiled models".
+            is from the plain one. "auto": measure all three, take the fastest. Parts
+            that are compiled already run as they were written until `remove`. See the
+            guide "Compiled models".
 
     Returns:
         The model, and what was done to it. `Fit.remove` takes it off again.
@@ -397,17 +403,21 @@ def fit(  # noqa: PLR0913 (a step can be described in several ways)
         warnings.warn(BudgetWarning(advice), stacklevel=user_stacklevel())
     known = plans_in(described.model)
     try:
-        report = _fitted(
-            described,
-            budget,
-            optimizers,
-            allowed,
-            verify,
-            compile,
-            blocks,
-            progress,
-            rerun=rerun,
-        )
+        around = suspended_compilation(described.model) if compile else nullcontext()
+        with around:
+            report = _fitted(
+                described,
+                budget,
+                optimizers,
+                allowed,
+                verify,
+                _executors(compile, described.model),
+                blocks,
+                progress,
+                rerun=rerun,
+            )
+        if isinstance(report, CompiledFit):
+            report.apply()
         report.total_seconds = time.perf_counter() - started
         if isinstance(report, Fit):
             report.verify = verify
@@ -420,19 +430,30 @@ def fit(  # noqa: PLR0913 (a step can be described in several ways)
         raise
 
 
+def _executors(
+    compile: Compile,  # noqa: A002
+    model: nn.Module,
+) -> tuple[Literal[False] | Executor, ...]:
+    """Return who is to run the blocks; of several, the fastest is taken."""
+    if compile != "auto":
+        return (compile,)
+    # The tape cannot record what the user has compiled.
+    return ("inductor", "exact") if is_compiled(model) else ("inductor", "exact", False)
+
+
 def _fitted(  # noqa: PLR0913 (what the step and the budget are)
     described: TrainingStep,
     budget: Budget,
     optimizers: Sequence[Optimizer],
     allowed: frozenset[Action],
     verify: Verify,
-    compile: Compile,  # noqa: A002
+    executors: Sequence[Literal[False] | Executor],
     blocks: Sequence[str] | None,
     progress: Progress | bool | None,  # noqa: FBT001
     *,
     rerun: bool | None,
 ) -> Fit | CompiledFit:
-    """Measure the step, then find and apply a plan that fits."""
+    """Measure the step, then find a plan that fits; an eager one is applied."""
     with (
         progress_for(progress, runs=_RUNS) as course,
         untouched(described) as repeated,
@@ -443,13 +464,15 @@ def _fitted(  # noqa: PLR0913 (what the step and the budget are)
         loop.measure(blocks)
         plain_bytes = loop.search.plain_bytes + loop.reserved_bytes
         asked_bytes = loop.asked_bytes(budget)
-        compiled = None
-        eager = None
         try:
-            if compile:
-                compiled = _compiled(counted, loop, asked_bytes, compile, blocks)
-            if not compile or compile == "auto":
-                eager = _eager(described.model, loop, asked_bytes, compiled)
+            return fastest(
+                {
+                    str(executor): partial(
+                        _fit_by, executor, counted, loop, asked_bytes, blocks
+                    )
+                    for executor in executors
+                }
+            )
         except InfeasibleError as error:
             told = in_units_of(error, budget, plain_bytes)
             told.page = partial(
@@ -460,7 +483,6 @@ def _fitted(  # noqa: PLR0913 (what the step and the budget are)
                 loop.reserved_bytes,
             )
             raise told from None
-    return _faster(eager, compiled)
 
 
 def _infeasible_page(
@@ -479,60 +501,32 @@ def _infeasible_page(
     )
 
 
-def _eager(
-    model: nn.Module, loop: ClosedLoop, asked_bytes: int, other: CompiledFit | None
-) -> Fit | None:
-    """Return the fit without a compiler, applied; None: it cannot, another one can."""
-    try:
-        settled = loop.settle(asked_bytes)
-    except InfeasibleError:
-        if other is None:
-            raise
-        return None
-    settled.attempt.adapted.finish_measuring()
-    return _report(model, loop, asked_bytes, settled)
-
-
-def _compiled(
+def _fit_by(
+    executor: Literal[False] | Executor,
     step: TrainingStep,
     loop: ClosedLoop,
     asked_bytes: int,
-    compile: Compile,  # noqa: A002
     blocks: Sequence[str] | None,
-) -> CompiledFit | None:
-    """Return the fit with compiled blocks, not applied; None: auto, and it cannot."""
-    try:
-        return fit_compiled(
-            step,
-            asked_bytes,
-            executor="exact" if compile == "exact" else "inductor",
-            plain=PlainStep(
-                loop.search.plain_bytes + loop.reserved_bytes,
-                loop.search.plain_seconds,
-                loop.graph,
-                loop.resident,
-                loop.reserved_bytes,
-            ),
-            blocks=blocks,
-            tell=loop.tell,
-        )
-    except (InfeasibleError, UnsupportedError):
-        if compile != "auto":
-            raise
-        return None
-
-
-def _faster(eager: Fit | None, compiled: CompiledFit | None) -> Fit | CompiledFit:
-    """Return the faster of two fits, and leave that one applied."""
-    if compiled is None:
-        assert eager is not None, "one of the two is there, or an error was raised"
-        return eager
-    if eager is not None:
-        if eager.measured_seconds <= compiled.measured_seconds:
-            return eager
-        eager.remove()
-    compiled.apply()
-    return compiled
+) -> Fit | CompiledFit:
+    """Return the fit without a compiler, applied, or that with one, not applied."""
+    if not executor:
+        settled = loop.settle(asked_bytes)
+        settled.attempt.adapted.finish_measuring()
+        return _report(step.model, loop, asked_bytes, settled)
+    return fit_compiled(
+        step,
+        asked_bytes,
+        executor=executor,
+        plain=PlainStep(
+            loop.search.plain_bytes + loop.reserved_bytes,
+            loop.search.plain_seconds,
+            loop.graph,
+            loop.resident,
+            loop.reserved_bytes,
+        ),
+        blocks=blocks,
+        tell=loop.tell,
+    )
 
 
 def check_compile(compile: object, allowed: Iterable[Action]) -> None:  # noqa: A002

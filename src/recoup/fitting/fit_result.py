@@ -1,6 +1,7 @@
 """The result of `fit` with any executor: the model and its costs."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -32,6 +33,8 @@ class FitResult(ABC):
         reserved_bytes: Kept free for optimizer state that does not exist yet.
         total_seconds: How long all of `fit` took.
         rounds: How many plans were tried on a real step.
+        contenders: With `compile="auto"`: for each executor the time of its step, or
+            why it cannot run it.
     """
 
     model: nn.Module
@@ -46,6 +49,9 @@ class FitResult(ABC):
     reserved_bytes: int
     total_seconds: float = 0.0
     rounds: int
+    contenders: Mapping[str, str] = field(
+        default_factory=dict[str, str], repr=False, kw_only=True
+    )
 
     _COSTS: ClassVar[tuple[str, ...]] = (
         "budget_bytes",
@@ -74,7 +80,10 @@ class FitResult(ABC):
 
     def numbers(self) -> dict[str, Any]:
         """Return what it costs as plain data, for other programs."""
-        return {name: getattr(self, name) for name in self._COSTS}
+        found = {name: getattr(self, name) for name in self._COSTS}
+        if self.contenders:
+            found["contenders"] = dict(self.contenders)
+        return found
 
     def write_page(self, path: str | Path, *, title: str = "") -> Path:
         """Write one self-contained HTML page: memory, plans, blocks, baselines."""
@@ -84,6 +93,13 @@ class FitResult(ABC):
 
     def _repr_html_(self) -> str:
         return fragment(self.findings(points=0))
+
+    def _compared(self) -> str:
+        """Return in words which contenders there were; empty: one only."""
+        if not self.contenders:
+            return ""
+        found = ", ".join(f"{name} {said}" for name, said in self.contenders.items())
+        return f"; measured: {found}"
 
     def _memory(self, peak_bytes: int, how: str = "measured") -> str:
         return (

@@ -24,6 +24,11 @@ _REDUCTIONS = frozenset(
 )
 
 
+_STATE_BYTES = 1 << 14
+"""What is saved in place of random numbers must be less than they are: the state of the
+CPU's generator has 5 KB."""
+
+
 @dataclass(frozen=True, slots=True)
 class KernelCall:
     """How to run one operator of a joint graph by itself, to time it.
@@ -63,8 +68,8 @@ class JointGraph:
         digest: Identifies the structure: operators and connections, not sizes. Graphs
             of one digest have the same node names.
         graph: Operators and values. Times are zero: see `measure.joint_costs`. An
-            operator that must not run twice (random numbers, writes, collectives) is
-            not replayable.
+            operator that must not run twice (writes, collectives, random numbers that
+            the compiler draws) is not replayable.
         names: The node of each value.
         demanded: The values that backward reads.
         resident: Values that are in memory in any case: parameters and buffers.
@@ -139,7 +144,8 @@ class _Reader:
                 0.0,
                 reads,
                 tuple(makes),
-                replayable=not is_final(node) and written.isdisjoint(reads),
+                replayable=self._is_replayable(node, makes)
+                and written.isdisjoint(reads),
             )
             for node, reads, makes in self._operations
         )
@@ -213,6 +219,16 @@ class _Reader:
             if node in required or any(user in self._backward for user in node.users):
                 found[value] = None
         yield from found
+
+    def _is_replayable(self, node: fx.Node, makes: list[int]) -> bool:
+        """Return whether a node may run again in backward.
+
+        Eager kernels draw from a generator, whose state can be saved in place of what
+        they drew. The state takes some kilobytes.
+        """
+        if self._types is None and draws_again(node):
+            return sum(self._storages[v].bytes for v in makes) > _STATE_BYTES
+        return not is_final(node)
 
     def _is_fused(self, node: fx.Node) -> bool:
         if self._types is None or _is_reduction(node):
@@ -318,6 +334,21 @@ def is_random(node: fx.Node) -> bool:
             given = node.args[place] if place < len(node.args) else None
             return node.kwargs.get("dropout_p", given) not in (0, 0.0, None)
     return True
+
+
+def draws_again(node: fx.Node) -> bool:
+    """Return whether a random node draws the same again from the same generator state.
+
+    Higher-order operators, and operators that write to their arguments, do not.
+    """
+    target = node.target
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and torch.Tag.nondeterministic_seeded in target.tags
+        and not target._schema.is_mutable
+        and is_random(node)
+        and node.meta.get("recompute") is None
+    )
 
 
 def is_final(node: fx.Node) -> bool:

@@ -14,7 +14,12 @@ import torch
 from torch import fx
 
 from recoup.backend import capabilities
-from recoup.backend.compiler.joint_graphs import JointGraph, is_random, read_joint_graph
+from recoup.backend.compiler.joint_graphs import (
+    JointGraph,
+    draws_again,
+    is_random,
+    read_joint_graph,
+)
 from recoup.errors import UnsupportedError
 
 Executor = Literal["exact", "inductor"]
@@ -82,6 +87,8 @@ class Partitioner:
             forward, backward = partitioners.min_cut_rematerialization_partition(
                 module, inputs, **kwargs
             )
+        if known[0] and self._executor == "exact":
+            forward, backward = _draw_again(module, forward, backward)
         if known[0]:
             _refuse_random_twice(forward, backward)
         return forward, backward
@@ -98,6 +105,34 @@ class Partitioner:
     def is_probe(self) -> bool:
         """Whether it only looks at joint graphs."""
         return self._probe is not None
+
+
+def _draw_again(
+    joint: fx.GraphModule, forward: fx.GraphModule, backward: fx.GraphModule
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Let backward draw forward's random numbers again, from the generator's state.
+
+    Torch's own functions do it, as for checkpointing inside a compiled function.
+    """
+    from torch._functorch import config, partitioners
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    again = {node.name for node in backward.graph.nodes if draws_again(node)}
+    again &= {node.name for node in forward.graph.nodes}
+    if not again:
+        return forward, backward
+    for node in joint.graph.nodes:
+        if node.name in again:
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    (output,) = (node for node in forward.graph.nodes if node.op == "output")
+    numbers = (torch.SymInt, torch.SymFloat, torch.SymBool)
+    symbols = sum(
+        isinstance(node, fx.Node) and isinstance(node.meta.get("val"), numbers)
+        for node in output.args[0]
+    )
+    # The other way to save the state changes the signature of both functions.
+    with config.patch(graphsafe_rng_functionalization=False):
+        return partitioners.functionalize_rng_ops(joint, forward, backward, symbols)
 
 
 def _refuse_random_twice(forward: fx.GraphModule, backward: fx.GraphModule) -> None:

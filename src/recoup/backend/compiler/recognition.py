@@ -105,6 +105,20 @@ def call_slot(module: nn.Module) -> str:
 
 def _is_compiled_module(module: Any) -> bool:
     return isinstance(module, nn.Module) and any(
-        hasattr(part, "_orig_mod") or part._compiled_call_impl is not None
+        part._compiled_call_impl is not None or has_compiled_forward(part)
         for part in module.modules()
+    )
+
+
+def has_compiled_forward(module: nn.Module) -> bool:
+    """Return whether a compiled function is in the place of a module's `forward`.
+
+    Also if it is one of the modules that `torch.compile` returns.
+    """
+    forward = vars(module).get("forward")
+    wrapped = vars(module).get("_modules", {}).get("_orig_mod")
+    if wrapped is not None:
+        return getattr(forward, "__self__", None) is not wrapped
+    return hasattr(forward, "_torchdynamo_orig_callable") and not getattr(
+        forward, "_torchdynamo_disable", False
     )

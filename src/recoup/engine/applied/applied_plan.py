@@ -115,7 +115,8 @@ class Applied:
             raise UnsupportedError(
                 f"a plan cannot be applied to this {type(model).__name__}: it has "
                 "compiled parts, whose operators cannot be seen. Apply the plan to the "
-                "model before torch.compile, or use checkpoint_module on its blocks."
+                'model before torch.compile, use fit(..., compile="inductor"), which '
+                "compiles the blocks itself, or checkpoint_module on its blocks."
             )
         _refuse_two_plans(model)
         if isinstance(plan, Plan) and plan.model not in ("", digest_of(model)):

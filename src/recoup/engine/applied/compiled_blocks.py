@@ -25,7 +25,8 @@ from recoup.backend.compiler.partitioning import (
     hits_recompile_limit,
     with_own_code,
 )
-from recoup.backend.compiler.recognition import is_compiled
+from recoup.backend.compiler.recognition import leave_uncompiled
+from recoup.backend.compiler.suspension import SuspendedCompilation
 from recoup.core.compiled_plan import BlockPartition, CompiledPlan
 from recoup.engine.applied.applied_plan import digest_of
 from recoup.engine.scopes.scope import CheckpointScope
@@ -35,9 +36,9 @@ Forward = Callable[..., Any]
 
 
 def probe(
-    block: nn.Module, executor: Executor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    block: nn.Module, executor: Executor, /, *args: Any, **kwargs: Any
 ) -> JointGraph:
-    """Return the joint graph of a call of a block, without compiling it.
+    """Return the joint graph of a block for some arguments, without compiling it.
 
     Raises:
         UnsupportedError: The block cannot be captured as one graph.
@@ -61,8 +62,10 @@ def probe(
 class CompiledForward:
     """The forward of a block: compiled where gradients are recorded, else as written.
 
-    A call with more kinds of inputs than the compiler allows runs in a region that
-    recomputes everything, with a warning.
+    The compiler limits for how many kinds of inputs it compiles one code object, and
+    numbers that are attributes of a module count as such. Beyond the limit a block gets
+    code of its own; beyond that of its own it runs in a region that recomputes
+    everything, with a warning.
 
     Args:
         block: The block.
@@ -77,21 +80,30 @@ class CompiledForward:
         self._partition = partition
         self._executor: Executor = executor
         self.eager = MethodType(forward_of(block), block)
-        if partition.digest:
-            code, backend = _code_for(forward_of(block), _key(partition), executor)
-            self._run = compiled_by(MethodType(code, block), backend)
-        else:
-            self._run = self._in_region
+        self._is_shared = True
+        self._run = self._compiled("") if partition.digest else self._in_region
 
+    def _compiled(self, owner: str) -> Forward:
+        """Return the compiled forward, by the code of its kind or of one block."""
+        function, key = forward_of(self._block), _key(self._partition)
+        code, backend = _code_for(function, key, self._executor, owner)
+        return compiled_by(MethodType(code, self._block), backend)
+
+    @leave_uncompiled  # a compiler of the whole model would partition it by its own
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block."""
         if not torch.is_grad_enabled():
             return self.eager(*args, **kwargs)
-        try:
-            return self._run(*args, **kwargs)
-        except Exception as error:
-            if not hits_recompile_limit(error):
-                raise
+        while True:
+            try:
+                return self._run(*args, **kwargs)
+            except Exception as error:
+                if not hits_recompile_limit(error):
+                    raise
+            if not self._is_shared:
+                break
+            self._is_shared = False
+            self._run = self._compiled(self._partition.module)
         self._run = self._in_region
         warnings.warn(
             BudgetWarning(
@@ -133,12 +145,14 @@ def _key(partition: BlockPartition) -> _Key:
 
 @functools.lru_cache(maxsize=512)
 def _code_for(
-    function: FunctionType, key: _Key, executor: Executor
+    function: FunctionType, key: _Key, executor: Executor, owner: str
 ) -> tuple[FunctionType, dict[str, Any]]:
     """Return code of its own for a partition, and the backend that compiles it.
 
-    Blocks share what this returns: Dynamo looks compiled code up by both.
+    Blocks share what this returns: Dynamo looks compiled code up by both. An owner is
+    the path of a block that does not share it.
     """
+    del owner
     kind, digest, saves, planned_bytes = key
 
     def notice(joint: JointGraph, found_bytes: int | None) -> None:
@@ -167,13 +181,16 @@ def _code_for(
 class CompiledBlocks:
     """A compiled plan on the blocks of a model, until `remove`.
 
+    What was compiled before runs as it was written meanwhile.
+
     Args:
         model: The model.
         plan: The plan.
 
     Raises:
         PlanError: The plan was made for another model.
-        UnsupportedError: Blocks are compiled already.
+        UnsupportedError: The forward of a block cannot be compiled.
+        UsageError: A compiled plan is active on a block already.
     """
 
     def __init__(self, model: nn.Module, plan: CompiledPlan) -> None:
@@ -184,19 +201,25 @@ class CompiledBlocks:
             )
         executor = cast("Executor", plan.executor)
         forwards: dict[nn.Module, CompiledForward] = {}
-        for partition in plan.blocks:
-            block = block_at(model, partition.module)
-            forwards[block] = CompiledForward(block, partition, executor)
+        self._suspended = SuspendedCompilation(model)
+        try:
+            for partition in plan.blocks:
+                block = block_at(model, partition.module)
+                forwards[block] = CompiledForward(block, partition, executor)
+        except BaseException:
+            self._suspended.restore()
+            raise
         for block, forward in forwards.items():
             block.__dict__["forward"] = forward
         self._blocks = list(forwards)
 
     def remove(self) -> None:
-        """Give the blocks their own forwards again."""
+        """Give the blocks their own forwards again, compiled or not."""
         for block in self._blocks:
             if isinstance(block.__dict__.get("forward"), CompiledForward):
                 del block.__dict__["forward"]
         self._blocks = []
+        self._suspended.restore()
 
 
 def block_at(model: nn.Module, path: str) -> nn.Module:
@@ -204,7 +227,6 @@ def block_at(model: nn.Module, path: str) -> nn.Module:
 
     Raises:
         PlanError: The model has no such module.
-        UnsupportedError: The block is compiled already.
         UsageError: A compiled plan is active on it.
     """
     try:
@@ -214,11 +236,6 @@ def block_at(model: nn.Module, path: str) -> nn.Module:
             f"expected a module {path!r} in this {type(model).__name__}; apply the "
             "plan to the model it was made for."
         ) from error
-    if is_compiled(block):
-        raise UnsupportedError(
-            f"{path!r} is compiled already; give fit the model before compile(), it "
-            "compiles the blocks itself."
-        )
     if isinstance(block.__dict__.get("forward"), CompiledForward):
         raise UsageError(
             f"a compiled plan is active on {path!r} already; call its remove() first."

@@ -4,12 +4,13 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from recoup.backend.autograd.autocast import AutocastState, autocast_as, autocast_states
 from recoup.backend.compiler.joint_graphs import JointGraph, KernelCall, TensorSpec
 from recoup.backend.memory.ledger import storages_in
 from recoup.backend.memory.meters import interval_meter
@@ -20,6 +21,7 @@ from recoup.measurement.steps.training_step import TrainingStep
 from recoup.measurement.timing.pace import least_seconds, seconds_of
 
 Forward = Callable[..., Any]
+Result = TypeVar("Result")
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
@@ -31,10 +33,17 @@ class BlockCall:
     Attributes:
         args: Positional arguments.
         kwargs: Keyword arguments.
+        autocast: How autocast stood.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    autocast: tuple[AutocastState, ...] = ()
+
+    def run(self, function: Callable[..., Result]) -> Result:
+        """Call a function with the arguments, under the same autocast."""
+        with autocast_as(self.autocast):
+            return function(*self.args, **self.kwargs)
 
 
 @dataclass(frozen=True)
@@ -72,10 +81,15 @@ def sample_calls(step: TrainingStep, blocks: Mapping[str, nn.Module]) -> BlockKi
         if foreign:
             refused[name] = _why_refused(foreign[0])
             return
-        key = (type(block), tuple(signature_of(block)), _signature((args, kwargs)))
+        autocast = autocast_states([step.device.type])
+        if not any(state.enabled for state in autocast):
+            autocast = ()
+        signature = _signature((args, kwargs))
+        key = (type(block), tuple(signature_of(block)), signature, autocast)
         if key not in numbers:
             numbers[key] = len(numbers)
-            samples.append((name, BlockCall(*map_leaves(_copied, (args, kwargs)))))
+            args, kwargs = map_leaves(_copied, (args, kwargs))
+            samples.append((name, BlockCall(args, kwargs, autocast)))
         kinds[name] = numbers[key]
 
     with ExitStack() as stack:
@@ -144,13 +158,14 @@ class BlockBench:
 
     def _move(self, device: torch.device) -> None:
         given = (self._call.args, self._call.kwargs)
-        self._call = BlockCall(*map_leaves(lambda leaf: _moved(leaf, device), given))
+        args, kwargs = map_leaves(lambda leaf: _moved(leaf, device), given)
+        self._call = BlockCall(args, kwargs, self._call.autocast)
         self._gradients = [gradient.to(device) for gradient in self._gradients]
 
     def run(self, forward: Forward) -> list[Tensor]:
         """Run forward and backward once; return the gradients of all leaves."""
         self._clear()
-        outputs = _differentiable(forward(*self._call.args, **self._call.kwargs))
+        outputs = _differentiable(self._call.run(forward))
         if not self._gradients:
             self._gradients = [torch.randn_like(output) for output in outputs]
         end = _End.apply(self._gradients, *outputs)
@@ -177,8 +192,9 @@ class BlockBench:
         self.run(forward)
         with interval_meter(self._device) as meter:
             args, kwargs = map_leaves(_fresh, (self._call.args, self._call.kwargs))
+            call = BlockCall(args, kwargs, self._call.autocast)
             meter.mark("forward")
-            outputs = _differentiable(forward(*args, **kwargs))
+            outputs = _differentiable(call.run(forward))
             storages = storages_in(outputs)
             output_bytes = sum(storage.nbytes() for storage in storages)
             made = [StorageWeakRef(storage) for storage in storages]
