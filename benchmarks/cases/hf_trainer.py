@@ -5,26 +5,34 @@ with random weights. For each: plain, `gradient_checkpointing=True`, the same wi
 `torch_compile=True`, and `RecoupCallback` at the peak of the first of these two and at
 shares of the plain peak, eager and compiled. Tokens per second are those of the steps
 after the warm-up, the peak is that of the same steps.
+
+The results are written after every row, and a row that is there from today, with the
+same steps, is not measured again: where a machine is lent for minutes, `--limit 540`
+begins no row after so many seconds, and the same command goes on later.
 """
 
 import argparse
 import gc
+import json
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from benchmarks.cases.hugging_face import CASES, run_models
-from benchmarks.harness import Row, synchronize
+from benchmarks.cases.hugging_face import CASES, numbers
+from benchmarks.harness import Row, device_at_hand, parsed, publish, synchronize
 from recoup.integrations.transformers import RecoupCallback
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+THEME = "hf-trainer"
 MODELS = {"llama-1.1b": "llama", "lora-7b": "lora"}
 WARMUP = 4
 """Steps that are not measured: the compiler and the callback work in the first."""
@@ -70,14 +78,15 @@ class Clock(TrainerCallback):
 def trained(
     name: str,
     device: torch.device,
-    steps: int,
+    options: argparse.Namespace,
     callback: RecoupCallback | None,
     **settings: Any,
 ) -> dict[str, Any]:
     """Train a new model; return tokens per second, peak and time of a step."""
-    large = device.type != "cpu"
+    large = not options.small
     torch.manual_seed(0)
-    case = CASES[MODELS[name]](large=large)
+    with device:  # the host would take ten times as long to draw the parameters
+        case = CASES[MODELS[name]](large=large)
     rows, length = case.batch["input_ids"].shape
     model: nn.Module = case.model.to(device, torch.bfloat16 if large else torch.float32)
     clock = Clock(device)
@@ -85,8 +94,8 @@ def trained(
         arguments = TrainingArguments(
             output_dir=folder,
             per_device_train_batch_size=rows,
-            max_steps=WARMUP + steps,
-            use_cpu=not large,
+            max_steps=WARMUP + options.steps,
+            use_cpu=device.type == "cpu",
             optim="adamw_torch_fused" if large else "adamw_torch",
             report_to=[],
             save_strategy="no",
@@ -105,60 +114,124 @@ def trained(
     seconds = clock.seconds / clock.steps
     return {
         "tokens/s": round(rows * length / seconds),
-        "peak GiB": round(clock.peak / 2**30, 3),
+        "peak GiB": round(clock.peak / 2**30, 3) if clock.peak else None,
         "ms": round(1e3 * seconds, 1),
-        "peak bytes": clock.peak,
+        "peak bytes": clock.peak or None,
         "remark": str(callback.report) if callback else "",
     }
 
 
-def rows_of(name: str, device: torch.device, options: argparse.Namespace) -> list[Row]:
-    rows: list[Row] = []
+class Table:
+    """Rows that are measured one by one, and written after each.
 
-    def row(contender: str, **settings: Any) -> Row:
-        found: Row = {"model": name, "contender": contender}
-        callback = settings.pop("callback", None)
+    Attributes:
+        rows: Those of today with these settings, from earlier runs too.
+    """
+
+    def __init__(self, device: torch.device, options: argparse.Namespace) -> None:
+        self._device, self._options = device, options
+        self._settings = {
+            "steps": options.steps,
+            "dtype": "bfloat16 on a GPU",
+            "models": "small" if options.small else "large",
+        }
+        self._begun = time.perf_counter()
+        self.rows = self._known()
+
+    def row(self, model: str, contender: str, measure: Callable[[], Row]) -> Row:
+        """Return a row: the known one, or what is measured now, which is written."""
+        for known in self.rows:
+            if (known["model"], known["contender"]) == (model, contender):
+                return known
+        if time.perf_counter() - self._begun > self._options.limit:
+            raise TimeoutError(f"{contender} of {model} was not begun")
+        found: dict[str, Any] = {"model": model, "contender": contender}
         try:
-            found |= trained(name, device, options.steps, callback, **settings)
+            found |= measure()
         except Exception as error:  # noqa: BLE001 (a row of its own)
             found["remark"] = f"{type(error).__name__}: {error!s:.300}"
         torch.compiler.reset()
         gc.collect()
-        if device.type != "cpu":
+        if self._device.type != "cpu":
             torch.accelerator.empty_cache()
         print(found, flush=True)
-        rows.append(found)
+        self.rows.append(found)
+        publish(
+            THEME,
+            self.rows,
+            device=self._device,
+            settings=self._settings,
+            folder=self._options.out,
+        )
         return found
+
+    def _known(self) -> list[Row]:
+        today = datetime.now(tz=UTC).date().isoformat()
+        folder: Path = self._options.out
+        for file in folder.glob(f"{THEME}_*_{today}.json"):
+            record = json.loads(file.read_text())
+            if record["settings"] == self._settings:
+                return record["rows"]
+        return []
+
+
+def measure_model(
+    name: str, device: torch.device, table: Table, options: argparse.Namespace
+) -> None:
+    """Measure every contender of a model that is not in the table yet."""
+
+    def row(contender: str, **settings: Any) -> Row:
+        def measure() -> Row:
+            budget = settings.pop("budget", None)
+            executor: Any = settings.pop("executor", False)
+            callback = budget and RecoupCallback(budget, compile=executor)
+            return trained(name, device, options, callback or None, **settings)
+
+        return table.row(name, contender, measure)
 
     own: dict[str, Any] = {
         "gradient_checkpointing": True,
         "gradient_checkpointing_kwargs": {"use_reentrant": False},
     }
-    plain = row("plain")
-    switched = row("gradient_checkpointing=True", **own)
     # Inductor takes minutes on a processor, where this only shows that it runs.
     backend = "inductor" if device.type != "cpu" else "aot_eager"
     compiled = {"torch_compile": True, "torch_compile_backend": backend}
-    row("the same, torch_compile=True", **compiled, **own)
-    budgets: dict[str, Any] = {"80%": 0.8, "90%": 0.9}
+    plain = row("plain")
+    switched = row("gradient_checkpointing=True", **own)
+    row("gradient_checkpointing=True, torch_compile=True", **compiled, **own)
+    budgets: dict[str, Any] = {f"{share:.0%} of plain": share for share in (0.8, 0.9)}
     if device.type != "cpu":
-        budgets = {"peak of gradient_checkpointing": switched.get("peak bytes", 0)}
+        budgets = {"peak of gradient_checkpointing": switched.get("peak bytes")}
         for share in options.shares:
-            budgets[f"{share:.0%} of plain"] = int(share * plain.get("peak bytes", 0))
-    for executor in options.executors:
+            peak: Any = plain.get("peak bytes")
+            budgets[f"{share:.0%} of plain"] = peak and int(share * peak)
+    for executor in options.executors.split(","):
         for label, budget in budgets.items():
             if budget:
-                compile: Any = executor != "eager" and executor  # noqa: A001
-                callback = RecoupCallback(budget, compile=compile)
-                row(f"RecoupCallback ({executor}) at {label}", callback=callback)
-    return rows
+                row(
+                    f"RecoupCallback, {executor}, {label}",
+                    budget=budget,
+                    executor=executor != "eager" and executor,
+                )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--executors", default="eager,inductor,exact")
+    parser.add_argument("--shares", type=numbers, default="0.75,0.5")
     parser.add_argument("--steps", type=int, default=20)
-    run_models(parser, arguments, "hf-trainer", rows_of, "steps")
+    parser.add_argument("--limit", type=float, default=float("inf"))
+    parser.add_argument("--small", action="store_true", help="seconds, no meaning")
+    options = parsed(parser, arguments)
+    device = device_at_hand()
+    options.small = options.small or device.type == "cpu"
+    table = Table(device, options)
+    try:
+        for name in options.models.split(","):
+            measure_model(name, device, table, options)
+    except TimeoutError as error:
+        print(f"Not finished: {error}. The same command goes on from here.")
 
 
 if __name__ == "__main__":

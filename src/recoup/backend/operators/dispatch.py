@@ -12,6 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _CONTROL_FLOW = frozenset(
     {
         ("torch._higher_order_ops.utils", "_hop_compile_and_call"),
+        # torch 2.11 has no such function:
+        ("torch._higher_order_ops.utils", "_maybe_compile_and_run_fn"),
+        ("torch._higher_order_ops.cond", "cond"),
+        ("torch._higher_order_ops.while_loop", "while_loop"),
         ("torch.nn.attention.flex_attention", "flex_attention"),
     }
 )
