@@ -26,6 +26,9 @@ def plan_text(plan: Plan | CompiledPlan) -> str:
         What is in none of these regions is kept, as plain autograd does.
         >>> print(plan_text(Plan(tuple(spans))).splitlines()[-3])
         - h.0, and 2 more up to h.2: keeps nothing, recomputes everything.
+        >>> called = Span(Place("h.3", 0, True), Place("h.3", 0, False), by_call=True)
+        >>> print(plan_text(Plan((called,))).splitlines()[-3])
+        - h.3: is called again in backward.
     """
     if isinstance(plan, CompiledPlan):
         return _compiled_text(plan)
@@ -92,6 +95,7 @@ def plan_numbers(plan: Plan | CompiledPlan) -> dict[str, Any]:
         "signature": plan.signature,
         "regions": len(spans),
         "held": plan.count(),
+        "repeated_calls": plan.repeated_calls,
         "held_bytes": sum(held.bytes for span in spans for held in span.held),
     }
 
@@ -133,7 +137,9 @@ def _all(plan: Plan) -> Iterator[tuple[int, Span]]:
 def _spans_text(spans: Sequence[Span], depth: int) -> list[str]:
     indent = "  " * depth
     lines: list[str] = []
-    for _, group in groupby(spans, key=lambda span: (span.held, len(span.inner))):
+    for _, group in groupby(
+        spans, key=lambda span: (span.held, len(span.inner), span.by_call)
+    ):
         alike = list(group)
         more = f", and {len(alike) - 1} more up to {_place(alike[-1].stop)}"
         said = (
@@ -163,6 +169,8 @@ def _place(place: Place) -> str:
 
 
 def _held_words(span: Span, *, each: bool) -> str:
+    if span.by_call:
+        return "is called again in backward"
     if not span.held:
         return "keeps nothing, recomputes everything"
     counts = Counter((held.operator, held.action.value) for held in span.held)
