@@ -449,7 +449,7 @@ class TestRefusals:
         model = chain(4)
         plan = Plan((Span(Place("0", 0, True), Place("1", 0, False)),))
         applied = apply_plan(model, plan)
-        with pytest.raises(UsageError, match="in force on it already"):
+        with pytest.raises(UsageError, match="active on it already"):
             checkpoint_module(model, segment_size=2)
         assert not is_checkpointed(model)
         applied.remove()

@@ -81,7 +81,7 @@ def test_a_model_with_a_plan_gets_no_second_one():
         lambda: recoup.apply_plan(nn.Sequential(model), Plan()),
         lambda: recoup.apply_plan(copy.deepcopy(model), report.plan),
     ):
-        with pytest.raises(UsageError, match="in force"):
+        with pytest.raises(UsageError, match="active on"):
             attempt()
     assert list(tree_differences(before, state_of(model), where="")) == []
     report.remove()

@@ -236,6 +236,7 @@ class LoopMachine(ABC):
         expected_steps: The length of the loop, if known.
         in_place: The step writes to its state.
         sweeping: Forward runs.
+        verified_when: The values of `sweeping` at which held states are digested.
     """
 
     capture_count = 0
@@ -249,11 +250,12 @@ class LoopMachine(ABC):
         self.in_place = False
         self.sweeping = True
         self.verify = verify
-        self._tolerance = tolerance
+        self.tolerance = tolerance
+        self.verified_when = {"always": (True, False), "first": (True,)}.get(verify, ())
 
     @abstractmethod
     def hold(self, state: Any, step: int, tier: int) -> Any:
-        """Return a handle that keeps the state before `step`."""
+        """Return a handle that keeps the state before `step`; digest it if asked to."""
 
     @abstractmethod
     def take(self, held: Any) -> Any:
@@ -283,13 +285,12 @@ class LoopMachine(ABC):
     def put_output(self, index: int, output: Any) -> None:
         """Collect the output of a step."""
 
-    def plain_step(self) -> LoopStep:
-        """Return the step as it runs without a tape."""
-        return self.step
-
+    @abstractmethod
     def advance(self, state: Any, start: int, stop: int) -> Any:
         """Run steps without a tape."""
-        step = self.plain_step()
+
+    def advance_by(self, step: LoopStep, state: Any, start: int, stop: int) -> Any:
+        """Run steps without a tape, by a step as it runs then."""
         collects = self.sweeping and step.with_outputs
         if self.sweeping and start == 0:
             state, output = self.run_first(step, state)
@@ -309,11 +310,6 @@ class LoopMachine(ABC):
         if self.digests:
             self.compare(tape)
         self.pull(tape)
-
-    def digest(self, step: Hashable, leaves: list[Any]) -> None:
-        """Remember a state that is held, if it is to be compared."""
-        if self.verify == "always" or (self.verify == "first" and self.sweeping):
-            self.digests[step] = StateDigest(leaves, self._tolerance)
 
     def mismatch(self, start: int, stop: int) -> MismatchError:
         """Return the error for steps that gave another state than in forward."""
@@ -362,6 +358,7 @@ class LoopRun:
         self._plan = plan
         self._is_fresh = False
         self._make_rest: Callable[[], Iterator[Action]] | None = None
+        self._rest: Iterable[Action] = ()
         self._pending: tuple[Any, Reverse] | None = None
         self._last: Any = None
 
@@ -374,6 +371,7 @@ class LoopRun:
             state, self.steps, self._make_rest = run_to_condition(
                 self._plan, machine, self.slots, state
             )
+            self._rest = self._make_rest()
             return state
         self.steps = schedule.steps
         state = self._reach_first_reverse(schedule.actions, state)
@@ -390,7 +388,8 @@ class LoopRun:
     ) -> Any:
         machine, self._pending = self.machine, None
         self._make_rest = partial(after_first_reverse, actions)
-        state, reverse = forward(actions(), machine, self.slots, state)
+        self._rest = rest = actions()
+        state, reverse = forward(rest, machine, self.slots, state)
         if reverse is not None:
             self._pending = (machine.hold(state, 0, 0), reverse)
         return state
@@ -410,7 +409,7 @@ class LoopRun:
             return machine.cotangents
         finally:
             self.slots.clear()
-            self._pending = self._last = None
+            self._pending, self._last, self._rest = None, None, ()
             self._is_fresh = False
             machine.forget()
 
@@ -452,6 +451,7 @@ class LoopRun:
     def _reverse(self, slots: Slots) -> None:
         machine, is_last_use = self.machine, slots is self.slots
         assert self._make_rest is not None, "set by forward"
+        rest = self._rest if is_last_use else self._make_rest()
         if self._last is not None and is_last_use:
             last, self._last, self._pending = self._last, None, None
             machine.pull(last)
@@ -463,7 +463,7 @@ class LoopRun:
             machine.reverse(machine.take(held), reverse.start, reverse.stop)
             del held
         ahead = bool(self._plan.stores)
-        backward(self._make_rest(), machine, slots, ahead=ahead)
+        backward(rest, machine, slots, ahead=ahead)
 
 
 def forward(

@@ -46,7 +46,7 @@ class Watch(Protocol):
         """End, after the last region.
 
         Args:
-            output: What the call returned; None after an exception.
+            output: The result of the call; None after an exception.
             order: The places of the plan as they were reached; None: no plan ran.
         """
         ...
@@ -80,7 +80,7 @@ class _Runs(threading.local):
 
 
 class Applied:
-    """A plan in force on a model, until `remove`.
+    """A plan applied to a model, until `remove`.
 
     The model stays the same object with the same parameters and the same `state_dict`.
 
@@ -89,7 +89,7 @@ class Applied:
         plan: The plan, or a function that chooses one for the arguments of each call,
             or cuts, or segments.
         verify: As for `CheckpointScope`; segments have options of their own.
-        flag: An attribute of the model that says whether the plan is in force.
+        flag: An attribute of the model that says whether the plan is active.
         roots: The paths of the modules that are called from outside: by default the
             model itself; None: whichever are.
         unplanned: The paths of modules that no plan names and whose calls a
@@ -98,7 +98,7 @@ class Applied:
     Raises:
         PlanError: The plan names a module that the model does not have.
         UnsupportedError: The model is compiled.
-        UsageError: A plan is in force on it, or on a part of it.
+        UsageError: A plan is active on it, or on a part of it.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class Applied:
         self.put_on(model)
 
     def put_on(self, model: nn.Module) -> None:
-        """Put the plan in force on the model, again after `remove`."""
+        """Apply the plan to the model, again after `remove`."""
         found = _submodules(model, self._modules)
         names = self._roots
         if names is None:
@@ -288,7 +288,7 @@ class Applied:
     def begin(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Take note that the model is called with these arguments."""
+        """Record that the model is called with these arguments."""
         if not self._was_sharded:
             refuse_sharded([type(model)])
         self._close_interrupted()
@@ -408,7 +408,7 @@ def refuse_scripted(modules: Iterable[tuple[str, nn.Module]]) -> None:
 
 
 def plans_on(module: nn.Module) -> list[Applied]:
-    """Return what is in force on a module itself: a plan, or segments.
+    """Return what is active on a module itself: a plan, or segments.
 
     Looked for among the hooks, which copies of a module have too.
     """
@@ -433,13 +433,13 @@ def refuse_sharded(kinds: Iterable[type[nn.Module]]) -> None:
 
 
 def _refuse_two_plans(model: nn.Module) -> None:
-    """Raise our error if a plan is in force: of two neither would be what runs."""
+    """Raise if a plan is active: of two plans neither would run as planned."""
     for name, module in model.named_modules():
         if plans_on(module):
             part = f"the part {name!r} of it" if name else "it"
             raise UsageError(
-                f"this {type(model).__name__} cannot get a plan or segments: one is in "
-                f"force on {part} already. Take that off first, with `remove` of what "
+                f"this {type(model).__name__} cannot get a plan or segments: one is "
+                f"active on {part} already. Take that off first, with `remove` of what "
                 "recoup.fit, recoup.apply_plan or the manager returned, or, if it is "
                 "segments or came with a copy, with "
                 f"recoup.uncheckpoint_module({'that part' if name else 'the model'})."

@@ -1,4 +1,4 @@
-"""Apply a plan to a model, whoever runs its blocks."""
+"""Apply a plan to a model, with any executor."""
 
 from typing import Any
 

@@ -69,7 +69,7 @@ class CompiledForward:
 
     Args:
         block: The block.
-        partition: What it saves.
+        partition: The values it saves.
         executor: Who runs it.
     """
 

@@ -16,7 +16,7 @@ class PassOrder:
         plan: The plan of the step.
 
     Attributes:
-        expected: What the measured step called where the last call was; None: the same.
+        expected: The module that the measured step called there; None: the same.
 
     Examples:
         >>> first, second = Plan(roots=("g", "d")), Plan(roots=("d",))
@@ -41,7 +41,7 @@ class PassOrder:
 
         Args:
             root: The path of the module that is called.
-            key: What tells calls of it apart, as the shapes of its arguments.
+            key: Distinguishes its calls, as the shapes of its arguments.
         """
         count = len(self._calls)
         ahead = [(self._next + shift) % count for shift in range(count)]

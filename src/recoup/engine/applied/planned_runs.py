@@ -117,7 +117,7 @@ class Segments:
         modules: The paths of the blocks.
         size: How many make a region.
         options: How the regions treat what autograd saves.
-        mark: What verification tells these regions from others by; a copy has another.
+        mark: Identifies these regions for verification; a copy has another mark.
     """
 
     modules: tuple[str, ...]
@@ -182,7 +182,7 @@ class SegmentedRun:
 class Episode:
     """The calls of a model until backward, on one thread.
 
-    A plan for several calls tells them apart by their order. The first call of the next
+    A plan for several calls distinguishes them by order. The first call of the next
     step is known by that nothing is left of those before.
 
     Args:
@@ -190,7 +190,7 @@ class Episode:
 
     Attributes:
         calls: How often each module was entered and left.
-        regions: What the calls so far began.
+        regions: The regions that calls began so far.
     """
 
     def __init__(self, model_calls: int = 1) -> None:
@@ -216,8 +216,8 @@ class DueInterval(NamedTuple):
     """A call of a block that is about to be made, and that backward repeats.
 
     Attributes:
-        name: What messages and statistics call it.
-        key: What verification knows it by.
+        name: Its name in messages and statistics.
+        key: Identifies it for verification.
         options: How a region in its place treats what autograd saves.
         episode: The calls of the model that it belongs to.
     """
@@ -337,7 +337,7 @@ class Run:
 
 
 def _are_foreign(before: tuple[Pack, Unpack] | None) -> bool:
-    """Return whether the hooks in force are neither a region's nor those of before."""
+    """Return whether the active hooks are neither a region's nor those of before."""
     hooks = ambient_hooks()
     if hooks is None or (before is not None and hooks[0] is before[0]):
         return False

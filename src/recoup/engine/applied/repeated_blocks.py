@@ -26,17 +26,17 @@ class DueCall(Protocol):
 
     @property
     def name(self) -> str:
-        """What messages and statistics call it."""
+        """Its name in messages and statistics."""
         ...
 
     @property
     def key(self) -> Hashable:
-        """What verification knows it by."""
+        """Identifies it for verification."""
         ...
 
     @property
     def options(self) -> Options:
-        """How a region in its place treats what autograd saves."""
+        """The options of a region in its place."""
         ...
 
     def began(self, call: Rerun) -> None:

@@ -13,7 +13,7 @@ _HOST = Host()
 class HeldBySpan:
     """The policy of one region that runs by a plan.
 
-    A value is told by its operator and by how many of that operator's values came
+    A value is identified by its operator and by how many of that operator's values came
     before it in the region, which other sizes of the batch do not change. Where a
     region makes more of them than when it was measured, as when its graph depends on
     the data, the others go by their kind: they are held if most of the known are.

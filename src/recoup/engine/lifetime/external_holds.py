@@ -54,7 +54,7 @@ class ExternalHolds:
         return twin
 
     def part_from(self, tensor: Tensor) -> None:
-        """Part the holds of a tensor that will lie in another way."""
+        """Part the holds of a tensor whose geometry will change."""
         for hold, _ in islice(self._holds.values(), self._searched, None):
             self._found.setdefault(id(hold.tensor), []).append(hold)
         self._searched = len(self._holds)

@@ -21,7 +21,7 @@ from recoup.engine.lifetime.values import Hold, TapeOperation, TapeValue
 from recoup.engine.recording.observers import is_transparent
 
 _MARKS = 8191
-"""How many shapes there are to tell tensors apart."""
+"""The number of shapes that distinguish tensors."""
 
 
 class _Handing(threading.local):
@@ -53,7 +53,7 @@ class Collector(Protocol):
 
         Args:
             tensor: The tensor.
-            packed: What stands for it.
+            packed: Its packed form.
             unpack: Returns the tensor, given `packed`.
         """
         ...
@@ -64,7 +64,7 @@ def role_around() -> tuple[bool, Collector | None]:
 
     Its first call forgets all that autograd saves, so a region has nothing to do there.
     Its second call must find the same tensors in the same order, whatever regions
-    inside keep of them: the regions work, and tell the collector of each tensor. What a
+    inside keep of them: the regions work, and pass each tensor to the collector. What a
     region holds would not do instead. That depends on what else is alive, and is not
     the same in both calls.
 
@@ -91,7 +91,7 @@ def mark_of(
 
     Args:
         ran: The operations that the region ran; producers are places in it.
-        needed: Those that are to be run again.
+        needed: Those to recompute.
         roots: The values that it holds for these and for backward.
     """
     hooks = ambient_hooks()
@@ -110,7 +110,7 @@ def hand_over(holds: Sequence[Hold], mark: int = -1) -> None:
 
     Args:
         holds: The holds.
-        mark: What `mark_of` returned. Each plain tensor gets a shape of its own, which
+        mark: The result of `mark_of`. Each plain tensor gets a shape of its own, which
             takes no memory, so that torch.utils.checkpoint raises its error rather than
             give one for another.
     """

@@ -23,7 +23,7 @@ from recoup.engine.lifetime.values import Hold, TapeValue
 from recoup.engine.recording.intervals import Intervals, hull_of, runs_of
 
 Indices = Sequence[Tensor | None]
-"""What an operator such as `index_put_` addresses its target by."""
+"""The indices by which an operator such as `index_put_` addresses its target."""
 
 
 class _Piece:
@@ -77,7 +77,7 @@ class _Storage:
 
     Attributes:
         now: The storage itself, while the region records.
-        base: What was there at the end of the region, as far as it is needed.
+        base: The contents at the end of the region, as far as needed.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -114,7 +114,7 @@ class Version:
     It refers to later versions and to no value: a value refers to it.
 
     Attributes:
-        pieces: What was destroyed until the next version.
+        pieces: The contents destroyed until the next version.
         later: The next version, if there is one.
     """
 

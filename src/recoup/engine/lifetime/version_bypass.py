@@ -1,4 +1,4 @@
-"""Late writes: those that reach a tensor after autograd saved it, uncounted."""
+"""Late writes: those after autograd saved a tensor that bypass its version counter."""
 
 from torch import Tensor
 
@@ -22,7 +22,7 @@ class LateWrites:
         self._pending: list[tuple[TapeValue, Hold]] = []
 
     def before(self, value: TapeValue, tensor: Tensor) -> None:
-        """Take note that a saved value is about to be written to, through a tensor."""
+        """Record that a saved value is about to be written to, through a tensor."""
         # The tensor that was saved, if it is there: `.data` has versions of its own.
         saved = None if value.born is None else value.born()
         hold = Hold(alias(tensor if saved is None else saved), value.geometry)

@@ -21,11 +21,11 @@ _TRANSFORM = "don't yet support saved tensor hooks"
 
 
 Entry = tuple[object, Region | None]
-"""Who began something, and the region if there is one."""
+"""An owner, and its region if there is one."""
 
 
 class _Open(threading.local):
-    """What was begun on this thread and has not been ended."""
+    """The open regions and owners of this thread."""
 
     def __init__(self) -> None:
         self.stack: list[Entry] = []
@@ -120,9 +120,9 @@ def begin(
 
     Args:
         owner: Who begins it, and will end it.
-        name: What error messages and statistics call it.
+        name: Its name in error messages and statistics.
         options: How saved tensors are treated.
-        key: What tells this region from others.
+        key: Identifies this region.
         accounts: The accounts that the region adds to.
 
     Returns:
@@ -139,7 +139,7 @@ def begin(
             account.calls += 1
     entry = owner, region
     try:
-        # Before anything is on torch's stacks: whoever comes next finds it here.
+        # Before anything is on torch's stacks: the next call finds it here.
         _OPEN.stack.append(entry)
         if region is not None:
             region.open(owner.end_if_left if isinstance(owner, Call) else None)
@@ -150,7 +150,7 @@ def begin(
 
 
 class _Ending:
-    """What a `with` statement on an owner calls at the end of its block.
+    """The exit of a `with` statement on an owner.
 
     Only the statement refers to it. So its own end is that of the block, even if an
     interrupt comes at the very moment at which the region would be closed.
@@ -300,7 +300,7 @@ def end_or_leave(owner: Call) -> None:
 def _end_inside(owner: object) -> bool:
     """End all inside what the owner began; say whether any of it had to stay open.
 
-    Left open it would record for good: nobody may come to end it. Owners that began
+    Left open it would record for good: nothing might end it. Owners that began
     nothing, such as disabled scopes, may end when they like.
     """
     stack = _OPEN.stack
@@ -369,13 +369,13 @@ def end_inside(owner: object) -> None:
 def end_above(place: int) -> None:
     """End what was begun at a depth and deeper, after an exception that is no error.
 
-    Torch runs no hooks of a module then, so that nobody else closes its region. What
+    Torch runs no hooks of a module then, so nothing else closes its region. What
     was computed in it may still be used: the exception may be caught. What is no call,
     or cannot be closed, is abandoned.
     """
     try:
         end_left(place)
-    except Exception:  # noqa: BLE001 (of closing; the other one is on its way)
+    except Exception:  # noqa: BLE001 (of closing; the other one is being raised)
         pass
     finally:
         abandon_above(place)

@@ -11,7 +11,7 @@ from recoup.engine.recording.active import Call
 
 
 class _Calls(threading.local):
-    """The calls under way on this thread, and whose they are."""
+    """The running calls of this thread, and their owners."""
 
     def __init__(self) -> None:
         self.stack: list[tuple[Call, object]] = []
@@ -27,13 +27,13 @@ def call_of_hook() -> Call:
 
 
 def begin_call(owner: Call, caller: object) -> None:
-    """Take note of a call, from a module's hook.
+    """Record a call, from a module's hook.
 
     Costs nothing but the note, unless it is inside another call: then a walk through
     the frames that are running.
 
     Args:
-        owner: What `call_of_hook` returned. Whoever made it lets it leave when an
+        owner: The result of `call_of_hook`. Its maker lets it leave when an
             interrupt comes from here: the note would keep its frame.
         caller: Whose call it is.
     """
@@ -43,18 +43,18 @@ def begin_call(owner: Call, caller: object) -> None:
 
 
 def end_call(caller: object) -> object:
-    """Take note that the last call has ended; return who began something in it."""
+    """Record the end of the last call; return the owners that began in it."""
     if not _CALLS.stack:
         return caller
     return _CALLS.stack.pop()[0]
 
 
 def is_calling(caller: object) -> bool:
-    """Return whether a call of this one is under way on this thread."""
+    """Return whether a call of this owner is running on this thread."""
     return any(other is caller for _, other in _CALLS.stack)
 
 
 def end_interrupted_calls() -> None:
-    """End what was begun in calls that are no longer under way."""
+    """End what was begun in calls that are no longer running."""
     while _CALLS.stack and not _CALLS.stack[-1][0].is_under_way():
         _CALLS.stack.pop()[0].end_if_left()

@@ -1,4 +1,4 @@
-"""Who watches regions: profilers and managers, told of every region that runs."""
+"""Observers of regions: profilers and managers, notified of every region that runs."""
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -17,7 +17,7 @@ Listener = Callable[[Tensor], None]
 
 
 class Watched(Protocol):
-    """What observers and nodes see of a region, or of a function that is run again."""
+    """The view of a region, or of a rerun function, for observers and nodes."""
 
     name: str
     replays: int
@@ -46,14 +46,14 @@ class Watched(Protocol):
 
 
 class Observer(Protocol):
-    """Is told when a region begins and when its forward has ended."""
+    """Is notified when a region begins and when its forward has ended."""
 
     def began(self, region: Watched) -> None:
-        """Take note of a region that is about to run."""
+        """Handle a region that is about to run."""
         ...
 
     def ended(self, region: Watched) -> None:
-        """Take note of a region whose forward has ended."""
+        """Handle a region whose forward has ended."""
         ...
 
 
@@ -61,7 +61,7 @@ class Tracer(Protocol[Traced]):
     """Follows what is saved in a region through its backward."""
 
     def hooks(self, region: Traced) -> tuple[Pack, Unpack]:
-        """Return hooks that do what the region's own do, and take note of it."""
+        """Return hooks that do what the region's own do, and record it."""
         ...
 
 
@@ -76,12 +76,12 @@ def observers() -> tuple[Observer, ...]:
 
 
 def subscribe(observer: Observer) -> None:
-    """Tell the observer about every region from now on, on all threads."""
+    """Notify the observer of every region from now on, on all threads."""
     _OBSERVERS.append(observer)
 
 
 def unsubscribe(observer: Observer) -> None:
-    """Stop telling the observer; do nothing if it is not told."""
+    """Stop notifying the observer; do nothing if it is not subscribed."""
     with suppress(ValueError):
         _OBSERVERS.remove(observer)
 

@@ -33,7 +33,7 @@ def record_call(  # noqa: PLR0912 (written out: every operator asks)
 
     Args:
         tape: Knows what the tensors name.
-        kernel: What is called.
+        kernel: The called kernel.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
         overwritten: Those among the tensors that it writes without reading them.

@@ -46,7 +46,7 @@ class Recorder(OperatorMode):
     """Writes every operator that runs while it is active on a tape.
 
     Args:
-        tape: What to write on.
+        tape: The tape to write on.
     """
 
     _first_sight: FirstSight | None = None
@@ -96,7 +96,7 @@ class Recorder(OperatorMode):
             operation = record_call(tape, kernel, args, kwargs)
         except NotImplementedError:
             return self._unrecorded(kernel, args, kwargs)
-        # Written out: this is the way of nearly every operator.
+        # Written out: nearly every operator takes this path.
         if tape.lazy_bits_seen:
             out = run_complex(kernel.run, args, kwargs)
         else:
@@ -182,7 +182,7 @@ class Recorder(OperatorMode):
     def _watched(
         self, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run an operator that passes, but may tell something about its argument."""
+        """Run an operator that passes, but may show something about its argument."""
         if kernel.reshapes:
             return self._reshaped(kernel, args, kwargs)
         if not self.paused:
@@ -356,7 +356,7 @@ class Recorder(OperatorMode):
     def _lies_elsewhere(self, target: Tensor, value: TapeValue) -> bool:
         """Return whether assigning to `.data` has moved the very tensor of a value.
 
-        Whether an operator that may resize it does so could not be told from that.
+        That would not show whether an operator that may resize it does so.
         """
         lay, born = value.geometry, value.born
         if lay is None or born is None or born() is not target:
@@ -389,7 +389,7 @@ class Recorder(OperatorMode):
         if before is None or not own or facts.statistics:
             tape.forget(target)
             if before is not None and before in operation.reads():
-                # The replay writes too: on a copy, whose outcome nobody names.
+                # The replay writes too: on a copy, whose result has no name.
                 operation.writes = (
                     *operation.writes,
                     (before, TapeValue(OUTSIDE, None)),
@@ -471,7 +471,7 @@ def _has_complex(args: tuple[Any, ...]) -> bool:
 def _seeds(out: Any) -> list[int]:
     """Return the places of seeds and offsets among a random operator's results.
 
-    If it did not draw (attention without dropout), nobody wrote to them.
+    If it did not draw (attention without dropout), they were not written.
     """
     results = out if isinstance(out, (tuple, list)) else (out,)
     return [

@@ -10,7 +10,7 @@ from recoup.engine.verification.replay_check import Verify
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How a region treats what autograd saves in it.
+    """The treatment of tensors that autograd saves in a region.
 
     Attributes:
         recompute: Forget what is saved and recompute it; False keeps it.

@@ -160,7 +160,7 @@ class BlockView:
         for variable, old in zip(self._names, before, strict=True):
             if self._globals.get(variable) is not old:
                 raise CaptureError(
-                    f"{name!r} is run again in backward, but the global variable "
+                    f"{name!r} is recomputed in backward, but the global variable "
                     f"{variable!r} that it uses is no longer what it was in forward. "
                     "Change it after backward."
                 )

@@ -29,8 +29,8 @@ class Captures:
         >>> try:
         ...     seen.check("double")
         ... except CaptureError as error:
-        ...     print(str(error)[:58])
-        'double' is run again in backward, but its variable 'i' is
+        ...     print(str(error)[:59])
+        'double' is recomputed in backward, but its variable 'i' is
     """
 
     def __init__(self, function: Any) -> None:
@@ -57,7 +57,7 @@ class Captures:
             after = now.get(variable, _MISSING)
             if not _same(before, after):
                 raise CaptureError(
-                    f"{name!r} is run again in backward, but its variable "
+                    f"{name!r} is recomputed in backward, but its variable "
                     f"{variable!r} is no longer what it was in forward (it was "
                     f"{_show(before)}, it is {_show(after)}). A function made in a "
                     "loop sees the loop variable's last value: pass it as an argument, "
@@ -67,7 +67,7 @@ class Captures:
             version = self._versions.get(variable)
             if isinstance(after, Tensor) and version_of(after) != version:
                 raise CaptureError(
-                    f"{name!r} is run again in backward, but the tensor {variable!r} "
+                    f"{name!r} is recomputed in backward, but the tensor {variable!r} "
                     "that it uses was changed in place. Change it after backward."
                 )
 

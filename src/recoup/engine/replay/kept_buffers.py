@@ -35,7 +35,7 @@ class KeptBuffers:
 
     Args:
         modules: The modules.
-        key: What tells the call from others.
+        key: Identifies the call.
         small_bytes: How large a buffer is at most that counts as small.
     """
 
@@ -67,7 +67,7 @@ class KeptBuffers:
         """Run the block with buffers as they were, then put them back as they are.
 
         Args:
-            caller: What is called again in the block, for messages.
+            caller: The name of the recomputed function, for messages.
 
         Raises:
             ChangedTensorError: A buffer has changed of which there is no copy.
@@ -91,7 +91,7 @@ class KeptBuffers:
         if written is not None:
             raise MismatchError(
                 f"{caller!r} wrote to the buffer {written!r} when it was called again "
-                "in backward, but not in forward. A function that is run again must do "
+                "in backward, but not in forward. A recomputed function must do "
                 "the same both times."
             )
 
@@ -110,11 +110,11 @@ class KeptBuffers:
                 calls.discard(self._key)
         if written is not None:
             raise ChangedTensorError(
-                f"{caller!r} is run again in backward, but the buffer {written!r} is "
+                f"{caller!r} is recomputed in backward, but the buffer {written!r} is "
                 "no longer what it was when it was called: it was written to, by the "
                 "call or after it. It is large and was not written to before, so there "
                 "is no copy. From now on it is copied: run this step again. To do "
-                "without, write to the buffer outside of what is run again, after "
+                "without, write to the buffer outside of what is recomputed, after "
                 "backward."
             )
 

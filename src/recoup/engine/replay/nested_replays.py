@@ -19,7 +19,7 @@ class Unpacking(Protocol):
 
 
 Request = tuple[Unpacking, Saved]
-"""What a replay needs of a region around its own."""
+"""The values that a replay needs of a region around its own."""
 
 
 def run_nested(bringing: Generator[Request, Tensor, Brought]) -> Brought:
@@ -43,7 +43,7 @@ def run_nested(bringing: Generator[Request, Tensor, Brought]) -> Brought:
             except StopIteration as result:
                 stack.pop()
                 given, error = result.value, None
-            except BaseException as raised:  # noqa: BLE001 (shown to whoever asked)
+            except BaseException as raised:  # noqa: BLE001 (raised in the thread that asked)
                 stack.pop()
                 given, error = None, raised
         if error is not None:

@@ -154,7 +154,7 @@ class CallIdentity(NamedTuple):
 
     Attributes:
         name: Its name in messages and statistics.
-        key: What verification knows it by.
+        key: Identifies it for verification.
         verifies: Whether the bits of both calls are compared.
     """
 
@@ -352,7 +352,7 @@ class Rerun:
             raise MismatchError(
                 f"{self.name!r} saved {self._count} tensors in forward, but only "
                 f"{len(found)} when it was called again in backward. A "
-                "function that is run again must do the same both times."
+                "recomputed function must do the same both times."
             )
         return found, prints
 
@@ -530,7 +530,7 @@ class _Argument:
 
     def fetch(self) -> Tensor:
         """Return the tensor as an argument of the second call."""
-        tensor = self.hold.fetch("a function that is run again")
+        tensor = self.hold.fetch("a recomputed function")
         return tensor.detach().requires_grad_() if self.requires_grad else tensor
 
 

@@ -34,7 +34,7 @@ class Check:
     over, and nothing is noted of a region that is replayed on them.
 
     Args:
-        key: What the ledger knows the region by, or None to leave no note.
+        key: Identifies the region in the log; None: nothing is logged.
     """
 
     def __init__(self, key: Hashable | None = None) -> None:
@@ -159,7 +159,7 @@ class FullCheck(Check):
         unequal = int((now != original).sum())
         raise MismatchError(
             f"region {region!r}: {operator} is the first operator that gave another "
-            f"result when it was run again: {unequal} of {now.numel()} elements of a "
+            f"result when it was recomputed: {unequal} of {now.numel()} elements of a "
             f"{now.dtype} tensor differ. {REASONS}"
         )
 
@@ -184,7 +184,7 @@ def check_for(verify: Verify, key: Hashable) -> Check | None:
 
 
 def take_note(check: Check | None, key: Hashable, tape: Tape) -> None:
-    """Take note that a region ran, with the operations that it would replay."""
+    """Record that a region ran, with the operations that it would replay."""
     if check is None:
         LEDGER.ran(key, signature(tape))
     elif check.key is not None and not tape.operations:

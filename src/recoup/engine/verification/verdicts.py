@@ -12,7 +12,7 @@ from recoup.engine.verification.verification_log import LEDGER
 from recoup.errors import MismatchError
 
 REASONS = (
-    "Either the operator gives another result when it is run again (a "
+    "Either the operator gives another result when it is recomputed (a "
     "nondeterministic kernel), or a switch that chooses kernels was not the same in "
     "backward (`torch.backends...flags`, `sdpa_kernel`: put it around the whole step), "
     "or something wrote to the region's tensors without autograd's knowledge (`.data`, "
@@ -22,11 +22,11 @@ REASONS = (
 
 
 class Verdict:
-    """What a check found of one run of a region, still on the device.
+    """The findings of a check of one run of a region, still on the device.
 
     Args:
         region: The region's name.
-        key: What the ledger knows the region by, or None to leave no note.
+        key: Identifies the region in the log; None: nothing is logged.
         operators: The signature of its operators.
         since: The ledger's moment at which the region was run.
 
@@ -78,7 +78,7 @@ class _Session:
         _judge(self.verdicts)
 
 
-# Weak: autograd holds the session. A backward that raises lets go of it unjudged.
+# Weak: autograd holds the session. A backward that raises drops it unjudged.
 _SESSIONS: "WeakValueDictionary[int, _Session]" = WeakValueDictionary()
 _LOCK = threading.Lock()
 
@@ -102,7 +102,7 @@ def hand_in(verdict: Verdict) -> None:
 
 
 def _judge(verdicts: Sequence[Verdict]) -> None:
-    """Tell the ledger which regions passed as a whole; raise if any did not."""
+    """Log the regions that passed as a whole; raise if any did not."""
     complaints = [verdict.complaint() for verdict in verdicts]
     groups: dict[Hashable, list[Verdict]] = {}
     failed: set[Hashable] = set()

@@ -35,7 +35,7 @@ class Ledger:
 
     @property
     def moment(self) -> int:
-        """A number that grows with every failure; a check takes note of its own."""
+        """A number that grows with every failure; a check records its own."""
         return self._moment
 
     def needs(self, key: Hashable) -> bool:
@@ -43,7 +43,7 @@ class Ledger:
         return key not in self._done or key in self._due
 
     def done(self, key: Hashable, signature: int) -> None:
-        """Take note that there is nothing (more) to verify in these operators."""
+        """Record that there is nothing (more) to verify in these operators."""
         with self._lock:
             if key not in self._failures:
                 self._add(key, signature)
@@ -56,10 +56,10 @@ class Ledger:
         *,
         is_whole: bool = True,
     ) -> None:
-        """Take note that all runs of a region that a backward went through passed.
+        """Record that all runs of a region that a backward went through passed.
 
         Args:
-            key: What the region is known by.
+            key: Identifies the region.
             signatures: The operators of those runs.
             since: The moment at which the first of them was run.
             is_whole: They were replayed as a whole; False if only in part.
@@ -82,7 +82,7 @@ class Ledger:
                 self._add(key, signature)
 
     def failed(self, key: Hashable) -> None:
-        """Take note that a region did not pass, whatever was known of it."""
+        """Record that a region did not pass, whatever was known of it."""
         with self._lock:
             self._moment += 1
             self._failures[key] = (self._moment, _TRIES)
@@ -90,7 +90,7 @@ class Ledger:
             self._due.pop(key, None)
 
     def ran(self, key: Hashable, signature: int) -> None:
-        """Take note that a region ran unverified; other operators make it due again."""
+        """Record that a region ran unverified; other operators make it due again."""
         known = self._done.get(key)
         if known is None or signature in known:
             return  # what was never verified is due anyway

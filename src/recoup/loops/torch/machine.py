@@ -15,6 +15,7 @@ from recoup.backend.state.walk import reach
 from recoup.engine.tiers.protocol import Stored, Tier
 from recoup.errors import ChangedTensorError
 from recoup.loops.drive import LoopMachine
+from recoup.loops.state_digest import StateDigest
 from recoup.loops.state_trees import Structure, flatten, unflatten
 from recoup.loops.steps import KindError, LoopStep
 from recoup.loops.torch.captures import CapturedTensors, Outside
@@ -241,11 +242,12 @@ class TorchMachine(LoopMachine):
         kept = [detached(leaf) for leaf in leaves]
         if self.in_place:
             kept = copied(kept)
-        if step > 0:
-            self.digest(step, kept)
+        if step > 0 and self.sweeping in self.verified_when:
+            self.digests[step] = StateDigest(kept, self.tolerance)
             if self.sweeping and self.stack is not None:
                 # Of the outputs every one that comes just before a state that is held.
-                self.digest(("output", step), self.stack.last)
+                digest = StateDigest(self.stack.last, self.tolerance)
+                self.digests["output", step] = digest
         versions = [version_of(x) if isinstance(x, Tensor) else 0 for x in kept]
         if self._stores and step > 0:
             store = self._stores[min(tier, len(self._stores) - 1)]
@@ -278,7 +280,9 @@ class TorchMachine(LoopMachine):
         if torch.is_grad_enabled():  # a step has switched it on for good
             with torch.no_grad():
                 return self.advance(state, start, stop)
-        return super().advance(state, start, stop)
+        if not self.sweeping or (start and not self.step.with_outputs):
+            return self.step.advance(state, start, stop)  # one call less for each tape
+        return self.advance_by(self.step, state, start, stop)
 
     def put_output(self, index: int, output: Any) -> None:
         """Collect the output of a step."""
