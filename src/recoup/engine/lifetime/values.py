@@ -448,7 +448,7 @@ class Hold:
         return copy(self)
 
     def drop(self) -> None:
-        """Let go of the value."""
+        """Free the value."""
         self.tensor = None
         self.guard = None
         self.owner = None

@@ -182,7 +182,7 @@ class Region(Counted):
             self.__dict__.pop(name, None)
 
     def _settle(self) -> Program:
-        """Keep what backward and a replay need, and let go of the rest."""
+        """Keep what backward and a replay need, and free the rest."""
         tape = self.tape
         if self._check is not None:
             self._check.look_again(tape.value_of)
@@ -545,7 +545,7 @@ class Region(Counted):
         return uses
 
     def _watch_backward(self) -> None:
-        """Be told of the end of this backward, to let go of what was brought back."""
+        """Follow this backward to its end, to free what was fetched for it."""
         task = current_backward()
         if task not in (-1, self._watched):
             self._watched = task

@@ -84,7 +84,7 @@ class Tape:
         STEPS.begin(self)
 
     def close(self) -> None:
-        """Let go of the storages' identities: no more recording."""
+        """Free the storages' identities: no more recording."""
         self.settle_writes()
         self.attached.part()
         # Unpinned with the tape: that takes its time, and backward has more of it. In
@@ -92,7 +92,7 @@ class Tape:
         self.named = dict.fromkeys(self.named)
 
     def finish(self) -> None:
-        """Let go of what only recording needs."""
+        """Free what only recording needs."""
         self.written = self.unverified = self.forced = set()
         self.tainted = {}
         self.histories = {}
@@ -254,7 +254,7 @@ class Tape:
         return any(v is not None and v.producer != OUTSIDE for v in named)
 
     def settle_writes(self) -> None:
-        """Take note that all writes so far are done: another operator is to write.
+        """Record that all writes so far are done: another operator is to write.
 
         Once for all that it writes to: a write to come has no new version yet.
         """
@@ -384,7 +384,7 @@ class Tape:
                 value.hold.version = None  # the write will count when it is done
 
     def forget(self, tensor: Tensor) -> None:
-        """Take note of a write that is not recorded: the storage is opaque now."""
+        """Handle a write that is not recorded: the storage is opaque now."""
         value = self.named.get(storage_address(tensor))
         if value is None or value.hold is not None or value.geometry is not None:
             value = TapeValue(OUTSIDE, None)
@@ -394,7 +394,7 @@ class Tape:
         self.written.add(value)
 
     def reshape(self, tensor: Tensor) -> None:
-        """Take note that the tensor itself got another geometry, as by `t_`.
+        """Record that the tensor itself got another geometry, as by `t_`.
 
         That may give it a new version, though nothing in it changes; which one is only
         known later.

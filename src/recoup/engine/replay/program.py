@@ -275,7 +275,7 @@ def _is_lossy(value: TapeValue) -> bool:
 
 
 def free(value: TapeValue, live: Live) -> None:
-    """Let go of a value and of all views of it."""
+    """Free a value and all views of it."""
     live.pop(value, None)
     if value.layouts:
         for layout in value.layouts.values():
