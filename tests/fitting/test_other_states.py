@@ -340,3 +340,94 @@ def test_no_step_after_fit_exceeds_the_budget_verifying_ones_included(verify):
             if not report.tighten():
                 break
         report.remove()
+
+
+class Words(nn.Module):
+    """Takes integers, so that it can be called in any dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(9, WIDTH)
+        self.body = nn.Sequential(
+            *(
+                nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1))
+                for _ in range(6)
+            )
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self.table(x)).square().mean()
+
+
+def word_steps(
+    call: Callable[[Words, Tensor], Tensor], change: Callable[[Words], Any]
+) -> tuple[list[int], list[recoup.errors.BudgetWarning], recoup.results.Fit]:
+    """Fit, change the model, and train it by another call."""
+    model, x = Words(), torch.arange(512) % 9
+    _, report = recoup.fit(model, x, 0.7)
+    change(model)
+    peaks: list[int] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            model.zero_grad(set_to_none=True)
+            with StorageMeter() as meter:
+                meter.track(model, x)
+                call(model, x).backward()
+            peaks.append(meter.peak_bytes)
+    found = [each.message for each in caught]
+    report.remove()
+    return (
+        peaks,
+        [each for each in found if isinstance(each, recoup.errors.BudgetWarning)],
+        report,
+    )
+
+
+def test_a_larger_dtype_after_fit_is_within_the_budget_or_said():
+    peaks, said, report = word_steps(lambda model, x: model(x), lambda m: m.double())
+    assert peaks[0] > report.budget_bytes
+    assert "changed to a larger dtype" in str(said[0])
+    assert said[0].needed_bytes == peaks[0]
+
+
+def test_a_smaller_dtype_after_fit_is_within_the_budget():
+    peaks, said, report = word_steps(lambda model, x: model(x), lambda m: m.bfloat16())
+    assert said == []
+    assert max(peaks) <= report.budget_bytes
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model, x: model.forward(x),
+        lambda model, x: model.body(model.table(x)).square().mean(),
+    ],
+    ids=["forward by name", "a part"],
+)
+def test_a_call_that_no_plan_applies_to_is_said_once(call):
+    peaks, said, report = word_steps(call, lambda model: model)
+    assert max(peaks) > report.budget_bytes
+    assert len(said) == 1
+    assert "outside of one" in str(said[0])
+    assert said[0].needed_bytes >= max(peaks)
+
+
+def test_a_table_that_a_loss_uses_too_is_no_such_call():
+    def call(model: Words, x: Tensor) -> Tensor:
+        return model(x) + model.table(x[:2]).mean()
+
+    _, said, _ = word_steps(call, lambda model: model)
+    assert not any("outside of one" in str(each) for each in said)
+
+
+def test_a_part_that_is_called_without_gradients_is_no_such_call():
+    def call(model: Words, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            model.body(model.table(x))
+        return model(x)
+
+    peaks, said, report = word_steps(call, lambda model: model)
+    assert said == []
+    assert max(peaks) <= report.budget_bytes

@@ -32,19 +32,21 @@ class ModelState:
     Attributes:
         training: For each module, whether it is in training mode.
         trained: For each parameter, whether it requires a gradient.
+        element_bytes: For each parameter, the size of an element.
         autocast: Whether autocast is on for the model's device, and its type.
     """
 
     training: bytes
     trained: bytes
+    element_bytes: bytes
     autocast: torch.dtype | None
 
 
 class StateReader:
     """Reads the state of one model at every call.
 
-    It costs one attribute of each module and each parameter, and no call of a Python
-    function for each. The model is not kept alive.
+    It costs one attribute of each module, two of each parameter, and no call of a
+    Python function for each. The model is not kept alive.
 
     Attributes:
         classes: The classes of its modules when it was read last.
@@ -76,13 +78,10 @@ class StateReader:
         kind = self._device_type
         modules: list[Any] = [module() for module in self._modules]
         owners: list[Any] = [owner() for _, owner in self._owners]
-        trained = bytes(
-            [
-                parameter is not None and parameter.requires_grad
-                for owner in owners
-                for parameter in owner._parameters.values()
-            ]
-        )
+        parameters: list[Any] = [
+            parameter for owner in owners for parameter in owner._parameters.values()
+        ]
+        trained = bytes([p is not None and p.requires_grad for p in parameters])
         self.classes = {type(module) for module in modules}
         if trained != self._trained:
             self._trained = trained
@@ -90,6 +89,7 @@ class StateReader:
         return ModelState(
             bytes([module.training for module in modules]),
             trained,
+            bytes([0 if p is None else p.itemsize for p in parameters]),
             torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
         )
 
@@ -166,15 +166,19 @@ class StateReader:
                 names = [name for _, name, is_now in changed if is_now == wanted]
                 if names:
                     found.append(f"{_listed(names)} changed to {mode} mode")
-        names = self._trained_since(before, now)
+        names = self._larger_since(before.trained, now.trained)
         if names:
             found.append(f"{_listed(names)} now require a gradient")
+        names = self._larger_since(before.element_bytes, now.element_bytes)
+        if names:
+            found.append(f"{_listed(names)} changed to a larger dtype")
         if before.autocast != now.autocast:
             found.append(f"autocast was {before.autocast} and is {now.autocast}")
         return found
 
-    def _trained_since(self, before: ModelState, now: ModelState) -> list[str]:
-        if before.trained == now.trained:
+    def _larger_since(self, before: bytes, now: bytes) -> list[str]:
+        """Return the names of the parameters whose number is larger than before."""
+        if before == now:
             return []
         names = [
             f"{name}.{own}" if name else own
@@ -183,9 +187,7 @@ class StateReader:
         ]
         return [
             name
-            for name, was, is_now in zip(
-                names, before.trained, now.trained, strict=False
-            )
+            for name, was, is_now in zip(names, before, now, strict=False)
             if is_now > was
         ]
 

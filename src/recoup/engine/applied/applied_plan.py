@@ -94,6 +94,9 @@ class Applied:
             model itself; None: whichever are.
         unplanned: The paths of modules that no plan names and whose calls a
             `BlockWatch` is to see.
+        outside: Called with the path of a module when a third of those that plans name
+            were called with gradients outside of a call of a root, as when a part of
+            the model is called directly: no plan applies to that.
 
     Raises:
         PlanError: The plan names a module that the model does not have.
@@ -101,7 +104,7 @@ class Applied:
         UsageError: A plan is active on it, or on a part of it.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (which calls it is for, and who watches them)
         self,
         model: nn.Module,
         plan: Plan | Choose | Cuts | Segments,
@@ -110,6 +113,7 @@ class Applied:
         flag: str | None = None,
         roots: Iterable[str] | None = ("",),
         unplanned: Iterable[str] = (),
+        outside: Callable[[str], None] | None = None,
     ) -> None:
         if is_compiled(model):
             raise UnsupportedError(
@@ -140,6 +144,8 @@ class Applied:
         elif isinstance(plan, Cuts | Segments):
             self._modules = set(plan.modules) - {""}
         self._unplanned = tuple(unplanned)
+        self._outside = outside
+        self._entered: set[str] = set()
         self._handles: list[Any] = []
         self._forwards: list[RepeatedForward] = []
         self._roots = None if roots is None else tuple(sorted(set(roots)))
@@ -353,6 +359,17 @@ class Applied:
                 and (is_root or not name or self._name_of(root) != name)
             ):
                 run.reach(name, entering=entering)
+        elif entering and self._outside is not None:
+            self._enter_outside(name)
+
+    def _enter_outside(self, name: str) -> None:
+        """Take note of a call of a module while no root is called."""
+        if not records_gradients() or is_in_backward() or self._outside is None:
+            return
+        self._entered.add(name)
+        if _OUTSIDE * len(self._entered) >= len(self._modules):
+            self._entered.clear()
+            self._outside(name)
 
     def reach_unplanned(self, name: str, *, entering: bool) -> None:
         """Pass on that a module that no plan names is entered or left."""
@@ -362,6 +379,10 @@ class Applied:
 
 
 _RUNS = _Runs()
+
+_OUTSIDE = 3
+"""Calls of one of so many modules outside of a root are calls of a part of the model,
+and not of an embedding or a head that a loss uses too."""
 
 _FOLLOWING = threading.Lock()
 """Held while modules are given hooks in the middle of training. Not of an `Applied`:

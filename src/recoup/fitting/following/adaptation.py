@@ -79,7 +79,12 @@ class Adapted:
         for part in self.parts:
             part.unmeasured = unmeasured
         self._applied = Applied(
-            model, choose, verify=verify, roots=self._roots, unplanned=unmeasured
+            model,
+            choose,
+            verify=verify,
+            roots=self._roots,
+            unplanned=unmeasured,
+            outside=None if is_fixed else self._say_outside,
         )
 
     def put_on(self, model: nn.Module) -> None:
@@ -123,6 +128,10 @@ class Adapted:
         """Warn from now on of memory that only the training loop keeps."""
         for part in self.parts:
             part.finish_measuring()
+
+    def _say_outside(self, name: str) -> None:
+        """Warn of a call of a part of the model, to which no plan applies."""
+        max(self.parts, key=lambda part: part.plan.peak_bytes).say_outside(name)
 
     def _choose(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

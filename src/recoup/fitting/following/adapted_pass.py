@@ -333,6 +333,10 @@ class AdaptedPass:
         other.finish_measuring()
         self._others[case.state.trained] = other
 
+    def say_outside(self, name: str) -> None:
+        """Warn of a call of a module outside of calls of what was fitted."""
+        self._warnings.say_outside(name, self._graph)
+
     def say_difference(self, reason: str, peak_bytes: int) -> int:
         """Warn of a step that is not the measured one, if it exceeded the budget.
 
@@ -443,12 +447,7 @@ class AdaptedPass:
         return group.plan
 
     def _plan_group(self, case: CallCase, target_bytes: int | None = None) -> None:
-        """Plan for all sizes of a group, and say if none fits.
-
-        Args:
-            case: A call of the group.
-            target_bytes: The peak to plan for; by default what the budget leaves.
-        """
+        """Plan all sizes of a group for a peak, by default what the budget leaves."""
         group = case.group
         step = self._steps.step_of(group.size, case)
         if target_bytes is None:

@@ -7,7 +7,7 @@ from recoup.backend.state.model_state import needs
 from recoup.core.callers import user_stacklevel
 from recoup.core.graph import Graph
 from recoup.core.segments import Segment
-from recoup.core.simulation import LoopKept, peak_with
+from recoup.core.simulation import LoopKept, peak_with, simulate
 from recoup.errors import BudgetWarning
 from recoup.fitting.following.loop_memory import advice_for, reasons_of
 
@@ -81,6 +81,18 @@ class BudgetWarnings:
             "blocks as you train them.",
             needed_bytes,
             kinds=["order"],
+        )
+
+    def say_outside(self, name: str, graph: Graph) -> None:
+        """Warn of a part of the model that is called directly."""
+        roots = " and ".join(root or "the model" for root in graph.roots)
+        self.say(
+            f"expected a call of {roots}, as in the measured step, got a call of "
+            f"{name} outside of one (`forward` called by name is none): no plan "
+            "applies to it. At the measured size {needs}. Call recoup.fit with step= "
+            "a function that calls what you train.",
+            simulate(graph, ()).peak_bytes,
+            kinds=["outside"],
         )
 
     def say_open(self, times: int, needed_bytes: int) -> None:
