@@ -43,12 +43,9 @@ def fit_metered(
 
 
 def missing_bytes(report: Fit) -> int:
-    """Return by how much verification may exceed the budget in `fit`.
+    """Return by how much verification may exceed the budget in `fit` on the CPU.
 
-    Only where the budget is so near the floor that no plan leaves room for it, or so
-    small that the room would be a large share of it.
+    By as much as the plan leaves too little for the least that it needs.
     """
-    verified_bytes = least_verification_bytes(report.graph, _CPU)
-    is_tight = report.budget_bytes - report.floor_bytes < verified_bytes
-    is_small = verified_bytes > 0.005 * report.budget_bytes
-    return verified_bytes if is_tight or is_small else 0
+    free_bytes = report.budget_bytes - report.measured_peak_bytes
+    return max(0, least_verification_bytes(report.graph, _CPU) - free_bytes)
