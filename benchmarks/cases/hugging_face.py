@@ -3,12 +3,17 @@
 For each model: the eager step, the model's own gradient checkpointing, its layers
 compiled with torch's `activation_memory_budget`, and recoup: a region per layer, and
 `fit` at the peak of the model's own checkpointing and at shares of the eager peak, with
-each executor. Models have random weights; nothing is downloaded.
+each executor; `fit` by Inductor also at the measured peak of each of torch's budgets,
+right after it. The eager step is measured once more at the end, to show the drift. No
+row takes longer than a limit. Models have random weights; nothing is downloaded.
+
+    python -m benchmarks.cases.hugging_face --models llama --limit 240
 """
 
 import argparse
 import gc
 import os
+import signal
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,6 +26,7 @@ from torch import nn
 
 import recoup
 from benchmarks.harness import Row, device_at_hand, mark, parsed, publish, synchronize
+from recoup.backend.memory.meters import interval_meter
 from recoup.engine.applied.model_blocks import block_names, repeated_names
 from recoup.fitting.compiled_fit import CompiledFit
 
@@ -120,7 +126,61 @@ def lora(*, large: bool) -> Case:
     return Case(model, {"input_ids": tokens, "labels": tokens})
 
 
-CASES = {"llama": llama, "qwen3-moe": qwen3_moe, "t5": t5, "lora": lora}
+def whisper(*, large: bool) -> Case:
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    width = 1024 if large else 64
+    config = WhisperConfig(
+        vocab_size=51865 if large else 512,
+        d_model=width,
+        encoder_layers=24 if large else 3,
+        decoder_layers=24 if large else 3,
+        encoder_attention_heads=width // 64 if large else 4,
+        decoder_attention_heads=width // 64 if large else 4,
+        encoder_ffn_dim=4 * width,
+        decoder_ffn_dim=4 * width,
+        max_source_positions=1500 if large else 32,
+        num_mel_bins=80,
+        decoder_start_token_id=1,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        use_cache=False,
+    )
+    batch = 8 if large else 2
+    sound = torch.randn(batch, config.num_mel_bins, 2 * config.max_source_positions)
+    labels = _tokens(config.vocab_size, batch, 384 if large else 16)
+    model = WhisperForConditionalGeneration(config)
+    return Case(model, {"input_features": sound, "labels": labels})
+
+
+CASES = {
+    "llama": llama,
+    "qwen3-moe": qwen3_moe,
+    "t5": t5,
+    "lora": lora,
+    "whisper": whisper,
+}
+
+
+class OutOfTimeError(Exception):
+    """A row took longer than its limit."""
+
+
+@contextmanager
+def time_limit(seconds: int) -> Iterator[None]:
+    """Raise `OutOfTimeError` in the block after some seconds; 0: never."""
+
+    def stop(*_: object) -> None:
+        raise OutOfTimeError(f"more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 class Bench:
@@ -134,7 +194,11 @@ class Bench:
         self.steps = steps if large else 2
         self.model = case.model.to(device, torch.bfloat16 if large else torch.float32)
         self.model.train()
-        self.batch = {key: value.to(device) for key, value in case.batch.items()}
+        dtype = torch.bfloat16 if large else torch.float32
+        self.batch = {
+            key: value.to(device, dtype if value.is_floating_point() else None)
+            for key, value in case.batch.items()
+        }
         self.blocks = repeated_names(self.model, block_names(self.model))
 
     def step(self) -> None:
@@ -150,11 +214,14 @@ class Bench:
         if self.device.type != "cpu":
             torch.accelerator.empty_cache()
             torch.accelerator.reset_peak_memory_stats()
-        self.step()
-        synchronize(self.device)
-        peak = 0
-        if self.device.type != "cpu":
+            self.step()
+            synchronize(self.device)
             peak = torch.accelerator.max_memory_allocated()
+        else:
+            with interval_meter(self.device) as meter:
+                self.step()
+            held = [*self.model.parameters(), *self.batch.values()]
+            peak = meter.peak_bytes + sum(tensor.nbytes for tensor in held)
         times, hosts = [], []
         for _ in range(3):
             since = mark(self.device)
@@ -238,7 +305,7 @@ def rows_of(
     def row(contender: str, around: Callable[[], Any]) -> Row:
         found: dict[str, Any] = {"model": name, "contender": contender}
         try:
-            with around() as text:
+            with time_limit(options.limit), around() as text:
                 found |= bench.measure()
             found["remark"] = text if isinstance(text, str) else ""
         except Exception as error:  # noqa: BLE001 (a row of its own)
@@ -262,8 +329,6 @@ def rows_of(
     peaks = {"own checkpointing": own.get("peak bytes", 0)}
     for share in options.shares:
         peaks[f"{share:.0%}"] = int(first.get("peak bytes", 0) * share)
-    if device.type == "cpu":
-        peaks = {"80%": 0.8, "60%": 0.6}
     for executor in options.executors:
         for label, budget in peaks.items():
             kind = None if executor == "eager" else executor
@@ -271,8 +336,16 @@ def rows_of(
                 f"fit ({executor}) at {label}",
                 lambda budget=budget, kind=kind: fitted(bench, budget, kind),
             )
-    for budget in options.knobs:
-        yield row(f"torch knob {budget}", lambda budget=budget: knob(bench, budget))
+    for share in options.knobs:
+        found = row(f"torch knob {share}", lambda share=share: knob(bench, share))
+        yield found
+        if "inductor" in options.executors and "peak bytes" in found:
+            budget: Any = found["peak bytes"]
+            yield row(
+                f"fit (inductor) at torch knob {share}",
+                lambda budget=budget: fitted(bench, budget, "inductor"),
+            )
+    yield row("eager, again", eager)
 
 
 def numbers(text: str) -> list[float]:
@@ -285,10 +358,11 @@ def run_models(
     name: str,
     rows_of: Callable[[str, torch.device, argparse.Namespace], Iterable[Row]],
     steps: str,
+    shares: str = "0.75,0.5",
 ) -> None:
     """Measure the models that were asked for, and publish their rows."""
     parser.add_argument("--executors", default="eager,exact,inductor")
-    parser.add_argument("--shares", type=numbers, default="0.75,0.5")
+    parser.add_argument("--shares", type=numbers, default=shares)
     options = parsed(parser, arguments)
     options.executors = [name for name in options.executors.split(",") if name]
     device = device_at_hand()
@@ -309,9 +383,11 @@ def run_models(
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default=",".join(CASES))
-    parser.add_argument("--knobs", type=numbers, default="1,0.5,0")
+    parser.add_argument("--knobs", type=numbers, default="1,0.7,0.5,0.3,0.1,0")
     parser.add_argument("--steps", type=int, default=6)
-    run_models(parser, arguments, "hugging-face", rows_of, "steps in a row")
+    parser.add_argument("--limit", type=int, default=240, help="seconds for each row")
+    shares = "0.9,0.75,0.6,0.5,0.4"
+    run_models(parser, arguments, "hugging-face", rows_of, "steps in a row", shares)
 
 
 if __name__ == "__main__":
