@@ -91,13 +91,13 @@ def calls_of_a_step(model: nn.Module) -> Calls:
 
 
 BOUNDS = {
-    (scopes, 0.0): Calls(5062, 1861),
-    (scopes, 0.1): Calls(9718, 2713),
-    (costly, 0.0): Calls(6094, 2006),
-    (modules, 0.0): Calls(4942, 1849),
-    (modules, 0.1): Calls(9598, 2701),
-    (plan, 0.0): Calls(5195, 1849),
-    (plan, 0.1): Calls(9851, 2473),
+    (scopes, 0.0): Calls(5074, 1861),
+    (scopes, 0.1): Calls(9730, 2713),
+    (costly, 0.0): Calls(6106, 2006),
+    (modules, 0.0): Calls(4966, 1849),
+    (modules, 0.1): Calls(9622, 2701),
+    (plan, 0.0): Calls(5220, 1849),
+    (plan, 0.1): Calls(9876, 2473),
 }
 
 
