@@ -530,8 +530,9 @@ class _Argument:
 
     def fetch(self) -> Tensor:
         """Return the tensor as an argument of the second call."""
-        tensor = self.hold.fetch("a recomputed function")
-        return tensor.detach().requires_grad_() if self.requires_grad else tensor
+        # A new tensor each time: one that the function writes to may get a graph.
+        tensor = self.hold.fetch("a recomputed function").detach()
+        return tensor.requires_grad_() if self.requires_grad else tensor
 
 
 _PLAIN = frozenset({int, float, complex, str, bool, type(None), torch.dtype})
