@@ -64,7 +64,7 @@ class Recorder(OperatorMode):
         return _Pausing(self)
 
     @leave_uncompiled
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # noqa: C901, PLR0912 (written out: every operator's way)
         self,
         func: Any,
         types: tuple[type, ...],
@@ -77,7 +77,11 @@ class Recorder(OperatorMode):
             return self._on_wrappers(kernel, types, args, kwargs or {})
         if kernel.passes or self.paused:
             if kernel.is_watched:
-                return self._watched(kernel, args, kwargs or {})
+                # One frame less for each of many nested regions than in a method.
+                if kernel.reshapes:
+                    return self._reshaped(kernel, args, kwargs or {})
+                if not self.paused:
+                    self._look_for_wrapper(args[0])
             return kernel.run(*args, **kwargs) if kwargs else kernel.run(*args)
         kwargs = kwargs or {}
         if not kernel.simple and not (
@@ -179,19 +183,15 @@ class Recorder(OperatorMode):
             self.tape.unrecorded.append(kernel.facts.name)
         return out
 
-    def _watched(
-        self, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Run an operator that passes, but may show something about its argument."""
-        if kernel.reshapes:
-            return self._reshaped(kernel, args, kwargs)
-        if not self.paused:
-            wrapper = unwrapped_now(args[0], below=_GLOBALS)
-            if wrapper is not None:
-                # The region may go on with the inner tensor, which counts no writes to
-                # the wrapper.
-                self.tape.meet_wrapper(wrapper, is_written=False)
-        return kernel.run(*args, **kwargs)
+    def _look_for_wrapper(self, inner: Tensor) -> None:
+        """Watch the wrapper that a tensor is being taken out of, if there is one.
+
+        The region may go on with the inner tensor, which counts no writes to the
+        wrapper.
+        """
+        wrapper = unwrapped_now(inner, below=_GLOBALS)
+        if wrapper is not None:
+            self.tape.meet_wrapper(wrapper, is_written=False)
 
     def _reshaped(
         self, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]
