@@ -133,10 +133,10 @@ def test_a_segment_size_that_is_none_is_refused_before_anything_is_measured(size
         def forward(self, x):
             raise AssertionError("measured")
 
-    with pytest.raises(UsageError, match="from 1"):
+    with pytest.raises(UsageError, match="at least 1"):
         table(Never(), checkpoint_segment_size=size)
 
 
 def test_full_precision_is_not_compared_with_itself():
-    with pytest.raises(UsageError, match="16 bits"):
+    with pytest.raises(UsageError, match="full precision"):
         table(Classifier(8), precision="fp32")

@@ -567,7 +567,7 @@ def test_batches_that_do_not_fit_are_refused():
         trainer.step(torch.ones(3, 4))
     with pytest.raises(UsageError, match="gone through again"):
         trainer.fit(iter(batches(2)))
-    with pytest.raises(UsageError, match="from 1"):
+    with pytest.raises(UsageError, match="at least 1"):
         trainer.fit(batches(2), epochs=0)
     with pytest.raises(UsageError, match="snapshot_path"):
         trainer.fit(batches(2), resume=True)
@@ -575,7 +575,7 @@ def test_batches_that_do_not_fit_are_refused():
 
 def test_a_loss_of_many_numbers_is_refused():
     trainer = make_trainer(loss_fn=lambda outputs, targets: outputs.sum(1))
-    with pytest.raises(UsageError, match="one number"):
+    with pytest.raises(UsageError, match="one element"):
         trainer.step(batches(1)[0])
 
 

@@ -250,7 +250,6 @@ class Run:
         self._calls = self._episode.calls
         self.order: list[Place] = []
         self._due: _Interval | None = None
-        self._plain_options = self._options(None)
         self._hooks = ambient_hooks()
         self._frame = calling_frame()
 
@@ -287,7 +286,7 @@ class Run:
         if due is None or due.span.start.module != module:
             return None
         self._due = None
-        return DueInterval(due.name, due.key, self._plain_options, self._episode)
+        return DueInterval(due.name, due.key, self._options(None), self._episode)
 
     def _options(self, policy: Policy | None) -> Options:
         return Options(policy=policy, verify=self._verify, at_once=True)
