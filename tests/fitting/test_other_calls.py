@@ -436,4 +436,5 @@ def python_calls(count: int) -> int:
 
 
 def test_a_call_costs_as_many_python_calls_whatever_the_number_of_modules():
-    assert python_calls(20) == python_calls(200) <= 50
+    # Two of them look whether a part of the model is called by itself.
+    assert python_calls(20) == python_calls(200) <= 52
