@@ -16,7 +16,7 @@ from recoup.core.simulation import simulate
 from recoup.core.units import print_bytes
 from recoup.engine.applied.applied_plan import digest_of
 from recoup.engine.verification.replay_check import Verify
-from recoup.errors import InfeasibleError
+from recoup.errors import InfeasibleError, MismatchError
 from recoup.fitting.budgets import (
     Budget,
     budget_bytes,
@@ -399,7 +399,13 @@ class ClosedLoop:
         self.planning_seconds += other.seconds_planning
         if not is_much_faster(other.seconds, slow.pace):
             return slow
-        tried = self._try(other, target, budget_bytes)
+        return self._faster(slow, known, other, budget_bytes)
+
+    def _faster(
+        self, slow: Settled, known: Search, other: Solution, budget_bytes: int
+    ) -> Settled:
+        """Run another plan; return it if it fits and is faster, else the one before."""
+        tried = self._try(other, slow.attempt.target_bytes, budget_bytes)
         if tried.cost.peak_bytes <= budget_bytes:
             found = self._timed(tried)
             if found.pace.seconds < slow.pace.seconds:
@@ -427,12 +433,11 @@ class ClosedLoop:
         other = self._plan_by_calls(known, blocks, target, slow.solution)
         if not is_much_faster(other.seconds, slow.pace):
             return self._kept(slow, known)
-        tried = self._try(other, target, budget_bytes)
-        if tried.cost.peak_bytes <= budget_bytes:
-            found = self._timed(tried)
-            if found.pace.seconds < slow.pace.seconds:
-                return found
-        return self._kept(slow, known)
+        try:
+            return self._faster(slow, known, other, budget_bytes)
+        except MismatchError:
+            # A second call gave other bits: what it depends on could not be seen.
+            return self._kept(slow, known)
 
     def _plan_by_calls(
         self, search: Search, blocks: frozenset[str], target: int, known: Solution

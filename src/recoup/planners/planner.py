@@ -113,21 +113,24 @@ def plan_beside(search: Search, budget_bytes: int, known: Solution) -> Solution:
 
     Quicker than `plan_with`: only what the host has a part in is planned anew.
     """
-    solutions: list[Solution] = []
-    for each, before in zip(search.passes, known.passes, strict=True):
-        started = perf_counter()
-        found = each.solve_for_host(budget_bytes)
-        assert found is not None, "one is known"
-        solutions.append(_solution(found, before.bound_seconds, started))
-    return joined(solutions)
+    return _plan_by(Search.solve_for_host, search, budget_bytes, known)
 
 
 def plan_by_calls(search: Search, budget_bytes: int, known: Solution) -> Solution:
     """Return the fastest plan that a search knows, or finds by repeating calls."""
+    return _plan_by(Search.solve_by_calls, search, budget_bytes, known)
+
+
+def _plan_by(
+    solve: Callable[[Search, int], Plan | None],
+    search: Search,
+    budget_bytes: int,
+    known: Solution,
+) -> Solution:
     solutions: list[Solution] = []
     for each, before in zip(search.passes, known.passes, strict=True):
         started = perf_counter()
-        found = each.solve_by_calls(budget_bytes)
+        found = solve(each, budget_bytes)
         assert found is not None, "one is known"
         solutions.append(_solution(found, before.bound_seconds, started))
     return joined(solutions)

@@ -363,7 +363,7 @@ class Applied:
             self._enter_outside(name)
 
     def _enter_outside(self, name: str) -> None:
-        """Take note of a call of a module while no root is called."""
+        """Note a call of a module while no root is called."""
         if not records_gradients() or is_in_backward() or self._outside is None:
             return
         self._entered.add(name)
