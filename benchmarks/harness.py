@@ -131,6 +131,11 @@ def parsed(
     return parser.parse_args(arguments)
 
 
+def numbers(text: str) -> list[float]:
+    """Return the numbers of an option such as `0.75,0.5`."""
+    return [float(number) for number in text.split(",") if number]
+
+
 def device_at_hand(*, threads: int | None = 1) -> torch.device:
     """Return the accelerator, or else the processor.
 
@@ -164,6 +169,75 @@ def publish(
         theme, rows, machine=describe_machine(device), settings=settings, folder=folder
     )
     print(f"Written to {page} and the .json beside it.")
+
+
+class Table:
+    """Rows that are measured one by one, and written after each.
+
+    A row that is there from today, with the same settings, is not measured again: where
+    a machine is lent for minutes, the same command goes on later.
+
+    Args:
+        theme: Its name.
+        device: Where it is measured.
+        settings: What the rows have in common.
+        folder: Where it is written.
+        limit: Seconds after which no row is begun.
+
+    Attributes:
+        rows: Those of today with these settings, from earlier runs too.
+    """
+
+    def __init__(
+        self,
+        theme: str,
+        device: torch.device,
+        settings: Mapping[str, Cell],
+        folder: Path,
+        limit: float,
+    ) -> None:
+        self._theme, self._device, self._folder = theme, device, folder
+        self._settings = dict(settings)
+        self._ends = time.perf_counter() + limit
+        self.rows = self._known()
+
+    def row(self, model: str, contender: str, measure: Callable[[], Row]) -> Row:
+        """Return a row: the known one, or what is measured now, which is written.
+
+        Raises:
+            TimeoutError: The time is over.
+        """
+        for known in self.rows:
+            if (known["model"], known["contender"]) == (model, contender):
+                return known
+        if time.perf_counter() > self._ends:
+            raise TimeoutError(f"{contender} of {model} was not begun")
+        found: dict[str, Cell] = {"model": model, "contender": contender}
+        try:
+            found |= measure()
+        except Exception as error:  # noqa: BLE001 (a row of its own)
+            found["remark"] = f"{type(error).__name__}: {error!s:.300}"
+        gc.collect()
+        if self._device.type != "cpu":
+            torch.accelerator.empty_cache()
+        print(found, flush=True)
+        self.rows.append(found)
+        write_results(
+            self._theme,
+            self.rows,
+            machine=describe_machine(self._device),
+            settings=self._settings,
+            folder=self._folder,
+        )
+        return found
+
+    def _known(self) -> list[Row]:
+        today = datetime.now(tz=UTC).date().isoformat()
+        for file in self._folder.glob(f"{self._theme}_*_{today}.json"):
+            record = json.loads(file.read_text())
+            if record["settings"] == self._settings:
+                return record["rows"]
+        return []
 
 
 def describe_pace(steps: int) -> str:

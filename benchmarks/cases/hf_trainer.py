@@ -6,33 +6,30 @@ with random weights. For each: plain, `gradient_checkpointing=True`, the same wi
 shares of the plain peak, eager and compiled. Tokens per second are those of the steps
 after the warm-up, the peak is that of the same steps.
 
-The results are written after every row, and a row that is there from today, with the
-same steps, is not measured again: where a machine is lent for minutes, `--limit 540`
-begins no row after so many seconds, and the same command goes on later.
+`--limit 540` begins no row after so many seconds; the same command goes on later.
 """
 
 import argparse
 import gc
-import json
-import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from benchmarks.cases.hugging_face import CASES, numbers
-from benchmarks.harness import Row, device_at_hand, parsed, publish, synchronize
+from benchmarks.ecosystem import build
+from benchmarks.harness import (
+    Row,
+    Table,
+    device_at_hand,
+    numbers,
+    parsed,
+    synchronize,
+)
 from recoup.integrations.transformers import RecoupCallback
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-THEME = "hf-trainer"
 MODELS = {"llama-1.1b": "llama", "lora-7b": "lora"}
 WARMUP = 4
 """Steps that are not measured: the compiler and the callback work in the first."""
@@ -84,11 +81,8 @@ def trained(
 ) -> dict[str, Any]:
     """Train a new model; return tokens per second, peak and time of a step."""
     large = not options.small
-    torch.manual_seed(0)
-    with device:  # the host would take ten times as long to draw the parameters
-        case = CASES[MODELS[name]](large=large)
-    rows, length = case.batch["input_ids"].shape
-    model: nn.Module = case.model.to(device, torch.bfloat16 if large else torch.float32)
+    case = build(MODELS[name], device, large=large)
+    rows, length = case.inputs["input_ids"].shape
     clock = Clock(device)
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
@@ -106,9 +100,9 @@ def trained(
         )
         callbacks = [clock, *([callback] if callback else [])]
         Trainer(
-            model=model,
+            model=case.model,
             args=arguments,
-            train_dataset=Repeated(case.batch["input_ids"][0].cpu()),
+            train_dataset=Repeated(case.inputs["input_ids"][0].cpu()),
             callbacks=callbacks,
         ).train()
     seconds = clock.seconds / clock.steps
@@ -119,60 +113,6 @@ def trained(
         "peak bytes": clock.peak or None,
         "remark": str(callback.report) if callback else "",
     }
-
-
-class Table:
-    """Rows that are measured one by one, and written after each.
-
-    Attributes:
-        rows: Those of today with these settings, from earlier runs too.
-    """
-
-    def __init__(self, device: torch.device, options: argparse.Namespace) -> None:
-        self._device, self._options = device, options
-        self._settings = {
-            "steps": options.steps,
-            "dtype": "bfloat16 on a GPU",
-            "models": "small" if options.small else "large",
-        }
-        self._begun = time.perf_counter()
-        self.rows = self._known()
-
-    def row(self, model: str, contender: str, measure: Callable[[], Row]) -> Row:
-        """Return a row: the known one, or what is measured now, which is written."""
-        for known in self.rows:
-            if (known["model"], known["contender"]) == (model, contender):
-                return known
-        if time.perf_counter() - self._begun > self._options.limit:
-            raise TimeoutError(f"{contender} of {model} was not begun")
-        found: dict[str, Any] = {"model": model, "contender": contender}
-        try:
-            found |= measure()
-        except Exception as error:  # noqa: BLE001 (a row of its own)
-            found["remark"] = f"{type(error).__name__}: {error!s:.300}"
-        torch.compiler.reset()
-        gc.collect()
-        if self._device.type != "cpu":
-            torch.accelerator.empty_cache()
-        print(found, flush=True)
-        self.rows.append(found)
-        publish(
-            THEME,
-            self.rows,
-            device=self._device,
-            settings=self._settings,
-            folder=self._options.out,
-        )
-        return found
-
-    def _known(self) -> list[Row]:
-        today = datetime.now(tz=UTC).date().isoformat()
-        folder: Path = self._options.out
-        for file in folder.glob(f"{THEME}_*_{today}.json"):
-            record = json.loads(file.read_text())
-            if record["settings"] == self._settings:
-                return record["rows"]
-        return []
 
 
 def measure_model(
@@ -226,7 +166,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parsed(parser, arguments)
     device = device_at_hand()
     options.small = options.small or device.type == "cpu"
-    table = Table(device, options)
+    settings = {
+        "steps": options.steps,
+        "dtype": "bfloat16 on a GPU",
+        "models": "small" if options.small else "large",
+    }
+    table = Table("hf-trainer", device, settings, options.out, options.limit)
     try:
         for name in options.models.split(","):
             measure_model(name, device, table, options)

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import recoup
-from benchmarks.cases.hugging_face import Case, llama, qwen3_moe, t5
+from benchmarks.ecosystem import Case, llama, qwen3_moe, t5
 from benchmarks.harness import Row, in_turns, markdown_table, parsed, publish
 from recoup import Plan
 from recoup.backend.operators.dispatch import OperatorMode
@@ -58,7 +58,7 @@ def vit() -> Case:
 def _short(make: Callable[..., Case]) -> Case:
     """Return a model with one row of few tokens."""
     case = make(large=False)
-    return Case(case.model, {k: v[:1, :TOKENS] for k, v in case.batch.items()})
+    return Case(case.model, {k: v[:1, :TOKENS] for k, v in case.inputs.items()})
 
 
 MODELS: dict[str, Callable[[], Case]] = {
@@ -138,7 +138,7 @@ class Steps:
     """Steps of one model under one contender, which stays on it."""
 
     def __init__(self, case: Case) -> None:
-        self._model, self._batch = case.model.train(), case.batch
+        self._model, self._batch = case.model.train(), case.inputs
 
     def forward(self) -> torch.Tensor:
         self._model.zero_grad(set_to_none=True)

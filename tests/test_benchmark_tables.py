@@ -1,26 +1,21 @@
-"""The benchmark of transformers' Trainer is written row by row, and goes on later."""
+"""Tables of benchmarks are written row by row, and go on later."""
 
-import argparse
 import json
 from pathlib import Path
 
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="transformers is not installed")
-pytest.importorskip("accelerate", reason="accelerate is not installed")
-
-from benchmarks.cases.hf_trainer import Table
+from benchmarks.harness import Table
 
 
-def table(folder: Path, **settings: float) -> Table:
-    options = {"steps": 2, "small": True, "limit": 60.0, "out": folder, **settings}
-    return Table(torch.device("cpu"), argparse.Namespace(**options))
+def table(folder: Path, *, steps: int = 2, limit: float = 60.0) -> Table:
+    return Table("some-rows", torch.device("cpu"), {"steps": steps}, folder, limit)
 
 
 def test_rows_are_written_one_by_one_and_measured_once(tmp_path):
     assert table(tmp_path).row("a", "plain", lambda: {"ms": 3.0})["ms"] == 3.0
-    (file,) = tmp_path.glob("hf-trainer_cpu_*.json")
+    (file,) = tmp_path.glob("some-rows_cpu_*.json")
     assert [row["ms"] for row in json.loads(file.read_text())["rows"]] == [3.0]
 
     def fail() -> dict[str, float]:
