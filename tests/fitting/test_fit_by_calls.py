@@ -169,6 +169,33 @@ class TestByDefault:
         plan = settled.attempt.adapted.plan
         assert plan.repeated_calls == plan.regions > 0
 
+    def test_a_host_that_is_predicted_to_take_as_long_is_measured(self):
+        # Recording is predicted to cost nothing; the plan takes eight times the device.
+        wrong = HostCosts(0.2, 0.0, 0.0)
+        paces = [0.8, 0.8, 0.8, 0.4, 0.4]
+        _, settled = settle(model_of(), paces, rerun=None, host_costs=wrong)
+        plan = settled.attempt.adapted.plan
+        assert plan.repeated_calls == plan.regions > 0
+        assert settled.pace.seconds == 0.4
+
+    def test_not_where_the_device_alone_would_take_as_long(self):
+        looked = []
+
+        def repeatable(*args: object) -> frozenset[str]:
+            looked.append(args)
+            return frozenset()
+
+        fast = HostCosts(0.01, 0.0, 0.0)
+        _, settled = settle(
+            model_of(),
+            [0.156, 0.156],  # what the device is predicted to take
+            rerun=None,
+            host_costs=fast,
+            measured=Measurements(repeatable=repeatable),
+        )
+        assert settled.attempt.adapted.plan.repeated_calls == 0
+        assert not looked
+
     def test_not_where_the_host_is_the_device(self):
         _, settled = settle(model_of(), SLOW, rerun=None)
         assert settled.attempt.adapted.plan.repeated_calls == 0

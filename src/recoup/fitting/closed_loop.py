@@ -28,6 +28,7 @@ from recoup.fitting.decision import (
     Infeasible,
     TimeLeft,
     is_much_faster,
+    may_calls_be_faster,
     may_repeat_calls,
     more_laps,
     plan_for_slower_host,
@@ -399,57 +400,66 @@ class ClosedLoop:
         self.planning_seconds += other.seconds_planning
         if not is_much_faster(other.seconds, slow.pace):
             return slow
-        return self._faster(slow, known, other, budget_bytes)
+        found = self._faster(slow, target, other, budget_bytes)
+        return found or self._kept(slow, known)
 
     def _faster(
-        self, slow: Settled, known: Search, other: Solution, budget_bytes: int
-    ) -> Settled:
-        """Run another plan; return it if it fits and is faster, else the one before."""
-        tried = self._try(other, slow.attempt.target_bytes, budget_bytes)
-        if tried.cost.peak_bytes <= budget_bytes:
-            found = self._timed(tried)
-            if found.pace.seconds < slow.pace.seconds:
-                return found
-        return self._kept(slow, known)
+        self, slow: Settled, target: int, other: Solution, budget_bytes: int
+    ) -> Settled | None:
+        """Run another plan; return it if it fits and is faster; it stays active."""
+        tried = self._try(other, target, budget_bytes)
+        if tried.cost.peak_bytes > budget_bytes:
+            return None
+        found = self._timed(tried)
+        return found if found.pace.seconds < slow.pace.seconds else None
 
     def _may_rerun(self, pace: Pace) -> bool:
-        waits = self.graph.host_costs is not None and pace.is_bound_by_host
-        is_wanted = waits if self._rerun is None else self._rerun
+        has_host = self.graph.host_costs is not None
+        is_wanted = has_host if self._rerun is None else self._rerun
         return is_wanted and may_repeat_calls(pace, self._left)
 
     def _repeating(self, slow: Settled, budget_bytes: int) -> Settled:
         """Try to repeat calls of blocks instead; return the faster of both plans."""
-        known, target = self.search, slow.attempt.target_bytes
-        target = budget_bytes if target is None else target
+        known = self.search
         blocks = frozenset(c.module for each in known.passes for c in each.graph.calls)
         if not blocks or not any(slow.solution.plans):
             return slow
-        hoped = self._plan_by_calls(known, blocks, target, slow.solution)
-        if not is_much_faster(hoped.seconds, slow.pace):
+        # The step that runs decides: a peak may be a little less than predicted.
+        slack = budget_for_floor(budget_bytes, self._step.device) - budget_bytes
+        if self._plan_by_calls(known, blocks, budget_bytes + slack, slow) is None:
             return self._kept(slow, known)
         self.tell("looking for blocks that can be called again")
         self._deactivate()
         blocks = self._measure.repeatable(self._step, sorted(blocks))
-        other = self._plan_by_calls(known, blocks, target, slow.solution)
-        if not is_much_faster(other.seconds, slow.pace):
-            return self._kept(slow, known)
-        try:
-            return self._faster(slow, known, other, budget_bytes)
-        except MismatchError:
-            # A second call gave other bits: what it depends on could not be seen.
-            return self._kept(slow, known)
+        for target in dict.fromkeys((budget_bytes + slack, budget_bytes - slack)):
+            other = self._plan_by_calls(known, blocks, target, slow)
+            try:
+                found = other and self._faster(slow, target, other, budget_bytes)
+            except MismatchError:
+                # A second call gave other bits: what it depends on could not be seen.
+                break
+            if found:
+                return found
+        return self._kept(slow, known)
 
     def _plan_by_calls(
-        self, search: Search, blocks: frozenset[str], target: int, known: Solution
-    ) -> Solution:
-        """Plan with blocks that can be called again; use that graph from now on."""
+        self, search: Search, blocks: frozenset[str], target: int, slow: Settled
+    ) -> Solution | None:
+        """Plan with blocks that can be called again; use that graph from now on.
+
+        Returns:
+            None: No such plan fits, or the device alone would take as long with it.
+        """
         self.graph = search.graph.map_passes(
             lambda each: replace(each, repeatable=blocks)
         )
         self.search = search.with_times_of(self.graph)
-        found = plan_by_calls(self.search, target, known)
+        found = plan_by_calls(self.search, target, slow.solution)
+        found = self._sharing.gather(found)[0]
+        if found is None:
+            return None
         self.planning_seconds += found.seconds_planning
-        return self._sharing.gather(found)[0]
+        return found if may_calls_be_faster(found.device_seconds, slow.pace) else None
 
     def _kept(self, settled: Settled, search: Search) -> Settled:
         """Return to a plan that ran before, and to what was known then."""

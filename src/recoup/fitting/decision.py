@@ -39,6 +39,10 @@ fit must have ended if they are looked for: what is gained is gained in every st
 _SLOWER = 1.05
 """A plan whose host time exceeds the prediction by this factor is planned again."""
 
+_WORTH_CALLING = 1.02
+"""By what factor the device must be faster than a plan's pace if blocks are called
+again: the host's time for that is measured, not predicted."""
+
 _SURPRISE = 0.05
 _LAPS, _HOST_LAPS = 3, 7
 _LOOK_SECONDS = 1.0
@@ -286,6 +290,18 @@ def may_repeat_calls(pace: Pace, left: TimeLeft) -> bool:
     steps = _LOOKING_STEPS + _ANOTHER_STEPS + _TIMING_STEPS
     seconds = left.elapsed_seconds + _ANOTHER_SECONDS + steps * pace.seconds
     return seconds < _REPEATING_SECONDS + _REPEATING_STEPS * left.plain_seconds
+
+
+def may_calls_be_faster(device_seconds: float, pace: Pace) -> bool:
+    """Return whether the device would leave room for a faster pace than a plan's.
+
+    Examples:
+        >>> may_calls_be_faster(1.0, Pace(1.2, 1.2))
+        True
+        >>> may_calls_be_faster(1.2, Pace(1.2, 0.5))
+        False
+    """
+    return device_seconds * _WORTH_CALLING <= pace.seconds
 
 
 def is_much_faster(predicted_seconds: float, pace: Pace) -> bool:

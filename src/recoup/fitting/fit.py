@@ -355,8 +355,8 @@ def fit(  # noqa: PLR0913 (a step can be described in several ways)
         verify: When replayed values are compared with forward's; see `CheckpointScope`.
         rerun: Whether blocks may be recomputed by calling them again, if that is faster
             than recording their operators, and in a call of them no side effect was
-            seen. None: where an accelerator waits for the host. True: anywhere. False:
-            no code of the model runs twice. See the guide to `fit`.
+            seen. None: where an accelerator waits for the host, as measured. True:
+            anywhere. False: no code of the model runs twice. See the guide to `fit`.
         compile: Who runs the blocks. False: torch, eagerly, and recoup recomputes
             operators; gradients are bitwise those of the plain model. "exact": blocks
             are captured by torch.compile, partitioned by recoup's plan and run with

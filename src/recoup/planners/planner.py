@@ -116,9 +116,12 @@ def plan_beside(search: Search, budget_bytes: int, known: Solution) -> Solution:
     return _plan_by(Search.solve_for_host, search, budget_bytes, known)
 
 
-def plan_by_calls(search: Search, budget_bytes: int, known: Solution) -> Solution:
-    """Return the fastest plan that a search knows, or finds by repeating calls."""
-    return _plan_by(Search.solve_by_calls, search, budget_bytes, known)
+def plan_by_calls(
+    search: Search, budget_bytes: int, known: Solution
+) -> Solution | None:
+    """Return a plan that repeats whole calls, and is else as known; None: none fits."""
+    found = _plan_by(Search.solve_by_calls, search, budget_bytes, known)
+    return found if found.plans != known.plans else None
 
 
 def _plan_by(
@@ -131,8 +134,11 @@ def _plan_by(
     for each, before in zip(search.passes, known.passes, strict=True):
         started = perf_counter()
         found = solve(each, budget_bytes)
-        assert found is not None, "one is known"
-        solutions.append(_solution(found, before.bound_seconds, started))
+        solutions.append(
+            replace(before, others=())
+            if found is None
+            else _solution(found, before.bound_seconds, started)
+        )
     return joined(solutions)
 
 

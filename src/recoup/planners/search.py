@@ -104,14 +104,12 @@ class Search:
         return self.best(budget_bytes)
 
     def solve_by_calls(self, budget_bytes: int) -> Plan | None:
-        """Look for plans that repeat whole calls, where blocks may be called again.
-
-        Returns the fastest plan known within the budget.
-        """
+        """Return a plan that repeats whole calls, where blocks may be called again."""
         found = repeat_calls(self.graph, budget_bytes) if self.graph.repeatable else ()
-        if found:
-            self.add(found, "repeated calls")
-        return self.best(budget_bytes)
+        if not found:
+            return None
+        self.add(found, "repeated calls")
+        return self.known[-1]
 
     def with_times_of(self, graph: Graph) -> "Search":
         """Return a search for the same step with other times: it knows the same plans.
