@@ -1,6 +1,7 @@
 """A fixed slice of the fuzzer's programs, and the fuzzer shown what is wrong."""
 
 import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ from tests.support.fuzz import (
     case_of,
     examine,
     reduced,
+    run_in_processes,
     run_seeds,
 )
 from tests.support.programs import (
@@ -44,7 +46,7 @@ def process_group() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_slice_of_the_programs_is_bitwise_the_plain_programs():
     tally = run_seeds(range(PROGRAMS))
-    assert tally.failures == []
+    assert tally.failures == {}
     # A program that the plain twin cannot run, or that is refused, shows nothing.
     assert tally.kinds["equal"] > 0.9 * PROGRAMS
 
@@ -151,5 +153,22 @@ def test_lines_that_plain_pytorch_refuses_in_the_second_step_are_left_out():
 def test_a_failure_names_its_seed():
     wrong = (n for n in range(100) if examine(case_of(n), inexact).failed)
     seed = next(wrong)
-    (failure,) = run_seeds([seed], inexact, most=10).failures
-    assert failure.startswith(f"seed {seed}: ")
+    failures = run_seeds([seed], inexact, most=10).failures
+    assert list(failures) == [seed]
+    assert failures[seed].startswith(f"seed {seed}: ")
+
+
+def fatal(*_: object, **__: object) -> saved_tensors_hooks:
+    """End the process."""
+    os._exit(7)
+
+
+@pytest.mark.parametrize("region", [inexact, fatal])
+def test_processes_find_what_one_finds_and_name_the_seed_that_ends_one(region):
+    tally = run_in_processes(range(2, 6), 2, seconds=600, region=region)
+    if region is fatal:
+        assert tally.kinds["crashed"] == 2
+        assert all("ended with 7" in text for text in tally.failures.values())
+        assert len(tally.failures) == 2
+    else:
+        assert tally == run_seeds(range(2, 6), region)

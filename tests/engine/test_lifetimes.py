@@ -19,8 +19,9 @@ from recoup.backend.memory.meters import StorageMeter
 from recoup.backend.operators.fingerprints import fingerprint
 from recoup.errors import ChangedTensorError, MismatchError
 from tests.support.counting import Alive, Operators
+from tests.support.drawn_programs import PHASES, programs
 from tests.support.models import PROBLEMS
-from tests.support.programs import PHASES, Machine, Program, programs, repaired
+from tests.support.programs import Machine, Program, repaired
 from tests.support.twin import plain
 
 unverified = functools.partial(CheckpointScope, verify="off")

@@ -8,15 +8,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from recoup import CheckpointScope
 from recoup.errors import ChangedTensorError
-from tests.support.programs import (
-    PHASES,
-    WRITES,
-    Instruction,
-    Program,
-    as_step,
-    programs,
-    repaired,
-)
+from tests.support.drawn_programs import PHASES, programs
+from tests.support.programs import WRITES, Instruction, Program, as_step, repaired
 from tests.support.twin import judge
 
 

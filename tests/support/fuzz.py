@@ -4,15 +4,23 @@ A program is data (`tests.support.programs`). It runs plain and with recoup. Eve
 that can be observed must be bitwise equal, nothing of recoup may stay behind, and after
 an interrupt at any line of recoup both the plain run and the run with recoup must be
 what they were. A program that fails is reduced to the lines that are needed to fail.
+
+`python -m tests.support.fuzz --programs 50000` runs many in several processes.
 """
 
+import argparse
 import contextlib
 import gc
+import multiprocessing
+import os
 import random
+import sys
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
@@ -50,6 +58,7 @@ from tests.support.twin import (
     observe,
     plain,
 )
+from tests.support.wrapping import begin_fake_group
 
 NUMBERS = 11
 
@@ -340,10 +349,20 @@ def _simpler(case: Case) -> Iterator[Case]:
 
 @dataclass
 class Tally:
-    """What came of many seeds."""
+    """What came of many seeds.
+
+    Attributes:
+        kinds: How many programs there were of each kind of verdict.
+        failures: What to say of each that failed, by its seed.
+    """
 
     kinds: Counter[str] = field(default_factory=Counter)
-    failures: list[str] = field(default_factory=list)
+    failures: dict[int, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(self.kinds.items()))
+        failed = ", ".join(map(str, self.failures)) or "none"
+        return f"{self.kinds.total()} programs: {kinds}; failed seeds: {failed}"
 
 
 def run_seeds(
@@ -383,7 +402,7 @@ def _judge(
         smaller = reduced(case, lambda other: examine(other, region).failed, most=most)
         detail = examine(smaller, region).detail
         text = f"seed {seed}: {verdict.detail}\nreduced: {detail}\n{smaller}"
-        tally.failures.append(text)
+        tally.failures[seed] = text
         report(text)
     return verdict.kind
 
@@ -397,3 +416,155 @@ def _small_heap() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+class _Worker:
+    """A process that runs some of the seeds.
+
+    It says which seed it begins, with its tally so far: what the seed does to the
+    process, which may end there, is known by that.
+    """
+
+    def __init__(self, seeds: Iterable[int], deadline: float, region: Region) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.messages, end = context.Pipe(duplex=False)
+        work = seeds, deadline, region, end
+        self.process = context.Process(target=_work, args=work)
+        self.process.start()
+        end.close()
+        self.seed: int | None = None
+        self.tally = Tally()
+
+    def receive(self) -> bool:
+        """Take one message; return False after the last."""
+        try:
+            self.seed, self.tally = self.messages.recv()
+        except EOFError:
+            self.process.join()
+            if self.seed is not None:
+                end = f"the process ended with {self.process.exitcode}"
+                self._fail(self.seed, "crashed", f"seed {self.seed}: {end}")
+            return False
+        return True
+
+    def stop(self) -> None:
+        """Stop what has not come to an end, long after the time is over."""
+        if self.process.is_alive():
+            self.process.kill()
+            if self.seed is not None:
+                self._fail(self.seed, "hanging", f"seed {self.seed}: does not end")
+
+    def _fail(self, seed: int, kind: str, text: str) -> None:
+        self.tally.kinds[kind] += 1
+        self.tally.failures[seed] = text
+        self.seed = None
+
+
+def _work(
+    seeds: Iterable[int], deadline: float, region: Region, messages: Connection
+) -> None:
+    # Python says of an interrupt in a destructor that it is ignored, and that is all.
+    sys.unraisablehook = lambda _: None
+    torch.set_num_threads(1)
+    gc.disable()  # as in tests: what only the collector would free is a leak
+    begin_fake_group()
+    tally = Tally()
+
+    def begun() -> Iterator[int]:
+        for seed in seeds:
+            if time.time() > deadline:
+                break
+            messages.send((seed, tally))
+            yield seed
+
+    run_seeds(begun(), region, tally=tally)
+    messages.send((None, tally))
+    messages.close()
+    os._exit(0)  # what torch does at the end is none of the programs' business
+
+
+_GRACE_SECONDS = 120
+"""So long a program that was begun in time may take, with its reduction."""
+
+
+def run_in_processes(
+    seeds: range,
+    processes: int,
+    *,
+    seconds: float,
+    region: Region = CheckpointScope,
+    report: Callable[[str], None] = lambda _: None,
+) -> Tally:
+    """Run the programs of seeds in several processes; return what came of all.
+
+    Args:
+        seeds: The seeds.
+        processes: How many run at a time.
+        seconds: No program begins later than that.
+        region: Makes the regions of the programs.
+        report: Called with each failure as it is found, and each minute with a tally.
+    """
+    deadline = time.time() + seconds
+    parts = [seeds[n::processes] for n in range(processes)]
+    workers = [_Worker(part, deadline, region) for part in parts]
+    running = {worker.messages: worker for worker in workers}
+    told: set[int] = set()
+    spoken = time.time()
+    while running and time.time() < deadline + _GRACE_SECONDS:
+        for messages in wait(list(running), timeout=5):
+            assert isinstance(messages, Connection), "nothing else is waited for"
+            if not running[messages].receive():
+                del running[messages]
+        total = _total(workers)
+        for seed in total.failures.keys() - told:
+            told.add(seed)
+            report(total.failures[seed])
+        if time.time() > spoken + 60:
+            spoken = time.time()
+            report(str(total))
+    for worker in workers:
+        worker.stop()
+    return _total(workers)
+
+
+def _total(workers: Iterable[_Worker]) -> Tally:
+    total = Tally()
+    for worker in workers:
+        total.kinds += worker.tally.kinds
+        total.failures |= worker.tally.failures
+    return total
+
+
+def main() -> None:
+    """Run programs as the command line asks; fail if one of them does."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--programs", type=int, default=1000)
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--seed", type=int, help="the first; at random if not given")
+    parser.add_argument("--limit", type=float, default=3600, help="in seconds")
+    options = parser.parse_args()
+    first = options.seed
+    if first is None:
+        first = random.SystemRandom().randrange(10**9)
+    seeds = range(first, first + options.programs)
+    start = time.time()
+
+    def report(text: str) -> None:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+
+    tally = run_in_processes(
+        seeds, options.processes, seconds=options.limit, report=report
+    )
+    done = tally.kinds.total()
+    report(f"seeds {first} to {seeds[-1]}, {time.time() - start:.0f} s, {tally}")
+    if done < len(seeds):
+        report(f"{len(seeds) - done} not begun in {options.limit:.0f} s")
+    sys.exit(1 if tally.failures else 0)
+
+
+if __name__ == "__main__":
+    # By its name: what the processes send is of the classes there.
+    from tests.support.fuzz import main as run
+
+    run()

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from hypothesis import Phase
-from hypothesis import strategies as st
 from torch import Tensor, distributed, nn
 from torch._C import _len_torch_dispatch_stack
 
@@ -126,7 +124,7 @@ _STRAIGHT = (
     *(name for name in CONTROL for _ in range(3)),
 )
 
-_WEIGHTED = (
+WEIGHTED = (
     *_STRAIGHT,
     *("open" for _ in range(9)),
     *("function", "group", "group", "module"),
@@ -145,23 +143,6 @@ ALL_NAMES = (
 
 SAVES = 5000
 """More tensors than are saved until the last of nested regions knows it was left."""
-
-# The phase that explains a failure line by line takes longer than all the others.
-PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
-
-_NUMBERS = st.integers(0, 11)
-_LINES = st.builds(Instruction, st.sampled_from(_WEIGHTED), _NUMBERS, _NUMBERS)
-
-programs: st.SearchStrategy[Program] = st.builds(
-    Program,
-    # Lists are drawn short by default; half of the programs are to be long.
-    st.lists(_LINES, min_size=3, max_size=20).map(tuple)
-    | st.lists(_LINES, min_size=18, max_size=45).map(tuple),
-    st.lists(
-        st.lists(_NUMBERS, min_size=1, max_size=3).map(tuple), min_size=1, max_size=3
-    ).map(tuple),
-    st.booleans(),
-)
 
 
 class Layer(nn.Module):

@@ -11,8 +11,9 @@ from recoup import CheckpointScope, Device, Disk, Host, KeepCostly, Packed
 from recoup.engine.tiers.deposits import Deposit
 from recoup.errors import ChangedTensorError
 from recoup.tiers import Tier
+from tests.support.drawn_programs import PHASES, programs
 from tests.support.models import PROBLEMS, Problem, training
-from tests.support.programs import PHASES, Program, as_step, programs, repaired
+from tests.support.programs import Program, as_step, repaired
 from tests.support.twin import Region, compare, judge
 
 HOST, DISK = Host(smallest_bytes=0), Disk(smallest_bytes=0)
