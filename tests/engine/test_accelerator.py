@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from recoup import CheckpointScope, KeepCostly
+from recoup.checkpointing import rerun
 from recoup.engine.verification.replay_check import Verify
 from recoup.errors import RecoupError
 from tests.support.models import PROBLEMS, training
@@ -238,3 +241,27 @@ def test_the_padding_of_a_recurrent_workspace_is_not_compared():
         for mebibytes in (1, 2, 4, 8, 16):
             torch.full((mebibytes << 20,), filler, dtype=torch.uint8, device="cuda")
         loss.backward()
+
+
+@pytest.mark.parametrize(
+    "kernel", [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+)
+def test_attention_is_called_again_whatever_was_in_memory(kernel: SDPBackend):
+    """Without dropout it saves a seed and an offset that it has not written."""
+    torch.use_deterministic_algorithms(False)  # that would fill new memory
+    shape = 2, 4, 64, 64
+    query = torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def attend(x: Tensor) -> Tensor:
+        return scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    def fill_free_memory(number: int) -> None:
+        del [torch.full((2,), number, device="cuda") for _ in range(256)][:]
+
+    with sdpa_kernel(kernel):
+        for number in range(4):  # the first calls are verified
+            fill_free_memory(number)
+            out = rerun(attend, query)
+            assert torch.equal(out, attend(query))
+            fill_free_memory(-1 - number)
+            out.sum().backward()

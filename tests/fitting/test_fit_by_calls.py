@@ -12,7 +12,7 @@ import recoup
 from recoup.core.graph import Graph, HostCosts
 from recoup.core.segments import Action
 from recoup.fitting.closed_loop import ClosedLoop, Measurements
-from recoup.measurement.steps.floor import measure_floor
+from recoup.measurement.steps.floor import Cost, measure_floor, run_step
 from recoup.measurement.steps.training_step import training_step, untouched
 from recoup.measurement.timing.pace import Pace
 
@@ -67,6 +67,7 @@ def settle(
     *,
     rerun: bool | None = True,
     host_costs: HostCosts | None = None,
+    host_share: float = 1.0,
     measured: Measurements | None = None,
 ):
     """Run the closed loop at 60 %, with these measured times of the plans it tries."""
@@ -75,7 +76,7 @@ def settle(
 
     def pace(*_: object, **__: object) -> Pace:
         seconds = next(known)
-        return Pace(seconds, seconds)
+        return Pace(seconds, host_share * seconds)
 
     def graph(*args: Any, **kwargs: Any) -> Graph:
         """Return the step beside a host that records slowly."""
@@ -164,7 +165,7 @@ class TestByDefault:
     def test_calls_are_repeated_where_an_accelerator_waits_for_the_host(self):
         # Its steps in a row are timed once, and once more because they vary.
         slow = HostCosts(0.2, 0.01, 0.001)
-        paces = [0.8, 0.8, 0.4, 0.4]
+        paces = [0.8, 0.8, 0.7, 0.4]  # then both plans once more
         _, settled = settle(model_of(), paces, rerun=None, host_costs=slow)
         plan = settled.attempt.adapted.plan
         assert plan.repeated_calls == plan.regions > 0
@@ -172,26 +173,36 @@ class TestByDefault:
     def test_a_host_that_is_predicted_to_take_as_long_is_measured(self):
         # Recording is predicted to cost nothing; the plan takes eight times the device.
         wrong = HostCosts(0.2, 0.0, 0.0)
-        paces = [0.8, 0.8, 0.8, 0.4, 0.4]
-        _, settled = settle(model_of(), paces, rerun=None, host_costs=wrong)
+        _, settled = settle(
+            model_of(), [0.8, 0.8, 0.8, 0.4], rerun=None, host_costs=wrong
+        )
         plan = settled.attempt.adapted.plan
         assert plan.repeated_calls == plan.regions > 0
         assert settled.pace.seconds == 0.4
 
-    def test_not_where_the_device_alone_would_take_as_long(self):
-        looked = []
+    def test_the_plan_before_is_timed_again_and_stays_if_it_is_faster(self):
+        slow = HostCosts(0.2, 0.01, 0.001)
+        paces = [0.8, 0.8, 0.4, 0.5]
+        _, settled = settle(model_of(), paces, rerun=None, host_costs=slow)
+        assert settled.attempt.adapted.plan.repeated_calls == 0
+
+    def test_not_where_the_host_has_time(self):
+        looked: list[object] = []
 
         def repeatable(*args: object) -> frozenset[str]:
             looked.append(args)
             return frozenset()
 
-        fast = HostCosts(0.01, 0.0, 0.0)
+        def cost(*args: Any, **kwargs: Any) -> Cost:
+            return replace(run_step(*args, **kwargs), seconds=1.0)
+
         _, settled = settle(
             model_of(),
-            [0.156, 0.156],  # what the device is predicted to take
+            [0.156],
             rerun=None,
-            host_costs=fast,
-            measured=Measurements(repeatable=repeatable),
+            host_costs=HostCosts(0.01, 0.0, 0.0),
+            host_share=0.7,
+            measured=Measurements(repeatable=repeatable, cost=cost),
         )
         assert settled.attempt.adapted.plan.repeated_calls == 0
         assert not looked

@@ -25,10 +25,11 @@ from recoup.fitting.budgets import (
     infeasible_with,
 )
 from recoup.fitting.decision import (
+    LAPS,
     Infeasible,
     TimeLeft,
     is_much_faster,
-    may_calls_be_faster,
+    is_near_host,
     may_repeat_calls,
     more_laps,
     plan_for_slower_host,
@@ -341,12 +342,15 @@ class ClosedLoop:
     def _timed(self, attempt: Attempt) -> Settled:
         """Measure the pace of the active plan, and correct all times by it."""
         self.tell("timing the plan")
-        solution = attempt.solution
         if self.graph.host_costs is None:
-            pace, graph = self._compared(attempt)
-        else:
-            pace = self._pace(solution.seconds, attempt.cost.seconds)
-            graph = corrected(self.graph, solution.plans, pace)
+            return self._settled(attempt, *self._compared(attempt))
+        solution = attempt.solution
+        pace = self._pace(solution.seconds, attempt.cost.seconds)
+        return self._settled(attempt, pace, corrected(self.graph, solution.plans, pace))
+
+    def _settled(self, attempt: Attempt, pace: Pace, graph: Graph) -> Settled:
+        """Return a plan with its pace; use the times of a graph from now on."""
+        solution = attempt.solution
         if graph is not self.graph:
             self.graph = graph
             self.search = self.search.with_times_of(graph)
@@ -410,12 +414,24 @@ class ClosedLoop:
         tried = self._try(other, target, budget_bytes)
         if tried.cost.peak_bytes > budget_bytes:
             return None
-        found = self._timed(tried)
-        return found if found.pace.seconds < slow.pace.seconds else None
+        if self.graph.host_costs is None:
+            found = self._timed(tried)
+            return found if found.pace.seconds < slow.pace.seconds else None
+        # A host varies with time: both are timed now, in the same way.
+        self.tell("timing both plans")
+        before, now = self._lap(slow.attempt), self._lap(tried)
+        if now.seconds >= before.seconds:
+            return None
+        return self._settled(tried, now, corrected(self.graph, other.plans, now))
+
+    def _lap(self, attempt: Attempt) -> Pace:
+        self._activate(attempt)
+        gc.collect()
+        return self._measure.pace(self._step, repeats=LAPS)
 
     def _may_rerun(self, pace: Pace) -> bool:
-        has_host = self.graph.host_costs is not None
-        is_wanted = has_host if self._rerun is None else self._rerun
+        waits = self.graph.host_costs is not None and is_near_host(pace)
+        is_wanted = waits if self._rerun is None else self._rerun
         return is_wanted and may_repeat_calls(pace, self._left)
 
     def _repeating(self, slow: Settled, budget_bytes: int) -> Settled:
@@ -448,18 +464,15 @@ class ClosedLoop:
         """Plan with blocks that can be called again; use that graph from now on.
 
         Returns:
-            None: No such plan fits, or the device alone would take as long with it.
+            None: No such plan fits.
         """
         self.graph = search.graph.map_passes(
             lambda each: replace(each, repeatable=blocks)
         )
         self.search = search.with_times_of(self.graph)
         found = plan_by_calls(self.search, target, slow.solution)
-        found = self._sharing.gather(found)[0]
-        if found is None:
-            return None
-        self.planning_seconds += found.seconds_planning
-        return found if may_calls_be_faster(found.device_seconds, slow.pace) else None
+        self.planning_seconds += found.seconds_planning if found else 0.0
+        return self._sharing.gather(found)[0]
 
     def _kept(self, settled: Settled, search: Search) -> Settled:
         """Return to a plan that ran before, and to what was known then."""

@@ -32,19 +32,20 @@ _TIMING_STEPS = 6.0
 long as those of the plan so far."""
 
 _LOOKING_STEPS = 3.0
-_REPEATING_SECONDS, _REPEATING_STEPS = 10.0, 40.0
+_REPEATING_SECONDS, _REPEATING_STEPS = 20.0, 40.0
 """The cost of looking for blocks that can be called again, in steps; and when all of a
 fit must have ended if they are looked for: what is gained is gained in every step."""
 
 _SLOWER = 1.05
 """A plan whose host time exceeds the prediction by this factor is planned again."""
 
-_WORTH_CALLING = 1.02
-"""By what factor the device must be faster than a plan's pace if blocks are called
-again: the host's time for that is measured, not predicted."""
+_NEAR_HOST = 0.8
+"""A step whose host takes this share of its time may be faster if it records nothing.
+What the device alone would take is not known: its operators were timed as the host
+issued them."""
 
 _SURPRISE = 0.05
-_LAPS, _HOST_LAPS = 3, 7
+LAPS, _HOST_LAPS = 3, 7
 _LOOK_SECONDS = 1.0
 """A pace that differs from the prediction by more than this share is measured again, by
 this many laps. The pace of a CPU-bound step varies: it is measured again by up to so
@@ -251,8 +252,8 @@ def more_laps(pace: Pace, predicted_seconds: float, left: TimeLeft) -> int:
     )
     if not (pace.is_bound_by_host or is_surprising):
         return 0
-    laps = round(_LOOK_SECONDS / pace.seconds) if pace.is_bound_by_host else _LAPS
-    wanted = (min(max(laps, _LAPS), _HOST_LAPS), _LAPS)
+    laps = round(_LOOK_SECONDS / pace.seconds) if pace.is_bound_by_host else LAPS
+    wanted = (min(max(laps, LAPS), _HOST_LAPS), LAPS)
     return next((n for n in wanted if left.allows((n + 1) * pace.seconds)), 0)
 
 
@@ -278,30 +279,28 @@ def plan_for_slower_host(pace: Pace, predicted_seconds: float, left: TimeLeft) -
     return is_late and left.allows_attempt(pace.seconds, timed=True)
 
 
+def is_near_host(pace: Pace) -> bool:
+    """Return whether a step may be faster if the host has less to do.
+
+    Examples:
+        >>> is_near_host(Pace(1.0, 0.9)), is_near_host(Pace(1.0, 0.5))
+        (True, False)
+    """
+    return pace.host_seconds >= _NEAR_HOST * pace.seconds
+
+
 def may_repeat_calls(pace: Pace, left: TimeLeft) -> bool:
     """Return whether there is time to look for blocks that can be called again.
 
     Examples:
         >>> may_repeat_calls(Pace(1.0, 1.0), TimeLeft(12.0, 1.0))
         True
-        >>> may_repeat_calls(Pace(1.0, 1.0), TimeLeft(40.0, 1.0))
+        >>> may_repeat_calls(Pace(1.0, 1.0), TimeLeft(60.0, 1.0))
         False
     """
     steps = _LOOKING_STEPS + _ANOTHER_STEPS + _TIMING_STEPS
     seconds = left.elapsed_seconds + _ANOTHER_SECONDS + steps * pace.seconds
     return seconds < _REPEATING_SECONDS + _REPEATING_STEPS * left.plain_seconds
-
-
-def may_calls_be_faster(device_seconds: float, pace: Pace) -> bool:
-    """Return whether the device would leave room for a faster pace than a plan's.
-
-    Examples:
-        >>> may_calls_be_faster(1.0, Pace(1.2, 1.2))
-        True
-        >>> may_calls_be_faster(1.2, Pace(1.2, 0.5))
-        False
-    """
-    return device_seconds * _WORTH_CALLING <= pace.seconds
 
 
 def is_much_faster(predicted_seconds: float, pace: Pace) -> bool:

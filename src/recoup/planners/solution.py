@@ -63,11 +63,6 @@ class Solution:
         return sum(each.simulation.seconds for each in self.passes)
 
     @property
-    def device_seconds(self) -> float:
-        """The device's time for the step, however long the host takes."""
-        return sum(each.simulation.device_seconds for each in self.passes)
-
-    @property
     def extra_seconds(self) -> float:
         """The time that the plan adds: replays, recording, waiting for copies."""
         return sum(each.simulation.extra_seconds for each in self.passes)
