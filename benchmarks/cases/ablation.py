@@ -26,7 +26,6 @@ from benchmarks.graphs import Kernel, step_graph
 from benchmarks.harness import Row, markdown_table, parsed, publish
 from benchmarks.zoo.case import cast
 from benchmarks.zoo.cases import CASES
-from recoup.core import batch_footprint
 from recoup.core.graph import Graph, HostCosts
 from recoup.core.segments import Action
 from recoup.core.simulation import simulate
@@ -78,15 +77,10 @@ STAGES: Mapping[str, Sequence[tuple[Any, str, Any]]] = {
     "narrow segments": [
         (search, "narrowed", lambda _, segment: (segment,)),
         (option, "recorded_narrowly", lambda _, __, found: found.recorded),
-        (batch_footprint, "operators_around", lambda *_: _whole_interval(*_)),
     ],
     "refine": [(Search, "_refine", _nothing)],
 }
 """What is patched to leave a stage out."""
-
-
-def _whole_interval(graph: Graph, interval: tuple[int, int], operations: Any, _: Any):  # noqa: ANN202 - an array
-    return 0 * operations[0] + len(graph.operations_between(*interval))
 
 
 @contextmanager

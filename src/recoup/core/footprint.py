@@ -494,19 +494,20 @@ def replayed(
         The operations, in order; and what they read, or what is demanded, that is held
         or comes from outside.
     """
+    values, operations = graph.values, graph.operations
     required: set[int] = set()
     roots: dict[int, None] = {}
     stack = list(demanded)
     while stack:
         value = stack.pop()
-        producer = graph.values[value].producer
+        producer = values[value].producer
         if (
             producer not in inside
             or value in held
-            or not graph.operations[producer].replayable
+            or not operations[producer].replayable
         ):
             roots[value] = None
         elif producer not in required:
             required.add(producer)
-            stack.extend(graph.operations[producer].reads)
+            stack.extend(operations[producer].reads)
     return sorted(required), list(roots)

@@ -5,7 +5,7 @@ Everything else refers to them by number.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise, takewhile
@@ -390,20 +390,39 @@ class Graph:
         columns = np.array(found, dtype=np.int64).reshape(-1, 3).T
         return StorageArrays(*np.ascontiguousarray(columns))
 
-    def dying_inputs(self, inside: range) -> Iterator[int]:
-        """Yield storages that die in an interval of operations, and come from outside.
+    @cached_property
+    def mentioned(self) -> tuple[tuple[int, ...], ...]:
+        """The storages that each operation of forward reads and makes."""
+        return tuple(
+            tuple(self.values[value].storage for value in (*each.reads, *each.makes))
+            for each in self.operations
+        )
+
+    def dying_inputs(self, inside: range) -> tuple[int, ...]:
+        """Return storages that die in an interval of operations, and are from outside.
 
         Replayable operators there read them, and none of those made them.
         """
-        operations = self.operations
-        for moment in inside[:-1]:
-            for storage in self._dying.get(moment, ()):
+        found = self._dying_inputs.get(inside)
+        if found is None:
+            found = self._dying_inputs[inside] = tuple(
+                storage
+                for moment in inside[:-1]
+                for storage in self._dying.get(moment, ())
                 if any(
                     reader in inside
-                    and (producer not in inside or not operations[producer].replayable)
+                    and not (
+                        producer in inside and self.operations[producer].replayable
+                    )
                     for reader, producer in self._readers[storage]
-                ):
-                    yield storage
+                )
+            )
+        return found
+
+    @cached_property
+    def _dying_inputs(self) -> dict[range, tuple[int, ...]]:
+        """The answers of `dying_inputs` so far: planners ask for few intervals."""
+        return {}
 
     @cached_property
     def _readers(self) -> dict[int, list[tuple[int, int]]]:

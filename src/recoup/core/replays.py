@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from recoup.core.graph import Graph, Operation
+from recoup.core.graph import Graph
 from recoup.core.segments import Segment
 
 
@@ -71,39 +71,27 @@ def run_again(
         by_call: What runs again is a call: its variables keep values alive as they did
             in forward, not only until their last use.
     """
-    last: dict[int, int] = {}
-    for number in operations:
-        for value in _mentioned(graph.operations[number]):
-            last[graph.values[value].storage] = number
+    mentioned, storages = graph.mentioned, graph.storages
+    last = {s: number for number in operations for s in mentioned[number]}
     if by_call:
         stop = operations[-1]
-        last = {s: max(n, min(graph.storages[s].dies, stop)) for s, n in last.items()}
+        last = {s: max(n, min(storages[s].dies, stop)) for s, n in last.items()}
     live = set(fetched)
-    live_bytes = peak_bytes = sum(graph.storages[storage].bytes for storage in live)
+    live_bytes = peak_bytes = sum(storages[storage].bytes for storage in live)
     seconds = 0.0
     for number in operations:
         operation = graph.operations[number]
-        for value in operation.makes:
-            storage = graph.values[value].storage
+        for storage in mentioned[number][len(operation.reads) :]:
             if storage not in live:
                 live.add(storage)
-                live_bytes += graph.storages[storage].bytes
+                live_bytes += storages[storage].bytes
         peak_bytes = max(peak_bytes, live_bytes + operation.workspace_bytes)
         seconds += operation.seconds
-        gone = (
-            [storage for storage in live if last[storage] == number]
-            if by_call
-            else (graph.values[value].storage for value in _mentioned(operation))
-        )
-        for storage in gone:
-            if storage in live and storage not in wanted and last[storage] == number:
+        for storage in tuple(live) if by_call else mentioned[number]:
+            if last[storage] == number and storage in live and storage not in wanted:
                 live.discard(storage)
-                live_bytes -= graph.storages[storage].bytes
+                live_bytes -= storages[storage].bytes
     return peak_bytes, seconds
-
-
-def _mentioned(operation: Operation) -> tuple[int, ...]:
-    return operation.reads + operation.makes
 
 
 def spikes(replays: Iterable[Replay], passing: Iterable[Passing]) -> dict[int, int]:

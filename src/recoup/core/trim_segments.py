@@ -3,16 +3,16 @@
 A narrow segment is around no more of forward than what is recomputed and its uses.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-
-import numpy as np
+from bisect import bisect_right
+from collections.abc import Sequence
+from operator import attrgetter
 
 from recoup.core.footprint import Footprint, footprint, replayed
-from recoup.core.graph import Graph, Integers
+from recoup.core.graph import Graph
 from recoup.core.segments import (
     REGION_OPERATORS,
     Action,
+    Interval,
     Segment,
     recorded_operators,
 )
@@ -32,8 +32,14 @@ def narrowed(graph: Graph, segment: Segment) -> tuple[Segment, ...]:
     """
     if not _may_be_narrowed(segment):
         return (segment,)
-    intervals: list[tuple[int, int]] = []
-    for start, stop in sorted(_intervals(graph, segment)):
+    inside = graph.operations_between(segment.start, segment.stop)
+    needed: list[Interval] = []
+    for save in _saves_of_recomputed(graph, segment):
+        value = graph.claims[save].value
+        operations, _ = replayed(graph, inside, [value], segment.actions)
+        needed.append(_around(graph, segment, operations, [save]))
+    intervals: list[Interval] = []
+    for start, stop in sorted(needed):
         if intervals and _touch(graph, intervals[-1][1], start):
             before, until = intervals.pop()
             start, stop = before, max(until, stop)
@@ -49,46 +55,8 @@ def recorded_narrowly(graph: Graph, segment: Segment, found: Footprint) -> int:
     if not saves:
         return 0
     (replay,) = found.replays
-    count = operators_around(
-        graph,
-        (segment.start, segment.stop),
-        np.array([[replay.operations[0]], [replay.operations[-1]]]),
-        np.array([[saves[0]], [saves[-1]]]),
-    )
-    return recorded_operators(int(count[0]))
-
-
-def operators_around(
-    graph: Graph, interval: Sequence[int], operations: Integers, saves: Integers
-) -> Integers:
-    """Return how many operators there are around some, and around some saves.
-
-    Between the nearest boundaries, that is.
-
-    Args:
-        graph: The step.
-        interval: The boundaries that they are between in any case.
-        operations: The first ones, and the last ones.
-        saves: The first ones, and the last ones.
-    """
-    first, last = interval
-    places = graph.boundaries[first : last + 1]
-    ran = np.array([place.operation for place in places])
-    saved = np.array([place.saves for place in places])
-    after_operations = np.searchsorted(ran, operations, side="right")
-    after_saves = np.searchsorted(saved, saves, side="right")
-    starts = np.minimum(after_operations[0], after_saves[0]) - 1
-    stops = np.maximum(after_operations[1], after_saves[1])
-    return ran[stops] - ran[starts]
-
-
-@dataclass(frozen=True, slots=True)
-class _Need:
-    """The operators and the save that a region must contain."""
-
-    first: int
-    last: int
-    save: int
+    around = _around(graph, segment, replay.operations, saves)
+    return recorded_operators(len(graph.operations_between(*around)))
 
 
 def _may_be_narrowed(segment: Segment) -> bool:
@@ -96,30 +64,21 @@ def _may_be_narrowed(segment: Segment) -> bool:
     return not segment.inner and not segment.by_call and not offloads
 
 
-def _intervals(graph: Graph, segment: Segment) -> Iterator[tuple[int, int]]:
-    """Yield the shortest interval for each save of what is recomputed."""
-    places = graph.boundaries
-    for need in _needs(graph, segment):
-        start, stop = segment.start, segment.stop
-        while (
-            places[start + 1].operation <= need.first
-            and places[start + 1].saves <= need.save
-        ):
-            start += 1
-        while (
-            places[stop - 1].operation > need.last
-            and places[stop - 1].saves > need.save
-        ):
-            stop -= 1
-        yield start, stop
-
-
-def _needs(graph: Graph, segment: Segment) -> Iterator[_Need]:
-    inside = graph.operations_between(segment.start, segment.stop)
-    for save in _saves_of_recomputed(graph, segment):
-        value = graph.claims[save].value
-        operations, _ = replayed(graph, inside, [value], segment.actions)
-        yield _Need(operations[0], operations[-1], save)
+def _around(
+    graph: Graph, segment: Segment, operations: Sequence[int], saves: Sequence[int]
+) -> Interval:
+    """Return the nearest boundaries around operators and saves of a segment."""
+    places, ends = graph.boundaries, (segment.start, segment.stop + 1)
+    ran, saved = attrgetter("operation"), attrgetter("saves")
+    start = min(
+        bisect_right(places, operations[0], *ends, key=ran),
+        bisect_right(places, saves[0], *ends, key=saved),
+    )
+    stop = max(
+        bisect_right(places, operations[-1], *ends, key=ran),
+        bisect_right(places, saves[-1], *ends, key=saved),
+    )
+    return start - 1, stop
 
 
 def _saves_of_recomputed(graph: Graph, segment: Segment) -> list[int]:

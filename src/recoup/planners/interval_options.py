@@ -3,16 +3,15 @@
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from recoup.core.batch_footprint import Costs, Mentions, costs_of_holding
 from recoup.core.footprint import Innermost
-from recoup.core.graph import BEFORE, Graph, Integers
+from recoup.core.graph import BEFORE, Floats, Graph, Integers
 from recoup.core.memory_use import MemoryUse
 from recoup.core.segments import Action, Segment
 from recoup.planners.min_cut import demand_between, frontier_of
@@ -35,7 +34,7 @@ class Part:
         self.graph = graph
         self.first = first
         self.last = last
-        self.inside = graph.operations_between(first, last)
+        self.inside = inside = graph.operations_between(first, last)
         self.saves = graph.saves_between(first, last)
         half = len(graph.operations)
         self.begins = min((save.used for save in self.saves), default=half)
@@ -47,7 +46,11 @@ class Part:
             ]
         )
         self.names: dict[int, int] = {}
-        self.crossing = _crossing(graph, self.inside)
+        self.crossing = _crossing(graph, inside)
+        crossing = {graph.values[value].storage for value in self.crossing}
+        self.crossing_storages = frozenset(
+            storage for storage in crossing if graph.storages[storage].born in inside
+        )
 
     def signature(self) -> object:
         """Return what is equal for intervals of which all options cost the same memory.
@@ -123,6 +126,31 @@ def _crossing(graph: Graph, inside: range) -> list[int]:
     ]
 
 
+@dataclass(frozen=True)
+class Costs:
+    """The costs of one option of an interval.
+
+    Attributes:
+        replays: The operations of each replay, counted from the first of the interval.
+        recorded: How many operators are recorded, by a narrow segment.
+        held_bytes: Bytes held at the end of forward.
+        use: The bytes in use at the rows of the interval, beyond what is there anyway.
+    """
+
+    replays: tuple[tuple[int, ...], ...]
+    recorded: int
+    held_bytes: int
+    use: Floats
+
+    def seconds(self, graph: Graph, first: int) -> float:
+        """Return the seconds of recomputing and of recording for it."""
+        operations = graph.operations
+        total = 0.0
+        for replay in self.replays:
+            total += sum([operations[first + number].seconds for number in replay])
+        return total + self.recorded * graph.recording_seconds
+
+
 class Memory:
     """A cache of the costs of a step's intervals.
 
@@ -135,7 +163,6 @@ class Memory:
         self.innermost: Innermost = {}
         self._signatures: dict[object, int] = {}
         self._intervals: dict[tuple[int, int], tuple[Part, int]] = {}
-        self._mentions: Mentions | None = None
         self._held_sets: list[tuple[Graph, int, int, list[frozenset[int]]]] = []
 
     def held_sets(self, graph: Graph, first: int, last: int) -> list[frozenset[int]]:
@@ -160,12 +187,6 @@ class Memory:
             )
             found = self._intervals[first, last] = interval, number
         return found
-
-    def mentions(self, graph: Graph) -> Mentions:
-        """Return what operators mention."""
-        if self._mentions is None:
-            self._mentions = Mentions(graph)
-        return self._mentions
 
 
 def _held_sets(graph: Graph, first: int, last: int) -> list[frozenset[int]]:
@@ -244,12 +265,10 @@ class _Candidate(NamedTuple):
     Attributes:
         key: Identifies it among all that cost something else.
         make: Returns it.
-        held: The held values, if it is one segment with none inside.
     """
 
     key: object
     make: Make
-    held: tuple[int, ...] | None = None
 
 
 class IntervalOptions:
@@ -290,7 +309,6 @@ class IntervalOptions:
             candidates = [_Candidate((signature, "kept"), keep)]
         else:
             candidates = list(self._candidates(interval, signature, start, stop))
-        self._work_out(interval, candidates)
         return _undominated(self._options(interval, candidates))
 
     def _candidates(
@@ -307,7 +325,7 @@ class IntervalOptions:
         for held in sets:
             every = tuple(dict.fromkeys([*held, *free]))
             key = (signature, "held", *sorted(interval.names[v] for v in every))
-            yield _Candidate(key, partial(holding, graph, first, last, every), every)
+            yield _Candidate(key, partial(holding, graph, first, last, every))
         for segment in self._nestings(start, stop):
             shape = interval.shape_of(segment)
             for held in sets:
@@ -329,32 +347,15 @@ class IntervalOptions:
                 if len(inner) > 2:
                     yield nestings(inner)[0]
 
-    def _work_out(self, interval: Part, candidates: Sequence[_Candidate]) -> None:
-        """See to it that the costs of all candidates are known."""
-        known = self._memory.costs
-        flat: dict[object, tuple[int, ...]] = {}
-        for candidate in candidates:
-            if candidate.key in known:
-                continue
-            if candidate.held is None:
-                known[candidate.key] = self._costs(interval, candidate.make())
-            else:
-                flat[candidate.key] = candidate.held
-        if flat:
-            found = costs_of_holding(
-                self.graph,
-                (interval.first, interval.last),
-                interval.rows,
-                list(flat.values()),
-                self._memory.mentions(self.graph),
-            )
-            known.update(zip(flat, found, strict=True))
-
     def _options(
         self, interval: Part, candidates: Sequence[_Candidate]
     ) -> Iterator[IntervalOption]:
         """Yield the candidates with what they cost."""
-        costs = [self._memory.costs[candidate.key] for candidate in candidates]
+        known = self._memory.costs
+        for candidate in candidates:
+            if candidate.key not in known:
+                known[candidate.key] = self._costs(interval, candidate.make())
+        costs = [known[candidate.key] for candidate in candidates]
         use = np.array([cost.use for cost in costs]) + self._natural[interval.rows]
         peaks = use.max(axis=1, initial=0).astype(np.int64).tolist()
         for candidate, cost, peak_bytes in zip(candidates, costs, peaks, strict=True):
@@ -371,26 +372,24 @@ class IntervalOptions:
         read from before it has been charged there. What only an open region holds is
         not counted: the plan as a whole is simulated in the end.
         """
-        graph, half = self.graph, self._memory_use.half
-        until = self._memory_use.until.copy()
-        crossing = {graph.values[value].storage for value in interval.crossing}
-        held: set[int] = set()
-        for storage, released in option.footprint.holds.items():
-            if released >= half:
-                held.add(storage)
-            else:
-                until[storage] = max(int(until[storage]), released)
-        held_bytes = 0
-        for storage in held | crossing:
-            if graph.storages[storage].born not in interval.inside:
-                until[storage] = graph.moments
-            elif until[storage] < half:
-                held_bytes += graph.storages[storage].bytes
-        use = self._memory_use.added(option.footprint, until).at(interval.rows)
-        start = interval.inside.start
+        storages, half = self.graph.storages, self._memory_use.half
+        found, inside = option.footprint, interval.inside
+        held = {
+            storage: last
+            for storage, last in found.holds.items()
+            if last >= half and storages[storage].born in inside
+        }
+        held_bytes = sum(
+            storages[storage].bytes
+            for storage in interval.crossing_storages.union(held)
+            if storages[storage].dies < half
+        )
+        counted = replace(found, holds=held)
+        until = self._memory_use.until
+        use = self._memory_use.added(counted, until).at(interval.rows)
         replays = tuple(
-            tuple(number - start for number in replay.operations)
-            for replay in option.footprint.replays
+            tuple(number - inside.start for number in replay.operations)
+            for replay in found.replays
         )
         return Costs(replays, option.recorded, held_bytes, use)
 

@@ -9,10 +9,11 @@ bisection.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from math import inf
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
@@ -223,7 +224,7 @@ _SOURCE, _SINK = 0, 1
 
 
 class Network:
-    """The flow network of a demand: of its prices, capacities alone depend.
+    """The flow network of a demand: its prices change capacities alone.
 
     Attributes:
         values: All values that replays could need, by their place.
@@ -253,66 +254,83 @@ class Network:
         self.operations = list(nodes)
         # Values are numbered from 2 on, operations after them.
         first = 2 + len(places)
-        self._size = first + len(nodes)
         ends = {operation: first + place for operation, place in nodes.items()}
-        self._finite = [
-            *(
-                (2 + place, ends.get(graph.values[value].producer, _SINK))
-                for value, place in places.items()
-            ),
-            *((node, _SINK) for node in ends.values()),
+        self._producers = [
+            ends.get(graph.values[value].producer, _SINK) for value in places
         ]
-        self._may_cut = [
-            *(value in self.forced or demand.may_hold(value) for value in places),
-            *(True for _ in nodes),
-        ]
-        self._infinite = [
-            *((_SOURCE, 2 + places[value]) for value in dict.fromkeys(demand.values)),
-            *(
-                (first + place, 2 + places[read])
-                for place, number in enumerate(nodes)
-                for read in dict.fromkeys(graph.operations[number].reads)
-            ),
-        ]
+        self._may_cut = np.array(
+            [
+                *(value in self.forced or demand.may_hold(value) for value in places),
+                *(True for _ in nodes),
+            ],
+            dtype=np.bool_,
+        )
+        self._flow = _FlowGraph(
+            first + len(nodes),
+            [
+                *zip(range(2, first), self._producers, strict=True),
+                *((node, _SINK) for node in ends.values()),
+                *((_SOURCE, 2 + places[v]) for v in dict.fromkeys(demand.values)),
+                *(
+                    (first + place, 2 + places[read])
+                    for place, number in enumerate(nodes)
+                    for read in dict.fromkeys(graph.operations[number].reads)
+                ),
+            ],
+        )
 
     def held_at(
         self, prices: Sequence[float], seconds: Sequence[float]
     ) -> frozenset[int]:
         """Return the values that the cheapest choice holds, but for forced ones."""
-        edges: list[tuple[int, int]] = []
-        finite: list[float] = []
-        infinite = list(self._infinite)
-        costs = chain(prices, seconds)
-        for edge, may_cut, cost in zip(self._finite, self._may_cut, costs, strict=True):
-            if not may_cut or cost == inf:
-                infinite.append(edge)
-            elif cost > 0:
-                edges.append(edge)
-                finite.append(cost)
-        capacities = np.array(finite)
-        total = float(capacities.sum()) or 1.0
-        whole = np.rint(capacities * (_SCALE / total)).astype(np.int64)
+        costs = np.array([*prices, *seconds])
+        is_finite = self._may_cut & (costs < inf)
+        finite = np.where(is_finite, np.maximum(costs, 0.0), 0.0)
+        whole = np.rint(finite * (_SCALE / (finite.sum() or 1.0))).astype(np.int64)
         boundless = int(whole.sum()) + 1
-        amounts = [*whole.tolist(), *([boundless] * len(infinite))]
-        edges += infinite
-        reached = _reached(self._size, edges, amounts)
+        reached = self._flow.reached(np.where(is_finite, whole, boundless), boundless)
         return frozenset(
             value
-            for value, (node, operation) in zip(self.values, self._finite, strict=False)
+            for node, (value, operation) in enumerate(
+                zip(self.values, self._producers, strict=True), 2
+            )
             if node in reached and operation not in reached and operation != _SINK
         )
 
 
-def _reached(
-    size: int, edges: Sequence[tuple[int, int]], capacities: Sequence[int]
-) -> set[int]:
-    """Return the nodes that node 0 reaches in the residual graph of a maximum flow."""
-    ends = np.array(edges, dtype=np.int32).reshape(-1, 2)
-    graph = csr_array(
-        (np.array(capacities, dtype=np.int32), (ends[:, 0], ends[:, 1])),
-        shape=(size, size),
-    )
-    residual = csr_array(graph - maximum_flow(graph, 0, 1).flow)
-    residual.eliminate_zeros()
-    order = breadth_first_order(residual, 0, return_predecessors=False)
-    return set(order.tolist())
+class _FlowGraph:
+    """A graph in which flows from node 0 to node 1 are found for many capacities.
+
+    SciPy needs each edge in both directions; they are put in its order once.
+    """
+
+    def __init__(self, size: int, edges: Sequence[tuple[int, int]]) -> None:
+        starts, stops = np.array(edges, dtype=np.int32).reshape(-1, 2).T
+        rows, columns = np.concatenate([[starts, stops], [stops, starts]], axis=1)
+        order = np.lexsort((columns, rows))
+        self._edges = len(edges)
+        self._places = np.argsort(order)[: len(edges)]
+        self._columns = columns[order]
+        self._rows = np.searchsorted(rows[order], np.arange(size + 1)).astype(np.int32)
+
+    def reached(self, capacities: Integers, others: int) -> set[int]:
+        """Return the nodes that node 0 reaches in the residual graph of a maximum flow.
+
+        Args:
+            capacities: Those of the first edges.
+            others: That of each other edge.
+        """
+        amounts = np.zeros(2 * self._edges, dtype=np.int32)
+        amounts[self._places] = others
+        amounts[self._places[: len(capacities)]] = capacities
+        flow: Any = maximum_flow(self._matrix(amounts), 0, 1).flow
+        residual = self._matrix(amounts - flow.data)
+        residual.eliminate_zeros()
+        order = breadth_first_order(residual, 0, return_predecessors=False)
+        return set(order.tolist())
+
+    def _matrix(self, amounts: NDArray[np.int32]) -> Any:
+        # A copy of the order: SciPy changes it where it leaves zeros out.
+        order = (self._columns.copy(), self._rows.copy())
+        size = len(self._rows) - 1
+        return csr_array((amounts, *order), shape=(size, size))
