@@ -250,10 +250,13 @@ def measure_model(
         for label, budget in peaks.items():
             ours = f"fit ({executor}) at {label}"
             together = {ours: fit_at(budget, executor)}
+            rounds = 1
             if (executor, label) == ("eager", "own checkpointing"):
                 together["own checkpointing, in turns"] = switch
-                together["recoup, a region per block"] = lambda: per_block(model())
-            rows(2 if len(together) > 1 else 1, **together)
+                rounds = options.rounds
+            rows(rounds, **together)
+    if options.regions:
+        rows(1, **{"recoup, a region per block": lambda: per_block(model())})
     for share in options.knobs:
         label = f"torch knob {share}"
         (found,) = rows(1, **{label: lambda share=share: knob(model(), share)})
@@ -269,6 +272,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--executors", default="eager,exact,inductor")
     parser.add_argument("--shares", type=numbers, default="0.9,0.75,0.6,0.5,0.4")
     parser.add_argument("--knobs", type=numbers, default="1,0.7,0.5,0.3,0.1,0")
+    parser.add_argument("--regions", action="store_true", help="a region per block too")
+    parser.add_argument(
+        "--rounds", type=int, default=2, help="turns without a compiler"
+    )
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--limit", type=float, default=float("inf"))
     parser.add_argument("--row-limit", type=int, default=240, help="seconds for a row")
