@@ -239,22 +239,25 @@ def measure_model(
     def fit_at(budget: Any, executor: str) -> Contender:
         return lambda: fitted(model(), int(budget), executor)
 
+    def compare(label: str, budget: Any) -> None:
+        """Measure `fit` with each executor at a peak."""
+        for executor in options.executors:
+            together = {f"fit ({executor}) at {label}": fit_at(budget, executor)}
+            in_turns = (executor, label) == ("eager", "own checkpointing")
+            if in_turns:
+                together["own checkpointing, in turns"] = switch
+            rows(options.rounds if in_turns else 1, **together)
+
+    def switch() -> AbstractContextManager[str]:
+        return own_checkpointing(model())
+
     (first,) = rows(1, eager=eager)
-    switch: Contender = lambda: own_checkpointing(model())  # noqa: E731 (with a type)
     (own,) = rows(1, **{"own checkpointing": switch})
     peak: Any = first.get("peak bytes", 0)
-    peaks: dict[str, Any] = {f"{share:.0%}": share * peak for share in options.shares}
+    for share in options.shares:
+        compare(f"{share:.0%}", share * peak)
     if "peak bytes" in own:
-        peaks["own checkpointing"] = own["peak bytes"]
-    for executor in options.executors:
-        for label, budget in peaks.items():
-            ours = f"fit ({executor}) at {label}"
-            together = {ours: fit_at(budget, executor)}
-            rounds = 1
-            if (executor, label) == ("eager", "own checkpointing"):
-                together["own checkpointing, in turns"] = switch
-                rounds = options.rounds
-            rows(rounds, **together)
+        compare("own checkpointing", own["peak bytes"])
     if options.regions:
         rows(1, **{"recoup, a region per block": lambda: per_block(model())})
     for share in options.knobs:

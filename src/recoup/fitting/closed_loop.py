@@ -404,14 +404,13 @@ class ClosedLoop:
         self.planning_seconds += other.seconds_planning
         if not is_much_faster(other.seconds, slow.pace):
             return slow
-        found = self._faster(slow, target, other, budget_bytes)
-        return found or self._kept(slow, known)
+        tried = self._try(other, target, budget_bytes)
+        return self._faster(slow, tried, budget_bytes) or self._kept(slow, known)
 
     def _faster(
-        self, slow: Settled, target: int, other: Solution, budget_bytes: int
+        self, slow: Settled, tried: Attempt, budget_bytes: int
     ) -> Settled | None:
-        """Run another plan; return it if it fits and is faster; it stays active."""
-        tried = self._try(other, target, budget_bytes)
+        """Return another plan, which is active, if it fits and is faster."""
         if tried.cost.peak_bytes > budget_bytes:
             return None
         if self.graph.host_costs is None:
@@ -422,7 +421,8 @@ class ClosedLoop:
         before, now = self._lap(slow.attempt), self._lap(tried)
         if now.seconds >= before.seconds:
             return None
-        return self._settled(tried, now, corrected(self.graph, other.plans, now))
+        plans = tried.solution.plans
+        return self._settled(tried, now, corrected(self.graph, plans, now))
 
     def _lap(self, attempt: Attempt) -> Pace:
         self._activate(attempt)
@@ -447,16 +447,26 @@ class ClosedLoop:
         self.tell("looking for blocks that can be called again")
         self._deactivate()
         blocks = self._measure.repeatable(self._step, sorted(blocks))
+        try:
+            found = self._called(slow, blocks, slack, budget_bytes)
+        except MismatchError:
+            # A second call gave other bits: what it depends on could not be seen.
+            found = None
+        return found or self._kept(slow, known)
+
+    def _called(
+        self, slow: Settled, blocks: frozenset[str], slack: int, budget_bytes: int
+    ) -> Settled | None:
+        """Return the plan that repeats calls of these blocks, if it is faster."""
+        known = self.search
         for target in dict.fromkeys((budget_bytes + slack, budget_bytes - slack)):
             other = self._plan_by_calls(known, blocks, target, slow)
-            try:
-                found = other and self._faster(slow, target, other, budget_bytes)
-            except MismatchError:
-                # A second call gave other bits: what it depends on could not be seen.
-                break
-            if found:
-                return found
-        return self._kept(slow, known)
+            if other is None:
+                return None
+            tried = self._try(other, target, budget_bytes)
+            if tried.cost.peak_bytes <= budget_bytes:
+                return self._faster(slow, tried, budget_bytes)
+        return None
 
     def _plan_by_calls(
         self, search: Search, blocks: frozenset[str], target: int, slow: Settled
