@@ -158,6 +158,16 @@ def make(size):
     layers = [nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16))]
     layers += [nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16))]
     return nn.Sequential(*layers), torch.ones(size, 16), torch.sum
+
+def make_step(size):
+    model, batch, _ = make(size)
+    def step(batch):
+        for half in batch.chunk(2):
+            model(half).sum().backward()
+    return {"model": model, "batch": batch, "step": step}
+
+def no_batch(size):
+    return {"model": make(size)[0], "step": lambda: None}
 """
 
 
@@ -231,6 +241,7 @@ def test_help_is_quick_and_imports_no_torch():
     assert spent < 1.0
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's own
 def test_fit_with_compiled_blocks_prints_and_writes_its_plan(steps, tmp_path, capsys):
     asked = ["fit", f"{steps}:named", "--budget", "100%", "--compile", "exact"]
     files = ["--plan", "plan.json", "--page", "page.html", "--findings", "found.json"]
@@ -547,6 +558,13 @@ def test_the_largest_batch_is_found(tmp_path, capsys):
     assert found["measured_peak_bytes"] <= found["budget_bytes"] == 200_000
     assert run([*asked, "--limit", "3"]) == 0
     assert capsys.readouterr().out.startswith("batch 3 ")
+    # Each half of the batch needs half of the memory.
+    asked[1] = f"{file}:make_step"
+    assert run([*asked, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["size"] > 1.5 * found["size"]
+    asked[1] = f"{file}:no_batch"
+    assert run(asked) == TARGET
+    assert "a batch of the size, got a step alone" in capsys.readouterr().err
 
 
 WRONG = [

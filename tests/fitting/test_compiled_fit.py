@@ -603,3 +603,17 @@ def test_removing_gives_the_blocks_back(transformer):
     assert not compiled_blocks_in(model)
     assert "forward" not in vars(model[0])
     assert same(outcome(model, batch), outcome(twin, batch))
+
+
+def test_blocks_of_torch_itself_are_compiled_however_many_were_before():
+    for width in range(16, 26):  # torch compiles one function for eight kinds of inputs
+        blocks = (
+            nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 8))
+            for _ in range(2)
+        )
+        model = nn.Sequential(*blocks)
+        _, report = recoup.fit(
+            model, torch.ones(64, 8), 1.0, loss=torch.sum, compile="exact"
+        )
+        assert report.eager == {}
+        report.remove()

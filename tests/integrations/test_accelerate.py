@@ -12,8 +12,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from recoup.backend.compiler.recognition import is_compiled
 from recoup.backend.memory.meters import StorageMeter
 from recoup.errors import UnsupportedError
+from recoup.fitting.compiled_fit import CompiledFit
 from tests.support.bits import tree_differences
 from tests.support.processes import together
 from tests.support.trainings import Rows, small_stack
@@ -135,9 +137,49 @@ def test_another_budget_fits_again_and_is_kept():
     second.remove()
 
 
-def test_a_model_that_accelerate_compiled_is_refused():
+def test_a_model_that_accelerate_compiled_is_refused_without_a_compiler_of_ours():
     with pytest.raises(UnsupportedError, match="compile="):
         train(0.8, dynamo_backend="eager")
+
+
+def test_of_a_model_that_accelerate_compiled_the_blocks_are_compiled_anew():
+    found: list[Any] = []
+    both: list[dict[str, Any]] = [{}, {"dynamo_backend": "eager"}]
+    for settings in both:
+        for shared in (AcceleratorState, GradientState, PartialState):
+            shared._reset_state()
+        accelerator = Accelerator(cpu=True, **settings)
+        model = small_stack()
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        model, optimizer, loader = accelerator.prepare(
+            model, optimizer, DataLoader(Rows(), 64)
+        )
+        report, losses = None, []
+        for inputs, targets in loader:
+            if settings:
+                report = fit_once(
+                    accelerator,
+                    model,
+                    (inputs, targets),
+                    0.9,
+                    loss=nn.functional.mse_loss,
+                    optimizer=optimizer,
+                    compile="exact",
+                )
+            loss = nn.functional.mse_loss(model(inputs), targets)
+            accelerator.backward(loss)
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append((losses, model.state_dict(), report, model))
+    (expected, state, *_), (losses, ours, report, model) = found
+    assert len(losses) >= 20
+    assert losses == expected
+    assert all(map(torch.equal, ours.values(), state.values()))
+    assert isinstance(report, CompiledFit)
+    assert report.measured_peak_bytes <= report.budget_bytes < report.plain_peak_bytes
+    report.remove()
+    assert is_compiled(model), "what accelerate compiled is there again"
 
 
 def train_in_process(rank: int) -> Any:

@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader
 
 from recoup.backend.memory.meters import StorageMeter
 from recoup.errors import InfeasibleError, UnsupportedError
+from recoup.fitting import closed_loop, decision
+from recoup.fitting.compiled_fit import CompiledFit
 from tests.support.bits import tree_differences
 from tests.support.processes import together
 from tests.support.trainings import Rows, small_stack
@@ -230,24 +232,88 @@ def compiled(module: nn.Module) -> Any:
     return torch.compile(module, backend="eager")
 
 
-def test_a_compiled_module_is_refused(tmp_path):
-    trainer = lightning.Trainer(
-        max_steps=2,
+def train_alone(module: Any, callback: RecoupCallback | None) -> None:
+    lightning.seed_everything(7, verbose=False)
+    lightning.Trainer(
+        max_steps=STEPS,
         accelerator="cpu",
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
-        callbacks=[RecoupCallback(0.8)],
-    )
+        enable_model_summary=False,
+        callbacks=[callback] if callback else [],
+    ).fit(module, DataLoader(Rows(), batch_size=64))
+
+
+def test_a_compiled_module_is_refused_without_a_compiler_of_ours():
     data = DataLoader(Rows(), batch_size=64)
-    module = Regression()
     with pytest.raises(UnsupportedError, match="compile="):
-        trainer.fit(compiled(module), data)
+        train_alone(compiled(Regression()), RecoupCallback(0.8))
     fabric = lightning.Fabric(accelerator="cpu")
     model = fabric.setup(compiled(small_stack()))
     batch, loss = next(iter(data)), nn.functional.mse_loss
     with pytest.raises(UnsupportedError, match="compile="):
         fit_once(fabric, model, batch, 0.8, loss=loss)
+
+
+def test_of_a_compiled_module_the_blocks_are_compiled_anew():
+    plain, ours = Regression(), Regression()
+    train_alone(plain, None)
+    callback = RecoupCallback(0.9, compile="exact")
+    train_alone(compiled(ours), callback)
+    assert ours.losses == plain.losses
+    states = dict(ours.state_dict()), dict(plain.state_dict())
+    assert list(tree_differences(*states, where="")) == []
+    report = callback.report
+    assert isinstance(report, CompiledFit)
+    assert report.measured_peak_bytes <= report.budget_bytes < report.plain_peak_bytes
+    for name in ("training_step", "forward"):
+        assert hasattr(vars(ours)[name], "_torchdynamo_orig_callable"), "put back"
+
+
+def test_of_a_compiled_model_of_fabric_the_blocks_are_compiled_anew():
+    found = []
+    for is_ours in (False, True):
+        fabric = lightning.Fabric(accelerator="cpu", devices=1)
+        model = compiled(small_stack()) if is_ours else small_stack()
+        model, optimizer = fabric.setup(model, torch.optim.Adam(model.parameters()))
+        report, losses = None, []
+        for inputs, targets in DataLoader(Rows(), 64):
+            if is_ours:
+                report = fit_once(
+                    fabric,
+                    model,
+                    (inputs, targets),
+                    0.9,
+                    loss=nn.functional.mse_loss,
+                    optimizer=optimizer,
+                    compile="exact",
+                )
+            loss = nn.functional.mse_loss(model(inputs), targets)
+            fabric.backward(loss)
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(losses)
+    assert found[1] == found[0]
+    assert isinstance(report, CompiledFit)
+    assert report.measured_peak_bytes <= report.budget_bytes < report.plain_peak_bytes
+
+
+@pytest.mark.parametrize("rerun", [None, True, False])
+def test_calling_blocks_again_is_considered_where_it_is_asked_for(rerun, monkeypatch):
+    asked = []
+
+    def may_repeat_calls(*given: Any) -> bool:
+        asked.append(given)
+        return decision.may_repeat_calls(*given)
+
+    monkeypatch.setattr(closed_loop, "may_repeat_calls", may_repeat_calls)
+    plain, ours = Regression(), Regression()
+    train_alone(plain, None)
+    train_alone(ours, RecoupCallback(0.8, rerun=rerun))
+    assert ours.losses == plain.losses
+    assert bool(asked) == bool(rerun), "by itself only where an accelerator waits"
 
 
 def test_manual_optimization_is_refused():

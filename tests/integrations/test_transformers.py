@@ -205,6 +205,7 @@ def test_a_run_that_saves_evaluates_and_resumes_is_bitwise_the_plain_one(tmp_pat
         "compile": None,
         "allow": ["keep"],
         "slowdown": None,
+        "rerun": None,
     }
     report = callback.report
     assert report is not None

@@ -28,54 +28,84 @@ def blocks() -> nn.Module:
 
 
 class Loop:
-    """A loop as people write it, with dropout, a schedule and a shuffling loader."""
+    """A loop as people write it, with dropout, a schedule and a shuffling loader.
 
-    def __init__(self) -> None:
+    Args:
+        optimizers: How many optimizers it has, each with a schedule.
+        budget: The model is fitted into this share before the first step.
+    """
+
+    def __init__(self, optimizers: int = 1, budget: float | None = None) -> None:
         self.model = nn.Sequential(blocks(), nn.Dropout(0.2))
-        self.optimizer = torch.optim.AdamW(self.model.parameters())
-        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 3)
+        parameters = list(self.model.parameters())
+        self.optimizers = [
+            torch.optim.AdamW(parameters[number::optimizers])
+            for number in range(optimizers)
+        ]
+        self.schedules = [
+            torch.optim.lr_scheduler.StepLR(each, 3) for each in self.optimizers
+        ]
+        self.scaler = torch.amp.GradScaler("cpu", growth_interval=4)
         rows = torch.arange(80, dtype=torch.float64).reshape(20, 4).sin()
         self.loader = DataLoader(TensorDataset(rows, rows), 4, shuffle=True)
-        self.run = ResumableRun(self.model, self.optimizer, scheduler=self.schedule)
+        self.run = ResumableRun(
+            self.model,
+            self.optimizers if optimizers > 1 else self.optimizers[0],
+            scheduler=self.schedules if optimizers > 1 else self.schedules[0],
+            scaler=self.scaler,
+        )
+        if budget is not None:
+            recoup.fit(self.model, rows, budget, loss=torch.sum)
         self.losses: list[float] = []
 
     def train(self, epochs: int, *, save_at: int = 0, path: Any = None) -> None:
         while self.run.epoch < epochs:
             for inputs, targets in self.run.batches(self.loader):
                 loss = functional.mse_loss(self.model(inputs), targets)
-                loss.backward()
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-                self.schedule.step()
+                self.scaler.scale(loss).backward()
+                for optimizer in self.optimizers:
+                    self.scaler.step(optimizer)
+                    optimizer.zero_grad()
+                self.scaler.update()
+                for schedule in self.schedules:
+                    schedule.step()
                 self.losses.append(loss.item())
                 if len(self.losses) == save_at:
                     self.run.save(path)
                     return
 
 
+@pytest.mark.parametrize("settings", [{}, {"optimizers": 2}, {"budget": 0.8}], ids=str)
 @pytest.mark.parametrize("save_at", [3, 5, 8])
 def test_a_resumed_loop_ends_with_the_bits_of_one_that_was_not_interrupted(
-    tmp_path, save_at
+    tmp_path, save_at, settings
 ):
-    whole = Loop()
+    whole = Loop(settings.get("optimizers", 1))  # without a plan
     torch.manual_seed(1)
     whole.train(3)
-    begun = Loop()
+    begun = Loop(**settings)
     torch.manual_seed(1)
     begun.train(3, save_at=save_at, path=tmp_path / "run")
     torch.manual_seed(99)
-    resumed = Loop()
+    resumed = Loop(**settings)
     resumed.run.load(tmp_path / "run")
     resumed.train(3)
     assert begun.losses + resumed.losses == whole.losses
-    for part in ("model", "optimizer", "schedule"):
-        one, other = (dict(getattr(e, part).state_dict()) for e in (whole, resumed))
-        assert list(tree_differences(one, other, where=part)) == []
+    one, other = (
+        [
+            dict(part.state_dict())
+            for part in (e.model, e.scaler, *e.optimizers, *e.schedules)
+        ]
+        for e in (whole, resumed)
+    )
+    assert list(tree_differences(one, other, where="state")) == []
 
 
 def test_a_file_of_another_kind_is_refused(tmp_path):
     loop = Loop()
-    trainer = recoup.Trainer(loop.model, loop.optimizer, loss_fn=functional.mse_loss)
+    trainer = recoup.Trainer(
+        loop.model, loop.optimizers[0], loss_fn=functional.mse_loss
+    )
     trainer.save(tmp_path / "trainer")
     with pytest.raises(SnapshotError, match=r"ResumableRun\.save"):
         loop.run.load(tmp_path / "trainer")
@@ -125,6 +155,27 @@ def test_a_plan_is_tightened_first():
     assert pieces == 1
     assert not is_checkpointed(model[0])
     assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's own
+def test_with_compiled_blocks_the_batch_is_computed_in_pieces():
+    model = blocks()
+    batch = torch.arange(2048, dtype=torch.float64).reshape(512, 4).cos()
+    _, report = recoup.fit(model, batch, 1.0, loss=torch.sum, compile="exact")
+    runs = []
+
+    def compute(part, share):
+        runs.append(share)
+        loss = (model(part) ** 2).mean() * share
+        if len(runs) == 1:
+            raise torch.OutOfMemoryError("a compiler cannot trace a ceiling")
+        loss.backward()
+
+    recovery = StepRecovery(model, report)
+    assert recovery.run(compute, batch) == recovery.pieces == 2
+    assert runs == [1.0, 0.5, 0.5]
+    found: list[Any] = [parameter.grad for parameter in model.parameters()]
+    assert all(map(torch.allclose, found, gradients(UNLIMITED)[0]))
 
 
 def test_gradients_that_were_there_before_stay_if_memory_ran_out_in_forward():

@@ -59,9 +59,23 @@ def load_target(name: str, *, dry: bool = False) -> Target:
 
 
 def load_sized_target(name: str) -> Callable[[int], Target]:
-    """Import the user's function of a batch size; return what calls it."""
+    """Import the user's function of a batch size; return what calls it.
+
+    A step that it returns takes a batch: larger ones are for the first model.
+    """
     function = _function(name)
-    return lambda size: _called(name, function, size)
+
+    def make(size: int) -> Target:
+        target = _called(name, function, size)
+        if target.batch is None:
+            raise CommandError(
+                f"expected {name} to return a batch of the size, got a step alone; "
+                "return a batch too, and a step that takes it.",
+                status=TARGET,
+            )
+        return target
+
+    return make
 
 
 def _function(name: str) -> Callable[..., object]:

@@ -70,6 +70,7 @@ def largest_batch_of(
             lambda size: make(size).batch,
             budget,
             loss=first.loss,
+            step=first.step,
             slowdown=slowdown,
             optimizer=first.optimizer,
             limit=limit,

@@ -25,12 +25,13 @@ def fit_once(  # noqa: PLR0913 (as `fit`)
     accumulate: bool | None = None,
     compile: Compile = False,  # noqa: A002 (torch's own word)
     allow: Iterable[Action | str] = (Action.KEEP,),
+    rerun: bool | None = None,
 ) -> Fit | CompiledFit | UnitPlan:
     """Fit a model that `Accelerator.prepare` returned, the first time it is called.
 
     Call it in the loop before the model: on later batches it returns the report at
-    once, unless `budget`, `compile` or `allow` are others than before; then it fits
-    again. All processes must call it.
+    once, unless `budget`, `compile`, `allow` or `rerun` are others than before; then
+    it fits again. All processes must call it.
 
     Args:
         accelerator: The Accelerator; its `backward` is called.
@@ -45,6 +46,7 @@ def fit_once(  # noqa: PLR0913 (as `fit`)
             the Accelerator accumulates.
         compile: As for `recoup.fit`.
         allow: As for `recoup.fit`.
+        rerun: As for `recoup.fit`.
 
     Raises:
         InfeasibleError: No plan fits.
@@ -54,7 +56,7 @@ def fit_once(  # noqa: PLR0913 (as `fit`)
     return fit_loop(
         Loop(accelerator.backward, model, model),
         batch,
-        FirstStep(budget, compile, allow),
+        FirstStep(budget, compile, allow, rerun=rerun),
         loss=loss,
         optimizer=optimizer,
         accumulate=accumulates if accumulate is None else accumulate,

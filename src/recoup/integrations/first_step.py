@@ -44,6 +44,7 @@ class FirstStep:
         allow: As for `recoup.fit`.
         slowdown: How much longer than the plain step a step may take; None: any, and
             the largest batch is not looked for unless it must be.
+        rerun: As for `recoup.fit`.
 
     Attributes:
         report: The report of `recoup.fit`; None before the first step.
@@ -59,6 +60,8 @@ class FirstStep:
         compile: Compile,  # noqa: A002 (torch's own word)
         allow: Iterable[Action | str],
         slowdown: float | None = None,
+        *,
+        rerun: bool | None = None,
     ) -> None:
         self.budget = budget_or_environment(budget)
         self.compile: Compile = compile
@@ -71,13 +74,14 @@ class FirstStep:
                 "peak that it is a share of grows with the batch."
             )
         self.slowdown = slowdown
+        self.rerun = rerun
         self.largest: LargestBatch | None = None
         self.report: Fit | CompiledFit | UnitPlan | None = None
 
     @property
     def settings(self) -> tuple[object, ...]:
         """The arguments of a plan, besides the step."""
-        return (self.budget, self.compile, self.allow)
+        return (self.budget, self.compile, self.allow, self.rerun)
 
     def begin(self) -> None:
         """Take off the plan of an earlier training, and forget its report."""
@@ -120,7 +124,8 @@ class FirstStep:
 
         try:
             self.report = fit_together(
-                unwrapped(called),
+                # Of a compiled model `fit` suspends the compiler, wherever it is.
+                model if self.compile and model is not called else unwrapped(called),
                 rehearse,
                 self.budget,
                 # Frameworks wrap the optimizer, and keep it under this name.
@@ -129,6 +134,7 @@ class FirstStep:
                 accumulate=accumulate,
                 allow=self.allow,
                 compile=self.compile,
+                rerun=self.rerun,
             )
         except InfeasibleError as error:
             if self.largest is not None:
@@ -182,6 +188,19 @@ class FirstStep:
         _log.info("%s", self.largest)
         return self.largest
 
+    def check_compiled(self, model: Any) -> None:
+        """Refuse a compiled model or step, unless recoup is to compile the blocks.
+
+        Raises:
+            UnsupportedError: It hides what the model keeps.
+        """
+        if not self.compile and is_compiled(model):
+            raise UnsupportedError(
+                "expected a model that is not compiled, got one by torch.compile, "
+                'which hides its operators; give compile="inductor" or "exact" to '
+                "recoup, which then compiles the blocks instead."
+            )
+
     def remove(self) -> None:
         """Take the plan off the model; `report` can still be read."""
         if self.report is not None:
@@ -234,7 +253,7 @@ def fit_loop(
 
     Raises:
         InfeasibleError: No plan fits.
-        UnsupportedError: The model was compiled as a whole.
+        UnsupportedError: The model was compiled, and no executor is named.
         UsageError: The arguments describe no step.
     """
     known = _FITTED.get(loop.inner)
@@ -242,8 +261,7 @@ def fit_loop(
         if known.settings == first.settings:
             return known.report
         known.remove()
-    check_eager(loop.model)
-    check_eager(loop.inner)
+    first.check_compiled(loop.model)
     loss_of_a_call = loss_function(loop.model, batch, loss)
 
     def run(model: nn.Module) -> None:
@@ -255,20 +273,6 @@ def fit_loop(
     report = first.fit(loop.inner, run, optimizer=optimizer, accumulate=accumulate)
     _FITTED[loop.inner] = first
     return report
-
-
-def check_eager(model: Any) -> None:
-    """Refuse a model or a step that was compiled, which hides what it keeps.
-
-    Raises:
-        UnsupportedError: It was.
-    """
-    if is_compiled(model):
-        raise UnsupportedError(
-            "expected a model that is not compiled, got one by torch.compile, which "
-            "hides its operators; leave the compiler of the framework out and give "
-            'compile="inductor" to recoup.'
-        )
 
 
 def of_size(batch: Any, size: int) -> Any:

@@ -12,13 +12,14 @@ from lightning.pytorch.trainer import call
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from recoup.backend.compiler.recognition import uncompiled
 from recoup.core.segments import Action
 from recoup.errors import UnsupportedError
 from recoup.fitting.budgets import Budget
 from recoup.fitting.compiled_fit import CompiledFit
 from recoup.fitting.fit import Compile, Fit
 from recoup.fitting.largest_batch import LargestBatch
-from recoup.integrations.first_step import FirstStep, Loop, check_eager, fit_loop
+from recoup.integrations.first_step import FirstStep, Loop, fit_loop
 from recoup.train.budgeting.process_budget import UnitPlan
 
 
@@ -44,6 +45,7 @@ class RecoupCallback(Callback):
             given, the largest batch within the budget is found, of samples such as
             those of the first batch, and logged as `recoup_largest_batch`. For one
             process and a budget in bytes. Costs what `recoup.largest_batch` costs.
+        rerun: Whether blocks may be called again, as for `recoup.fit`.
 
     Raises:
         UsageError: An argument is out of range.
@@ -56,9 +58,11 @@ class RecoupCallback(Callback):
         compile: Compile = False,  # noqa: A002 (torch's own word)
         allow: Iterable[Action | str] = (Action.KEEP,),
         slowdown: float | None = None,
+        rerun: bool | None = None,
     ) -> None:
-        self._first = FirstStep(budget, compile, allow, slowdown)
+        self._first = FirstStep(budget, compile, allow, slowdown, rerun=rerun)
         self._is_waiting = False
+        self._compiled: tuple[Any, Any] | None = None
         self._numbers: dict[str, float] = {}
 
     @property
@@ -86,7 +90,12 @@ class RecoupCallback(Callback):
                 "that runs forward and backward."
             )
         # Lightning takes a compiled module apart, and calls its compiled methods.
-        check_eager(pl_module.training_step)
+        step = pl_module.training_step
+        self._first.check_compiled(step)
+        written = uncompiled(step)
+        if written is not step:
+            self._compiled = pl_module, step
+            pl_module.training_step = written
         self._is_waiting = True
 
     def on_train_batch_start(
@@ -127,14 +136,20 @@ class RecoupCallback(Callback):
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Take the plan off the module."""
         del trainer, pl_module
-        self._first.remove()
+        self._remove()
 
     def on_exception(
         self, trainer: Any, pl_module: Any, exception: BaseException
     ) -> None:
         """Take the plan off the module."""
         del trainer, pl_module, exception
+        self._remove()
+
+    def _remove(self) -> None:
         self._first.remove()
+        if self._compiled is not None:
+            module, module.training_step = self._compiled
+            self._compiled = None
 
 
 class _NoLossError(Exception):
@@ -152,12 +167,13 @@ def fit_once(  # noqa: PLR0913 (as `fit`)
     accumulate: bool = False,
     compile: Compile = False,  # noqa: A002 (torch's own word)
     allow: Iterable[Action | str] = (Action.KEEP,),
+    rerun: bool | None = None,
 ) -> Fit | CompiledFit | UnitPlan:
     """Fit a model that `Fabric.setup` returned, the first time that this is called.
 
     Call it in the loop before the model: on later batches it returns the report at
-    once, unless `budget`, `compile` or `allow` are others than before; then it fits
-    again. All processes must call it.
+    once, unless `budget`, `compile`, `allow` or `rerun` are others than before; then
+    it fits again. All processes must call it.
 
     Args:
         fabric: The Fabric; its `backward` is called.
@@ -169,6 +185,7 @@ def fit_once(  # noqa: PLR0913 (as `fit`)
         accumulate: Gradients of earlier batches are there when a step begins.
         compile: As for `recoup.fit`.
         allow: As for `recoup.fit`.
+        rerun: As for `recoup.fit`.
 
     Raises:
         InfeasibleError: No plan fits.
@@ -178,7 +195,7 @@ def fit_once(  # noqa: PLR0913 (as `fit`)
     return fit_loop(
         Loop(fabric.backward, model, inner),
         batch,
-        FirstStep(budget, compile, allow),
+        FirstStep(budget, compile, allow, rerun=rerun),
         loss=loss,
         optimizer=optimizer,
         accumulate=accumulate,

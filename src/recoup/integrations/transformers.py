@@ -53,6 +53,7 @@ class RecoupCallback(TrainerCallback, ExportableState):
             `recoup_largest_batch`, and `auto_find_batch_size=True` takes no larger one.
             For one process and a budget in bytes. Costs what `recoup.largest_batch`
             costs.
+        rerun: Whether blocks may be called again, as for `recoup.fit`.
 
     Attributes:
         report: The report of `recoup.fit`; None before the first batch.
@@ -69,9 +70,10 @@ class RecoupCallback(TrainerCallback, ExportableState):
         compile: Compile | None = None,  # noqa: A002 (torch's own word)
         allow: Iterable[Action | str] = (Action.KEEP,),
         slowdown: float | None = None,
+        rerun: bool | None = None,
     ) -> None:
         self._compile: Compile | None = compile
-        self._first = FirstStep(budget, compile or False, allow, slowdown)
+        self._first = FirstStep(budget, compile or False, allow, slowdown, rerun=rerun)
         self._trainer: Any = None
         self._step: Callable[..., torch.Tensor] | None = None
         self._is_waiting = False
@@ -96,6 +98,7 @@ class RecoupCallback(TrainerCallback, ExportableState):
                 "compile": self._compile,
                 "allow": sorted(action.value for action in self._first.allow),
                 "slowdown": self._first.slowdown,
+                "rerun": self._first.rerun,
             },
             "attributes": {"_numbers": self._numbers},
         }

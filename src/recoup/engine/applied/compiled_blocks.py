@@ -33,6 +33,8 @@ from recoup.engine.scopes.scope import CheckpointScope
 from recoup.errors import BudgetWarning, PlanError, UnsupportedError, UsageError
 
 Forward = Callable[..., Any]
+_Code = tuple[FunctionType, dict[str, Any]]
+"""A function, and the backend that compiles it."""
 
 
 def probe(
@@ -81,12 +83,12 @@ class CompiledForward:
         self._executor: Executor = executor
         self.eager = MethodType(forward_of(block), block)
         self._is_shared = True
-        self._run = self._compiled("") if partition.digest else self._in_region
+        self._run = self._compiled(_code_for) if partition.digest else self._in_region
 
-    def _compiled(self, owner: str) -> Forward:
+    def _compiled(self, code_for: Callable[..., _Code]) -> Forward:
         """Return the compiled forward, by the code of its kind or of one block."""
         function, key = forward_of(self._block), _key(self._partition)
-        code, backend = _code_for(function, key, self._executor, owner)
+        code, backend = code_for(function, key, self._executor)
         return compiled_by(MethodType(code, self._block), backend)
 
     @leave_uncompiled  # a compiler of the whole model would partition it by its own
@@ -103,7 +105,7 @@ class CompiledForward:
             if not self._is_shared:
                 break
             self._is_shared = False
-            self._run = self._compiled(self._partition.module)
+            self._run = self._compiled(_code_for.__wrapped__)
         self._run = self._in_region
         warnings.warn(
             BudgetWarning(
@@ -144,15 +146,11 @@ def _key(partition: BlockPartition) -> _Key:
 
 
 @functools.lru_cache(maxsize=512)
-def _code_for(
-    function: FunctionType, key: _Key, executor: Executor, owner: str
-) -> tuple[FunctionType, dict[str, Any]]:
+def _code_for(function: FunctionType, key: _Key, executor: Executor) -> _Code:
     """Return code of its own for a partition, and the backend that compiles it.
 
-    Blocks share what this returns: Dynamo looks compiled code up by both. An owner is
-    the path of a block that does not share it.
+    Blocks share what this returns: Dynamo looks compiled code up by both.
     """
-    del owner
     kind, digest, saves, planned_bytes = key
 
     def notice(joint: JointGraph, found_bytes: int | None) -> None:

@@ -214,6 +214,7 @@ def fit_together(  # noqa: PLR0913 (as `fit`)
     accumulate: bool = False,
     allow: Iterable[Action] = (Action.KEEP,),
     compile: Compile = False,  # noqa: A002 (torch's own word)
+    rerun: bool | None = None,
 ) -> Fit | CompiledFit | UnitPlan:
     """Fit a model into a budget, the same in all processes.
 
@@ -231,6 +232,7 @@ def fit_together(  # noqa: PLR0913 (as `fit`)
         accumulate: As for `fit`.
         allow: As for `fit`; sharded units keep or recompute.
         compile: As for `fit`; one process alone.
+        rerun: As for `fit`; sharded units are recorded.
 
     Raises:
         InfeasibleError: No plan fits in one of the processes.
@@ -265,6 +267,7 @@ def fit_together(  # noqa: PLR0913 (as `fit`)
             accumulate=accumulate,
             allow=allow,
             compile=executor,
+            rerun=rerun,
             progress=False,
         )
     except InfeasibleError as error:

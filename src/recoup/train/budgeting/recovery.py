@@ -11,6 +11,7 @@ from torch import nn
 from recoup.backend.memory.meters import is_out_of_memory
 from recoup.backend.state.snapshots import StepSnapshot
 from recoup.errors import UnsupportedError
+from recoup.fitting.compiled_fit import CompiledFit
 from recoup.fitting.fit import Fit
 from recoup.train.budgeting.block_regions import BlockRegions
 from recoup.train.data.batches import sample_count, split_batch
@@ -138,8 +139,8 @@ class StepRecovery:
     """Runs steps of a training loop again, with less memory, when memory runs out.
 
     First more is recomputed: a tenth less memory is planned for, or without a plan
-    every block is recomputed. Then the batch is computed in 2, 4, 8 pieces. What has
-    turned out to be needed stays so for later steps.
+    every block is recomputed. Then the batch is computed in 2, 4, 8 pieces, with
+    compiled blocks at once. What has turned out to be needed stays so for later steps.
 
     Args:
         model: The model. One with batch normalisation in training is not computed in
@@ -158,7 +159,9 @@ class StepRecovery:
         1
     """
 
-    def __init__(self, model: nn.Module, report: Fit | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, report: Fit | CompiledFit | None = None
+    ) -> None:
         if Processes(model).count > 1:
             raise UnsupportedError(
                 "expected a model that one process trains, got one of several; use "
@@ -217,10 +220,10 @@ class StepRecovery:
         self._regions.take_off()
 
     def _tighten(self) -> str | None:
-        if self._report is not None:
+        if isinstance(self._report, Fit):
             if self._report.tighten():
                 return "a tenth less memory is planned for"
-        elif self._regions.recompute_every_block():
+        elif self._report is None and self._regions.recompute_every_block():
             return "every block is recomputed in backward by itself"
         return None
 

@@ -1,15 +1,15 @@
 """Exact resume for any training loop: position in the data, state, one file."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from recoup.errors import SnapshotError
-from recoup.precision.scaler import GradientScaler
-from recoup.train.compatibility import check_parts
+from recoup.train.compatibility import as_schedulers, check_parts, joined_schedulers
 from recoup.train.data.position import Position
 from recoup.train.processes import Processes
 from recoup.train.saving.run_state import load_run, save_run
@@ -32,8 +32,8 @@ class ResumableRun:
     Args:
         model: The model; it may be wrapped in `DistributedDataParallel` or sharded with
             `fully_shard`.
-        optimizer: The optimizer.
-        scheduler: A schedule whose state is saved too.
+        optimizer: The optimizer, or several as a list.
+        scheduler: A schedule whose state is saved too, or several as a list.
         scaler: A scaler of gradients whose state is saved too.
 
     Examples:
@@ -54,15 +54,16 @@ class ResumableRun:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         *,
         scheduler: Any = None,
-        scaler: GradientScaler | None = None,
+        scaler: GradScaler | None = None,
     ) -> None:
-        optimizer = check_parts(model, optimizer, ())
-        parts = {"scheduler": scheduler, "scaler": scaler}
+        joint = check_parts(model, optimizer, ())
+        schedules = joined_schedulers(as_schedulers(scheduler))
+        parts = {"scheduler": schedules, "scaler": scaler}
         processes = Processes(model)
-        self._state = model, optimizer, parts, processes
+        self._state = model, joint, parts, processes
         self._position = Position(next(iter(model.parameters())).device)
         processes.connect()
 
