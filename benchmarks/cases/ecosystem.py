@@ -18,6 +18,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -210,63 +211,72 @@ def fitted(bench: Bench, budget: int, executor: Any) -> Iterator[str]:
         report.remove()
 
 
-def measure_model(
-    name: str, device: torch.device, table: Table, options: argparse.Namespace
-) -> None:
-    """Measure every contender of a model that is not in the table yet."""
-    bench: Bench | None = None
+class Comparison:
+    """All contenders of one model; those in the table already are not measured."""
 
-    def model() -> Bench:
-        nonlocal bench
-        bench = bench or Bench(name, device, steps=options.steps)
-        return bench
+    def __init__(
+        self, name: str, device: torch.device, table: Table, options: argparse.Namespace
+    ) -> None:
+        self._name, self._table, self._options = name, table, options
+        self._device = device
 
-    def rows(rounds: int, **contenders: Contender) -> list[Row]:
+    @cached_property
+    def bench(self) -> Bench:
+        return Bench(self._name, self._device, steps=self._options.steps)
+
+    def measure(self) -> None:
+        """Measure every contender."""
+        options = self._options
+        (first,) = self._rows({"eager": eager})
+        (own,) = self._rows({"own checkpointing": self._switch})
+        peak: Any = first.get("peak bytes", 0)
+        for share in options.shares:
+            self._fit_at(f"{share:.0%}", share * peak)
+        if "peak bytes" in own:
+            self._fit_at("own checkpointing", own["peak bytes"])
+        if options.regions:
+            self._rows({"recoup, a region per block": lambda: per_block(self.bench)})
+        for share in options.knobs:
+            self._compare_with_knob(share)
+        self._rows({"eager, again": eager})
+
+    def _fit_at(self, label: str, budget: Any) -> None:
+        """Measure `fit` with each executor at a peak."""
+        for executor in self._options.executors:
+            together = {f"fit ({executor}) at {label}": self._fitted(budget, executor)}
+            rounds = 1
+            if (executor, label) == ("eager", "own checkpointing"):
+                together["own checkpointing, in turns"] = self._switch
+                rounds = self._options.rounds
+            self._rows(together, rounds)
+
+    def _compare_with_knob(self, share: float) -> None:
+        label = f"torch knob {share}"
+        (found,) = self._rows({label: lambda: knob(self.bench, share)})
+        if "inductor" in self._options.executors and "peak bytes" in found:
+            ours = self._fitted(found["peak bytes"], "inductor")
+            self._rows({f"fit (inductor) at {label}": ours})
+
+    def _rows(self, contenders: dict[str, Contender], rounds: int = 1) -> list[Row]:
         """Return the rows of contenders that are measured together."""
         measured: dict[str, Row] = {}
 
         def row(contender: str) -> Row:
             if not measured:
-                limit = options.row_limit
-                measured.update(model().measure(contenders, rounds=rounds, limit=limit))
+                limit = self._options.row_limit
+                found = self.bench.measure(contenders, rounds=rounds, limit=limit)
+                measured.update(found)
             return measured[contender]
 
         return [
-            table.row(name, contender, lambda contender=contender: row(contender))
-            for contender in contenders
+            self._table.row(self._name, name, partial(row, name)) for name in contenders
         ]
 
-    def fit_at(budget: Any, executor: str) -> Contender:
-        return lambda: fitted(model(), int(budget), executor)
+    def _switch(self) -> AbstractContextManager[str]:
+        return own_checkpointing(self.bench)
 
-    def compare(label: str, budget: Any) -> None:
-        """Measure `fit` with each executor at a peak."""
-        for executor in options.executors:
-            together = {f"fit ({executor}) at {label}": fit_at(budget, executor)}
-            in_turns = (executor, label) == ("eager", "own checkpointing")
-            if in_turns:
-                together["own checkpointing, in turns"] = switch
-            rows(options.rounds if in_turns else 1, **together)
-
-    def switch() -> AbstractContextManager[str]:
-        return own_checkpointing(model())
-
-    (first,) = rows(1, eager=eager)
-    (own,) = rows(1, **{"own checkpointing": switch})
-    peak: Any = first.get("peak bytes", 0)
-    for share in options.shares:
-        compare(f"{share:.0%}", share * peak)
-    if "peak bytes" in own:
-        compare("own checkpointing", own["peak bytes"])
-    if options.regions:
-        rows(1, **{"recoup, a region per block": lambda: per_block(model())})
-    for share in options.knobs:
-        label = f"torch knob {share}"
-        (found,) = rows(1, **{label: lambda share=share: knob(model(), share)})
-        if "inductor" in options.executors and "peak bytes" in found:
-            at_peak = fit_at(found["peak bytes"], "inductor")
-            rows(1, **{f"fit (inductor) at {label}": at_peak})
-    rows(1, **{"eager, again": eager})
+    def _fitted(self, budget: Any, executor: str) -> Contender:
+        return lambda: fitted(self.bench, int(budget), executor)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -289,7 +299,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     table = Table("ecosystem", device, settings, options.out, options.limit)
     try:
         for name in options.models.split(","):
-            measure_model(name, device, table, options)
+            Comparison(name, device, table, options).measure()
     except TimeoutError as error:
         print(f"Not finished: {error}. The same command goes on from here.")
 
