@@ -105,6 +105,7 @@ def trained(
             train_dataset=Repeated(case.inputs["input_ids"][0].cpu()),
             callbacks=callbacks,
         ).train()
+    torch.compiler.reset()
     seconds = clock.seconds / clock.steps
     return {
         "tokens/s": round(rows * length / seconds),
