@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recoup.core.compiled_plan import BlockFrame, BlockOption, BlockStep
-from recoup.planners.block_choice import choose_options
+from recoup.planners.block_choice import choose_options, least_peak
 
 BYTES = st.integers(0, 20)
 
@@ -52,6 +52,16 @@ def test_the_choice_is_the_fastest_of_all_that_fit(problem, budget):
     chosen = [kind[number] for kind, number in zip(kinds, found, strict=True)]
     assert step.peak_bytes(chosen) <= budget
     assert abs(step.total_seconds(chosen) - min(fitting)) < 1e-9
+
+
+@given(problems())
+@settings(max_examples=300)
+def test_the_smallest_choice_has_the_smallest_peak_of_all(problem):
+    step, options = problem
+    kinds = [options[frame.kind] for frame in step.frames]
+    found = least_peak(step, options)
+    chosen = [kind[number] for kind, number in zip(kinds, found, strict=True)]
+    assert step.peak_bytes(chosen) == min(map(step.peak_bytes, product(*kinds)))
 
 
 @given(problems())

@@ -109,7 +109,7 @@ NAMES = {
 
 COMPILER = (
     "torch._dynamo.backends.common.aot_autograd",
-    "torch._functorch._aot_autograd.utils.make_boxed_func",
+    "torch._dynamo.backends.debugging.boxed_nop",
     "torch._functorch.config.graphsafe_rng_functionalization",
     "torch._functorch.partitioners.choose_saved_values_set",
     "torch._functorch.partitioners.functionalize_rng_ops",

@@ -12,6 +12,7 @@ from typing import Any
 
 from recoup.core.display import as_html
 from recoup.core.graph import Graph
+from recoup.core.plan import Plan
 from recoup.core.readings import PlanReader, damaged, is_printable
 from recoup.core.units import print_bytes, print_seconds
 from recoup.errors import PlanError
@@ -46,11 +47,15 @@ class SavedSet:
         names: Their nodes, without inputs of the block.
         held_bytes: Their bytes, inputs included.
         seconds: Predicted time for saving them and recomputing the others.
+        forward_bytes: The predicted peak of forward above the bytes at its start.
+        backward_bytes: The same of backward.
     """
 
     names: tuple[str, ...]
     held_bytes: int
     seconds: float
+    forward_bytes: int = 0
+    backward_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +193,7 @@ class CompiledPlan:
     Attributes:
         executor: "exact" or "inductor".
         blocks: The blocks that are not run as they were written.
+        rest: The plan of what is in none of these blocks; None: all of it is kept.
         model: The model it was made for, as a digest of its modules; empty: any.
         budget_bytes: The budget it was made for; 0: none.
         peak_bytes: The predicted peak.
@@ -206,11 +212,13 @@ class CompiledPlan:
     budget_bytes: int = 0
     peak_bytes: int = 0
     seconds: float = 0.0
+    rest: Plan | None = None
 
     def __repr__(self) -> str:
         budget = print_bytes(self.budget_bytes) if self.budget_bytes else "none"
+        rest = f", {self.rest.regions} regions" if self.rest is not None else ""
         return (
-            f"CompiledPlan({len(self.blocks)} blocks, {self.executor}: budget "
+            f"CompiledPlan({len(self.blocks)} blocks, {self.executor}{rest}: budget "
             f"{budget}, predicted peak {print_bytes(self.peak_bytes)}, step "
             f"{print_seconds(self.seconds)})"
         )
@@ -221,6 +229,9 @@ class CompiledPlan:
     def to_json(self) -> str:
         """Return the plan as JSON text."""
         data = {"format": FORMAT, "version": FORMAT_VERSION, **asdict(self)}
+        del data["rest"]
+        if self.rest is not None:
+            data["rest"] = json.loads(self.rest.to_json())
         return json.dumps(data, indent=1)
 
     @classmethod
@@ -241,6 +252,9 @@ class CompiledPlan:
             budget_bytes=reader.number("budget_bytes"),
             peak_bytes=reader.number("peak_bytes"),
             seconds=reader.real("seconds"),
+            rest=Plan.from_json(json.dumps(reader.part("rest")))
+            if reader.has("rest")
+            else None,
         )
 
 

@@ -117,6 +117,10 @@ class PlanReader:
         """Return the items of a field that is a list."""
         return cast("list[Any]", self._field(name, list))
 
+    def part(self, name: str) -> dict[str, Any]:
+        """Return a field that is an object."""
+        return cast("dict[str, Any]", self._field(name, dict))
+
     def _field(self, name: str, kind: Any) -> Any:
         if name not in self._data:
             raise PlanError(f"this is no plan of recoup: {name} is missing. {ADVICE}")

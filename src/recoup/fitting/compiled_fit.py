@@ -6,18 +6,18 @@ by dynamic programming, compile and measure what was chosen, check it on a real 
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from torch import nn
 
+from recoup.backend.compiler.joint_graphs import JointGraph
 from recoup.backend.compiler.partitioning import Executor, saved_bytes
 from recoup.backend.compiler.recognition import is_sharded
 from recoup.backend.compiler.suspension import written_path
 from recoup.core.compiled_plan import (
-    BlockFrame,
     BlockOption,
     BlockPartition,
     BlockStep,
@@ -25,6 +25,7 @@ from recoup.core.compiled_plan import (
     SavedSet,
 )
 from recoup.core.graph import Graph
+from recoup.core.plan import Plan, plan_for_step
 from recoup.core.units import print_bytes, print_seconds
 from recoup.engine.applied.applied_plan import digest_of
 from recoup.engine.applied.compiled_blocks import (
@@ -33,9 +34,10 @@ from recoup.engine.applied.compiled_blocks import (
     block_at,
     probe,
 )
-from recoup.engine.applied.model_blocks import block_names, repeated_names
+from recoup.engine.applied.model_blocks import block_names, outer_names, repeated_names
 from recoup.engine.applied.planned_runs import Cuts
 from recoup.errors import InfeasibleError, UnsupportedError
+from recoup.fitting.closed_loop import Settled
 from recoup.fitting.collected_findings import environment, resident_bytes
 from recoup.fitting.decision import Infeasible, settle
 from recoup.fitting.fit_result import FitResult
@@ -59,7 +61,13 @@ from recoup.measurement.timing.block_frames import (
 )
 from recoup.measurement.timing.pace import pace_of
 from recoup.measurement.tracing.observation import cut
-from recoup.planners.block_choice import choose_options, saved_sets
+from recoup.planners.block_choice import (
+    choose_options,
+    least_peak,
+    mixtures,
+    recomputed_bytes,
+    saved_sets,
+)
 from recoup.report.compiled_view import BlockPeak, compose_compiled
 from recoup.report.composition import Known
 from recoup.report.findings import Findings
@@ -101,9 +109,11 @@ class CompiledFit(FitResult):
     def apply(self) -> nn.Module:
         """Put the plan on the model, again after `remove`; return the model."""
         if self._applied is None:
-            self._applied = CompiledBlocks(self.model, self.plan)
-            if self._loop is not None:
-                self._loop.put_on(self.model)
+            loop = self._loop
+            plan = self.plan if loop is None else replace(self.plan, rest=None)
+            self._applied = CompiledBlocks(self.model, plan)
+            if loop is not None:
+                loop.put_on(self.model)
         return self.model
 
     def remove(self) -> nn.Module:
@@ -195,13 +205,16 @@ class CompiledFit(FitResult):
 class _Kind:
     """Blocks that are alike, and the options for them.
 
-    Attributes:
+    Args:
         number: Its number.
         block: One of them.
         bench: Measures options on it.
         executor: Who runs captured graphs.
         partitions: For each option what it saves; None: run the block as written.
-        options: What is known of each option; the last one holds least.
+        sets: The saved sets of the first options, from the fastest to the smallest.
+
+    Attributes:
+        options: What is known of each option.
     """
 
     number: int
@@ -209,10 +222,42 @@ class _Kind:
     bench: BlockBench
     executor: Executor
     partitions: list[BlockPartition | None]
-    options: list[BlockOption] = field(default_factory=list[BlockOption])
+    sets: Sequence[SavedSet] = ()
 
-    def measured(self, option: int) -> BlockOption:
-        """Compile and measure an option."""
+    def __post_init__(self) -> None:
+        self.options = [_UNKNOWN] * len(self.partitions)
+
+    def measure(self, option: int) -> None:
+        """Compile and measure an option; predict the others anew."""
+        self.options[option] = self._measured(option)
+        for number, found in enumerate(self.options[: len(self.sets)]):
+            if not found.is_measured:
+                self.options[number] = self._predicted(number)
+
+    def add_region(self) -> None:
+        """Add and measure one more option: a region recomputes all of the block."""
+        if all(partition is None or partition.digest for partition in self.partitions):
+            self.partitions.append(_region(self.number))
+            self.options.append(self._measured(len(self.options)))
+
+    def _predicted(self, option: int) -> BlockOption:
+        """Return an option predicted from the next smaller one that is measured."""
+        known = (n for n in range(option + 1, len(self.sets)))
+        below = next(n for n in known if self.options[n].is_measured)
+        mine, other, found = self.sets[option], self.sets[below], self.options[below]
+        backward_bytes = mine.backward_bytes - other.backward_bytes
+        return BlockOption(
+            held_bytes=found.held_bytes + mine.held_bytes - other.held_bytes,
+            saves_output=found.saves_output,
+            forward_bytes=found.forward_bytes
+            + mine.forward_bytes
+            - other.forward_bytes,
+            backward_bytes=max(found.backward_bytes + backward_bytes, 0),
+            seconds=found.seconds + mine.seconds - other.seconds,
+            is_measured=False,
+        )
+
+    def _measured(self, option: int) -> BlockOption:
         partition = self.partitions[option]
         forward: Forward = self.block.forward
         if partition is not None:
@@ -254,11 +299,13 @@ class _Search:
         executor: Executor,
         tell: Progress,
         resident: Sequence[object],
+        rest: Plan | None,
     ) -> None:
         self._step = step
         self._executor: Executor = executor
         self._tell = tell
         self._resident = resident
+        self._rest = rest
         self.applied: CompiledBlocks | None = None
         self.kinds: list[_Kind] = []
         self.kind_of: dict[str, int] = {}
@@ -276,34 +323,26 @@ class _Search:
         for number, (name, call) in enumerate(found.samples):
             self._tell(f"capturing {name}")
             block = blocks[name]
+            sets: Sequence[SavedSet] = ()
+            partitions: list[BlockPartition | None] = [None, _region(number)]
             try:
                 joint = call.run(partial(probe, block, self._executor))
             except UnsupportedError as error:
                 alike = (n for n, kind in found.kinds.items() if kind == number)
                 self.eager.update(dict.fromkeys(alike, str(error)))
-                region = BlockPartition("", number, "", (), 0, 0)
-                partitions: list[BlockPartition | None] = [None, region]
-                bench = BlockBench(block, call, self._step.device)
-                kind = _Kind(number, block, bench, self._executor, partitions)
-                kind.options = [kind.measured(0), kind.measured(1)]
             else:
                 self.draws = self.draws or joint.draws
-                sets = saved_sets(costed(joint, times))
-                partitions = [
-                    BlockPartition(
-                        "",
-                        number,
-                        joint.digest,
-                        s.names,
-                        saved_bytes(joint, s.names),
-                        0,
-                    )
-                    for s in sets
+                sets = [
+                    replace(found, forward_bytes=forward, backward_bytes=backward)
+                    for found in saved_sets(costed(joint, times))
+                    for forward, backward in (joint.peaks(found.names),)
                 ]
-                bench = BlockBench(block, call, self._step.device)
-                kind = _Kind(number, block, bench, self._executor, partitions)
+                partitions = [_partition(number, joint, s.names) for s in sets]
                 self._tell(f"compiling {type(block).__name__}")
-                kind.options = _predicted(sets, kind.measured(len(sets) - 1))
+            bench = BlockBench(block, call, self._step.device)
+            kind = _Kind(number, block, bench, self._executor, partitions, sets)
+            for option in (len(sets) - 1,) if sets else (0, 1):
+                kind.measure(option)
             self.kinds.append(kind)
         if not any(p and p.digest for kind in self.kinds for p in kind.partitions):
             first = [f"{name}: {why}" for name, why in list(self.eager.items())[:2]]
@@ -314,7 +353,7 @@ class _Search:
 
     def reference(self) -> BlockStep:
         """Measure a step in which every block holds as little as it can."""
-        self._apply(dict.fromkeys(self.kind_of, -1))
+        self.apply(self.plan_of(dict.fromkeys(self.kind_of, -1)))
         self._tell("measuring the compiled step at the least memory")
         for _ in range(2):
             self._step.begin()
@@ -334,13 +373,13 @@ class _Search:
         ) -> tuple[int | None, int | None, tuple[int, ...]]:
             nonlocal last
             known = None if target is None else last
-            last = self._least(step) if target is None else self._choose(step, target)
+            last = self._choose(step, target)
             if last is None:
                 return None, None, ()
             predicted = step.peak_bytes(self.options_of(step, last))
             if last == known:
                 return predicted, None, last
-            self._apply(dict(zip(self.order, last, strict=True)))
+            self.apply(self.plan_of(dict(zip(self.order, last, strict=True))))
             self._tell("checking the choice on a real step")
             self._step.begin()
             self._step.run()
@@ -359,7 +398,7 @@ class _Search:
         ]
 
     def plan_of(self, choice: Mapping[str, int]) -> CompiledPlan:
-        """Return the plan with an option for each block."""
+        """Return the plan with an option for each block, and for the rest."""
         blocks: list[BlockPartition] = []
         for name, option in choice.items():
             kind = self.kinds[self.kind_of[name]]
@@ -368,12 +407,29 @@ class _Search:
                 held_bytes = kind.options[option].held_bytes
                 blocks.append(replace(partition, module=name, held_bytes=held_bytes))
         return CompiledPlan(
-            self._executor, tuple(blocks), model=digest_of(self._step.model)
+            self._executor,
+            tuple(blocks),
+            model=digest_of(self._step.model),
+            rest=self._rest,
         )
 
     def floor_bytes(self, step: BlockStep) -> int:
-        """Return the predicted peak when every block holds as little as it can."""
-        return step.peak_bytes(self.options_of(step, self._least(step)))
+        """Return the predicted peak of the smallest choice of measured options."""
+        known = [[o for o in kind.options if o.is_measured] for kind in self.kinds]
+        pairs = zip(step.frames, least_peak(step, known), strict=True)
+        return step.peak_bytes([known[frame.kind][n] for frame, n in pairs])
+
+    def watched(
+        self, plan: CompiledPlan, plain: PlainStep, budget_left: int
+    ) -> Adapted | None:
+        """Return what watches the training loop, and applies the rest of the plan."""
+        reserved = plain.reserved_bytes
+        self.apply(replace(plan, rest=None))
+        model, rest = self._step.model, plan.rest
+        loop = watched_loop(model, self.marks, plain.graph, budget_left, reserved, rest)
+        if loop is None:
+            self.apply(plan)
+        return loop
 
     def take_off(self) -> None:
         """Give the blocks their own forwards again."""
@@ -381,48 +437,46 @@ class _Search:
             self.applied.remove()
             self.applied = None
 
-    def _least(self, step: BlockStep) -> tuple[int, ...]:
-        """Choose for each block the option that holds least."""
+    def _choose(self, step: BlockStep, target: int | None) -> tuple[int, ...] | None:
+        """Choose until every chosen option is measured, not only predicted.
 
-        def held(frame: BlockFrame, option: int) -> tuple[int, bool]:
-            found = self.kinds[frame.kind].options[option]
-            return frame.added_bytes(found), not found.is_measured
-
-        return tuple(
-            min(
-                range(len(self.kinds[frame.kind].options)),
-                key=lambda option, frame=frame: held(frame, option),
-            )
-            for frame in step.frames
-        )
-
-    def _choose(self, step: BlockStep, target: int) -> tuple[int, ...] | None:
-        """Choose until every chosen option is measured, not only predicted."""
+        Args:
+            step: The step.
+            target: The peak to plan for; None: the smallest there is.
+        """
         while True:
-            choice = choose_options(step, [kind.options for kind in self.kinds], target)
-            if choice is None:
+            options = [kind.options for kind in self.kinds]
+            choice = target and choose_options(step, options, target)
+            if not choice:
+                for kind in self.kinds:
+                    kind.add_region()
+                choice = target and choose_options(step, options, target)
+            if target is None:
+                choice = least_peak(step, options)
+            if not choice:
                 return None
             missing = {
                 (frame.kind, option)
                 for frame, option in zip(step.frames, choice, strict=True)
-                if not self.kinds[frame.kind].options[option].is_measured
+                if not options[frame.kind][option].is_measured
             }
             if not missing:
                 return choice
             for number, option in sorted(missing):
                 kind = self.kinds[number]
                 self._tell(f"compiling {type(kind.block).__name__}")
-                kind.options[option] = kind.measured(option)
+                kind.measure(option)
 
-    def _apply(self, choice: Mapping[str, int]) -> None:
+    def apply(self, plan: CompiledPlan) -> None:
+        """Apply a plan in place of the one that is active."""
         self.take_off()
-        self.applied = CompiledBlocks(self._step.model, self.plan_of(choice))
+        self.applied = CompiledBlocks(self._step.model, plan)
 
     def _blocks(self) -> dict[str, nn.Module]:
         return {n: self._step.model.get_submodule(n) for n in self.kind_of}
 
 
-def fit_compiled(
+def fit_compiled(  # noqa: PLR0913 (which part of a step is compiled)
     step: TrainingStep,
     asked: int,
     *,
@@ -430,6 +484,7 @@ def fit_compiled(
     plain: PlainStep,
     blocks: Sequence[str] | None = None,
     tell: Progress,
+    rest: Plan | None = None,
 ) -> CompiledFit:
     """Find partitions of a step's blocks that fit the budget; see `fit`.
 
@@ -449,10 +504,10 @@ def fit_compiled(
             "captured without the hooks that gather them. Use compile=False, or "
             "DistributedDataParallel."
         )
-    names = blocks or repeated_names(model, block_names(model))
+    names = blocks or best_names(model, plain.graph)
     names = [written_path(model, name) for name in names]
     found = {name: block_at(model, name) for name in names}
-    search = _Search(step, executor, tell, plain.resident)
+    search = _Search(step, executor, tell, plain.resident, rest)
     reserved = plain.reserved_bytes
     loop: Adapted | None = None
     try:
@@ -470,9 +525,8 @@ def fit_compiled(
         options = search.options_of(reference, choice)
         assert search.marks is not None, "the accepted choice ran"
         measured_bytes = search.marks.peak_bytes + reserved
-        loop = watched_loop(
-            model, search.marks, plain.graph, asked - reserved, reserved
-        )
+        plan = search.plan_of(dict(zip(search.order, choice, strict=True)))
+        loop = search.watched(plan, plain, asked - reserved)
         seconds = pace_of(step).seconds
         difference = largest_difference(gradients_of(step), expected)
     finally:
@@ -485,7 +539,7 @@ def fit_compiled(
     return CompiledFit(
         model=model,
         plan=replace(
-            search.plan_of(dict(zip(search.order, choice, strict=True))),
+            plan,
             budget_bytes=asked,
             peak_bytes=peak_bytes,
             seconds=predicted_seconds,
@@ -516,6 +570,42 @@ def fit_compiled(
     )
 
 
+def fit_with_regions(
+    settled: Settled, fitted: Callable[..., CompiledFit], model: nn.Module, graph: Graph
+) -> CompiledFit | None:
+    """Find compiled blocks that fit together with parts of a plan without a compiler.
+
+    Args:
+        settled: The plan without a compiler, which fits; it is not active.
+        fitted: `fit_compiled` of the step, but for the blocks and the rest.
+        model: The model.
+        graph: The step.
+
+    Returns:
+        The fit; None: there are none.
+    """
+    names = best_names(model, graph)
+    for plans, compiled in mixtures(graph, settled.attempt.solution.plans, names):
+        rest = plan_for_step(graph, plans, model=digest_of(model))
+        try:
+            return fitted(blocks=compiled, rest=rest)
+        except (InfeasibleError, UnsupportedError):
+            continue
+    return None
+
+
+def best_names(model: nn.Module, graph: Graph) -> tuple[str, ...]:
+    """Return the blocks to compile: those that leave the least to hold.
+
+    Of blocks in blocks, as the convolutions of a residual block, larger ones hold less
+    between them, and more while one of them is recomputed.
+    """
+    levels = [repeated_names(model, block_names(model))]
+    while (outer := outer_names(model, levels[-1])) != levels[-1]:
+        levels.append(outer)
+    return min(levels, key=lambda names: recomputed_bytes(graph, names))
+
+
 def _added_bytes(step: BlockStep, options: Sequence[BlockOption]) -> int:
     pairs = zip(step.frames, options, strict=True)
     return sum(frame.added_bytes(option) for frame, option in pairs)
@@ -537,7 +627,7 @@ def _block_peaks(
 
 def _infeasible(asked: int, floor: int) -> InfeasibleError:
     reason = f"the smallest partitions of all blocks need {print_bytes(floor)}."
-    advice = "a smaller batch, or compile=False, which recomputes blocks together."
+    advice = "or a smaller batch."
     return InfeasibleError(
         f"a budget of {print_bytes(asked)} cannot be met with compiled blocks: "
         f"{reason} Give it {floor} bytes, {advice}",
@@ -548,18 +638,13 @@ def _infeasible(asked: int, floor: int) -> InfeasibleError:
     )
 
 
-def _predicted(sets: Sequence[SavedSet], smallest: BlockOption) -> list[BlockOption]:
-    """Return options for all saved sets, predicted from the smallest, measured one."""
-    last = sets[-1]
-    return [
-        *(
-            replace(
-                smallest,
-                held_bytes=smallest.held_bytes + found.held_bytes - last.held_bytes,
-                seconds=smallest.seconds + found.seconds - last.seconds,
-                is_measured=False,
-            )
-            for found in sets[:-1]
-        ),
-        smallest,
-    ]
+_UNKNOWN = BlockOption(0, False, 0, 0, 0.0, is_measured=False)
+
+
+def _partition(kind: int, joint: JointGraph, saves: tuple[str, ...]) -> BlockPartition:
+    nbytes = saved_bytes(joint, saves)
+    return BlockPartition("", kind, joint.digest, saves, nbytes, 0)
+
+
+def _region(kind: int) -> BlockPartition:
+    return BlockPartition("", kind, "", (), 0, 0)

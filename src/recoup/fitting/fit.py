@@ -37,7 +37,12 @@ from recoup.fitting.collected_findings import (
     frontier_and_rules,
     graph_findings,
 )
-from recoup.fitting.compiled_fit import CompiledFit, PlainStep, fit_compiled
+from recoup.fitting.compiled_fit import (
+    CompiledFit,
+    PlainStep,
+    fit_compiled,
+    fit_with_regions,
+)
 from recoup.fitting.contenders import fastest
 from recoup.fitting.fit_result import FitResult
 from recoup.fitting.following.adaptation import Adapted
@@ -275,18 +280,7 @@ def fit(
     batch: Any = None,
     budget: Budget = None,
     *,
-    compile: Literal["exact", "inductor"],
-    **options: Unpack[_Options],
-) -> tuple[Model, CompiledFit]: ...
-
-
-@overload
-def fit(
-    model: Model,
-    batch: Any = None,
-    budget: Budget = None,
-    *,
-    compile: Literal["auto"],
+    compile: Literal["exact", "inductor", "auto"],
     **options: Unpack[_Options],
 ) -> tuple[Model, Fit | CompiledFit]: ...
 
@@ -469,7 +463,13 @@ def _fitted(  # noqa: PLR0913 (what the step and the budget are)
             return fastest(
                 {
                     str(executor): partial(
-                        _fit_by, executor, counted, loop, asked_bytes, blocks
+                        _fit_by,
+                        executor,
+                        counted,
+                        loop,
+                        asked_bytes,
+                        blocks,
+                        is_alone=len(executors) == 1,
                     )
                     for executor in executors
                 }
@@ -508,26 +508,48 @@ def _fit_by(
     loop: ClosedLoop,
     asked_bytes: int,
     blocks: Sequence[str] | None,
+    *,
+    is_alone: bool,
 ) -> Fit | CompiledFit:
-    """Return the fit without a compiler, applied, or that with one, not applied."""
+    """Return the fit without a compiler, applied, or that with one, not applied.
+
+    Where compiled blocks alone do not fit and no other executor is asked for, regions
+    recompute what else they can, or everything.
+    """
     if not executor:
         settled = loop.settle(asked_bytes)
         settled.attempt.adapted.finish_measuring()
         return _report(step.model, loop, asked_bytes, settled)
-    return fit_compiled(
-        step,
-        asked_bytes,
-        executor=executor,
-        plain=PlainStep(
-            loop.search.plain_bytes + loop.reserved_bytes,
-            loop.search.plain_seconds,
-            loop.graph,
-            loop.resident,
-            loop.reserved_bytes,
-        ),
-        blocks=blocks,
-        tell=loop.tell,
+    plain = PlainStep(
+        loop.search.plain_bytes + loop.reserved_bytes,
+        loop.search.plain_seconds,
+        loop.graph,
+        loop.resident,
+        loop.reserved_bytes,
     )
+    compiled = partial(
+        fit_compiled, step, asked_bytes, executor=executor, plain=plain, tell=loop.tell
+    )
+    try:
+        return compiled(blocks=blocks)
+    except InfeasibleError as error:
+        if not is_alone:
+            raise
+        known = error
+    try:
+        settled = loop.settle(asked_bytes)
+    except InfeasibleError as error:
+        raise min(known, error, key=lambda each: each.floor_bytes) from None
+    adapted = settled.attempt.adapted
+    adapted.remove()
+    found = fit_with_regions(settled, compiled, step.model, loop.graph)
+    if found is not None:
+        return found
+    adapted.put_on(step.model)
+    adapted.finish_measuring()
+    report = _report(step.model, loop, asked_bytes, settled)
+    report.contenders = {executor: f"needs {print_bytes(known.floor_bytes)}"}
+    return report
 
 
 def check_compile(compile: object, allowed: Iterable[Action]) -> None:  # noqa: A002

@@ -1,20 +1,80 @@
 """Compiled blocks: which values each may save, and the fastest choice for a budget.
 
 `saved_sets` finds the Pareto front of bytes and time of one captured block by minimum
-cuts; `choose_options` takes an option for each block by dynamic programming.
+cuts; `choose_options` takes an option for each block by dynamic programming,
+`least_peak` those of the smallest peak.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from recoup.core.compiled_plan import BlockOption, BlockStep, JointForward, SavedSet
-from recoup.core.graph import BEFORE
+from recoup.core.graph import BEFORE, Graph, module_paths
+from recoup.core.segments import Segment
 from recoup.planners.min_cut import Choice, Demand, choose, evaluate
 
 _NOTHING = 1e-15
 
+Plans = tuple[tuple[Segment, ...], ...]
+"""The segments of each pass of a step."""
+
+
+def recomputed_bytes(graph: Graph, blocks: Sequence[str]) -> int:
+    """Estimate the bytes held if each block recomputes itself: for comparing blocks.
+
+    Saved values that leave a block are held, and those inside one block at a time.
+    """
+    owners = _owners(graph, blocks)
+    users: dict[int, set[str]] = {}
+    for owner, operation in zip(owners, graph.operations, strict=True):
+        for value in (*operation.reads, *operation.makes):
+            users.setdefault(graph.values[value].storage, set()).add(owner)
+    held: dict[str, int] = {"": 0}
+    for storage in {graph.values[save.value].storage for save in graph.saves}:
+        inside = users.get(storage, set())
+        (block,) = inside if len(inside) == 1 else ("",)
+        held[block] = held.get(block, 0) + graph.storages[storage].bytes
+    return held.pop("") + max(held.values(), default=0)
+
+
 _TIE = 1e-5
 """The price of all bytes, as a share of all time, that decides between equal times."""
+
+
+def mixtures(
+    graph: Graph, plans: Plans, blocks: Sequence[str]
+) -> Iterator[tuple[Plans, tuple[str, ...]]]:
+    """Yield parts of a plan that can be applied together with compiled blocks.
+
+    Each with the blocks to compile: what the plan does outside of all blocks, then all
+    of it, with the blocks that it leaves alone.
+    """
+    outside: list[tuple[Segment, ...]] = []
+    touched: set[str] = set()
+    for each, segments in zip(graph.passes, plans, strict=True):
+        owners = _owners(each, blocks)
+        found: list[Segment] = []
+        for segment in segments:
+            inside = each.operations_between(segment.start, segment.stop)
+            ends = (each.boundaries[n].module for n in (segment.start, segment.stop))
+            met = {owners[n] for n in inside}
+            met |= {b for end in ends for b in blocks if end.startswith(f"{b}.")}
+            touched |= met
+            if met <= {""}:
+                found.append(segment)
+        outside.append(tuple(found))
+    if any(outside):
+        yield tuple(outside), tuple(blocks)
+    if rest := tuple(block for block in blocks if block not in touched):
+        yield plans, rest
+
+
+def _owners(graph: Graph, blocks: Sequence[str]) -> list[str]:
+    """Return the block that each operation of forward is in; empty: none."""
+    return [
+        next((b for b in blocks if path == b or path.startswith(f"{b}.")), "")
+        for path in module_paths(graph)
+    ]
 
 
 def saved_sets(joint: JointForward, *, limit: int = 8) -> tuple[SavedSet, ...]:
@@ -153,6 +213,57 @@ def choose_options(
         chosen.append(label.option)
         label = label.before
     return tuple(reversed(chosen))
+
+
+def least_peak(
+    step: BlockStep, options: Sequence[Sequence[BlockOption]]
+) -> tuple[int, ...]:
+    """Return the number of an option for each block, such that the peak is smallest.
+
+    Of options that hold as little, one that is measured is taken, then the fastest.
+    """
+    choice = tuple(len(options[frame.kind]) - 1 for frame in step.frames)
+    least = step.outside_bytes[0] - 1
+    while True:
+        chosen = [options[f.kind][n] for f, n in zip(step.frames, choice, strict=True)]
+        most = step.peak_bytes(chosen)
+        if most <= least + 1:
+            return choice
+        middle = (least + most) // 2
+        found = _holding_least(step, options, middle)
+        if found is None:
+            if most == middle + 1:
+                return choice
+            least = middle
+        else:
+            choice = found
+
+
+def _holding_least(
+    step: BlockStep, options: Sequence[Sequence[BlockOption]], budget_bytes: int
+) -> tuple[int, ...] | None:
+    """Return a choice that fits a budget: each block holds the least it then can."""
+    if step.outside_bytes[0] > budget_bytes:
+        return None
+    chosen: list[int] = []
+    held = 0
+    for number, frame in enumerate(step.frames, 1):
+        fitting: list[tuple[int, bool, float, int]] = []
+        for index, option in enumerate(options[frame.kind]):
+            added = held + frame.added_bytes(option)
+            peak = max(
+                frame.forward_bytes(option) + held,
+                frame.backward_bytes(option) + added,
+                step.outside_bytes[number] + added,
+            )
+            if peak <= budget_bytes:
+                rank = (added, not option.is_measured, option.seconds, index)
+                fitting.append(rank)
+        if not fitting:
+            return None
+        held, *_, index = min(fitting)
+        chosen.append(index)
+    return tuple(chosen)
 
 
 def _best(labels: list[_Label]) -> list[_Label]:

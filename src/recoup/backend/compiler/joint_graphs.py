@@ -7,7 +7,7 @@ backward reads, and what recomputing or saving each of them costs.
 
 import hashlib
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +81,8 @@ class JointGraph:
         materialized: Values that forward writes to memory in any case.
         whole: Values that a backward kernel reads that cannot fuse their producer.
         draws: Whether forward draws random numbers.
+        peaks: Returns for some saved values, by name, the predicted peaks of forward
+            and backward above the bytes in use at their start.
     """
 
     digest: str
@@ -94,6 +96,7 @@ class JointGraph:
     materialized: frozenset[int]
     whole: frozenset[int]
     draws: bool
+    peaks: Callable[[tuple[str, ...]], tuple[int, int]] = lambda _: (0, 0)
 
 
 def read_joint_graph(graph: fx.Graph, node_info: Any, *, fuses: bool) -> JointGraph:

@@ -5,7 +5,10 @@ executors take the answer: Inductor (fused kernels) and AOTAutograd alone (the c
 graph with eager kernels). See `docs/design/compiled.md`.
 """
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
 from types import FunctionType
 from typing import Any, Literal
 from unittest import mock
@@ -20,6 +23,7 @@ from recoup.backend.compiler.joint_graphs import (
     is_random,
     read_joint_graph,
 )
+from recoup.backend.compiler.split_peaks import split_peaks
 from recoup.errors import UnsupportedError
 
 Executor = Literal["exact", "inductor"]
@@ -54,12 +58,23 @@ class Partitioner:
         notice: Callable[[JointGraph, int | None], None] | None = None,
     ) -> None:
         self._saves = {digest: tuple(names) for digest, names in saves.items()}
-        self._executor = executor
+        self._executor: Executor = executor
         self._probe = probe
         self._notice = notice
 
     def __call__(self, module: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
         """Return forward and backward."""
+        forward, backward, is_known = self._split(module, inputs, kwargs)
+        if is_known and self._executor == "exact":
+            forward, backward = _draw_again(module, forward, backward)
+        if is_known:
+            _refuse_random_twice(forward, backward)
+        return forward, backward
+
+    def _split(
+        self, module: fx.GraphModule, inputs: Any, kwargs: dict[str, Any]
+    ) -> tuple[fx.GraphModule, fx.GraphModule, bool]:
+        """Return forward, backward, and whether the graph was named."""
         from torch._functorch import partitioners
 
         default = partitioners.choose_saved_values_set
@@ -69,7 +84,8 @@ class Partitioner:
             fuses = self._executor == "inductor"
             joint = read_joint_graph(graph, node_info, fuses=fuses)
             if self._probe is not None:
-                self._probe.append(joint)
+                peaks = partial(self._peaks, module, inputs, kwargs, joint.digest)
+                self._probe.append(replace(joint, peaks=peaks))
                 raise Probed
             names = self._saves.get(joint.digest)
             known[0] = names is not None
@@ -87,11 +103,21 @@ class Partitioner:
             forward, backward = partitioners.min_cut_rematerialization_partition(
                 module, inputs, **kwargs
             )
-        if known[0] and self._executor == "exact":
-            forward, backward = _draw_again(module, forward, backward)
-        if known[0]:
-            _refuse_random_twice(forward, backward)
-        return forward, backward
+        return forward, backward, known[0]
+
+    def _peaks(
+        self,
+        module: fx.GraphModule,
+        inputs: Any,
+        kwargs: dict[str, Any],
+        digest: str,
+        names: tuple[str, ...],
+    ) -> tuple[int, int]:
+        """Return the predicted peaks of forward and backward that save some values."""
+        split = Partitioner({digest: names}, self._executor)
+        forward, backward, _ = split._split(copy.deepcopy(module), inputs, kwargs)
+        fuses = self._executor == "inductor"
+        return split_peaks(forward.graph, backward.graph, fuses=fuses)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what the compiler's caches may store: data, and no callbacks."""
@@ -176,13 +202,10 @@ def backend_for(partitioner: Partitioner, executor: Executor) -> dict[str, Any]:
             }
         }
     from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch._aot_autograd.utils import make_boxed_func
+    from torch._dynamo.backends.debugging import boxed_nop
 
-    def as_it_is(module: fx.GraphModule, inputs: Any) -> Any:
-        del inputs
-        return make_boxed_func(module.forward)
-
-    return {"backend": aot_autograd(fw_compiler=as_it_is, partition_fn=partitioner)}
+    # It runs the graph as it is, and releases what was saved after its last use.
+    return {"backend": aot_autograd(fw_compiler=boxed_nop, partition_fn=partitioner)}
 
 
 def compiled_by(

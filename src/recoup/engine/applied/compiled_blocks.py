@@ -28,7 +28,7 @@ from recoup.backend.compiler.partitioning import (
 from recoup.backend.compiler.recognition import leave_uncompiled
 from recoup.backend.compiler.suspension import SuspendedCompilation
 from recoup.core.compiled_plan import BlockPartition, CompiledPlan
-from recoup.engine.applied.applied_plan import digest_of
+from recoup.engine.applied.applied_plan import Applied, digest_of
 from recoup.engine.scopes.scope import CheckpointScope
 from recoup.errors import BudgetWarning, PlanError, UnsupportedError, UsageError
 
@@ -210,9 +210,18 @@ class CompiledBlocks:
         for block, forward in forwards.items():
             block.__dict__["forward"] = forward
         self._blocks = list(forwards)
+        self._rest = None
+        if plan.rest is not None:
+            try:
+                self._rest = Applied(model, plan.rest)
+            except BaseException:
+                self.remove()
+                raise
 
     def remove(self) -> None:
         """Give the blocks their own forwards again, compiled or not."""
+        if self._rest is not None:
+            self._rest.remove()
         for block in self._blocks:
             if isinstance(block.__dict__.get("forward"), CompiledForward):
                 del block.__dict__["forward"]

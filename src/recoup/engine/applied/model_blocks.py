@@ -48,6 +48,35 @@ def repeated_names(model: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
     return repeated or tuple(names)
 
 
+def outer_names(model: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
+    """Return the members of lists that blocks are in; a block that is in none stays.
+
+    Examples:
+        >>> block = lambda: nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        >>> stage = lambda: nn.Sequential(block(), block())
+        >>> outer_names(nn.Sequential(stage(), stage()), ("0.0", "0.1", "1.0"))
+        ('0', '1')
+    """
+    found = dict.fromkeys(_outer_name(model, name) for name in names)
+    return tuple(
+        name
+        for name in found
+        if not any(name.startswith(f"{other}.") for other in found)
+    )
+
+
+def _outer_name(model: nn.Module, name: str) -> str:
+    path = name.rpartition(".")[0]
+    while path:
+        around = path.rpartition(".")[0]
+        if isinstance(model.get_submodule(around), _CONTAINERS) and not isinstance(
+            model.get_submodule(path), nn.ModuleList | nn.ModuleDict
+        ):
+            return path
+        path = around
+    return name
+
+
 def segment_names(model: nn.Module) -> tuple[str, ...]:
     """Return the blocks that segments are made of: the repeated ones, each once.
 

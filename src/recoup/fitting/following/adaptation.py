@@ -166,6 +166,7 @@ def watched_loop(
     graph: Graph,
     budget_bytes: int,
     reserved_bytes: int,
+    rest: Plan | None = None,
 ) -> Adapted | None:
     """Watch what the training loop of a model with compiled blocks keeps.
 
@@ -175,6 +176,7 @@ def watched_loop(
         graph: The eager step, as it was measured.
         budget_bytes: The budget, without the reserved bytes.
         reserved_bytes: Part of the user's budget that is reserved.
+        rest: The plan of what is in no compiled block, which is applied with it.
 
     Returns:
         What watches it; None: its passes were not those of the eager step.
@@ -182,14 +184,16 @@ def watched_loop(
     marked = None if marks is None else marked_graph(marks, graph)
     if marked is None:
         return None
+    rests = [()] * len(graph.passes) if rest is None else [p.spans for p in rest.parts]
     plans = tuple(
         Plan(
             roots=known.roots,
             model_calls=known.model_calls,
             budget_bytes=budget_bytes,
             peak_bytes=max(each.other_bytes),
+            spans=spans,
         )
-        for each, known in zip(marked.passes, graph.passes, strict=True)
+        for each, known, spans in zip(marked.passes, graph.passes, rests, strict=True)
     )
     made = plans[0]
     if len(plans) > 1:
@@ -199,7 +203,7 @@ def watched_loop(
         marked,
         made,
         frozenset(),
-        verify="off",
+        verify="off" if rest is None else "first",
         reserved_bytes=reserved_bytes,
         is_fixed=True,
     )

@@ -195,27 +195,31 @@ class BlockBench:
             call = BlockCall(args, kwargs, self._call.autocast)
             meter.mark("forward")
             outputs = _differentiable(call.run(forward))
-            storages = storages_in(outputs)
+            given = {id(tensor) for tensor in tensors((args, kwargs))}
+            new = [output for output in outputs if id(output) not in given]
+            storages = storages_in(new)
             output_bytes = sum(storage.nbytes() for storage in storages)
             made = [StorageWeakRef(storage) for storage in storages]
-            for place in range(len(outputs)):
-                outputs[place].register_hook(lambda _: meter.mark("backward"))
+            for place in range(len(new)):
+                new[place].register_hook(lambda _: meter.mark("backward"))
             end = _End.apply(self._gradients, *outputs)
-            del outputs, storages
+            del outputs, new, storages
             saves_output = not all(ref.expired() for ref in made)
             meter.mark("held")
             end.backward()
             del end
         self._clear()
-        # Several outputs mark the begin of backward one after the other.
+        # Several outputs mark the begin of backward, each when its gradient is there.
+        backward = [i for i in meter.intervals if i.mark == "backward"]
         marks = {interval.mark: interval for interval in meter.intervals}
-        begin, held, backward = marks["forward"], marks["held"], marks["backward"]
+        begin, held = marks["forward"], marks["held"]
         held_bytes = held.live_bytes - begin.live_bytes
         return BlockOption(
             held_bytes=held_bytes - (output_bytes if saves_output else 0),
             saves_output=saves_output,
             forward_bytes=begin.peak_bytes - begin.live_bytes,
-            backward_bytes=backward.peak_bytes - backward.live_bytes,
+            backward_bytes=max(interval.peak_bytes for interval in backward)
+            - backward[-1].live_bytes,
             seconds=0.0,
         )
 

@@ -1,5 +1,6 @@
 """Measure a step of compiled blocks: what is in use when each of them begins."""
 
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -64,6 +65,7 @@ def run_marked(
     order: dict[str, None] = {}
     outputs: dict[str, list[tuple[StorageWeakRef, int]]] = {}
     unheld: dict[str, int] = {}
+    made_by_blocks: list[weakref.ref[Tensor]] = []
     with ExitStack() as stack:
         step.begin()
         base = resident_bytes(step, resident)
@@ -80,13 +82,17 @@ def run_marked(
         def enter(name: str, inputs: Any) -> None:
             order[name] = None
             mark("enter", name)
-            for tensor in tensors(inputs):
-                if tensor.requires_grad:
-                    tensor.register_hook(lambda _: mark("after", name))
-                    break
+            first = next((t for t in tensors(inputs) if t.requires_grad), None)
+            # With the gradient of what a block made the backward of that block begins.
+            if first is not None and all(ref() is not first for ref in made_by_blocks):
+                first.register_hook(lambda _: mark("after", name))
 
-        def leave(name: str, output: Any) -> None:
-            made = [t for t in tensors(output) if t.requires_grad]
+        def leave(name: str, inputs: Any, output: Any) -> None:
+            passed = {id(tensor) for tensor in tensors(inputs)}
+            made = [
+                t for t in tensors(output) if t.requires_grad and id(t) not in passed
+            ]
+            made_by_blocks.extend(map(weakref.ref, made))
             storages = storages_in(made)
             outputs[name] = [(StorageWeakRef(s), s.nbytes()) for s in storages]
             for tensor in made:
@@ -109,9 +115,12 @@ def run_marked(
                     with_kwargs=True,
                 ),
                 block.register_forward_hook(
-                    lambda _, __, output, name=name: (
-                        leave(name, output) if torch.is_grad_enabled() else None
+                    lambda _, args, kwargs, output, name=name: (
+                        leave(name, (args, kwargs), output)
+                        if torch.is_grad_enabled()
+                        else None
                     ),
+                    with_kwargs=True,
                 ),
             ):
                 stack.callback(handle.remove)
