@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 
 from recoup.backend.memory.meters import is_out_of_memory
 from recoup.backend.state.snapshots import StateSnapshot
-from recoup.backend.state.trees import tensors
 from recoup.backend.training.optimizer_steps import parameters_of
 from recoup.core.callers import calls_user
 from recoup.errors import PeerError, UnsupportedError, UsageError
+from recoup.measurement.steps.optimizers import state_tensors
 from recoup.precision.mixed_precision import MixedPrecisionScope
 from recoup.precision.scaler import GradientScaler
 from recoup.train.budgeting.recovery import Recovery
@@ -88,7 +88,7 @@ class Stepper:
         self.peaks = Peaks(
             self.device,
             wanted=settings.measure_memory,
-            existing=lambda: (model, *_moments(optimizer)),
+            existing=lambda: (model, *state_tensors(optimizer)),
         )
         self._may_recover = self._decide_recovery()
         self._may_undo = (
@@ -364,10 +364,6 @@ class Stepper:
     def _clear_gradients(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
-
-
-def _moments(optimizer: Optimizer) -> list[Tensor]:
-    return tensors([dict(state) for state in optimizer.state.values()])
 
 
 def _shapes(batches: Sequence[Any]) -> set[Any]:

@@ -156,9 +156,9 @@ def loss_function(
 
     @calls_user
     def call() -> Tensor:
-        output = _call(model, inputs)
+        output = call_model(model, inputs)
         if loss is None:
-            return _check_loss(_loss_in(output))
+            return _check_loss(loss_in(output))
         return _check_loss(loss(output, target) if with_target else loss(output))
 
     return call
@@ -270,7 +270,10 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 @calls_user
-def _call(model: nn.Module, inputs: Any) -> Any:
+def call_model(model: nn.Module, inputs: Any) -> Any:
+    """Call a model: a tuple is positional arguments, a mapping keyword arguments."""
+    if isinstance(inputs, Tensor):
+        return model(inputs)
     if isinstance(inputs, Mapping):
         return model(**inputs)
     if isinstance(inputs, tuple | list):
@@ -289,7 +292,10 @@ def takes_target(loss: Callable[..., Any]) -> bool:
     return len(needed) >= 2
 
 
-def _loss_in(output: Any) -> Any:
+def loss_in(output: Any) -> Any:
+    """Return the loss that a model has returned, by itself or as `loss`."""
+    if isinstance(output, Tensor):
+        return output
     if isinstance(output, Mapping) and "loss" in output:
         return output["loss"]
     return getattr(output, "loss", output)

@@ -3,7 +3,6 @@
 import copy
 import functools
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,10 +13,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from recoup.backend.memory.meters import is_out_of_memory
-from recoup.backend.state.rng import random_states, restore_random_states
+from recoup.backend.state.snapshots import Gradients, StateSnapshot
 from recoup.core.display import as_html
 from recoup.core.units import print_bytes, print_seconds
 from recoup.errors import UsageError
+from recoup.measurement.timing.pace import seconds_of
 from recoup.precision.mixed_precision import resolve_precision
 from recoup.train.data.batches import LossFunction
 from recoup.train.run_results import StepResult
@@ -181,7 +181,8 @@ def _measure(
         trainer = make(settings=settings)
         for _ in range(2):
             step(trainer)
-        seconds = [_timed(trainer, step) for _ in range(repeats)]
+        call = functools.partial(step, trainer)
+        seconds = [seconds_of(call, trainer.device) for _ in range(repeats)]
         trainer.release()
         trainer = make(settings=replace(settings, measure_memory=True))
         peak_bytes = step(trainer).peak_bytes
@@ -195,20 +196,6 @@ def _measure(
     return ComparisonRow(title, peak_bytes, statistics.median(seconds))
 
 
-def _timed(trainer: Trainer, step: Callable[[Trainer], StepResult]) -> float:
-    _synchronize(trainer.device)
-    start = time.perf_counter()
-    step(trainer)
-    _synchronize(trainer.device)
-    return time.perf_counter() - start
-
-
-def _synchronize(device: torch.device) -> None:
-    """Wait until the device has finished."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
 @contextmanager
 def _untouched(
     model: nn.Module, optimizer: Optimizer, device: torch.device
@@ -218,25 +205,20 @@ def _untouched(
     Yields a function that puts the generators back at once: a model that leaves blocks
     out at random shall leave out the same ones in every step that is compared.
     """
-    tensors = [*model.parameters(), *model.buffers()]
-    copies = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
-    gradients = [parameter.grad for parameter in model.parameters()]
-    state = copy.deepcopy(optimizer.state_dict())
-    states = random_states(device)
-
-    def rewind() -> None:
-        restore_random_states(states, device)
-
+    parameters = list(model.parameters())
+    copies = [parameter.detach().to("cpu", copy=True) for parameter in parameters]
+    before = StateSnapshot(model, devices=[device], on_cpu=True)
+    gradients = Gradients(parameters)
+    moments = copy.deepcopy(optimizer.state_dict())
     try:
-        yield rewind
+        yield before.generators.restore
     finally:
         with torch.no_grad():
-            for tensor, before in zip(tensors, copies, strict=True):
-                tensor.copy_(before)
-        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-            parameter.grad = gradient
-        optimizer.load_state_dict(state)
-        rewind()
+            for parameter, kept in zip(parameters, copies, strict=True):
+                parameter.copy_(kept)
+        gradients.restore()
+        optimizer.load_state_dict(moments)
+        before.restore()
 
 
 def _share(value: float, base: float | None) -> str:

@@ -23,7 +23,7 @@ from recoup.fitting.budgets import (
 from recoup.fitting.compiled_fit import CompiledFit
 from recoup.fitting.fit import Compile, Fit, fit
 from recoup.measurement.steps.floor import run_step
-from recoup.measurement.steps.optimizers import missing_state_bytes
+from recoup.measurement.steps.optimizers import missing_state_bytes, state_tensors
 from recoup.measurement.steps.training_step import (
     TrainingStep,
     device_of,
@@ -339,7 +339,7 @@ def _fit_units(
     optimizer: Optimizer | None,
     processes: Processes,
 ) -> UnitPlan:
-    moments = [dict(state) for state in optimizer.state.values()] if optimizer else []
+    moments = state_tensors(optimizer) if optimizer else []
     missing_bytes = missing_state_bytes(optimizer, step.device) if optimizer else 0
     reserved_bytes = max(processes.gather(missing_bytes))
 

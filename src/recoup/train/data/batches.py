@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from recoup.backend.state.trees import map_leaves, tensors
 from recoup.core.callers import calls_user
 from recoup.errors import UsageError
+from recoup.measurement.steps.training_step import call_model, loss_in
 
 LossFunction = Callable[[Any, Any], Tensor]
 """Called as `loss_fn(outputs, targets)`; returns a mean over the samples."""
@@ -142,7 +143,7 @@ def compute_loss(
         4.0
     """
     if loss_fn is None:
-        return _as_loss(_call(model, batch))
+        return _as_loss(call_model(model, batch))
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise UsageError(
             "expected a pair of inputs and targets, because of loss_fn, got "
@@ -150,7 +151,7 @@ def compute_loss(
             "and let the model return its loss."
         )
     inputs, targets = batch
-    return _as_loss(loss_fn(_call(model, inputs), targets))
+    return _as_loss(loss_fn(call_model(model, inputs), targets))
 
 
 def tensors_in(batch: Any) -> list[Tensor]:
@@ -190,28 +191,14 @@ def _map(
     return map_leaves(change, batch)
 
 
-@calls_user
-def _call(model: nn.Module, inputs: Any) -> Any:
-    if isinstance(inputs, Tensor):
-        return model(inputs)
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    if isinstance(inputs, tuple | list):
-        return model(*inputs)
-    return model(inputs)
-
-
 def _as_loss(result: Any) -> Tensor:
-    if not isinstance(result, Tensor):
-        if isinstance(result, Mapping) and "loss" in result:
-            result = result["loss"]
-        result = getattr(result, "loss", result)
-    if not isinstance(result, Tensor) or result.numel() != 1:
+    loss = loss_in(result)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise UsageError(
-            f"expected a loss of one element, got {_describe(result)}; reduce it to a "
+            f"expected a loss of one element, got {_describe(loss)}; reduce it to a "
             "mean over the samples."
         )
-    return result
+    return loss
 
 
 def _can_move(leaf: Any) -> bool:
