@@ -625,7 +625,7 @@ WRONG = [
     (["explain", "steps.py"], USAGE, "no plan of recoup"),
     (["report", "steps.json", "--memory", "memory.jpg"], USAGE, ".svg or .png"),
     (["report", "missing.json"], FILE, "cannot be read"),
-    (["explain", "hostile-plan.json"], USAGE, r"a place is ['\ud800'"),
+    (["explain", "hostile-plan.json"], USAGE, r"module is '\ud800'"),
     (["report", "hostile-findings.json"], USAGE, r"title is '\x1b[2J'"),
     (["frontier"], USAGE, "MODULE:FUNCTION"),
     (["nonsense"], USAGE, "nonsense"),

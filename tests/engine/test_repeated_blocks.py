@@ -308,11 +308,8 @@ class TestPlans:
         assert plan.repeated_calls == 2
 
     def test_a_repeated_call_holds_nothing(self):
-        text = (
-            repeating(0)
-            .to_json()
-            .replace('"held": []', '"held": [["a", 0, 1, "keep"]]')
-        )
+        held = '{"operator": "a", "nth": 0, "bytes": 1, "action": "keep"}'
+        text = repeating(0).to_json().replace('"held": []', f'"held": [{held}]')
         with pytest.raises(PlanError, match="called again"):
             Plan.from_json(text)
 

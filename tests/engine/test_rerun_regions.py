@@ -25,7 +25,7 @@ from recoup.backend.memory.meters import StorageMeter
 from recoup.backend.operators.timers import OperatorTimer
 from recoup.checkpointing import is_recomputing
 from recoup.errors import MismatchError
-from recoup.measurement.tracing.tracer import Tracer
+from recoup.measurement.tracing.tracer import StepTracer
 from tests.support.steps import gradient
 from tests.support.twin import plain
 from tests.support.watching import saved_bytes
@@ -245,7 +245,7 @@ def test_a_step_that_is_traced_is_right_too():
 
     expected = gradient(lambda x: nested(plain, x), X)
     with StorageMeter() as meter:
-        tracer = Tracer(meter, OperatorTimer("cpu"), reruns=False)
+        tracer = StepTracer(meter, OperatorTimer("cpu"), reruns=False)
         tracer.attach()
         try:
             found = gradient(traced, X)

@@ -9,7 +9,7 @@ from recoup import CheckpointScope
 from recoup.backend.autograd.saved_tensors import ambient_hooks, pop_hooks, push_hooks
 from recoup.backend.memory.meters import StorageMeter
 from recoup.backend.operators.timers import OperatorTimer
-from recoup.measurement.tracing.tracer import Tracer
+from recoup.measurement.tracing.tracer import StepTracer
 from tests.support.twin import leftovers
 
 
@@ -19,7 +19,7 @@ def mine(tensor):
 
 def test_a_traced_region_leaves_hooks_alone_that_were_pushed_inside_it():
     x = torch.ones(4, requires_grad=True)
-    tracer = Tracer(StorageMeter(), OperatorTimer("cpu"))
+    tracer = StepTracer(StorageMeter(), OperatorTimer("cpu"))
     tracer.attach()
     try:
         with CheckpointScope("block"):
@@ -40,7 +40,7 @@ def test_a_traced_region_leaves_hooks_alone_that_were_pushed_inside_it():
 
 def test_a_traced_region_dies_with_its_graph():
     x = torch.ones(4, requires_grad=True)
-    tracer = Tracer(StorageMeter(), OperatorTimer("cpu"))
+    tracer = StepTracer(StorageMeter(), OperatorTimer("cpu"))
     tracer.attach()
     gc.disable()
     try:

@@ -5,15 +5,13 @@ has *options*: partitions of its joint graph that save more or fewer bytes. A st
 described by one reference run, in which every block had its option of fewest bytes.
 """
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from recoup.core.display import as_html
 from recoup.core.graph import Graph
-from recoup.core.plan import Plan
-from recoup.core.readings import PlanReader, damaged, is_printable
+from recoup.core.plan import Plan, check_plan
+from recoup.core.readings import plan_file
 from recoup.core.units import print_bytes, print_seconds
 from recoup.errors import PlanError
 
@@ -157,8 +155,8 @@ class BlockStep:
         return max(self.seconds + blocks - references, blocks)
 
 
-FORMAT = "recoup compiled plan"
-FORMAT_VERSION = 1
+COMPILED_PLANS = plan_file("recoup compiled plan", 1)
+"""Files of compiled plans."""
 
 EXECUTORS = ("exact", "inductor")
 """The executor of captured blocks: eager kernels, or Inductor's."""
@@ -228,11 +226,7 @@ class CompiledPlan:
 
     def to_json(self) -> str:
         """Return the plan as JSON text."""
-        data = {"format": FORMAT, "version": FORMAT_VERSION, **asdict(self)}
-        del data["rest"]
-        if self.rest is not None:
-            data["rest"] = json.loads(self.rest.to_json())
-        return json.dumps(data, indent=1)
+        return COMPILED_PLANS.write(self, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> "CompiledPlan":
@@ -241,33 +235,11 @@ class CompiledPlan:
         Raises:
             PlanError: The text is no such plan, or is of another version.
         """
-        reader = PlanReader.of_file(text, FORMAT, FORMAT_VERSION)
-        executor = reader.text("executor")
-        if executor not in EXECUTORS:
-            raise PlanError(f"expected an executor of {EXECUTORS}, got {executor!r}.")
-        return cls(
-            executor=executor,
-            blocks=tuple(map(_read_block, reader.items("blocks"))),
-            model=reader.text("model"),
-            budget_bytes=reader.number("budget_bytes"),
-            peak_bytes=reader.number("peak_bytes"),
-            seconds=reader.real("seconds"),
-            rest=Plan.from_json(json.dumps(reader.part("rest")))
-            if reader.has("rest")
-            else None,
-        )
-
-
-def _read_block(data: Any) -> BlockPartition:
-    reader = PlanReader(data, "a block")
-    saves = tuple(reader.items("saves"))
-    if not all(map(is_printable, saves)):
-        raise damaged("saves", saves)
-    return BlockPartition(
-        module=reader.text("module"),
-        kind=reader.number("kind"),
-        digest=reader.text("digest"),
-        saves=saves,
-        saved_bytes=reader.number("saved_bytes"),
-        held_bytes=reader.number("held_bytes"),
-    )
+        plan = COMPILED_PLANS.read(text, cls)
+        if plan.executor not in EXECUTORS:
+            raise PlanError(
+                f"expected an executor of {EXECUTORS}, got {plan.executor!r}."
+            )
+        if plan.rest is not None:
+            check_plan(plan.rest)
+        return plan

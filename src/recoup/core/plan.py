@@ -5,21 +5,22 @@ step, so that it can be stored, read, compared, and applied again without measur
 """
 
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from recoup.core.display import as_html
 from recoup.core.graph import BEFORE, Boundary, Graph
-from recoup.core.readings import ADVICE, PlanReader, damaged, is_amount, is_printable
+from recoup.core.readings import plan_file
 from recoup.core.segments import Action, Segment
 from recoup.core.units import print_bytes, print_seconds
 from recoup.errors import PlanError, UsageError
 
-FORMAT = "recoup plan"
-FORMAT_VERSION = 1
+PLANS = plan_file("recoup plan", 2)
+"""Files of plans."""
+
+_DEPTH = 64
+"""Spans inside spans, in a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ class Plan:
         True
         >>> Plan.from_json("{}")
         Traceback (most recent call last):
-        recoup.errors.PlanError: this is no plan of recoup: format is missing. ...
+        recoup.errors.PlanError: this is no plan of recoup: expected 'recoup plan' ...
     """
 
     spans: tuple[Span, ...] = ()
@@ -156,8 +157,7 @@ class Plan:
 
     def to_json(self) -> str:
         """Return the plan as JSON text."""
-        header = {"format": FORMAT, "version": FORMAT_VERSION}
-        return json.dumps({**header, **_plan_data(self)}, indent=1)
+        return PLANS.write(self, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
@@ -166,7 +166,9 @@ class Plan:
         Raises:
             PlanError: The text is no plan, is damaged, or is of another version.
         """
-        return _read_plan(PlanReader.of_file(text, FORMAT, FORMAT_VERSION))
+        plan = PLANS.read(text, cls)
+        check_plan(plan)
+        return plan
 
     def count(self) -> dict[str, int]:
         """Return how many values are kept and how many offloaded, by action."""
@@ -295,20 +297,28 @@ def _places_in_order(graph: Graph) -> Iterator[Place]:
 
 def displaced(
     plan: Plan, measured: Sequence[Place], reached: Sequence[Place]
-) -> list[int]:
+) -> list[int] | None:
     """Return the outermost spans of which a part ran elsewhere than in its region.
+
+    The ends of calls of the step's own close what is open: their order is no matter.
 
     Args:
         plan: The plan.
         measured: Its places in the order of the measured step.
         reached: The same in the order of a call.
 
+    Returns:
+        Their numbers; None: the order is the measured one.
+
     Examples:
         >>> a, b, c = (Place(name, 0, True) for name in "abc")
         >>> plan = Plan((Span(a, b), Span(b, c)))
         >>> displaced(plan, [a, b, c], [a, b, c]), displaced(plan, [a, b, c], [b, a, c])
-        ([], [0, 1])
+        (None, [0, 1])
     """
+    inside = [p for p in measured if p.entering or p.module not in plan.roots]
+    if inside == [p for p in reached if p.entering or p.module not in plan.roots]:
+        return None
     planned = _spans_at(plan, measured)
     found = _spans_at(plan, reached)
     wrong = {
@@ -395,121 +405,26 @@ def _place(boundary: Boundary) -> Place:
     return Place(boundary.module, boundary.call, boundary.entering)
 
 
-def _plan_data(plan: Plan) -> dict[str, Any]:
-    data: dict[str, Any] = {
-        "signature": plan.signature,
-        "model": plan.model,
-        "budget_bytes": plan.budget_bytes,
-        "peak_bytes": plan.peak_bytes,
-        "seconds": plan.seconds,
-        "model_calls": plan.model_calls,
-        "spans": [_span_data(span) for span in plan.spans],
-    }
-    if plan.roots != ("",):
-        data["roots"] = list(plan.roots)
-    if plan.passes:
-        data["passes"] = [_plan_data(each) for each in plan.passes]
-        data["order"] = list(plan.order)
-    return data
+def check_plan(plan: Plan) -> None:
+    """Raise `PlanError` unless the parts of a plan that was read fit together."""
+    numbers = range(len(plan.passes))
+    if plan.passes and not (plan.order and set(plan.order) <= set(numbers)):
+        raise PLANS.damaged("the order of passes", plan.order)
+    for part in plan.parts:
+        if not part.roots or not part.model_calls:
+            raise PLANS.damaged("the calls of a pass", (part.roots, part.model_calls))
+        if part is not plan and part.passes:
+            raise PLANS.damaged("a pass of a pass", part)
+        for span in part.spans:
+            _check_span(span, 0)
 
 
-def _read_plan(reader: PlanReader, *, is_part: bool = False) -> Plan:
-    passes: tuple[Plan, ...] = ()
-    order: tuple[int, ...] = ()
-    if not is_part and reader.has("passes"):
-        found = [PlanReader(item, "a pass") for item in reader.items("passes")]
-        passes = tuple(_read_plan(each, is_part=True) for each in found)
-        order = tuple(reader.items("order"))
-        if not all(is_amount(n) and n < len(passes) for n in order) or not order:
-            raise damaged("the order of passes", order)
-    roots = tuple(reader.items("roots")) if reader.has("roots") else ("",)
-    if not roots or not all(map(is_printable, roots)):
-        raise damaged("a root", roots)
-    return Plan(
-        spans=tuple(_read_span(item) for item in reader.items("spans")),
-        signature=reader.text("signature"),
-        model=reader.text("model"),
-        budget_bytes=reader.number("budget_bytes"),
-        peak_bytes=reader.number("peak_bytes"),
-        seconds=reader.real("seconds"),
-        model_calls=max(1, reader.number("model_calls", default=1)),
-        roots=roots,
-        passes=passes,
-        order=order,
-    )
-
-
-def _span_data(span: Span) -> dict[str, Any]:
-    data: dict[str, Any] = {
-        "start": _place_data(span.start),
-        "stop": _place_data(span.stop),
-        "held": [
-            [held.operator, held.nth, held.bytes, held.action.value]
-            for held in span.held
-        ],
-        "made": [list(item) for item in span.made],
-        "inner": [_span_data(inner) for inner in span.inner],
-    }
-    if span.by_call:
-        data["by_call"] = True
-    return data
-
-
-def _place_data(place: Place) -> list[Any]:
-    return [place.module, place.call, "enter" if place.entering else "leave"]
-
-
-_DEPTH = 64
-
-
-def _read_span(data: Any, depth: int = 0) -> Span:
+def _check_span(span: Span, depth: int) -> None:
     if depth > _DEPTH:
-        raise PlanError(f"this plan is nested more than {_DEPTH} deep. {ADVICE}")
-    reader = PlanReader(data, "a span")
-    by_call = reader.has("by_call")
-    if by_call and (depth or reader.items("inner") or reader.items("held")):
-        raise damaged("a span that is called again", data)
-    return Span(
-        start=_read_place(reader.items("start")),
-        stop=_read_place(reader.items("stop")),
-        held=tuple(_read_held(item) for item in reader.items("held")),
-        made=tuple(_read_made(item) for item in reader.items("made")),
-        inner=tuple(_read_span(item, depth + 1) for item in reader.items("inner")),
-        by_call=by_call,
-    )
-
-
-def _read_place(data: list[Any]) -> Place:
-    match data:
-        case [module, call, "enter" | "leave" as verb] if is_printable(
-            module
-        ) and is_amount(call):
-            return Place(module, call, verb == "enter")
-        case _:
-            raise damaged("a place", data)
-
-
-def _read_held(data: Any) -> Held:
-    match data:
-        case [operator, nth, nbytes, str(action)] if (
-            is_printable(operator)
-            and is_amount(nth)
-            and is_amount(nbytes)
-            and action in _ACTIONS
-        ):
-            return Held(operator, nth, nbytes, _ACTIONS[action])
-        case _:
-            raise damaged("a held value", data)
-
-
-def _read_made(data: Any) -> tuple[str, int]:
-    match data:
-        case [operator, count] if (
-            is_printable(operator) and is_amount(count) and count > 0
-        ):
-            return operator, count
-        case _:
-            raise damaged("a count", data)
-
-
-_ACTIONS = {action.value: action for action in Action}
+        raise PlanError(f"this plan is nested more than {_DEPTH} deep. {PLANS.advice}")
+    if span.by_call and (depth or span.inner or span.held):
+        raise PLANS.damaged("a span that is called again", span)
+    if any(not count for _, count in span.made):
+        raise PLANS.damaged("a count", span.made)
+    for inner in span.inner:
+        _check_span(inner, depth + 1)

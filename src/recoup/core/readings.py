@@ -4,10 +4,29 @@ Text from a file is shown in terminals and pages, and amounts are added up and d
 neither is to do more than that.
 """
 
+import dataclasses
 import json
-from typing import Any, TypeGuard, cast
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from types import UnionType
+from typing import (
+    Any,
+    NewType,
+    TypeGuard,
+    TypeVar,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
-from recoup.errors import PlanError
+from recoup.errors import PlanError, RecoupError
+
+Signed = NewType("Signed", int)
+"""A number that may be negative."""
+
+Data = TypeVar("Data")
 
 MOST = 1 << 63
 """More bytes, seconds or counts than any machine has; sums of them are still finite."""
@@ -49,92 +68,162 @@ def is_duration(found: Any) -> TypeGuard[float]:
     return is_number and 0 <= found <= MOST
 
 
-ADVICE = "Make it anew with recoup.fit(...).plan.to_json()."
+def _is_signed(found: Any) -> bool:
+    return is_amount(found) or (type(found) is int and -MOST <= found < 0)
 
 
-class PlanReader:
-    """Reads typed fields of a plan from a file.
+def _is_flag(found: Any) -> bool:
+    return isinstance(found, bool)
 
-    Raises:
-        PlanError: The part, or a field that is read, is no such thing.
+
+_SOUND = {
+    int: is_amount,
+    float: is_duration,
+    str: is_printable,
+    bool: _is_flag,
+    Signed: _is_signed,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    """Dataclasses in a JSON file that anybody may have written.
+
+    Fields are checked by their types: text can be printed, whole numbers are amounts,
+    the others durations. Nothing in a file is executed.
+
+    Attributes:
+        format: What the file says that it is.
+        version: The version of the format.
+        noun: What errors call it.
+        error: The class of errors.
+        advice: What to do about a wrong file.
     """
 
-    def __init__(self, data: Any, what: str) -> None:
-        if not isinstance(data, dict):
-            raise PlanError(f"this plan is damaged: {what} is no object. {ADVICE}")
-        self._data = cast("dict[str, Any]", data)
+    format: str
+    version: int
+    noun: str
+    error: type[RecoupError]
+    advice: str
 
-    @classmethod
-    def of_file(cls, text: str, file_format: str, version: int) -> "PlanReader":
-        """Return a reader of a whole file of a format and version."""
+    def write(self, value: Any, *, by_columns: bool = False, **layout: Any) -> str:
+        """Return a dataclass as JSON text.
+
+        Args:
+            value: The dataclass.
+            by_columns: Write rows of one class as a list for each field: much shorter.
+            **layout: As for `json.dumps`.
+        """
+        head = {"format": self.format, "version": self.version}
+        return json.dumps({**head, **_written(value, by_columns)}, **layout)
+
+    def read(self, text: str, kind: type[Data]) -> Data:
+        """Return the dataclass that a JSON text describes.
+
+        Raises:
+            RecoupError: It describes none; of the class `error`.
+        """
         try:
             data = json.loads(text)
+            if not isinstance(data, dict):
+                raise self._wrong(f"it is a {type(data).__name__}")
+            fields = cast("dict[str, Any]", data)
+            found = fields.pop("format", None), fields.pop("version", None)
+            if found != (self.format, self.version) or type(found[1]) is not int:
+                raise self._wrong(
+                    f"expected {self.format!r} of version {self.version}, got "
+                    f"{found[0]!r:.60} of version {found[1]!r:.60}"
+                )
+            return self._read(fields, kind, self.noun)
         except (TypeError, ValueError, RecursionError) as error:
-            raise PlanError(f"this is no plan of recoup: {error}. {ADVICE}") from error
-        reader = cls(data, "the file")
-        given = reader.text("format")
-        if given != file_format:
-            raise PlanError(
-                f"this is no plan of recoup: expected a {file_format!r}, got "
-                f"{given!r:.60}. {ADVICE}"
-            )
-        found = reader.number("version")
-        if found != version:
-            raise PlanError(
-                f"this plan is of version {found}, this recoup reads version "
-                f"{version}. {ADVICE}"
-            )
-        return reader
+            if isinstance(error, self.error):
+                raise
+            raise self._wrong(str(error)) from error
 
-    def text(self, name: str) -> str:
-        """Return a field of printable text."""
-        found = self._field(name, str)
-        if not is_printable(found):
-            raise damaged(name, found)
-        return found
+    def damaged(self, where: str, found: object) -> RecoupError:
+        """Return the error for a part that no such file has."""
+        return self.error(
+            f"this {self.noun} is damaged: {where} is {found!r:.60}, where text can "
+            f"be printed and amounts are from 0 to {MOST}. {self.advice}"
+        )
 
-    def number(self, name: str, *, default: int | None = None) -> int:
-        """Return a field of bytes, or a count."""
-        if default is not None and name not in self._data:
-            return default
-        found = self._field(name, int)
-        if not is_amount(found):
-            raise damaged(name, found)
-        return found
+    def _wrong(self, why: str) -> RecoupError:
+        return self.error(f"this is no {self.noun}: {why}. {self.advice}")
 
-    def real(self, name: str) -> float:
-        """Return a field of seconds."""
-        found = self._field(name, (int, float))
-        if not is_duration(found):
-            raise damaged(name, found)
-        return float(found)
+    def _read(self, data: Any, kind: Any, where: str) -> Any:
+        """Return data as the type that a field says it has."""
+        if dataclasses.is_dataclass(kind):
+            if not isinstance(data, dict):
+                raise self.damaged(where, data)
+            given = cast("dict[str, Any]", data)
+            hints, needed = _fields(kind)
+            if not needed <= set(given) <= set(hints):
+                missing = sorted(needed - set(given)) or sorted(set(given) - set(hints))
+                raise self.damaged(f"{missing[0]} of {where}", given.get(missing[0]))
+            read = {
+                key: self._read(item, hints[key], key) for key, item in given.items()
+            }
+            return cast("Any", kind)(**read)
+        if get_origin(kind) is UnionType:  # a dataclass or None
+            inner, _ = get_args(kind)
+            return None if data is None else self._read(data, inner, where)
+        if get_origin(kind) is tuple:
+            return self._read_items(data, get_args(kind), where)
+        if isinstance(kind, type) and issubclass(kind, Enum):
+            if data not in [each.value for each in kind]:
+                raise self.damaged(where, data)
+        elif not _SOUND[kind](data):
+            raise self.damaged(where, data)
+        return kind(data)
 
-    def has(self, name: str) -> bool:
-        """Return whether there is a field."""
-        return name in self._data
+    def _read_items(
+        self, data: Any, kinds: tuple[Any, ...], where: str
+    ) -> tuple[Any, ...]:
+        if isinstance(data, dict) and dataclasses.is_dataclass(kinds[0]):
+            columns = cast("dict[str, Any]", data)
+            lengths = {
+                len(cast("list[Any]", each)) if isinstance(each, list) else -1
+                for each in columns.values()
+            }
+            if len(lengths) > 1 or -1 in lengths:
+                raise self.damaged(f"the columns of {where}", columns)
+            rows = zip(*columns.values(), strict=True)
+            data = [dict(zip(columns, row, strict=True)) for row in rows]
+        if not isinstance(data, list):
+            raise self.damaged(where, cast("object", data))
+        items = cast("list[Any]", data)
+        if kinds[-1] is Ellipsis:
+            return tuple(self._read(item, kinds[0], where) for item in items)
+        if len(items) != len(kinds):
+            raise self.damaged(where, items)
+        pairs = zip(items, kinds, strict=True)
+        return tuple(self._read(item, kind, where) for item, kind in pairs)
 
-    def items(self, name: str) -> list[Any]:
-        """Return the items of a field that is a list."""
-        return cast("list[Any]", self._field(name, list))
 
-    def part(self, name: str) -> dict[str, Any]:
-        """Return a field that is an object."""
-        return cast("dict[str, Any]", self._field(name, dict))
-
-    def _field(self, name: str, kind: Any) -> Any:
-        if name not in self._data:
-            raise PlanError(f"this is no plan of recoup: {name} is missing. {ADVICE}")
-        found = self._data[name]
-        if not isinstance(found, kind):
-            raise PlanError(
-                f"this plan is damaged: {name} is {type(found).__name__}. {ADVICE}"
-            )
-        return found
+def _written(value: Any, by_columns: bool) -> Any:  # noqa: FBT001 (passed on)
+    """Return a value as JSON has it."""
+    if dataclasses.is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value)]
+        return {name: _written(getattr(value, name), by_columns) for name in names}
+    if isinstance(value, Enum):
+        return value.value
+    if not isinstance(value, tuple):
+        return value
+    items = cast("tuple[Any, ...]", value)
+    rows = [_written(item, by_columns) for item in items]
+    if by_columns and items and dataclasses.is_dataclass(items[0]):
+        return {name: [row[name] for row in rows] for name in rows[0]}
+    return rows
 
 
-def damaged(what: str, found: object) -> PlanError:
-    """Return the error for a part of a plan that no plan has."""
-    return PlanError(
-        f"this plan is damaged: {what} is {found!r:.60}, where names can be printed "
-        f"and amounts are from 0 to {MOST}. {ADVICE}"
-    )
+@cache
+def _fields(kind: Any) -> tuple[dict[str, Any], frozenset[str]]:
+    """Return the types of a dataclass's fields, and those without a default."""
+    missing = (f for f in dataclasses.fields(kind) if f.default is dataclasses.MISSING)
+    return get_type_hints(kind), frozenset(field.name for field in missing)
+
+
+def plan_file(file_format: str, version: int) -> DataFile:
+    """Return the files of one kind of plans."""
+    advice = "Make it anew with recoup.fit(...).plan.to_json()."
+    return DataFile(file_format, version, "plan of recoup", PlanError, advice)

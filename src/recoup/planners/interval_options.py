@@ -27,7 +27,7 @@ _SETS = 16
 _LONG = 1000
 
 
-class Part:
+class PricedInterval:
     """An interval between two boundaries, and its signature."""
 
     def __init__(self, graph: Graph, first: int, last: int) -> None:
@@ -162,7 +162,7 @@ class Memory:
         self.costs: dict[object, Costs] = {}
         self.innermost: Innermost = {}
         self._signatures: dict[object, int] = {}
-        self._intervals: dict[tuple[int, int], tuple[Part, int]] = {}
+        self._intervals: dict[tuple[int, int], tuple[PricedInterval, int]] = {}
         self._held_sets: list[tuple[Graph, int, int, list[frozenset[int]]]] = []
 
     def held_sets(self, graph: Graph, first: int, last: int) -> list[frozenset[int]]:
@@ -177,11 +177,13 @@ class Memory:
         self._held_sets.append((graph, first, last, found))
         return found
 
-    def interval(self, graph: Graph, first: int, last: int) -> tuple[Part, int]:
+    def interval(
+        self, graph: Graph, first: int, last: int
+    ) -> tuple[PricedInterval, int]:
         """Return an interval, and a number that equal intervals share."""
         found = self._intervals.get((first, last))
         if found is None:
-            interval = Part(graph, first, last)
+            interval = PricedInterval(graph, first, last)
             number = self._signatures.setdefault(
                 interval.signature(), len(self._signatures)
             )
@@ -312,7 +314,7 @@ class IntervalOptions:
         return _undominated(self._options(interval, candidates))
 
     def _candidates(
-        self, interval: Part, signature: int, start: int, stop: int
+        self, interval: PricedInterval, signature: int, start: int, stop: int
     ) -> Iterator[_Candidate]:
         """Yield what may be done."""
         graph, first, last = self.graph, interval.first, interval.last
@@ -348,7 +350,7 @@ class IntervalOptions:
                     yield nestings(inner)[0]
 
     def _options(
-        self, interval: Part, candidates: Sequence[_Candidate]
+        self, interval: PricedInterval, candidates: Sequence[_Candidate]
     ) -> Iterator[IntervalOption]:
         """Yield the candidates with what they cost."""
         known = self._memory.costs
@@ -365,7 +367,7 @@ class IntervalOptions:
                 self._seconds[candidate.key] = seconds
             yield IntervalOption(candidate.make, seconds, cost.held_bytes, peak_bytes)
 
-    def _costs(self, interval: Part, option: Option) -> Costs:
+    def _costs(self, interval: PricedInterval, option: Option) -> Costs:
         """Return what an option takes.
 
         What is read after the interval is charged here, once, whoever holds it; what is

@@ -1,14 +1,12 @@
 """Findings: everything that a report shows, as plain immutable data."""
 
 from dataclasses import dataclass, field
-from typing import NewType
+
+from recoup.core.readings import Signed
 
 CATEGORIES = ("fixed", "held", "running", "recomputed", "workspace")
 """What bytes are there for: in every step, saved for backward, temporaries of forward,
 recomputed for backward, temporaries of recomputing."""
-
-Signed = NewType("Signed", int)
-"""A number that may be negative."""
 
 
 @dataclass(frozen=True, slots=True)

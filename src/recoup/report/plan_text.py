@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from recoup.core.compiled_plan import FORMAT, CompiledPlan
+from recoup.core.compiled_plan import COMPILED_PLANS, CompiledPlan
 from recoup.core.plan import Place, Plan, Span
 from recoup.core.units import print_bytes, print_seconds
 from recoup.report.texts import WIDTH
@@ -63,7 +63,7 @@ def read_plan(text: str) -> Plan | CompiledPlan:
         >>> read_plan(Plan().to_json()) == Plan()
         True
     """
-    if f'"{FORMAT}"' in text[:200]:
+    if f'"{COMPILED_PLANS.format}"' in text[:200]:
         return CompiledPlan.from_json(text)
     return Plan.from_json(text)
 

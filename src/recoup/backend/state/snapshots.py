@@ -5,10 +5,8 @@ callers that need one kind alone: `Generators`, `Buffers`, `Gradients`, `NotedGr
 and `WrittenTensors`; `Attributes` is in `recoup.backend.state.attributes`.
 """
 
-import pickle
-import random
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,7 +26,9 @@ from recoup.backend.state.attributes import Attributes
 from recoup.backend.state.rng import (
     RandomStates,
     generator_kinds,
+    generator_states,
     random_states,
+    restore_generators,
     restore_random_states,
     same_random_states,
 )
@@ -185,7 +185,7 @@ class Generators:
         with_numpy: bool = True,
     ) -> None:
         self._devices = [d for d in devices if d.type not in ("cpu", "meta")]
-        self._own = [_access(generator) for generator in own]
+        self._own = list(own)
         self._with_numpy = with_numpy
         self._global: RandomStates
         self._states: list[Any]
@@ -194,19 +194,19 @@ class Generators:
     def take(self) -> None:
         """Read the states as they are now."""
         self._global = random_states(*self._devices, with_numpy=self._with_numpy)
-        self._states = [read() for read, _ in self._own]
+        self._states = generator_states(self._own)
 
     def restore(self) -> None:
         """Put all generators back into the states that were last taken."""
         restore_random_states(self._global, *self._devices)
-        for (_, write), state in zip(self._own, self._states, strict=True):
-            write(state)
+        restore_generators(self._own, self._states)
 
     def are_unmoved(self) -> bool:
         """Return whether none was drawn from; NumPy's global one is not asked."""
-        own = (read() for read, _ in self._own)
+        now = generator_states(self._own)
         return same_random_states(self._global, *self._devices) and all(
-            map(_is_same_state, own, self._states)
+            torch.equal(one, other) if isinstance(one, Tensor) else one == other
+            for one, other in zip(now, self._states, strict=True)
         )
 
 
@@ -535,24 +535,6 @@ class _Watch(OperatorMode):
     def _copy(self, address: int) -> None:
         for before in self._waiting.pop(address, ()):
             self._copies.append((before, copy_unseen(before)))  # no part of the step
-
-
-def _access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    """Return how the state of a generator is read and written."""
-    if isinstance(generator, torch.Generator):
-        return generator.get_state, generator.set_state
-    if isinstance(generator, random.Random):
-        return generator.getstate, generator.setstate
-    if not hasattr(generator, "bit_generator"):
-        return generator.get_state, generator.set_state
-    bits = generator.bit_generator
-    return lambda: bits.state, lambda state: setattr(bits, "state", state)
-
-
-def _is_same_state(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    return pickle.dumps(one) == pickle.dumps(other)  # it may have arrays inside
 
 
 def _has_memory(tensor: Tensor) -> bool:

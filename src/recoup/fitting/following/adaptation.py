@@ -15,7 +15,7 @@ from recoup.engine.applied.model_blocks import block_names
 from recoup.engine.applied.pass_order import PassOrder
 from recoup.engine.verification.replay_check import Verify
 from recoup.fitting.following.adapted_pass import AdaptedPass
-from recoup.fitting.following.watched_step import WatchedStep
+from recoup.fitting.following.watched_step import StepMeter, WatchedStep
 from recoup.measurement.timing.block_frames import StepMarks, marked_graph
 
 _METERED_STEPS = 3
@@ -228,11 +228,7 @@ class _Disorder:
         self._parts = parts
         self._steps = _METERED_STEPS
         self._reason = ""
-        self._metered: WatchedStep | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs: no step of its own runs."""
-        return {**vars(self), "_metered": None}
+        self._meter = StepMeter()
 
     def meter(
         self, reason: str, model: nn.Module, arguments: object, *, is_alone: bool
@@ -250,25 +246,19 @@ class _Disorder:
             self._reason = self._reason or reason
         if not self.is_open:
             return None
-        running = self._metered
-        if running is not None and running.is_running:
-            # The same step, also if the call before has no graph any more.
-            return running
-        if not is_alone:
-            return None  # the step has begun
-        if self._metered is not None and not self._metered.detach():
-            return None  # another thread's step
+        running = self._meter.running()
+        if running is not None or not is_alone:
+            return running  # the step has begun
+        if not self._meter.stop():
+            return None
         # A step that begins as another pass is that pass.
-        self._reason, self._metered = "", None
+        self._reason = ""
 
         def ended(peak_bytes: int) -> None:
             if self._reason:
                 self._ended(peak_bytes)
 
-        if WatchedStep.is_possible():
-            batch = tensors_within(arguments)
-            self._metered = WatchedStep(model, batch, ended)
-        return self._metered
+        return self._meter.begin(model, tensors_within(arguments), ended)
 
     def _ended(self, peak_bytes: int) -> None:
         part = max(self._parts, key=lambda each: each.unseen_bytes)

@@ -17,7 +17,7 @@ from recoup.backend.state.model_state import ModelState, StateReader
 from recoup.backend.state.trees import named_tensors
 from recoup.core.graph import Graph
 from recoup.core.growth import group_of
-from recoup.core.plan import Place, Plan, segments_of
+from recoup.core.plan import Place, Plan, displaced, measured_order, segments_of
 from recoup.core.segments import Action, Segment
 from recoup.core.simulation import LoopKept, live_after, simulate
 from recoup.engine.applied.applied_plan import Choice, refuse_sharded
@@ -35,11 +35,11 @@ from recoup.fitting.following.call_groups import (
     key_of,
     size_of,
 )
-from recoup.fitting.following.call_order import CallOrders
 from recoup.fitting.following.call_watch import CallWatch
 from recoup.fitting.following.loop_memory import LoopMemory
 from recoup.fitting.following.replanning import replanned, verification_bytes
 from recoup.fitting.following.watched_step import (
+    StepMeter,
     TracedStep,
     WatchedStep,
     expected_excess,
@@ -107,13 +107,11 @@ class AdaptedPass:
         self._measured: list[MeasuredCall] = []
         self.unmeasured: set[str] = set()
         self.unseen_bytes = 0
-        self._orders = CallOrders(graph)
         self._steps = SizedSteps(graph, self._measured)
         self._chosen = made
         self._reader: StateReader | None = None
         self._loop = LoopMemory(self._check_kept)
-        self._metered: WatchedStep | None = None
-        self._metered_in: CallGroup | None = None
+        self._meter = StepMeter()
         self._observed: tuple[TracedStep, CallCase, CallKey] | None = None
         self._torn: set[str] = set()
         self._unchecked: list[str] = []
@@ -121,8 +119,7 @@ class AdaptedPass:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs: it has another model, and no open calls."""
-        nothing = dict.fromkeys(("_reader", "_metered", "_observed"))
-        return {**vars(self), **nothing}
+        return {**vars(self), "_reader": None, "_observed": None}
 
     def tighten(self) -> bool:
         """Plan anew for less memory; say whether that was possible.
@@ -158,15 +155,15 @@ class AdaptedPass:
         """Apply another plan for the measured step."""
         self.plan = self._chosen = made
         self._cases: dict[tuple[CallKey, ModelState], CallCase] = {}
-        self._orders.forget()
+        # With its plan, whose identity is then not given to another.
+        self._orders: dict[int, tuple[Plan, tuple[Place, ...]]] = {}
         self._groups: dict[object, CallGroup] = {}
         self._others: dict[bytes, AdaptedPass] = {}
         self._loop.forget()
 
     def stop(self) -> None:
         """Take the instruments off a step that is metered or observed."""
-        if self._metered is not None and self._metered.detach():
-            self._metered = None
+        self._meter.stop()
         if self._observed is not None and self._observed[0].detach():
             self._observed = None
         for other in self._others.values():
@@ -238,12 +235,12 @@ class AdaptedPass:
             if observed is not None:
                 return observed.cuts, CallWatch(self, None, _NO_PLAN, observed)
         self._chosen = self._plan_of(case)
-        if case.group.metered_steps or self._metered is not None:
-            mine = self._meter(case, model, found, is_alone=is_alone)
+        if case.group.metered_steps or self._meter.step is not None:
+            mine = self._metered_step(case, model, found, is_alone=is_alone)
             metered = metered if mine is None else mine
         return self._chosen, CallWatch(self, case, self._chosen, metered)
 
-    def _meter(
+    def _metered_step(
         self,
         case: CallCase,
         model: nn.Module,
@@ -252,20 +249,12 @@ class AdaptedPass:
         is_alone: bool,
     ) -> WatchedStep | None:
         """Return what counts the bytes of the step that begins with a call."""
-        running = self._metered
-        if (
-            running is not None
-            and running.is_running
-            and self._metered_in is case.group
-        ):
-            # The same step, also if the call before has no graph any more.
+        running = self._meter.running(case.group)
+        if running is not None:
             return running
         if self.open_calls or not is_alone:
             return None  # the step has begun
-        if self._metered is not None and not self._metered.detach():
-            return None  # another thread's step
-        self._metered = None
-        if not case.group.metered_steps or not WatchedStep.is_possible():
+        if not self._meter.stop() or not case.group.metered_steps:
             return None
         plan = self._chosen
         # The step does not keep the pass alive, nor does the meter.
@@ -275,9 +264,8 @@ class AdaptedPass:
             if (found := owner()) is not None:
                 found.metered(case, plan, peak_bytes)
 
-        self._metered_in, batch = case.group, [tensor for _, tensor in found]
-        self._metered = WatchedStep(model, batch, ended)
-        return self._metered
+        batch = [tensor for _, tensor in found]
+        return self._meter.begin(model, batch, ended, kind=case.group)
 
     def _observe(
         self,
@@ -293,10 +281,9 @@ class AdaptedPass:
             or self.plan.roots != ("",)
             or self.open_calls
             or not TracedStep.is_possible(traced=True)
-            or (self._metered is not None and not self._metered.detach())
+            or not self._meter.stop()
         ):
             return None
-        self._metered = None
         owner = weakref.ref(self)
         reasons = "; ".join(case.group.differences)
 
@@ -580,7 +567,16 @@ class AdaptedPass:
         trace: CallTrace | None,
         blocks: Mapping[str, CallTrace],
     ) -> None:
-        """Learn from a call that returned; see `PassCalls`."""
+        """Learn from a call that returned.
+
+        Args:
+            case: Its group and size; None: it was a call of the measured step.
+            plan: The plan that it ran with.
+            output: Its result.
+            order: The places of the plan as they were reached; None: no plan ran.
+            trace: Its operators, if it was the first of its kind.
+            blocks: Traces of blocks that did not run in the measured step.
+        """
         self._loop.opened(
             case, plan, output, self._reader, is_measured_plan=plan is self.plan
         )
@@ -591,7 +587,9 @@ class AdaptedPass:
             self._say_blocks(case, blocks)
         wrong = None
         if order is not None and plan.model_calls == 1:
-            wrong = self._orders.displaced_spans(plan, order)
+            if id(plan) not in self._orders:
+                self._orders[id(plan)] = (plan, measured_order(self._graph, plan))
+            wrong = displaced(plan, self._orders[id(plan)][1], order)
         if wrong is not None:
             self._say_order(case, plan, wrong)
         elif trace is not None:

@@ -1,7 +1,7 @@
 """What watches one call of a fitted model."""
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -10,32 +10,8 @@ from recoup.fitting.following.call_groups import CallCase
 from recoup.fitting.following.watched_step import WatchedStep
 from recoup.measurement.tracing.call_trace import CallTrace
 
-
-class PassCalls(Protocol):
-    """Learns from the calls of a pass."""
-
-    unmeasured: set[str]
-
-    def ended(
-        self,
-        case: CallCase | None,
-        plan: Plan,
-        output: object,
-        order: Sequence[Place] | None,
-        trace: CallTrace | None,
-        blocks: Mapping[str, CallTrace],
-    ) -> None:
-        """Learn from a call that returned; see `Watch.end`.
-
-        Args:
-            case: Its group and size; None: it was a call of the measured step.
-            plan: The plan that it ran with.
-            output: Its result.
-            order: The places of the plan as they were reached.
-            trace: Its operators, if it was the first of its kind.
-            blocks: Traces of blocks that did not run in the measured step.
-        """
-        ...
+if TYPE_CHECKING:
+    from recoup.fitting.following.adapted_pass import AdaptedPass
 
 
 class CallWatch:
@@ -45,7 +21,7 @@ class CallWatch:
 
     def __init__(
         self,
-        adapted: PassCalls,
+        adapted: "AdaptedPass",
         case: CallCase | None,
         plan: Plan,
         metered: WatchedStep | None = None,

@@ -113,6 +113,51 @@ class WatchedStep:
         return self._live is None
 
 
+class StepMeter:
+    """Meters the steps of a model, one at a time; a copy of it meters none.
+
+    Attributes:
+        step: The step whose instruments are attached, or will be.
+    """
+
+    def __init__(self) -> None:
+        self.step: WatchedStep | None = None
+        self._kind: object = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"step": None, "_kind": None}
+
+    def running(self, kind: object = None) -> WatchedStep | None:
+        """Return what meters the running step, if that is of this kind.
+
+        It is the same step also if the call before has no graph any more.
+        """
+        step = self.step
+        is_mine = step is not None and step.is_running and self._kind is kind
+        return step if is_mine else None
+
+    def stop(self) -> bool:
+        """Take the instruments off; return False if the step is another thread's."""
+        if self.step is not None and self.step.detach():
+            self.step = None
+        return self.step is None
+
+    def begin(
+        self,
+        model: nn.Module,
+        batch: Iterable[Tensor],
+        ended: Callable[[int], None],
+        *,
+        kind: object = None,
+    ) -> WatchedStep | None:
+        """Return what is to meter the step that begins now; None: it is impossible."""
+        if not self.stop() or not WatchedStep.is_possible():
+            return None
+        self._kind = kind
+        self.step = WatchedStep(model, batch, ended)
+        return self.step
+
+
 class TracedStep(WatchedStep):
     """Traces the one call of a step with every block recomputed, and counts its bytes.
 

@@ -27,7 +27,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 
 
 @dataclass(frozen=True)
-class BlockCall:
+class SampleCall:
     """A call of a block: detached copies of its arguments.
 
     Attributes:
@@ -57,7 +57,7 @@ class BlockKinds:
     """
 
     kinds: Mapping[str, int]
-    samples: Sequence[tuple[str, BlockCall]]
+    samples: Sequence[tuple[str, SampleCall]]
     refused: Mapping[str, str]
 
 
@@ -65,7 +65,7 @@ def sample_calls(step: TrainingStep, blocks: Mapping[str, nn.Module]) -> BlockKi
     """Run a step once, and return which blocks are alike and how they are called."""
     kinds: dict[str, int] = {}
     numbers: dict[Hashable, int] = {}
-    samples: list[tuple[str, BlockCall]] = []
+    samples: list[tuple[str, SampleCall]] = []
     refused: dict[str, str] = {}
 
     def note(
@@ -89,7 +89,7 @@ def sample_calls(step: TrainingStep, blocks: Mapping[str, nn.Module]) -> BlockKi
         if key not in numbers:
             numbers[key] = len(numbers)
             args, kwargs = map_leaves(_copied, (args, kwargs))
-            samples.append((name, BlockCall(args, kwargs, autocast)))
+            samples.append((name, SampleCall(args, kwargs, autocast)))
         kinds[name] = numbers[key]
 
     with ExitStack() as stack:
@@ -141,7 +141,9 @@ class BlockBench:
     the peaks of whole steps.
     """
 
-    def __init__(self, block: nn.Module, call: BlockCall, device: torch.device) -> None:
+    def __init__(
+        self, block: nn.Module, call: SampleCall, device: torch.device
+    ) -> None:
         self._block = block
         self._call = call
         self._device = device
@@ -159,7 +161,7 @@ class BlockBench:
     def _move(self, device: torch.device) -> None:
         given = (self._call.args, self._call.kwargs)
         args, kwargs = map_leaves(lambda leaf: _moved(leaf, device), given)
-        self._call = BlockCall(args, kwargs, self._call.autocast)
+        self._call = SampleCall(args, kwargs, self._call.autocast)
         self._gradients = [gradient.to(device) for gradient in self._gradients]
 
     def run(self, forward: Forward) -> list[Tensor]:
@@ -192,7 +194,7 @@ class BlockBench:
         self.run(forward)
         with interval_meter(self._device) as meter:
             args, kwargs = map_leaves(_fresh, (self._call.args, self._call.kwargs))
-            call = BlockCall(args, kwargs, self._call.autocast)
+            call = SampleCall(args, kwargs, self._call.autocast)
             meter.mark("forward")
             outputs = _differentiable(call.run(forward))
             given = {id(tensor) for tensor in tensors((args, kwargs))}

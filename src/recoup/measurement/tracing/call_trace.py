@@ -12,10 +12,10 @@ from recoup.backend.memory.meters import BLOCK_BYTES, StorageMeter
 from recoup.backend.operators.properties import Facts
 from recoup.backend.operators.timers import OperatorTimer
 from recoup.core.graph import Graph
-from recoup.measurement.tracing.tracer import Ran, Tracer
+from recoup.measurement.tracing.tracer import Ran, StepTracer
 
 
-class CallTrace(Tracer):
+class CallTrace(StepTracer):
     """Trace one forward while it runs, with any plan.
 
     Without a meter and a timer: it resets no peak of the user's, and costs some ten

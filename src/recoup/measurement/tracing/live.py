@@ -35,7 +35,7 @@ from recoup.engine.recording.region import Region
 from recoup.measurement.timing.host_cost import recording_seconds
 from recoup.measurement.tracing.graphs import step_graph, torn_blocks
 from recoup.measurement.tracing.trace import Trace
-from recoup.measurement.tracing.tracer import Tracer
+from recoup.measurement.tracing.tracer import StepTracer
 
 
 class LiveMeter(StorageMeter):
@@ -88,7 +88,7 @@ def detach_meter(meter: MemoryMeter) -> None:
         meter.__exit__(None, None, None)
 
 
-class LiveTracer(Tracer):
+class LiveTracer(StepTracer):
     """Trace a step of the user's own: no operator is repeated for its time.
 
     What regions of the user's own save is theirs: it is no value for a plan, and what

@@ -22,7 +22,7 @@ from recoup.errors import UsageError
 from recoup.measurement.steps.training_step import TrainingStep, gradients_followed
 from recoup.measurement.tracing.graphs import step_graph, torn_blocks
 from recoup.measurement.tracing.trace import Trace
-from recoup.measurement.tracing.tracer import Tracer
+from recoup.measurement.tracing.tracer import StepTracer
 
 
 class Observation(NamedTuple):
@@ -128,7 +128,7 @@ def _trace(
     with meter:
         meter.track(*step.resident(), *tensors(list(resident)))
         parameters = dict(step.model.named_parameters())
-        tracer = Tracer(meter, timer, storages, parameters=parameters)
+        tracer = StepTracer(meter, timer, storages, parameters=parameters)
         with (
             restoring(tracer.stop),
             restoring(tracer.detach),
@@ -152,7 +152,7 @@ def cut(step: TrainingStep, cuts: Cuts) -> Iterator[None]:
 
 
 @contextmanager
-def _boundaries_recorded(model: nn.Module, tracer: Tracer) -> Iterator[None]:
+def _boundaries_recorded(model: nn.Module, tracer: StepTracer) -> Iterator[None]:
     """Record in the trace where modules are entered and left."""
     # The module that the step itself called, until it returns: most often the model.
     root: nn.Module | None = None

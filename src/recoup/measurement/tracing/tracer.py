@@ -51,7 +51,7 @@ def _is_ours() -> bool:
     return is_recomputing() or is_fingerprinting()
 
 
-class Tracer(OperatorMode):
+class StepTracer(OperatorMode):
     """Record a step while it runs in regions, or without.
 
     It is the policy of the regions too, so it sees what these could hold. A step
