@@ -33,7 +33,9 @@ def table(headings: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+ECOSYSTEM = "ecosystem_nvidia-h200_2026-11-18"
 HUGGING_FACE = "hugging-face_nvidia-h200_2026-11-16"
+TRAINER = "hf-trainer_nvidia-h200_2026-11-18"
 FITTING = "fitting_nvidia-h200_2026-11-16"
 MODELS = {
     "llama": "Llama 1.1B, 4 x 2048 tokens",
@@ -41,34 +43,71 @@ MODELS = {
     "t5": "T5-large, 16 x 512",
     "qwen3-moe": "Qwen3-MoE, 4 x 2048",
 }
-CONTENDERS = {
+VISION = {"swin": "Swin-B, 128 images", "maxvit": "MaxViT-T, 96 images"}
+COMPILED = {
     "eager": "plain",
     "own checkpointing": "its own checkpointing",
-    "recoup, a region per layer": "recoup, a region per layer",
-    "fit (eager) at own checkpointing": "`fit` at that peak",
-    "fit (exact) at own checkpointing": '`fit(compile="exact")` at that peak',
     "fit (inductor) at own checkpointing": '`fit(compile="inductor")` at that peak',
     "fit (inductor) at 50%": '`fit(compile="inductor")`, budget 50 %',
     "fit (inductor) at 60%": '`fit(compile="inductor")`, budget 60 %',
     "torch knob 0.5": "layers compiled, torch's budget 0.5",
     "torch knob 0.0": "layers compiled, torch's budget 0",
 }
+UNCOMPILED = {
+    "eager": "plain",
+    "own checkpointing": "its own checkpointing",
+    "own checkpointing, in turns": "the same, right after `fit`",
+    "fit (eager) at own checkpointing": "`fit` at that peak",
+    "fit (exact) at own checkpointing": '`fit(compile="exact")` at that peak',
+    "fit (eager) at 50%": "`fit`, budget 50 %",
+    "recoup, a region per block": "`checkpoint_module` on every block",
+}
+SWITCHES = {
+    "plain": "plain",
+    "gradient_checkpointing=True": "`gradient_checkpointing=True`",
+    "gradient_checkpointing=True, torch_compile=True": "and `torch_compile=True`",
+    "RecoupCallback, eager, peak of gradient_checkpointing": "`RecoupCallback`",
+    "RecoupCallback, inductor, peak of gradient_checkpointing": (
+        '`RecoupCallback(compile="inductor")`'
+    ),
+}
+TRAINED = {
+    "llama-1.1b": "Llama 1.1B, 4 x 2048 tokens",
+    "lora-7b": "LoRA on Llama 7B, 2 x 2048",
+}
 
 
-def hugging_face() -> str:
-    found = {(row["model"], row["contender"]): row for row in rows_of(HUGGING_FACE)}
+def costs(name: str, models: dict[str, str], contenders: dict[str, str]) -> str:
+    """A row for each contender, with time and peak of each model."""
+    found = {(row["model"], row["contender"]): row for row in rows_of(name)}
 
     def rows() -> Iterator[list[str]]:
-        for contender, words in CONTENDERS.items():
-            yield [words, *(_cost(found.get((m, contender))) for m in MODELS)]
+        for contender, words in contenders.items():
+            yield [words, *(_cost(found.get((m, contender))) for m in models)]
 
-    return table(["", *MODELS.values()], rows())
+    return table(["", *models.values()], rows())
+
+
+def trainer() -> str:
+    """Fine-tuning by transformers' Trainer, a row for each model."""
+    found = {(row["model"], row["contender"]): row for row in rows_of(TRAINER)}
+
+    def rows() -> Iterator[list[str]]:
+        for model, words in TRAINED.items():
+            cells = [_pace(found[model, contender]) for contender in SWITCHES]
+            yield [words, *cells[:-1], f"**{cells[-1]}**"]
+
+    return table(["tokens per second, peak", *SWITCHES.values()], rows())
+
+
+def _pace(row: Row) -> str:
+    return f"{row['tokens/s']:,}, {row['peak GiB']:.1f} GiB".replace(",", " ", 1)
 
 
 def _cost(row: Row | None, digits: int = 2) -> str:
     if row is None:
         return "not run"
-    if row["ms"] is None:
+    if row.get("ms") is None:
         (needed,) = re.findall(r"need (?:about )?([0-9.]+ GiB)", row["remark"]) or [""]
         return f"infeasible{f': {needed}' if needed else ''}"
     return f"{row['ms']:.0f} ms, {row['peak GiB']:.{digits}f} GiB"
@@ -185,39 +224,14 @@ def by_hand() -> str:
     return table([*headings, "host µs per operator (CPU)", "(CUDA)"], rows())
 
 
-def short() -> str:
-    """The four rows of the README."""
-    found = {(row["model"], row["contender"]): row for row in rows_of(HUGGING_FACE)}
-    fitted = {(row["model"], row["share"]): row for row in rows_of(FITTING)}
-
-    def cost(model: str, contender: str) -> str:
-        return _cost(found[model, contender], digits=1)
-
-    def rows() -> Iterator[list[str]]:
-        for model, at in (
-            ("llama", "own checkpointing"),
-            ("lora", "own checkpointing"),
-            ("t5", "50%"),
-        ):
-            ours = f"**{cost(model, f'fit (inductor) at {at}')}**"
-            others = [cost(model, "eager"), cost(model, "own checkpointing")]
-            yield [MODELS[model], *others, ours]
-        row = fitted["gpt", "50%"]
-        plain = f"{row['plain ms']:.0f} ms, {row['plain GiB']:.1f} GiB"
-        ours = f"{row['measured ms']:.0f} ms, {row['measured GiB']:.1f} GiB"
-        yield ["GPT, 24 layers of width 2048, not compiled", plain, "", f"**{ours}**"]
-
-    headings = ["", "plain", "`gradient_checkpointing_enable()`", "recoup"]
-    return table(headings, rows())
-
-
 TABLES: dict[str, Callable[[], str]] = {
-    "hugging-face": hugging_face,
+    "trainer": trainer,
+    "uncompiled": lambda: costs(ECOSYSTEM, {**MODELS, **VISION}, UNCOMPILED),
+    "hugging-face": lambda: costs(HUGGING_FACE, MODELS, COMPILED),
     "fitting": fitting,
     "eager-peers": lambda: against("frontier_nvidia-h200_2026-11-16", PEERS),
     "compiled": lambda: against("frontier-compiled_nvidia-h200_2026-11-16", KNOBS),
     "by-hand": by_hand,
-    "short": short,
 }
 
 
