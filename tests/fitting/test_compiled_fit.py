@@ -29,8 +29,8 @@ from recoup.errors import (
 )
 from recoup.measurement.timing.block_bench import (
     BlockBench,
-    BlockCall,
     KernelTimes,
+    SampleCall,
     costed,
 )
 from recoup.planners.block_choice import saved_sets
@@ -487,7 +487,7 @@ class TestPredictions:
         block: nn.Module = Biased() if handed_on else Layer(dropout=0)
         inputs = [tokens().requires_grad_() for _ in range(1 + handed_on)]
         joint = probe(block, "exact", *inputs)
-        call = BlockCall(tuple(inputs), {})
+        call = SampleCall(tuple(inputs), {})
         bench = BlockBench(block, call, torch.device("cpu"))
         found = []
         for saved in saved_sets(costed(joint, KernelTimes(torch.device("cpu")))):
