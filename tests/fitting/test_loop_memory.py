@@ -16,6 +16,7 @@ import recoup
 from recoup.backend.memory.meters import StorageMeter
 from recoup.core.graph import Boundary, Graph, Operation
 from recoup.core.simulation import Kept, LoopKept, peak_with, simulate
+from recoup.fitting.following import adaptation
 
 WIDTH, ROWS = 32, 96
 
@@ -182,6 +183,79 @@ def test_calls_of_other_sizes_are_compared_with_their_own_plan():
     for rows in (ROWS // 2, ROWS // 3):
         peaks, said = train(model, x[:rows], zero="before", keep="backward")
         assert bool(said) == (max(peaks) > report.budget_bytes)
+
+
+def as_measured(model: nn.Module, x: Tensor) -> None:
+    model(x).sum().backward()
+
+
+def collects_features(model: nn.Module, x: Tensor) -> None:
+    features = []
+
+    def collect(module: nn.Module, inputs: object, output: Tensor) -> None:
+        features.append(output.detach())
+
+    handles = [part.register_forward_hook(collect) for part in model.modules()]
+    model(x).sum().backward()
+    for handle in handles:
+        handle.remove()
+
+
+def has_a_teacher(model: nn.Module, x: Tensor) -> None:
+    output = model(x)
+    with torch.no_grad():
+        hidden = [x.repeat(1, 16) for _ in range(4)]
+    (output.sum() + hidden[0].sum()).backward()
+
+
+def retains_the_graph(model: nn.Module, x: Tensor) -> None:
+    loss = model(x).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def perturbs_parameters(model: nn.Module, x: Tensor) -> None:
+    held = [x.repeat(1, 16) for _ in range(4)]
+    model(x).sum().backward()
+    del held
+
+
+MORE = [collects_features, has_a_teacher, retains_the_graph]
+
+
+def steps_said(step: Any, device: str) -> tuple[list[int], list[Any]]:
+    """Fit, then train in another way; return the peaks and the warnings."""
+    model, x = network().to(device), batch().to(device)
+    recoup.fit(model, x, 0.7, loss=torch.sum)
+    peaks: list[int] = []
+    said: list[Any] = []
+    for _ in range(3):
+        model.zero_grad(set_to_none=True)
+        with (
+            StorageMeter(device) as meter,
+            warnings.catch_warnings(record=True) as caught,
+        ):
+            warnings.simplefilter("always")
+            meter.track(model, x)
+            step(model, x)
+        peaks.append(meter.peak_bytes)
+        said += [warning.message for warning in caught]
+    return peaks, said
+
+
+@pytest.mark.parametrize("step", [as_measured, *MORE])
+def test_of_more_that_is_kept_the_first_step_is_warned(step, monkeypatch):
+    # As on an accelerator, whose allocator counts by itself.
+    monkeypatch.setattr(adaptation, "_has_allocator", lambda model: True)
+    peaks, said = steps_said(step, "cpu")
+    assert [w.needed_bytes for w in said] == ([] if step is as_measured else peaks[:1])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("step", [as_measured, *MORE, perturbs_parameters])
+def test_the_allocator_is_asked_for_the_peak_of_the_first_step(step):
+    _, said = steps_said(step, "cuda")
+    assert len(said) == (step is not as_measured)
 
 
 def test_a_graph_that_is_kept_does_not_keep_the_model():

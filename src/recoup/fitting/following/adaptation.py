@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from recoup.backend.state.trees import tensors_within
 from recoup.core.graph import Graph
@@ -15,7 +15,9 @@ from recoup.engine.applied.model_blocks import block_names
 from recoup.engine.applied.pass_order import PassOrder
 from recoup.engine.verification.replay_check import Verify
 from recoup.fitting.following.adapted_pass import AdaptedPass
+from recoup.fitting.following.budget_warnings import BudgetWarnings
 from recoup.fitting.following.watched_step import StepMeter, WatchedStep
+from recoup.measurement.steps.training_step import device_of
 from recoup.measurement.timing.block_frames import StepMarks, marked_graph
 
 _METERED_STEPS = 3
@@ -128,6 +130,7 @@ class Adapted:
         """Warn from now on of memory that only the training loop keeps."""
         for part in self.parts:
             part.finish_measuring()
+            part.first = _first_step
 
     def _say_outside(self, name: str) -> None:
         """Warn of a call of a part of the model, to which no plan applies."""
@@ -158,6 +161,30 @@ class Adapted:
             held_bytes = sum(part.open_bytes() for part in others)
             chosen.say_predicted(reason, held_bytes)
         return chosen.choose(whole, args, kwargs, is_alone=is_alone, metered=metered)
+
+
+def _first_step(
+    said: BudgetWarnings,
+    unseen_bytes: int,
+    model: nn.Module,
+    found: Sequence[tuple[str, Tensor]],
+) -> WatchedStep | None:
+    """Return what meters the first step after `fit`, if an allocator counts by itself.
+
+    Later ones are not compared with the budget: an optimizer has made its state since.
+    """
+    if not _has_allocator(model) or not WatchedStep.is_possible():
+        return None
+    device = device_of(model)  # the step does not keep the model alive
+
+    def ended(peak_bytes: int) -> None:
+        said.say_more(peak_bytes + unseen_bytes, device)
+
+    return WatchedStep(model, [tensor for _, tensor in found], ended)
+
+
+def _has_allocator(model: nn.Module) -> bool:
+    return device_of(model).type != "cpu"
 
 
 def watched_loop(

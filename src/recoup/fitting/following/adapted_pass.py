@@ -7,7 +7,7 @@ and one that trains more parameters is observed: its graph is another one.
 """
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import le
 from typing import Any
 
@@ -67,7 +67,6 @@ prediction by more than this share."""
 _METERED_STEPS = 3
 """So many steps in another state are metered, until one is within the budget."""
 
-
 _NO_PLAN = Plan()
 """Stands for the plan of an observed call, whose blocks are all recomputed."""
 
@@ -86,6 +85,7 @@ class AdaptedPass:
     Attributes:
         unmeasured: The paths of blocks that did not run in the measured step.
         unseen_bytes: Bytes that the measured step counts and a meter does not.
+        first: Returns what meters the step of the next call; None: nothing.
     """
 
     def __init__(
@@ -107,6 +107,7 @@ class AdaptedPass:
         self._measured: list[MeasuredCall] = []
         self.unmeasured: set[str] = set()
         self.unseen_bytes = 0
+        self.first: Callable[..., WatchedStep | None] | None = None
         self._steps = SizedSteps(graph, self._measured)
         self._chosen = made
         self._reader: StateReader | None = None
@@ -238,6 +239,9 @@ class AdaptedPass:
         if case.group.metered_steps or self._meter.step is not None:
             mine = self._metered_step(case, model, found, is_alone=is_alone)
             metered = metered if mine is None else mine
+        if self.first is not None:
+            first, self.first = self.first, None
+            metered = metered or first(self._warnings, self.unseen_bytes, model, found)
         return self._chosen, CallWatch(self, case, self._chosen, metered)
 
     def _metered_step(

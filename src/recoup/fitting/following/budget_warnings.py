@@ -3,12 +3,15 @@
 import warnings
 from collections.abc import Collection, Sequence
 
+import torch
+
 from recoup.backend.state.model_state import needs
 from recoup.core.callers import user_stacklevel
 from recoup.core.graph import Graph
 from recoup.core.segments import Segment
 from recoup.core.simulation import LoopKept, peak_with, simulate
 from recoup.errors import BudgetWarning
+from recoup.fitting.budgets import budget_for_floor
 from recoup.fitting.following.loop_memory import advice_for, reasons_of
 
 
@@ -61,6 +64,19 @@ class BudgetWarnings:
             "checked.",
             needed_bytes,
             kinds=[reasons],
+        )
+
+    def say_more(self, peak_bytes: int, device: torch.device) -> None:
+        """Warn of a step like the measured one that took more, if nothing is said."""
+        if self.said or peak_bytes <= budget_for_floor(self.budget_bytes, device):
+            return
+        self.say(
+            "expected the step that recoup.fit measured, got one that takes more: "
+            "{needs}. Your code keeps tensors that the measured step did not, such as "
+            "features from hooks, a graph by retain_graph, copies of parameters. Call "
+            "recoup.fit with step= a function that does the same.",
+            peak_bytes,
+            kinds=["more"],
         )
 
     def say_size(self, size: str, needed_bytes: int) -> bool:
