@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from recoup.backend.memory.storages import is_dense
+from recoup.backend.memory.storages import has_contents, has_storage, is_dense
 
 _BLOCK = 1 << 21
 _LEAST_BLOCK = 1 << 11
@@ -34,6 +34,19 @@ _THREAD = _Thread()
 def is_fingerprinting() -> bool:
     """Return whether the operators that run on this thread now make a fingerprint."""
     return _THREAD.is_fingerprinting
+
+
+def is_written(tensor: Tensor) -> bool:
+    """Return whether a saved tensor has bits, none of which happened to be in memory.
+
+    Bytes are workspaces with padding (oneDNN's), never activations. Attention without
+    dropout saves a seed and an offset that it has not written, on an accelerator.
+    """
+    if not (has_storage(tensor) and has_contents(tensor)):
+        return False
+    is_integer = tensor.dtype in (torch.int64, torch.uint64)
+    is_seed = is_integer and tensor.numel() <= 2 and tensor.device.type != "cpu"
+    return not is_seed and tensor.dtype != torch.uint8
 
 
 def fingerprint(tensor: Tensor) -> Tensor:

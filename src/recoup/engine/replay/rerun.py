@@ -33,11 +33,10 @@ from recoup.backend.compiler.recognition import leave_uncompiled, original_of
 from recoup.backend.memory.storages import (
     NO_VERSION,
     alias,
-    has_contents,
     has_storage,
     version_counter,
 )
-from recoup.backend.operators.fingerprints import fingerprint
+from recoup.backend.operators.fingerprints import fingerprint, is_written
 from recoup.backend.state.rng import default_states, random_state
 from recoup.backend.state.trees import map_leaves
 from recoup.backend.training.optimizer_steps import STEPS
@@ -376,7 +375,7 @@ class Rerun:
             return None
         found: Tensor | None = None
         for part in inner_tensors(tensor):
-            if has_storage(part) and has_contents(part) and not _is_unwritten(part):
+            if is_written(part):
                 one = fingerprint(part)
                 found = one if found is None else found * _ODD + one
         return found
@@ -400,18 +399,6 @@ class Rerun:
                 compared = True
         if compared:
             hand_in(verdict)
-
-
-def _is_unwritten(tensor: Tensor) -> bool:
-    """Return whether a saved tensor may hold what happened to be in memory.
-
-    Bytes are workspaces with padding (oneDNN's), never activations. Attention without
-    dropout saves a seed and an offset that it has not written, on an accelerator.
-    """
-    if tensor.dtype == torch.uint8:
-        return True
-    is_seed = tensor.dtype in (torch.int64, torch.uint64) and tensor.numel() <= 2
-    return is_seed and tensor.device.type != "cpu"
 
 
 class _Hooks(restoring):
