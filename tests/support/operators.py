@@ -63,9 +63,14 @@ DEFECTS = {
     ("linalg_matrix_rank", "*, out resized"): UNWRITTEN,
     ("linalg_matrix_rank_hermitian", "*, out"): UNWRITTEN,
     ("linalg_matrix_rank_hermitian", "*, out resized"): UNWRITTEN,
-    ("linalg_lstsq", "* driver=gelsy, *"): UNREPEATABLE,
-    ("linalg_lstsq_grad_oriented", "* driver=gelsy, *"): UNREPEATABLE,
 }
+_VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
+GELSY_REPEATS = _VERSION >= (2, 14)
+if not GELSY_REPEATS:
+    DEFECTS |= {
+        ("linalg_lstsq", "* driver=gelsy, *"): UNREPEATABLE,
+        ("linalg_lstsq_grad_oriented", "* driver=gelsy, *"): UNREPEATABLE,
+    }
 # Where PyTorch takes another formula while any dispatch mode is active. Here the
 # region must give, bit by bit, what an idle mode gives.
 OTHER_FORMULA = {
@@ -88,7 +93,7 @@ OTHER_FORMULA = {
     ),
     "nn_LinearCrossEntropyLoss": ("train", "eval"),
 }
-if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15):
+if _VERSION >= (2, 15):
     OTHER_FORMULA |= dict.fromkeys(
         ("linalg_det", "linalg_slogdet", "logdet"),
         ("forward mode", "jvp", "jvp, then backward"),
