@@ -88,7 +88,9 @@ def fitted(
         step = options.pop("step")
         _, report = recoup.fit(model, budget=share, step=lambda: step(model, x))
     else:
-        _, report = recoup.fit(model, x, share, loss=torch.sum, **options)
+        _, report = recoup.fit(
+            model, x, share, loss=torch.sum, compile=False, **options
+        )
     return model, report
 
 

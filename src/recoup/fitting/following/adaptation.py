@@ -124,6 +124,7 @@ class Adapted:
         """Apply another plan for the measured step."""
         for part, plan in zip(self.parts, made.parts, strict=True):
             part.adopt(plan)
+            part.first = None  # its first run is verified, which takes memory
         self.plan = made
 
     def finish_measuring(self) -> None:
