@@ -577,7 +577,6 @@ WRONG = [
     (["fit", "steps.py:make", "--budget", "1KiB"], INFEASIBLE, "cannot be met"),
     (["fit", "steps.py:make", "--points", "1"], USAGE, "points"),
     (["fit", "steps.py:make", "--compile", "fast"], USAGE, "exact, inductor or auto"),
-    (["fit", "steps.py:make", "--compile", "exact", "--offload"], USAGE, "--offload"),
     (["fit", "steps.py:make", "--page", "no/such/page.html"], FILE, "no folder"),
     (["fit", "steps.py:make", "--page", "."], FILE, "it is a folder"),
     (["fit", "steps.py:raises"], TARGET, "ValueError: the data is not there"),

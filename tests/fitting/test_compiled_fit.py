@@ -4,6 +4,7 @@ import copy
 import pickle
 import shutil
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 import recoup
+from recoup.backend.compiler.partitioning import saved_bytes
 from recoup.backend.memory.meters import interval_meter
 from recoup.core.compiled_plan import BlockPartition, CompiledPlan
 from recoup.engine.applied.compiled_blocks import (
@@ -20,8 +22,11 @@ from recoup.engine.applied.compiled_blocks import (
     compiled_blocks_in,
     probe,
 )
+from recoup.engine.applied.offloaded_saves import HOST
+from recoup.engine.tiers.account import ACCOUNTS
 from recoup.errors import (
     BudgetWarning,
+    ChangedTensorError,
     InfeasibleError,
     PlanError,
     UnsupportedError,
@@ -539,6 +544,53 @@ class TestPredictions:
         assert [block.module for block in report.plan.blocks] == ["0", "1", "2", "3"]
 
 
+class TestOffload:
+    @pytest.mark.parametrize("executor", ["exact", "inductor"])
+    def test_saved_values_wait_on_the_host_and_come_back_bitwise(self, executor):
+        if executor == "inductor" and shutil.which("g++") is None:
+            pytest.skip("Inductor needs a C++ compiler, and there is no g++")
+        block, batch = stack(Layer, 1)[0], tokens(batch=16).requires_grad_()
+        joint = probe(block, executor, batch)
+        fastest, *_ = saved_sets(costed(joint, KernelTimes(torch.device("cpu"))))
+        kept = BlockPartition("", 0, joint.digest, fastest.names, 1 << 30, 0)
+        moved_bytes = saved_bytes(joint, fastest.names, least=HOST.smallest_bytes)
+        assert moved_bytes > batch.nbytes
+        found, moved = [], []
+        for partition in (kept, replace(kept, offloads=True)):
+            forward = CompiledForward(block, partition, executor)
+            before = ACCOUNTS.host.usage
+            for _ in range(2):
+                torch.manual_seed(3)
+                leaves = [batch, *block.parameters()]
+                found.append(torch.autograd.grad(forward(batch).sum(), leaves))
+            after = ACCOUNTS.host.usage
+            moved.append(after.out_bytes - before.out_bytes)
+            assert after.live_bytes == before.live_bytes
+        assert moved == [0, 2 * moved_bytes]
+        assert all(same(each, found[0]) for each in found)
+
+    def test_a_plan_with_offload_survives_json_and_a_write_is_an_error(self):
+        model, batch = stack(lambda: Layer(dropout=0), 3), tokens(batch=16)
+        twin = copy.deepcopy(model)
+        report = fitted(
+            model, batch, 0.9, allow=(recoup.Action.KEEP, recoup.Action.OFFLOAD)
+        )
+        # On a CPU there is no link, and nothing to be gained.
+        assert not any(block.offloads for block in report.plan.blocks)
+        report.remove()
+        blocks = tuple(replace(b, offloads=True) for b in report.plan.blocks)
+        plan = replace(report.plan, blocks=blocks)
+        assert CompiledPlan.from_json(plan.to_json()) == plan
+        applied = recoup.apply_plan(model, plan)
+        assert same(outcome(model, batch), outcome(twin, batch))
+        loss = model(batch).sum()
+        with torch.no_grad():
+            model.get_parameter("1.wide.weight").mul_(2)
+        with pytest.raises(ChangedTensorError, match="written to since"):
+            loss.backward()
+        applied.remove()
+
+
 class TestFeasibility:
     """compile= is feasible wherever compile=False is."""
 
@@ -759,5 +811,6 @@ def test_blocks_of_torch_itself_are_compiled_however_many_were_before():
         _, report = recoup.fit(
             model, torch.ones(64, 8), 1.0, loss=torch.sum, compile="exact"
         )
+        assert isinstance(report, recoup.results.CompiledFit)
         assert report.eager == {}
         report.remove()

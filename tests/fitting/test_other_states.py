@@ -51,7 +51,7 @@ def rows(count: int = ROWS) -> Tensor:
 def fitted(model: Net, share: float, **options: Any) -> recoup.results.Fit:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", recoup.errors.BudgetWarning)
-        _, report = recoup.fit(model, rows(), share, **options)
+        _, report = recoup.fit(model, rows(), share, compile=False, **options)
     return report
 
 

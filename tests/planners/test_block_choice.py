@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recoup.core.compiled_plan import BlockFrame, BlockOption, BlockStep
-from recoup.planners.block_choice import choose_options, least_peak
+from recoup.planners.block_choice import choose_options, least_peak, offloaded
 
 BYTES = st.integers(0, 20)
 
@@ -62,6 +62,19 @@ def test_the_smallest_choice_has_the_smallest_peak_of_all(problem):
     found = least_peak(step, options)
     chosen = [kind[number] for kind, number in zip(kinds, found, strict=True)]
     assert step.peak_bytes(chosen) == min(map(step.peak_bytes, product(*kinds)))
+
+
+def test_what_the_link_can_hide_is_moved_and_costs_no_time():
+    kept = BlockOption(600, False, 10, 100, 3.0)
+    moved = offloaded(kept, 600, 600.0)
+    assert moved == BlockOption(0, False, 10, 700, 3.0)
+    slow = offloaded(kept, 600, 300.0)
+    assert slow.seconds == 3.0 + 1.0  # two seconds each way: one hides in forward
+    frames = (BlockFrame(0, kept, 1000, 1500, 0),) * 3
+    step = BlockStep(frames, (500, 1100, 1700, 2300), 9.0)
+    small = BlockOption(0, False, 10, 700, 4.5)
+    assert choose_options(step, [[kept, small, moved]], 1500) == (2, 2, 2)
+    assert choose_options(step, [[kept, small]], 1500) == (1, 1, 0)
 
 
 @given(problems())

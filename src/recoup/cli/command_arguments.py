@@ -1,6 +1,5 @@
 """Arguments of the commands: what each is called, and what it may be."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -106,22 +105,10 @@ def check_budget_text(text: str | None) -> None:
         parse_budget(text)
 
 
-def check_compile(how: str | None, refused: Mapping[str, object]) -> None:
-    """Raise `UsageError` for an unknown executor, or one with options it cannot obey.
-
-    Args:
-        how: The text after `--compile`.
-        refused: Options that work without `--compile` only, with what was given.
-    """
-    if how is None:
-        return
-    if how not in ("exact", "inductor", "auto"):
+def check_compile(how: str | None) -> None:
+    """Raise `UsageError` for an unknown executor after `--compile`."""
+    if how not in (None, "exact", "inductor", "auto"):
         raise UsageError(f"expected --compile exact, inductor or auto, got {how!r}.")
-    for name, given in refused.items():
-        if given:
-            raise UsageError(
-                f"{name} does not work with --compile; leave one of them out."
-            )
 
 
 def check_device(device: str | None, *, dry: bool) -> None:

@@ -101,7 +101,7 @@ def fit(  # noqa: PLR0913 (one for each thing to be had)
     """Fit a model into a budget: measure, plan, check on a real step, and say so."""
     del debug  # read by `recoup.cli.main`
     check_budget_text(budget)
-    check_compile(compile, {"--offload": offload})
+    check_compile(compile)
     for path in (page, plan, findings):
         check_writable(path)
 

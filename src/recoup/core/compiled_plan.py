@@ -174,6 +174,7 @@ class BlockPartition:
         saves: The nodes of that graph that are saved for backward, besides inputs.
         saved_bytes: The bytes of these nodes when they were measured.
         held_bytes: Bytes held between the block's forward and backward, measured.
+        offloads: What it saves is on the host in between, but for its inputs.
     """
 
     module: str
@@ -182,6 +183,7 @@ class BlockPartition:
     saves: tuple[str, ...]
     saved_bytes: int
     held_bytes: int
+    offloads: bool = False
 
 
 @dataclass(frozen=True, slots=True, repr=False)

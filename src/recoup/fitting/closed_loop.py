@@ -166,6 +166,7 @@ class ClosedLoop:
     Attributes:
         graph: The measured step.
         search: The known plans of it.
+        allow: Actions allowed on a value besides recomputing it.
         resident: What else is in memory, as the optimizers' state.
         reserved_bytes: Kept free for an optimizer's state that does not exist yet.
         planning_seconds: The time of all planning so far.
@@ -188,7 +189,7 @@ class ClosedLoop:
         self._step = step
         self._sharing = SharingProcesses(step.model)
         self._measure = measurements = _shared(measurements, self._sharing)
-        self._allow = allow
+        self.allow = allow
         self._verify: Verify = verify
         self._rerun = rerun
         self.tell = tell
@@ -222,7 +223,7 @@ class ClosedLoop:
         self.graph = self._measure.graph(
             self._step, names=blocks, resident=self.resident
         )
-        self.search = Search(self.graph, self._allow)
+        self.search = Search(self.graph, self.allow)
 
     def settle(self, asked_bytes: int) -> Settled:
         """Plan and try until a plan holds the budget on a real step; leave it active.
@@ -329,7 +330,7 @@ class ClosedLoop:
             self._step.model,
             self.graph,
             made,
-            self._allow,
+            self.allow,
             verify=self._verify,
             reserved_bytes=self.reserved_bytes,
         )

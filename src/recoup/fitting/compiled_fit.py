@@ -35,6 +35,7 @@ from recoup.engine.applied.compiled_blocks import (
     probe,
 )
 from recoup.engine.applied.model_blocks import block_names, outer_names, repeated_names
+from recoup.engine.applied.offloaded_saves import HOST
 from recoup.engine.applied.planned_runs import Cuts
 from recoup.errors import InfeasibleError, UnsupportedError
 from recoup.fitting.closed_loop import Settled
@@ -65,6 +66,7 @@ from recoup.planners.block_choice import (
     choose_options,
     least_peak,
     mixtures,
+    offloaded,
     recomputed_bytes,
     saved_sets,
 )
@@ -212,6 +214,9 @@ class _Kind:
         executor: Who runs captured graphs.
         partitions: For each option what it saves; None: run the block as written.
         sets: The saved sets of the first options, from the fastest to the smallest.
+        moves: Bytes of each of these that can be on the host instead: as many further
+            options. Empty: none are to be.
+        link_bytes_per_second: How fast they get there.
 
     Attributes:
         options: What is known of each option.
@@ -223,20 +228,30 @@ class _Kind:
     executor: Executor
     partitions: list[BlockPartition | None]
     sets: Sequence[SavedSet] = ()
+    moves: Sequence[int] = ()
+    link_bytes_per_second: float = 0.0
 
     def __post_init__(self) -> None:
+        first = self.partitions[: len(self.moves)]
+        self.partitions += [p and replace(p, offloads=True) for p in first]
         self.options = [_UNKNOWN] * len(self.partitions)
 
     def measure(self, option: int) -> None:
         """Compile and measure an option; predict the others anew."""
+        count = len(self.sets)
+        option -= count if count <= option < count + len(self.moves) else 0
         self.options[option] = self._measured(option)
-        for number, found in enumerate(self.options[: len(self.sets)]):
+        for number, found in enumerate(self.options[:count]):
             if not found.is_measured:
                 self.options[number] = self._predicted(number)
+        link = self.link_bytes_per_second
+        for number, moved in enumerate(self.moves):
+            self.options[count + number] = offloaded(self.options[number], moved, link)
 
     def add_region(self) -> None:
         """Add and measure one more option: a region recomputes all of the block."""
         if all(partition is None or partition.digest for partition in self.partitions):
+            # The reference stays the last of the sets: it has been measured.
             self.partitions.append(_region(self.number))
             self.options.append(self._measured(len(self.options)))
 
@@ -281,6 +296,7 @@ class PlainStep:
         graph: The step, as it was measured.
         resident: What else is in memory, as an optimizer's state.
         reserved_bytes: Kept free for optimizer state that does not exist yet.
+        link_bytes_per_second: How fast values get to the host; 0: they stay.
     """
 
     peak_bytes: int
@@ -288,6 +304,7 @@ class PlainStep:
     graph: Graph
     resident: Sequence[object] = ()
     reserved_bytes: int = 0
+    link_bytes_per_second: float = 0.0
 
 
 class _Search:
@@ -298,13 +315,14 @@ class _Search:
         step: TrainingStep,
         executor: Executor,
         tell: Progress,
-        resident: Sequence[object],
+        plain: PlainStep,
         rest: Plan | None,
     ) -> None:
         self._step = step
         self._executor: Executor = executor
         self._tell = tell
-        self._resident = resident
+        self._plain = plain
+        self._resident = plain.resident
         self._rest = rest
         self.applied: CompiledBlocks | None = None
         self.kinds: list[_Kind] = []
@@ -324,6 +342,8 @@ class _Search:
             self._tell(f"capturing {name}")
             block = blocks[name]
             sets: Sequence[SavedSet] = ()
+            moves: Sequence[int] = ()
+            link = self._plain.link_bytes_per_second
             partitions: list[BlockPartition | None] = [None, _region(number)]
             try:
                 joint = call.run(partial(probe, block, self._executor))
@@ -338,9 +358,14 @@ class _Search:
                     for forward, backward in (joint.peaks(found.names),)
                 ]
                 partitions = [_partition(number, joint, s.names) for s in sets]
+                if link:
+                    least = HOST.smallest_bytes
+                    moves = [saved_bytes(joint, s.names, least=least) for s in sets]
                 self._tell(f"compiling {type(block).__name__}")
             bench = BlockBench(block, call, self._step.device)
-            kind = _Kind(number, block, bench, self._executor, partitions, sets)
+            kind = _Kind(
+                number, block, bench, self._executor, partitions, sets, moves, link
+            )
             for option in (len(sets) - 1,) if sets else (0, 1):
                 kind.measure(option)
             self.kinds.append(kind)
@@ -353,16 +378,18 @@ class _Search:
 
     def reference(self) -> BlockStep:
         """Measure a step in which every block holds as little as it can."""
-        self.apply(self.plan_of(dict.fromkeys(self.kind_of, -1)))
+        references = [max(len(kind.sets), 2) - 1 for kind in self.kinds]
+        self.apply(self.plan_of({n: references[k] for n, k in self.kind_of.items()}))
         self._tell("measuring the compiled step at the least memory")
         for _ in range(2):
             self._step.begin()
             self._step.run()
         marks = run_marked(self._step, self._blocks(), resident=self._resident)
         self.order = marks.names
-        references = [kind.options[-1] for kind in self.kinds]
+        chosen = zip(self.kinds, references, strict=True)
+        options = [kind.options[number] for kind, number in chosen]
         seconds = pace_of(self._step).seconds
-        return block_step(marks, self.kind_of, references, seconds)
+        return block_step(marks, self.kind_of, options, seconds)
 
     def settle(self, step: BlockStep, budget_left: int) -> tuple[int, ...] | Infeasible:
         """Choose, compile what was chosen, check it on a real step, correct."""
@@ -507,7 +534,7 @@ def fit_compiled(  # noqa: PLR0913 (which part of a step is compiled)
     names = blocks or best_names(model, plain.graph)
     names = [written_path(model, name) for name in names]
     found = {name: block_at(model, name) for name in names}
-    search = _Search(step, executor, tell, plain.resident, rest)
+    search = _Search(step, executor, tell, plain, rest)
     reserved = plain.reserved_bytes
     loop: Adapted | None = None
     try:

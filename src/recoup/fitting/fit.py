@@ -384,7 +384,7 @@ def fit(  # noqa: PLR0913 (a step can be described in several ways)
     optimizers = optimizers_of(optimizer)
     check_verify(verify)
     allowed = actions_of(allow)
-    check_compile(compile, allowed)
+    check_compile(compile)
     described = training_step(
         one_model(model, step),
         batch,
@@ -526,6 +526,7 @@ def _fit_by(
         loop.graph,
         loop.resident,
         loop.reserved_bytes,
+        loop.graph.link_bytes_per_second if Action.OFFLOAD in loop.allow else 0.0,
     )
     compiled = partial(
         fit_compiled, step, asked_bytes, executor=executor, plain=plain, tell=loop.tell
@@ -552,22 +553,12 @@ def _fit_by(
     return report
 
 
-def check_compile(compile: object, allowed: Iterable[Action]) -> None:  # noqa: A002
-    """Raise unless these blocks can be compiled with these actions.
-
-    Raises:
-        UsageError: There is no such executor, or it cannot take these actions.
-    """
+def check_compile(compile: object) -> None:  # noqa: A002
+    """Raise `UsageError` unless there is such an executor."""
     if compile not in (False, "exact", "inductor", "auto"):
         raise UsageError(
             'expected compile=False, "exact", "inductor" or "auto", got '
             f"{compile!r}; see the guide on compiled models."
-        )
-    others = sorted(action.value for action in set(allowed) - {Action.KEEP})
-    if compile in ("exact", "inductor") and others:
-        raise UsageError(
-            f"expected allow=(Action.KEEP,) with compile={compile!r}, got {others}; "
-            "compiled blocks keep or recompute. Use compile=False to move values."
         )
 
 

@@ -66,7 +66,7 @@ class FirstStep:
         self.budget = budget_or_environment(budget)
         self.compile: Compile = compile
         self.allow = actions_of(map(Action, allow))
-        check_compile(compile, self.allow)
+        check_compile(compile)
         check_slowdown(slowdown)
         if slowdown is not None and isinstance(parse_budget(self.budget or 0), float):
             raise UsageError(

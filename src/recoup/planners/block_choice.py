@@ -6,6 +6,7 @@ cuts; `choose_options` takes an option for each block by dynamic programming,
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from recoup.core.compiled_plan import BlockOption, BlockStep, JointForward, SavedSet
@@ -166,6 +167,27 @@ def _thinned(sets: list[SavedSet], limit: int) -> list[SavedSet]:
         ]
         del sets[1 + gaps.index(min(gaps))]
     return sets
+
+
+def offloaded(
+    option: BlockOption, moved_bytes: int, link_bytes_per_second: float
+) -> BlockOption:
+    """Return an option whose saved values are on the host between both directions.
+
+    Copies hide behind as much of the step as the block itself takes, a third of it in
+    forward. When its backward begins, the values are there again.
+    """
+    copy_seconds = moved_bytes / link_bytes_per_second
+    forward_seconds = option.seconds / 3
+    waiting = max(0.0, copy_seconds - forward_seconds)
+    waiting += max(0.0, copy_seconds - 2 * forward_seconds)
+    freed_bytes = min(moved_bytes, max(option.held_bytes, 0))
+    return replace(
+        option,
+        held_bytes=option.held_bytes - freed_bytes,
+        backward_bytes=option.backward_bytes + freed_bytes,
+        seconds=option.seconds + waiting,
+    )
 
 
 _LABELS = 2000

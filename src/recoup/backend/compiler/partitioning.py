@@ -243,14 +243,15 @@ def with_own_code(function: FunctionType, name: str) -> FunctionType:
     return with_own_code(called, name)
 
 
-def saved_bytes(joint: JointGraph, names: Iterable[str]) -> int:
-    """Return the bytes of some values of a joint graph."""
+def saved_bytes(joint: JointGraph, names: Iterable[str], *, least: int = 0) -> int:
+    """Return the bytes of those of some values of a joint graph that have the least."""
     wanted = set(names)
-    return sum(
+    sizes = (
         joint.graph.bytes_of(value)
         for value, name in enumerate(joint.names)
         if name in wanted
     )
+    return sum(nbytes for nbytes in sizes if nbytes >= least)
 
 
 def hits_recompile_limit(error: BaseException) -> bool:

@@ -8,6 +8,7 @@ it was written.
 import functools
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from types import FunctionType, MethodType
 from typing import Any, cast
 
@@ -29,6 +30,7 @@ from recoup.backend.compiler.recognition import leave_uncompiled
 from recoup.backend.compiler.suspension import SuspendedCompilation
 from recoup.core.compiled_plan import BlockPartition, CompiledPlan
 from recoup.engine.applied.applied_plan import Applied, digest_of
+from recoup.engine.applied.offloaded_saves import moving_saves
 from recoup.engine.scopes.scope import CheckpointScope
 from recoup.errors import BudgetWarning, PlanError, UnsupportedError, UsageError
 
@@ -96,9 +98,13 @@ class CompiledForward:
         """Run the block."""
         if not torch.is_grad_enabled():
             return self.eager(*args, **kwargs)
+        moving: AbstractContextManager[object] = nullcontext()
+        if self._partition.offloads:
+            moving = moving_saves(self._block, (args, kwargs))
         while True:
             try:
-                return self._run(*args, **kwargs)
+                with moving:
+                    return self._run(*args, **kwargs)
             except Exception as error:
                 if not hits_recompile_limit(error):
                     raise

@@ -4,10 +4,8 @@ from collections.abc import Iterable, Mapping
 
 from recoup.core.plan import Held
 from recoup.core.segments import Action
-from recoup.engine.tiers.host import Host
+from recoup.engine.applied.offloaded_saves import HOST
 from recoup.engine.tiers.protocol import Tier
-
-_HOST = Host()
 
 
 class HeldBySpan:
@@ -51,7 +49,7 @@ class HeldBySpan:
         if known is not None and nth >= known and 2 * len(held) > known:
             return True
         action = held.get(nth)
-        return _HOST if action is Action.OFFLOAD else action is Action.KEEP
+        return HOST if action is Action.OFFLOAD else action is Action.KEEP
 
 
 def table_of(held: Iterable[Held]) -> dict[str, dict[int, Action]]:
