@@ -118,58 +118,32 @@ def measure_findings(
         InfeasibleError: No plan fits into the budget.
     """
     graph = measure_target(target, mode)
-    room = Room(_reserved_bytes(target, mode), _counting_device(target, mode))
+    reserved_bytes = _reserved_bytes(target, mode)
+    device = torch.device("cpu") if mode.dry else device_of(target.model)
     search = Search(graph, _allowed(offload=False))
     asked_bytes = 0
     chosen: Plans = ()
     if budget is not None:
-        plain_bytes = search.plain_bytes + room.reserved_bytes
+        plain_bytes = search.plain_bytes + reserved_bytes
         asked_bytes = budget_bytes(budget, plain_bytes, torch.device("cpu"))
         with _status(f"planning for {print_bytes(asked_bytes)}"):
             try:
-                chosen = _chosen(search, asked_bytes, room)
+                chosen = plan_with(search, asked_bytes - reserved_bytes).plans
             except InfeasibleError as error:
-                raise in_units_of(error, budget, plain_bytes) from None
+                told = infeasible_with(
+                    error, asked_bytes, device, reserved_bytes=reserved_bytes
+                )
+                raise in_units_of(told, budget, plain_bytes) from None
     found = graph_findings(
         graph,
         target.model,
         chosen=chosen,
         budget_bytes=asked_bytes,
-        reserved_bytes=room.reserved_bytes,
+        reserved_bytes=reserved_bytes,
         title=target.name,
     )
-    floor_bytes = room.budget_bytes(search.floor_bytes)
+    floor_bytes = budget_for_floor(search.floor_bytes + reserved_bytes, device)
     return graph, replace(found, floor_bytes=floor_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """The part of a budget that is not for the planned step.
-
-    Attributes:
-        reserved_bytes: An optimizer's state that the step was measured without.
-        device: Where its bytes are counted.
-    """
-
-    reserved_bytes: int
-    device: torch.device
-
-    def budget_bytes(self, planned_bytes: int) -> int:
-        """Return the budget to name for a plan that takes so much by itself.
-
-        Examples:
-            >>> Room(8, torch.device("cpu")).budget_bytes(100)
-            108
-        """
-        return budget_for_floor(planned_bytes + self.reserved_bytes, self.device)
-
-
-def _chosen(search: Search, asked_bytes: int, room: Room) -> Plans:
-    try:
-        return plan_with(search, asked_bytes - room.reserved_bytes).plans
-    except InfeasibleError as error:
-        aside_bytes = room.budget_bytes(error.floor_bytes) - error.floor_bytes
-        raise infeasible_with(error, aside_bytes, asked_bytes) from None
 
 
 def _reserved_bytes(target: Target, mode: MeasureMode) -> int:
@@ -185,11 +159,6 @@ def _reserved_bytes(target: Target, mode: MeasureMode) -> int:
         # No allocator counted what is there of it.
         return missing_bytes + state_bytes(target.optimizer)
     return missing_bytes
-
-
-def _counting_device(target: Target, mode: MeasureMode) -> torch.device:
-    """Return the device whose allocator decides what a plan takes."""
-    return torch.device("cpu") if mode.dry else device_of(target.model)
 
 
 def frontier_findings(

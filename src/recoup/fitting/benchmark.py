@@ -35,7 +35,7 @@ _ROUNDS = 2
 Progress = Callable[[str, int, int], None]
 """Progress callback: the contender, how many are done, and their total."""
 
-Gradients = list[Tensor | None]
+Gradients = Sequence[Tensor | None]
 
 
 def run_benchmark(  # noqa: PLR0913 (a step can be described in several ways)

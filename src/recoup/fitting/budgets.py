@@ -6,6 +6,7 @@ import torch
 
 from recoup.core.units import parse_budget, print_bytes
 from recoup.errors import InfeasibleError
+from recoup.planners.infeasible import reworded
 
 Budget = str | int | float | None
 """Bytes as a number or as text ("8GiB"), a share of the plain peak (a float up to 1,
@@ -94,38 +95,51 @@ def budget_for_floor(floor_bytes: int, device: torch.device) -> int:
 
 
 def infeasible_with(
-    error: InfeasibleError, aside_bytes: int, budget_bytes: int
+    error: InfeasibleError,
+    asked_bytes: int,
+    device: torch.device,
+    *,
+    needed_bytes: int = 0,
+    reserved_bytes: int = 0,
 ) -> InfeasibleError:
     """Return an error for a budget of which a part had been set aside.
 
     It speaks of the whole budget alone, so that only one amount is to be given.
 
+    Args:
+        error: The error for the rest of the budget.
+        asked_bytes: The whole budget.
+        device: Where bytes are counted.
+        needed_bytes: What the smallest plan took on a real step, if that is more than
+            the error says.
+        reserved_bytes: What was set aside.
+
     Examples:
         >>> error = InfeasibleError("no.", budget_bytes=4, floor_bytes=7, reason="no.")
-        >>> infeasible_with(error, 0, 4) is error
+        >>> infeasible_with(error, 4, torch.device("cpu")) is error
         True
-        >>> infeasible_with(error, 2, 6).floor_bytes
+        >>> cpu = torch.device("cpu")
+        >>> infeasible_with(error, 6, cpu, reserved_bytes=2).floor_bytes
         9
     """
-    if not aside_bytes:
+    needed_bytes = max(needed_bytes, error.floor_bytes) + reserved_bytes
+    floor_bytes = budget_for_floor(needed_bytes, device)
+    if floor_bytes == error.floor_bytes:
         return error
-    floor_bytes = error.floor_bytes + aside_bytes
-    why = (
-        f"{print_bytes(aside_bytes)} are set aside for an optimizer's state, for what "
-        "a real step took beyond its plan, and for blocks that an accelerator's "
-        "allocator does not divide. Apart from that, "
-    )
     # Budget and advice of the error are of a part of the budget: its reason will do.
-    reason = why + error.reason
-    return InfeasibleError(
-        f"a budget of {print_bytes(budget_bytes)} cannot be met: {reason} Give it "
+    reason = (
+        f"{print_bytes(floor_bytes - error.floor_bytes)} are set aside for an "
+        "optimizer's state, for what a real step took beyond its plan, and for blocks "
+        "that an accelerator's allocator does not divide. Apart from that, "
+        f"{error.reason}"
+    )
+    return reworded(
+        error,
+        f"a budget of {print_bytes(asked_bytes)} cannot be met: {reason} Give it "
         f"{floor_bytes} bytes, {error.advice}",
-        advice=error.advice,
-        budget_bytes=budget_bytes,
+        budget_bytes=asked_bytes,
         floor_bytes=floor_bytes,
         reason=reason,
-        moment=error.moment,
-        holders=error.holders,
     )
 
 

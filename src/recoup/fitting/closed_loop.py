@@ -307,9 +307,13 @@ class ClosedLoop:
         self, needed_bytes: int, budget_bytes: int, asked_bytes: int
     ) -> InfeasibleError:
         """Return the error that names the floor: predicted, or measured if larger."""
-        error = infeasible_with_search(self.search, budget_bytes)
-        told = budget_for_floor(needed_bytes + self.reserved_bytes, self._step.device)
-        return infeasible_with(error, told - self.search.floor_bytes, asked_bytes)
+        return infeasible_with(
+            infeasible_with_search(self.search, budget_bytes),
+            asked_bytes,
+            self._step.device,
+            needed_bytes=needed_bytes,
+            reserved_bytes=self.reserved_bytes,
+        )
 
     def _try(
         self, solution: Solution, target: int | None, budget_bytes: int

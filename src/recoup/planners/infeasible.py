@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from recoup.core.graph import Graph, module_paths, next_needed
 from recoup.core.segments import Segment
@@ -66,15 +67,14 @@ def in_units_of(
         f"({print_bytes(error.budget_bytes)}) cannot be met: {error.reason} Give it "
         f"{tenths / 10:g}% ({error.floor_bytes} bytes), {error.advice}"
     )
-    return InfeasibleError(
-        message.strip(),
-        advice=error.advice,
-        budget_bytes=error.budget_bytes,
-        floor_bytes=error.floor_bytes,
-        reason=error.reason,
-        moment=error.moment,
-        holders=error.holders,
-    )
+    return reworded(error, message.strip())
+
+
+def reworded(error: InfeasibleError, message: str, **changes: Any) -> InfeasibleError:
+    """Return an error that says the same in other words, or of another budget."""
+    names = ("advice", "budget_bytes", "floor_bytes", "reason", "moment", "holders")
+    known = {name: getattr(error, name) for name in names}
+    return InfeasibleError(message, **known | changes)
 
 
 def _place(graph: Graph, moment: int) -> str:

@@ -1,7 +1,7 @@
 """The state of a model that decides what its step saves: modes, and what is trained."""
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,6 @@ _SENSITIVE = (
     nn.FractionalMaxPool3d,
 )
 """Layers of torch that do something else in training than in evaluation."""
-
-_NAMED = 3
 
 _WITNESSES = 8
 """The number of parameters that are checked for a gradient in every step."""
@@ -165,13 +163,13 @@ class StateReader:
             for mode, wanted in (("training", 1), ("eval", 0)):
                 names = [name for _, name, is_now in changed if is_now == wanted]
                 if names:
-                    found.append(f"{_listed(names)} changed to {mode} mode")
+                    found.append(f"{listed(names)} changed to {mode} mode")
         names = self._larger_since(before.trained, now.trained)
         if names:
-            found.append(f"{_listed(names)} now require a gradient")
+            found.append(f"{listed(names)} now require a gradient")
         names = self._larger_since(before.element_bytes, now.element_bytes)
         if names:
-            found.append(f"{_listed(names)} changed to a larger dtype")
+            found.append(f"{listed(names)} changed to a larger dtype")
         if before.autocast != now.autocast:
             found.append(f"autocast was {before.autocast} and is {now.autocast}")
         return found
@@ -216,7 +214,7 @@ def evaluation_advice(model: nn.Module) -> str | None:
         return None
     return (
         "expected a model in training mode, got layers in eval mode that behave "
-        f"differently in training ({_listed(names)}); the plan is for the step in eval "
+        f"differently in training ({listed(names)}); the plan is for the step in eval "
         "mode. Call model.train() before recoup.fit if you train in training mode "
         "(from_pretrained returns a model in eval mode)."
     )
@@ -235,7 +233,13 @@ def needs(needed_bytes: int, budget_bytes: int) -> str:
     )
 
 
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(names[:_NAMED])
-    more = len(names) - _NAMED
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """Return some of the names, and the number of the others.
+
+    Examples:
+        >>> listed(["a", "b", "c", "d"])
+        'a, b, c and 1 more'
+    """
+    shown = ", ".join(names[:most])
+    more = len(names) - most
     return f"{shown} and {more} more" if more > 0 else shown

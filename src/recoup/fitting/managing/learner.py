@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from recoup.backend.autograd.module_hooks import calling_frame
 from recoup.backend.autograd.saved_tensors import at_end_of_backward, current_backward
+from recoup.backend.state.model_state import StateReader, listed
 from recoup.backend.state.trees import tensors
 from recoup.core.callers import user_stacklevel
 from recoup.core.plan import Plan
@@ -37,9 +37,6 @@ from recoup.measurement.tracing.observation import cuts_of
 _FEW = 8
 """Up to so many single layers are recomputed as one: each alone would hold all it
 saves."""
-
-_NAMED = 4
-"""A warning names so many models."""
 
 _KINDS = 32
 """So many kinds of steps are remembered: the last ones."""
@@ -68,27 +65,25 @@ class Managed:
         if has_parts or len(blocks) > _FEW:
             self.cuts = cuts_of(model, blocks)
         self.last: Plan | Cuts | None = None
+        self._reader: StateReader | None = None
         self.owner: Callable[[], Learner | None] = weakref.ref(owner)
         self.model: Callable[[], nn.Module | None] = weakref.ref(model)
         self.applied = Applied(model, self.choose)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs: neither models nor managers, which have locks."""
-        return {**vars(self), "owner": _nobody, "model": _nobody}
+        others = {"owner": _nobody, "model": _nobody, "_reader": None}
+        return {**vars(self), **others}
 
     def kind_of(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> CallKind:
         """Return what the memory of a call depends on."""
+        reader = self._reader
+        if reader is None or not reader.is_of(model):
+            reader = self._reader = StateReader(model)
         given = tensors((args, kwargs))
-        kind = self.device.type
-        is_cast = torch.is_autocast_enabled(kind)
-        mode = (
-            hash(tuple(module.training for module in model.modules())),
-            hash(tuple(p.requires_grad for p in model.parameters())),
-            tuple(tensor.requires_grad for tensor in given),
-            torch.get_autocast_dtype(kind) if is_cast else None,
-        )
+        mode = (reader.read(), tuple(tensor.requires_grad for tensor in given))
         return CallKind(self.key, mode, tuple(tuple(t.shape) for t in given))
 
     def choose(
@@ -498,7 +493,7 @@ class Learner:
         if known.names not in self._warned:
             self._warned[known.names] = 0
             warning = BudgetWarning(
-                f"a step that begins as one of {_listed(known.names)} did goes on "
+                f"a step that begins as one of {listed(known.names, 4)} did goes on "
                 "with other models or larger batches; its memory is not known yet. "
                 "The next one is observed.",
                 budget_bytes=limits.budget_bytes,
@@ -514,19 +509,12 @@ class Learner:
             return
         self._warned[key] = needed_bytes
         warning = BudgetWarning(
-            f"a step of {_listed(known.names)} does not fit into "
+            f"a step of {listed(known.names, 4)} does not fit into "
             f"{print_bytes(limits.budget_bytes)} ({limits.options}): {what}.",
             needed_bytes=needed_bytes,
             budget_bytes=limits.budget_bytes,
         )
         warnings.warn(warning, stacklevel=user_stacklevel())
-
-
-def _listed(names: tuple[str, ...]) -> str:
-    """Return some of the names, and the number of the others."""
-    text = ", ".join(names[:_NAMED])
-    others = len(names) - _NAMED
-    return f"{text} and {others} more" if others > 0 else text
 
 
 def _nobody() -> None:

@@ -44,7 +44,7 @@ class CallKind:
 
     Attributes:
         model: The identity of the model.
-        mode: Training flags, parameters that require gradients, autocast.
+        mode: The state of the model, and which arguments require gradients.
         shapes: The shapes of its argument tensors.
     """
 

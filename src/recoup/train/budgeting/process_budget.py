@@ -14,12 +14,7 @@ from recoup.engine.scopes.module import checkpoint_module, uncheckpoint_module
 from recoup.engine.scopes.policies import KeepCostly
 from recoup.engine.verification.replay_check import Verify
 from recoup.errors import InfeasibleError, UnsupportedError, UsageError
-from recoup.fitting.budgets import (
-    Budget,
-    budget_bytes,
-    budget_for_floor,
-    infeasible_with,
-)
+from recoup.fitting.budgets import Budget, budget_bytes, infeasible_with
 from recoup.fitting.compiled_fit import CompiledFit
 from recoup.fitting.fit import Compile, Fit, fit
 from recoup.measurement.steps.floor import run_step
@@ -356,7 +351,5 @@ def _fit_units(
     try:
         plan.settle(allowed_bytes, measure, reserved_bytes)
     except InfeasibleError as error:
-        margin_bytes = budget_for_floor(error.floor_bytes, step.device)
-        margin_bytes -= error.floor_bytes
-        raise infeasible_with(error, margin_bytes, allowed_bytes) from None
+        raise infeasible_with(error, allowed_bytes, step.device) from None
     return plan
