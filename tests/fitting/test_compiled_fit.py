@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
 
 import recoup
 from recoup.backend.compiler.partitioning import saved_bytes
@@ -220,6 +221,18 @@ class TestContract:
             assert torch.equal(model(batch), twin(batch))
         for each in (model, twin):
             each.train()
+
+    def test_under_a_dispatch_mode_it_runs_operator_by_operator(self, transformer):
+        model, twin, batch, _ = transformer
+        found = []
+        for each in (model, twin):
+            with FlopCounterMode(display=False) as counter:
+                forward = each(batch).sum()
+            found.append(counter.get_total_flops())
+            torch.manual_seed(7)
+            forward.backward()
+            each.zero_grad()
+        assert found[0] == found[1] > 0
 
     def test_parameters_and_their_names_stay(self, transformer):
         model, twin, *_ = transformer
@@ -589,6 +602,29 @@ class TestOffload:
         with pytest.raises(ChangedTensorError, match="written to since"):
             loss.backward()
         applied.remove()
+
+
+class TestFrontier:
+    def test_each_plan_is_faster_than_those_of_less_memory_and_takes_its_peak(self):
+        model, batch = stack(lambda: Layer(dropout=0)), tokens()
+        twin = copy.deepcopy(model)
+        plans = recoup.frontier(model, batch, loss=torch.sum, points=5, compile="exact")
+        assert len(plans) > 2
+        assert [p.peak_bytes for p in plans] == sorted({p.peak_bytes for p in plans})
+        times = [p.seconds for p in plans]
+        assert times == sorted(times, reverse=True)
+        assert not compiled_blocks_in(model)
+        resident = sum(p.nbytes for p in model.parameters()) + batch.nbytes
+        for plan in plans:
+            applied = recoup.apply_plan(model, plan)
+            assert resident + peak_of(model, batch) == plan.peak_bytes
+            assert same(outcome(model, batch), outcome(twin, batch))
+            applied.remove()
+
+    def test_a_measured_graph_is_refused(self):
+        graph: Any = recoup.measure(stack(Perceptron), tokens(), loss=torch.sum)
+        with pytest.raises(UsageError, match="expected a model and compile="):
+            recoup.frontier(graph, compile="exact")
 
 
 class TestFeasibility:

@@ -5,8 +5,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+import recoup
 from recoup import Trainer, TrainerSettings
-from recoup.errors import InfeasibleError
+from recoup.errors import InfeasibleError, UsageError
 from tests.support.training import samples
 from tests.support.twin import leftovers
 
@@ -36,11 +37,30 @@ def run(*, steps=3, count=600, **settings):
     trainer = Trainer(
         model,
         optimizer,
-        TrainerSettings(measure_memory=True, **settings),
+        TrainerSettings(**{"measure_memory": True, **settings}),
         functional.cross_entropy,
     )
     results = [trainer.step(samples(count, seed=step)) for step in range(steps)]
     return trainer, results
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_compiled_blocks_train_within_the_budget_with_the_same_bits():
+    plain, free = run()
+    budget = int(0.75 * max(result.peak_bytes or 0 for result in free))
+    fitted, tight = run(budget=budget, compile="exact", measure_memory=None)
+    report = fitted.fitted
+    assert isinstance(report, recoup.results.CompiledFit)
+    assert len(report.plan.blocks) == 6
+    assert report.measured_peak_bytes <= report.budget_bytes == budget
+    assert [r.loss for r in tight] == [r.loss for r in free]
+    pairs = plain.model.parameters(), fitted.model.parameters()
+    assert all(map(torch.equal, *pairs))
+    fitted.release()
+    assert list(leftovers()) == []
+    with pytest.raises(UsageError, match="show no operators"):
+        run(budget=budget, compile="exact")
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

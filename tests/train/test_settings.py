@@ -76,6 +76,8 @@ def test_a_setting_out_of_range_is_refused(settings):
     [
         ({"enable_mixed_precision": True, "precision": "fp32"}, "contradicts"),
         ({"budget": "1GiB", "use_gradient_checkpointing": True}, "Give one"),
+        ({"compile": "exact"}, "a budget with compile="),
+        ({"budget": "1GiB", "compile": "fast"}, "expected compile=False"),
         ({"checkpoint_segment_size": 4}, "needs use_gradient_checkpointing=True"),
         ({"checkpoint_segment_size": 4, "budget": "1GiB"}, "plans by itself"),
         (

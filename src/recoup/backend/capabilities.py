@@ -108,6 +108,7 @@ NAMES = {
 """Names that recoup needs in any case, by what they are for."""
 
 COMPILER = (
+    "torch._C._len_torch_dispatch_stack",
     "torch._dynamo.backends.common.aot_autograd",
     "torch._dynamo.backends.debugging.boxed_nop",
     "torch._functorch.config.graphsafe_rng_functionalization",

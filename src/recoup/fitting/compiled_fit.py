@@ -5,6 +5,7 @@ time, measure a step in which every block saves the least, choose a set for each
 by dynamic programming, compile and measure what was chosen, check it on a real step.
 """
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -446,6 +447,26 @@ class _Search:
         pairs = zip(step.frames, least_peak(step, known), strict=True)
         return step.peak_bytes([known[frame.kind][n] for frame, n in pairs])
 
+    def frontier(self, step: BlockStep, points: int) -> tuple[CompiledPlan, ...]:
+        """Return plans from the smallest peak to the fastest, by known options."""
+        options = [kind.options for kind in self.kinds]
+        least = least_peak(step, options)
+        lowest = step.peak_bytes(self.options_of(step, least))
+        fastest = choose_options(step, options, sys.maxsize)
+        assert fastest is not None, "there is no budget"
+        highest = step.peak_bytes(self.options_of(step, fastest))
+        found: list[CompiledPlan] = []
+        for number in range(points):
+            target = lowest + (highest - lowest) * number // max(points - 1, 1)
+            choice = choose_options(step, options, target) or least
+            chosen = self.options_of(step, choice)
+            seconds = step.total_seconds(chosen)
+            if not found or seconds < found[-1].seconds:
+                plan = self.plan_of(dict(zip(self.order, choice, strict=True)))
+                peak = step.peak_bytes(chosen)
+                found.append(replace(plan, peak_bytes=peak, seconds=seconds))
+        return tuple(found)
+
     def watched(
         self, plan: CompiledPlan, plain: PlainStep, budget_left: int
     ) -> Adapted | None:
@@ -524,16 +545,8 @@ def fit_compiled(  # noqa: PLR0913 (which part of a step is compiled)
     """
     started = time.perf_counter()
     model = step.model
-    if any(is_sharded(type(module)) for module in model.modules()):
-        raise UnsupportedError(
-            f"compile={executor!r} needs whole parameters, got a "
-            f"{type(model).__name__} that fully_shard has sharded: its blocks are "
-            "captured without the hooks that gather them. Use compile=False, or "
-            "DistributedDataParallel."
-        )
-    names = blocks or best_names(model, plain.graph)
-    names = [written_path(model, name) for name in names]
-    found = {name: block_at(model, name) for name in names}
+    _refuse_sharded(model, executor)
+    found = _blocks_at(model, blocks or best_names(model, plain.graph))
     search = _Search(step, executor, tell, plain, rest)
     reserved = plain.reserved_bytes
     loop: Adapted | None = None
@@ -595,6 +608,42 @@ def fit_compiled(  # noqa: PLR0913 (which part of a step is compiled)
         ),
         _loop=loop,
     )
+
+
+def compiled_frontier(
+    step: TrainingStep, *, executor: Executor, graph: Graph, points: int
+) -> tuple[CompiledPlan, ...]:
+    """Return plans of compiled blocks from the smallest peak to the fastest.
+
+    Peaks and times are predicted; one option of each kind of block is compiled.
+    """
+    model = step.model
+    _refuse_sharded(model, executor)
+    found = _blocks_at(model, best_names(model, graph))
+    search = _Search(step, executor, lambda _: None, PlainStep(0, 0.0, graph), None)
+    try:
+        with cut(step, Cuts(tuple(found))):
+            calls = sample_calls(step, found)
+        search.capture(calls, found)
+        del calls
+        return search.frontier(search.reference(), points)
+    finally:
+        search.take_off()
+
+
+def _refuse_sharded(model: nn.Module, executor: Executor) -> None:
+    if any(is_sharded(type(module)) for module in model.modules()):
+        raise UnsupportedError(
+            f"compile={executor!r} needs whole parameters, got a "
+            f"{type(model).__name__} that fully_shard has sharded: its blocks are "
+            "captured without the hooks that gather them. Use compile=False, or "
+            "DistributedDataParallel."
+        )
+
+
+def _blocks_at(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
+    written = [written_path(model, name) for name in names]
+    return {name: block_at(model, name) for name in written}
 
 
 def fit_with_regions(

@@ -1,16 +1,20 @@
 """measure: one training step as a graph; frontier: what it could cost."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
 
+from recoup.backend.compiler.partitioning import Executor
+from recoup.backend.compiler.suspension import suspended_compilation
+from recoup.core.compiled_plan import EXECUTORS, CompiledPlan
 from recoup.core.device_figures import FIGURES, Figures, figures_of
 from recoup.core.graph import Graph
 from recoup.core.segments import Action
 from recoup.errors import UsageError
 from recoup.fitting.arguments import actions_of
+from recoup.fitting.compiled_fit import compiled_frontier
 from recoup.measurement.steps.dry import measure_dry
 from recoup.measurement.steps.floor import measure_floor
 from recoup.measurement.steps.training_step import training_step, untouched
@@ -80,6 +84,32 @@ def measure(  # noqa: PLR0913 (a step can be described in several ways)
         return measure_floor(repeated, names=blocks)
 
 
+@overload
+def frontier(
+    measured: Graph | nn.Module,
+    batch: Any = None,
+    *,
+    loss: Callable[..., Tensor] | None = None,
+    step: Callable[[], object] | None = None,
+    points: int = 12,
+    allow: Iterable[Action] = (Action.KEEP,),
+    progress: Callable[[int, int], None] | None = None,
+    compile: Literal[False] = False,
+) -> tuple[Solution, ...]: ...
+
+
+@overload
+def frontier(
+    measured: nn.Module,
+    batch: Any = None,
+    *,
+    loss: Callable[..., Tensor] | None = None,
+    step: Callable[[], object] | None = None,
+    points: int = 12,
+    compile: Executor,
+) -> tuple[CompiledPlan, ...]: ...
+
+
 def frontier(  # noqa: PLR0913 (a step can be described in several ways)
     measured: Graph | nn.Module,
     batch: Any = None,
@@ -89,7 +119,8 @@ def frontier(  # noqa: PLR0913 (a step can be described in several ways)
     points: int = 12,
     allow: Iterable[Action] = (Action.KEEP,),
     progress: Callable[[int, int], None] | None = None,
-) -> tuple[Solution, ...]:
+    compile: Literal[False] | Executor = False,  # noqa: A002 (torch's own word)
+) -> tuple[Solution, ...] | tuple[CompiledPlan, ...]:
     """Return plans from the smallest peak to that of plain training.
 
     More memory never takes more time: a plan that another one beats in both is left
@@ -103,9 +134,13 @@ def frontier(  # noqa: PLR0913 (a step can be described in several ways)
         points: For how many budgets, evenly spread, plans are looked for.
         allow: Actions allowed on a value besides recomputing it, as for `fit`.
         progress: Progress callback: budgets done, and their total.
+        compile: Who runs the blocks, as for `fit`: with "exact" or "inductor" plans of
+            compiled blocks are returned. One option of each kind of block is compiled,
+            and the others are predicted. It takes a model.
 
     Raises:
-        UsageError: The arguments describe no step, or a graph is given with a batch.
+        UsageError: The arguments describe no step, or a graph is given with a batch
+            or to be compiled.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 4))
@@ -116,6 +151,20 @@ def frontier(  # noqa: PLR0913 (a step can be described in several ways)
     """
     allowed = actions_of(allow)
     check_points(points)
+    if compile:
+        if compile not in EXECUTORS or isinstance(measured, Graph):
+            raise UsageError(
+                f"expected a model and compile= one of {EXECUTORS}, got a "
+                f"{type(measured).__name__} and compile={compile!r}."
+            )
+        described = training_step(measured, batch, loss=loss, step=step)
+        with suspended_compilation(measured), untouched(described) as repeated:
+            return compiled_frontier(
+                repeated,
+                executor=compile,
+                graph=measure_floor(repeated),
+                points=points,
+            )
     if not isinstance(measured, Graph):
         measured = measure(measured, batch, loss=loss, step=step)
     elif batch is not None or loss is not None or step is not None:

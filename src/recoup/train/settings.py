@@ -7,6 +7,7 @@ from typing import Literal
 
 from recoup.core.units import parse_bytes
 from recoup.errors import UsageError
+from recoup.fitting.fit import Compile, check_compile
 from recoup.precision.mixed_precision import Precision, check_precision
 
 
@@ -30,6 +31,8 @@ class TrainerSettings:
             recomputed together and hold one input; by default each by itself.
         budget: The peak bytes that a step may use on the device, as a number or as
             in `"8GiB"`; `fit` then plans what to keep and what to recompute.
+        compile: Who runs the blocks within the budget, as for `recoup.fit`; for one
+            process.
         accumulation_steps: Batches whose gradients make one step.
         max_gradient_norm: Clip gradients to this norm.
         average_decay: Keep an exponential average of the parameters with this decay.
@@ -72,6 +75,7 @@ class TrainerSettings:
     use_gradient_checkpointing: bool = False
     checkpoint_segment_size: int | None = None
     budget: int | str | None = None
+    compile: Compile = False
     accumulation_steps: int = 1
     max_gradient_norm: float | None = None
     average_decay: float | None = None
@@ -139,6 +143,12 @@ class TrainerSettings:
             )
         if self.checkpoint_segment_size is not None:
             self._check_segment_size()
+        check_compile(self.compile)
+        if self.compile and self.budget is None:
+            raise UsageError(
+                f"expected a budget with compile={self.compile!r}, got none: blocks "
+                "are compiled to fit it. Give budget=, or call torch.compile yourself."
+            )
         if self.budget is not None:
             parse_bytes(self.budget)
             if self.use_gradient_checkpointing:

@@ -106,7 +106,7 @@ class Trainer:
         self.model = model
         self.optimizer = optimizer
         self.scheduler = joined_schedulers(schedulers)
-        self._fitted: Fit | UnitPlan | None = None
+        self._fitted: Fit | CompiledFit | UnitPlan | None = None
         self._stepper = Stepper(
             model,
             optimizer,
@@ -115,6 +115,12 @@ class Trainer:
             weight_fn=weight_fn,
             tighten=weakly(self._tighten),
         )
+        compiles = self.settings.compile and self._stepper.device.type == "cpu"
+        if compiles and self.settings.measure_memory:
+            raise UsageError(
+                f"expected measure_memory=None with compile={self.settings.compile!r} "
+                "on a CPU, got True: compiled blocks show no operators to count."
+            )
         check_types(model, self._stepper.scaler)
         self._position = Position(self._stepper.device)
         decay = self.settings.average_decay
@@ -139,7 +145,7 @@ class Trainer:
         return self._stepper.scaler
 
     @property
-    def fitted(self) -> Fit | UnitPlan | None:
+    def fitted(self) -> Fit | CompiledFit | UnitPlan | None:
         """The report of `recoup.fit`; None before the first step, or without budget."""
         return self._fitted
 
@@ -389,18 +395,19 @@ class Trainer:
         """Plan for the budget, once there is a batch to plan with."""
         if self.settings.budget is None or self._fitted is not None:
             return
-        fitted = fit_together(
+        self._fitted = fit_together(
             unwrapped(self.model),
             lambda: self._stepper.rehearse(batches),
             self.settings.budget,
             optimizer=self.optimizer,
             processes=self._stepper.processes,
+            compile=self.settings.compile,
         )
-        assert not isinstance(fitted, CompiledFit), "nothing was to be compiled"
-        self._fitted = fitted
         _log.info("%s", self._fitted)
 
     def _tighten(self) -> str | None:
+        if isinstance(self._fitted, CompiledFit):
+            return None  # the batch is split
         if self._fitted is not None and self._fitted.tighten():
             return "a tenth less memory is planned for"
         if self.settings.budget is None and self._regions.recompute_every_block():

@@ -73,6 +73,16 @@ def _is_of_compiler(function: Any) -> bool:
     return names.get("__name__", "").startswith("torch._dynamo")
 
 
+def sees_operators() -> bool:
+    """Return whether a dispatch mode is active: what is compiled would escape it.
+
+    Examples:
+        >>> sees_operators()
+        False
+    """
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
 def leave_uncompiled(function: Hook) -> Hook:
     """Keep torch.compile from tracing a function, and all it calls; return it.
 

@@ -26,7 +26,7 @@ from recoup.backend.compiler.partitioning import (
     hits_recompile_limit,
     with_own_code,
 )
-from recoup.backend.compiler.recognition import leave_uncompiled
+from recoup.backend.compiler.recognition import leave_uncompiled, sees_operators
 from recoup.backend.compiler.suspension import SuspendedCompilation
 from recoup.core.compiled_plan import BlockPartition, CompiledPlan
 from recoup.engine.applied.applied_plan import Applied, digest_of
@@ -69,7 +69,8 @@ class CompiledForward:
     The compiler limits for how many kinds of inputs it compiles one code object, and
     numbers that are attributes of a module count as such. Beyond the limit a block gets
     code of its own; beyond that of its own it runs in a region that recomputes
-    everything, with a warning.
+    everything, with a warning. So does a call under a dispatch mode, as a counter of
+    operators, which sees none of a compiled block; without a warning.
 
     Args:
         block: The block.
@@ -98,6 +99,8 @@ class CompiledForward:
         """Run the block."""
         if not torch.is_grad_enabled():
             return self.eager(*args, **kwargs)
+        if sees_operators():
+            return self._in_region(*args, **kwargs)
         moving: AbstractContextManager[object] = nullcontext()
         if self._partition.offloads:
             moving = moving_saves(self._block, (args, kwargs))
