@@ -14,7 +14,7 @@ from torch import nn
 from benchmarks.zoo.cases import CASES
 from recoup.fitting import benchmark as contests
 from recoup.fitting.benchmark import largest_difference, run_benchmark
-from recoup.measurement.peers import PEERS, every_block
+from recoup.measurement.peers import PEERS
 from recoup.measurement.steps.floor import run_step
 from recoup.measurement.steps.training_step import training_step
 
@@ -34,7 +34,7 @@ def test_every_peak_is_that_of_a_step_and_every_gradient_has_the_plain_bits(name
     plain, *others = run_benchmark(model, batch, loss=case.loss, budgets=[0.9])
     step = training_step(model, batch, loss=case.loss)
     assert plain.peak_bytes == run_step(step).peak_bytes
-    with every_block(model):
+    with PEERS["torch checkpoint, every block"](model):
         assert others[0].peak_bytes == run_step(step).peak_bytes
     assert others[-1].peak_bytes <= 0.9 * plain.peak_bytes
     assert [entry.difference for entry in (plain, *others)] == [0.0] * 5
@@ -109,7 +109,7 @@ def test_who_fails_is_a_row_and_who_is_wrong_is_found(monkeypatch):
 def test_if_the_plain_step_does_not_fit_the_next_is_compared_with(
     monkeypatch,
 ):
-    monkeypatch.setattr(contests, "plain", scarce)
+    monkeypatch.setattr(contests, "nullcontext", scarce)
     model, x = small()
     plain, first, *others = run_benchmark(model, x, loss=torch.sum, budgets=["2MiB"])
     assert plain.failure == "out of memory"

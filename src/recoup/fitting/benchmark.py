@@ -1,7 +1,7 @@
 """Benchmark of one step: recoup and PyTorch's own tools, measured in turns."""
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from recoup.engine.applied.applying import apply_plan
 from recoup.errors import InfeasibleError
 from recoup.fitting.budgets import Budget
 from recoup.fitting.fit import Fit, fit
-from recoup.measurement.peers import PEERS, Context, plain
+from recoup.measurement.peers import PEERS, Context
 from recoup.measurement.steps.floor import run_step
 from recoup.measurement.steps.training_step import (
     TrainingStep,
@@ -84,7 +84,7 @@ def run_benchmark(  # noqa: PLR0913 (a step can be described in several ways)
     found = _Benchmark(
         described, progress, len(PEERS) + 1 + (len(budgets) or len(PEERS))
     )
-    found.enter(PLAIN, plain)
+    found.enter(PLAIN, nullcontext)
     for name, context in PEERS.items():
         found.enter(name, context)
     allow = (Action.KEEP, Action.OFFLOAD) if offload else (Action.KEEP,)

@@ -115,7 +115,7 @@ class Fit(FitResult):
     def floor_bytes(self) -> int:
         """The smallest budget that can be met, as predicted; found when first asked.
 
-        On an accelerator with a margin for what its allocator rounds; see `told_bytes`.
+        On an accelerator with a margin; see `budget_for_floor`.
         """
         search = self.search or Search(self.graph, EXACT)
         needed_bytes = search.floor_bytes + self.reserved_bytes

@@ -1,6 +1,6 @@
 """PyTorch's own checkpointing tools, applied to the blocks of a model."""
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -33,51 +33,15 @@ _SAVED = {getattr(torch.ops.aten, name).default for name in COMPUTE_INTENSIVE.sp
 
 @contextmanager
 def wrapped(
-    model: nn.Module, names: Sequence[str], wrap: Callable[[Forward], Forward]
+    model: nn.Module, *, wrap: Callable[[Forward], Forward], step: int = 1
 ) -> Generator[None]:
-    """Call the named modules through something else while the block runs."""
+    """Call one of so many blocks of a model through something else in the block."""
     with ExitStack() as stack:
-        for name in names:
+        for name in block_names(model)[::step]:
             module = model.get_submodule(name)
             module.__dict__["forward"] = wrap(module.forward)
             stack.callback(module.__dict__.pop, "forward")
         yield
-
-
-@contextmanager
-def plain(model: nn.Module) -> Generator[None]:
-    """Leave the model as it is."""
-    del model
-    yield
-
-
-@contextmanager
-def every_block(model: nn.Module) -> Generator[None]:
-    """Put torch's checkpoint around every block."""
-    with wrapped(model, block_names(model), _checkpointed):
-        yield
-
-
-@contextmanager
-def every_second_block(model: nn.Module) -> Generator[None]:
-    """Put torch's checkpoint around every second block."""
-    with wrapped(model, block_names(model)[::2], _checkpointed):
-        yield
-
-
-@contextmanager
-def selective_blocks(model: nn.Module) -> Generator[None]:
-    """Put torch's selective checkpoint around every block, with its own list."""
-    with wrapped(model, block_names(model), _selective):
-        yield
-
-
-PEERS: dict[str, Context] = {
-    "torch checkpoint, every block": every_block,
-    "torch checkpoint, every second block": every_second_block,
-    "torch SAC, default list": selective_blocks,
-}
-"""By the names that tables give them."""
 
 
 def _checkpointed(forward: Forward) -> Forward:
@@ -92,3 +56,13 @@ def _selective(forward: Forward) -> Forward:
 def _policy(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
     saved = operator in _SAVED
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+PEERS: dict[str, Context] = {
+    "torch checkpoint, every block": partial(wrapped, wrap=_checkpointed),
+    "torch checkpoint, every second block": partial(
+        wrapped, wrap=_checkpointed, step=2
+    ),
+    "torch SAC, default list": partial(wrapped, wrap=_selective),
+}
+"""By the names that tables give them."""

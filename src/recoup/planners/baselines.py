@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from bisect import bisect_left
 
 from recoup.core.footprint import footprint
 from recoup.core.graph import Graph
@@ -101,14 +102,10 @@ def greedy(graph: Graph, budget_bytes: int) -> tuple[Segment, ...]:
     def first(count: int) -> tuple[Segment, ...]:
         return tuple(Segment(start, stop) for start, stop in sorted(ranked[:count]))
 
-    low, high = 0, len(ranked)
-    while low < high:
-        middle = (low + high) // 2
-        if simulate(graph, first(middle)).peak_bytes <= budget_bytes:
-            high = middle
-        else:
-            low = middle + 1
-    return first(high)
+    def fits(count: int) -> bool:
+        return simulate(graph, first(count)).peak_bytes <= budget_bytes
+
+    return first(bisect_left(range(len(ranked)), True, key=fits))
 
 
 def _bytes_per_second(graph: Graph, block: tuple[int, int]) -> float:

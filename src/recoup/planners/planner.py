@@ -11,7 +11,7 @@ from recoup.core.simulation import simulate
 from recoup.core.units import parse_budget
 from recoup.errors import InfeasibleError, UsageError
 from recoup.planners.infeasible import in_units_of, infeasible
-from recoup.planners.search import Plan, Search
+from recoup.planners.search import FoundPlan, Search
 from recoup.planners.solution import Solution
 
 EXACT = frozenset({Action.KEEP, Action.OFFLOAD})
@@ -87,8 +87,8 @@ def plan_with(
 
 def infeasible_with_search(search: Search, budget_bytes: int) -> InfeasibleError:
     """Return the error for a budget below the floor, of the pass that needs most."""
-    most = max(search.passes, key=lambda each: each.floor[1].peak_bytes)
-    return infeasible(most.graph, budget_bytes, most.floor[0])
+    most = max(search.passes, key=lambda each: each.floor.costs.peak_bytes)
+    return infeasible(most.graph, budget_bytes, most.floor.segments)
 
 
 def with_times_of(solution: Solution, graph: Graph) -> Solution:
@@ -125,7 +125,7 @@ def plan_by_calls(
 
 
 def _plan_by(
-    solve: Callable[[Search, int], Plan | None],
+    solve: Callable[[Search, int], FoundPlan | None],
     search: Search,
     budget_bytes: int,
     known: Solution,
@@ -227,14 +227,14 @@ def frontier_with(
 
 def _solve(
     search: Search, budget_bytes: int, until: float | None = None
-) -> tuple[Plan | None, float]:
+) -> tuple[FoundPlan | None, float]:
     bound = 0.0
-    if search.known[0][1].peak_bytes > budget_bytes:
+    if search.known[0].costs.peak_bytes > budget_bytes:
         bound = search.bound_seconds(budget_bytes)
     return search.solve(budget_bytes, bound, until=until), bound
 
 
-def _solution(found: Plan, bound_seconds: float, started: float) -> Solution:
+def _solution(found: FoundPlan, bound_seconds: float, started: float) -> Solution:
     segments, costs, planner = found
     seconds_planning = perf_counter() - started
     return Solution(segments, costs, bound_seconds, planner, seconds_planning)

@@ -4,6 +4,7 @@ They record nothing. Where operators are small, recording takes the host longer 
 what a cleverer plan saves the device.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 from recoup.core.graph import BlockCall, Graph
@@ -44,14 +45,12 @@ def repeat_calls(graph: Graph, budget_bytes: int) -> tuple[Segment, ...] | None:
     calls = repeatable_calls(graph)
     if not calls or not _fits(graph, calls, budget_bytes):
         return None
-    least, most = 1, len(calls)
-    while least < most:  # the first `least` calls or more are repeated
-        middle = (least + most) // 2
-        if _fits(graph, calls[:middle], budget_bytes):
-            most = middle
-        else:
-            least = middle + 1
-    repeated = list(calls[:least])
+    least = bisect_left(
+        range(1, len(calls)),
+        True,
+        key=lambda count: _fits(graph, calls[:count], budget_bytes),
+    )
+    repeated = list(calls[: 1 + least])
     for call in sorted(repeated, key=lambda c: -_seconds(graph, c))[:_TRIES]:
         others = [each for each in repeated if each is not call]
         if _fits(graph, others, budget_bytes):

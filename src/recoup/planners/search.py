@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import cached_property
 from time import perf_counter
+from typing import NamedTuple
 
 from recoup.core.graph import Graph
 from recoup.core.segments import Action, Segment, within_calls
@@ -19,7 +20,14 @@ from recoup.planners.partition import Partition, Path, lowest_plan
 from recoup.planners.refine import refine
 from recoup.planners.repeated_calls import repeat_calls
 
-Plan = tuple[tuple[Segment, ...], Simulation, str]
+
+class FoundPlan(NamedTuple):
+    """A plan of one pass, its cost, and the planner that found it."""
+
+    segments: tuple[Segment, ...]
+    costs: Simulation
+    planner: str
+
 
 _CLOSE = 0.005
 """A plan this close to the bound, as a share of the step, is not searched further."""
@@ -56,7 +64,8 @@ class Search:
     def __init__(self, graph: Graph, allow: frozenset[Action]) -> None:
         self.graph = graph
         self.allow = allow
-        self.known: list[Plan] = [((), simulate(graph, ()), "store_all")]
+        plain = FoundPlan((), simulate(graph, ()), "store_all")
+        self.known: list[FoundPlan] = [plain]
         self.others = tuple(Search(other, allow) for other in graph.others)
         self._weighted_graphs: dict[float, WeightedGraph] = {}
 
@@ -71,7 +80,7 @@ class Search:
 
     def solve(
         self, budget_bytes: int, bound: float, *, until: float | None = None
-    ) -> Plan | None:
+    ) -> FoundPlan | None:
         """Return the fastest plan found within a budget; None: there is none.
 
         Args:
@@ -80,7 +89,7 @@ class Search:
             until: The reading of `time.perf_counter` from which on nothing dear is
                 begun any more, once there is a plan.
         """
-        if self.known[0][1].peak_bytes <= budget_bytes:
+        if self.known[0].costs.peak_bytes <= budget_bytes:
             return self.known[0]
         if not blocks_of(self.graph):
             return None
@@ -91,7 +100,7 @@ class Search:
         self._refine(budget_bytes, until)
         return self.best(budget_bytes)
 
-    def solve_for_host(self, budget_bytes: int) -> Plan | None:
+    def solve_for_host(self, budget_bytes: int) -> FoundPlan | None:
         """Look for plans that keep the host for less time, where that is what counts.
 
         Returns the fastest plan known within the budget.
@@ -103,7 +112,7 @@ class Search:
             self._solve_partition(weighted, weighted.partition, budget_bytes)
         return self.best(budget_bytes)
 
-    def solve_by_calls(self, budget_bytes: int) -> Plan | None:
+    def solve_by_calls(self, budget_bytes: int) -> FoundPlan | None:
         """Return a plan that repeats whole calls, where blocks may be called again."""
         found = repeat_calls(self.graph, budget_bytes) if self.graph.repeatable else ()
         if not found:
@@ -127,18 +136,21 @@ class Search:
         if self.graph.host_costs is not None:
             other._weighted_graphs[0.0] = self._weighted(0.0)
         for segments, _, planner in self.known[1:]:
-            other.known.append((segments, simulate(graph, segments), planner))
+            costs = simulate(graph, segments)
+            other.known.append(FoundPlan(segments, costs, planner))
         return other
 
-    def best(self, budget_bytes: int) -> Plan | None:
+    def best(self, budget_bytes: int) -> FoundPlan | None:
         """Return the fastest plan known within a budget."""
         fitting = self._fitting(budget_bytes)
-        return min(fitting, key=lambda p: (_paced(p[1]), p[1].peak_bytes), default=None)
+        return min(
+            fitting, key=lambda p: (_paced(p.costs), p.costs.peak_bytes), default=None
+        )
 
     def add(self, segments: Iterable[Segment], planner: str) -> Simulation:
         """Remember a plan, without what is idle in it; return what it costs."""
         plan, costs = self._tidied(segments)
-        self.known.append((plan, costs, planner))
+        self.known.append(FoundPlan(plan, costs, planner))
         return costs
 
     @property
@@ -149,20 +161,20 @@ class Search:
     @property
     def plain_bytes(self) -> int:
         """The peak of the plain step, in whichever pass it is."""
-        return max(each.known[0][1].peak_bytes for each in self.passes)
+        return max(each.known[0].costs.peak_bytes for each in self.passes)
 
     @property
     def plain_seconds(self) -> float:
         """The time of the plain step, all passes together."""
-        return sum(each.known[0][1].seconds for each in self.passes)
+        return sum(each.known[0].costs.seconds for each in self.passes)
 
     @property
     def floor_bytes(self) -> int:
         """The smallest peak that is known how to reach: the one definition of it."""
-        return max(each.floor[1].peak_bytes for each in self.passes)
+        return max(each.floor.costs.peak_bytes for each in self.passes)
 
     @cached_property
-    def floor(self) -> Plan:
+    def floor(self) -> FoundPlan:
         """The plan of this pass with the minimum peak that the planners find.
 
         It depends on bytes and operators alone, not on measured times: another
@@ -170,21 +182,21 @@ class Search:
         """
         found = self._lowest()
         # Where nothing can be dropped, regions only add to what is held.
-        return min(found, self.known[0], key=lambda plan: plan[1].peak_bytes)
+        return min(found, self.known[0], key=lambda plan: plan.costs.peak_bytes)
 
-    def _lowest(self) -> Plan:
+    def _lowest(self) -> FoundPlan:
         if not blocks_of(self.graph):
             return self.known[0]
         weighted = self._weighted(0.0)
         plan = lowest_plan(
             self.graph, weighted.places, reach=weighted.reach, memory=weighted.memory
         )
-        return *self._tidied(plan), "floor"
+        return FoundPlan(*self._tidied(plan), "floor")
 
     @property
     def _idle_seconds(self) -> float:
         """The idle time of the device in the plain step."""
-        plain = self.known[0][1]
+        plain = self.known[0].costs
         return max(0.0, plain.host_seconds - plain.device_seconds)
 
     def _tidied(
@@ -205,8 +217,8 @@ class Search:
                 return narrow, narrow_costs
         return plan, costs
 
-    def _fitting(self, budget_bytes: int) -> list[Plan]:
-        return [plan for plan in self.known if plan[1].peak_bytes <= budget_bytes]
+    def _fitting(self, budget_bytes: int) -> list[FoundPlan]:
+        return [plan for plan in self.known if plan.costs.peak_bytes <= budget_bytes]
 
     def _weighted(self, host_weight: float) -> WeightedGraph:
         weighted = self._weighted_graphs.get(host_weight)
@@ -253,14 +265,14 @@ class Search:
         fitting = self._fitting(budget_bytes)
         if not fitting:
             return False
-        added = min(p[1].device_seconds for p in fitting) - self.graph.step_seconds
+        added = min(p.costs.device_seconds for p in fitting) - self.graph.step_seconds
         needed = bound + self._idle_seconds if bound else 0.0
         return added - needed <= share * self.graph.step_seconds
 
     def _waits_for_host(self, budget_bytes: int) -> bool:
         """Return whether the best plan so far is CPU-bound."""
         best = self.best(budget_bytes)
-        return best is not None and _paced(best[1]) > best[1].device_seconds
+        return best is not None and _paced(best.costs) > best.costs.device_seconds
 
     def _refine(self, budget_bytes: int, until: float | None) -> None:
         """Hold more in the best plan, until nothing else fits, however late it is."""
@@ -273,7 +285,7 @@ class Search:
                 self.add(filled, planner)
         for round_ in range(_REFINEMENTS):
             best = self.best(budget_bytes)
-            if best is None or best[1].seconds <= self.known[0][1].seconds:
+            if best is None or best.costs.seconds <= self.known[0].costs.seconds:
                 return
             segments, costs, planner = best
             swaps = not round_ and not self._is_late(until)
@@ -282,7 +294,7 @@ class Search:
             if self.add(refined, planner).device_seconds >= costs.device_seconds:
                 return
 
-    def _rivals(self, budget_bytes: int) -> list[Plan]:
+    def _rivals(self, budget_bytes: int) -> list[FoundPlan]:
         """Return plans of other planners that are nearly as fast as the best one.
 
         Their room is elsewhere, so that filling it may make one of them the best.
@@ -290,14 +302,14 @@ class Search:
         best = self.best(budget_bytes)
         if best is None:
             return []
-        most = _paced(best[1]) + _NEARLY * self.graph.step_seconds
-        found: dict[str, Plan] = {}
-        for plan in sorted(self._fitting(budget_bytes), key=lambda p: -_paced(p[1])):
-            found[plan[2]] = plan
+        most = _paced(best.costs) + _NEARLY * self.graph.step_seconds
+        found: dict[str, FoundPlan] = {}
+        for plan in sorted(self._fitting(budget_bytes), key=lambda p: -_paced(p.costs)):
+            found[plan.planner] = plan
         return [
             plan
             for planner, plan in found.items()
-            if planner not in ("store_all", best[2]) and _paced(plan[1]) <= most
+            if planner not in ("store_all", best.planner) and _paced(plan.costs) <= most
         ]
 
     def _try_everything(self, weighted: WeightedGraph, budget_bytes: int) -> None:

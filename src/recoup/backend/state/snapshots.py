@@ -168,6 +168,9 @@ class Generators:
         own: Generators of torch, Python or NumPy that are not global.
         with_numpy: Whether NumPy's global generator counts, if NumPy is imported.
 
+    Attributes:
+        devices: The accelerators whose global generators count.
+
     Examples:
         >>> own = torch.Generator()
         >>> generators = Generators(own=[own])
@@ -184,7 +187,7 @@ class Generators:
         *,
         with_numpy: bool = True,
     ) -> None:
-        self._devices = [d for d in devices if d.type not in ("cpu", "meta")]
+        self.devices = [d for d in devices if d.type not in ("cpu", "meta")]
         self._own = list(own)
         self._with_numpy = with_numpy
         self._global: RandomStates
@@ -193,18 +196,18 @@ class Generators:
 
     def take(self) -> None:
         """Read the states as they are now."""
-        self._global = random_states(*self._devices, with_numpy=self._with_numpy)
+        self._global = random_states(*self.devices, with_numpy=self._with_numpy)
         self._states = generator_states(self._own)
 
     def restore(self) -> None:
         """Put all generators back into the states that were last taken."""
-        restore_random_states(self._global, *self._devices)
+        restore_random_states(self._global, *self.devices)
         restore_generators(self._own, self._states)
 
     def are_unmoved(self) -> bool:
         """Return whether none was drawn from; NumPy's global one is not asked."""
         now = generator_states(self._own)
-        return same_random_states(self._global, *self._devices) and all(
+        return same_random_states(self._global, *self.devices) and all(
             torch.equal(one, other) if isinstance(one, Tensor) else one == other
             for one, other in zip(now, self._states, strict=True)
         )

@@ -7,19 +7,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 
-import torch
 from torch import Tensor
 
 from recoup.backend.autograd.autocast import AutocastState, autocast_as, autocast_states
 from recoup.backend.compiler.recognition import is_compiled, original_of
 from recoup.backend.memory.storages import alias
-from recoup.backend.state.rng import (
-    RandomStates,
-    devices_in_use,
-    random_states,
-    restore_random_states,
-)
-from recoup.backend.state.snapshots import buffers_restored
+from recoup.backend.state.rng import devices_in_use
+from recoup.backend.state.snapshots import Generators, buffers_restored
 from recoup.backend.state.trees import bytes_in, leaves, map_leaves
 from recoup.core.restoring import restoring
 from recoup.engine.layers.layer_plan import (
@@ -53,29 +47,22 @@ class LayerMoment:
         (True, False)
     """
 
-    devices: tuple[torch.device, ...]
-    random: RandomStates
+    generators: Generators
     autocast: tuple[AutocastState, ...]
 
     @classmethod
     def now(cls) -> Self:
         """Return a snapshot of the present state."""
-        devices = tuple(devices_in_use())
-        return cls(
-            devices=devices,
-            random=random_states(*devices),
-            autocast=autocast_states({device.type for device in devices}),
-        )
+        devices = devices_in_use()
+        kinds = {device.type for device in devices}
+        return cls(Generators(devices), autocast_states(kinds))
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Run the block as at that moment, then put generators back as they are."""
-        now = random_states(*self.devices)
-        with (
-            restoring(partial(restore_random_states, now, *self.devices)),
-            autocast_as(self.autocast),
-        ):
-            restore_random_states(self.random, *self.devices)
+        now = Generators(self.generators.devices)
+        with restoring(now.restore), autocast_as(self.autocast):
+            self.generators.restore()
             yield
 
 

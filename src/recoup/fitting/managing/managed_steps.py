@@ -153,7 +153,7 @@ class KnownStep:
     def __post_init__(self) -> None:
         self.expected = Outcome(0, None)
         self._search = Search(self.graph, frozenset({Action.KEEP}))
-        self._costs = self._plain = self._search.known[0][1]
+        self._costs = self._plain = self._search.known[0].costs
         made = (value for each in self.graph.operations for value in each.makes)
         # Verifying what the first step of a plan recomputes takes memory.
         self._verification_bytes = fingerprint_bytes(

@@ -233,8 +233,8 @@ class Runtime:
         else:
             warn_about(
                 f"{loop} runs plain: one of its variables is an array at one time and "
-                "something else at another, is built otherwise, or hides arrays. Begin "
-                "with arrays, in tuples, lists and dictionaries."
+                "something else at another, changes its structure, or hides arrays. "
+                "Begin with arrays, in tuples, lists and dictionaries."
             )
 
     def _run_to_condition(
