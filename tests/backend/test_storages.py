@@ -67,7 +67,7 @@ class TestIdentity:
     def test_a_weak_reference_pins_the_address_and_not_the_memory(self):
         x = torch.zeros(1000)
         memory = Memory(x)
-        address = take_weak_reference(x)
+        address = take_weak_reference(x.untyped_storage())
         assert address == storage_address(x) == x.untyped_storage()._cdata
         del x
         assert memory.is_freed

@@ -2,13 +2,17 @@
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
+from torch import Tensor
 
 from recoup import CheckpointScope
 from recoup.backend.memory.storages import geometry_of
 from recoup.engine.lifetime.values import Layout, TapeValue
-from recoup.engine.replay.replay_cache import ReplayCache
+from recoup.engine.replay.replay_cache import ReplayCache, Saved
 from tests.support.counting import Operators
 
 x = torch.arange(6.0)
@@ -26,13 +30,20 @@ def recalled(
     return recall, value, layout
 
 
-def test_a_value_and_its_views_are_freed_at_the_last_use():
+def ask(recall: ReplayCache, value: TapeValue) -> Tensor | None:
+    """Ask for a tensor as autograd does with each that it saved."""
+    region: Any = SimpleNamespace(recall=None)
+    return recall.give(Saved(region, value, None), 7)
+
+
+@pytest.mark.parametrize("use", [ask, ReplayCache.release])
+def test_a_value_and_its_views_are_freed_at_the_last_use(use):
     recall, value, layout = recalled(demand=2)
-    recall.use(value)
+    use(recall, value)
     assert set(recall.live) == {value, layout}
-    recall.use(value)
+    use(recall, value)
     assert recall.live == {}
-    recall.use(value)
+    assert use(recall, value) is None
     assert recall.live == {}
 
 
@@ -49,8 +60,8 @@ def test_threads_that_count_down_together_do_not_trip_over_each_other():
 
     def count() -> None:
         for recall, value in recalls:
-            recall.use(value)
-            recall.use(value)
+            ask(recall, value)
+            ask(recall, value)
 
     try:
         with ThreadPoolExecutor(2) as pool:
@@ -64,7 +75,7 @@ def test_threads_that_count_down_together_do_not_trip_over_each_other():
 
 def test_a_lasting_recall_serves_all_and_frees_nothing():
     recall, value, layout = recalled(demand=1, lasting=True)
-    recall.use(value)
+    assert ask(recall, value) is not None
     assert recall.serves(8)
     assert set(recall.live) == {value, layout}
 

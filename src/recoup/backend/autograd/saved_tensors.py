@@ -18,6 +18,13 @@ current_backward: Callable[[], int] = torch._C._current_graph_task_id
 
 """Return the number of the backward that runs on this thread, or -1."""
 
+_is_grad_enabled = torch.is_grad_enabled
+_set_grad_enabled = torch._C._set_grad_enabled
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+_BelowAutograd = torch._C._AutoDispatchBelowADInplaceOrView
+_IDLE: set[Any] = set()
+"""Guards that nobody uses now: making one takes as long as entering and leaving it."""
+
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 for _name in ("CUDA", "XPU", "MPS", "HPU", "PrivateUse1"):
     _AUTOCAST = _AUTOCAST | torch._C.DispatchKeySet(
@@ -103,22 +110,28 @@ class below_autograd:  # noqa: N801 (used as a verb: `with below_autograd():`)
     _is_unseen = False
 
     def __enter__(self) -> None:
-        self._gradients = torch.is_grad_enabled()
+        self._gradients = _is_grad_enabled()
         self._guards: tuple[Any, ...] = ()
         try:
             if self._gradients:  # a backward has switched them off already
-                torch._C._set_grad_enabled(False)
-            self._guards = (torch._C._AutoDispatchBelowADInplaceOrView(),)
-            if torch._C._is_any_autocast_enabled():
-                self._guards += (torch._C._ExcludeDispatchKeyGuard(_AUTOCAST),)
-            for guard in self._guards:
-                guard.__enter__()
+                _set_grad_enabled(False)
+            try:
+                guard = _IDLE.pop()
+            except KeyError:
+                guard = _BelowAutograd()
+            self._guards = (guard,)
+            guard.__enter__()
+            if _is_any_autocast_enabled():
+                self._add(torch._C._ExcludeDispatchKeyGuard(_AUTOCAST))
             if self._is_unseen:  # last: this one is active as soon as it is made
-                self._guards += (torch._C._DisableTorchDispatch(),)
-                self._guards[-1].__enter__()
+                self._add(torch._C._DisableTorchDispatch())
         except BaseException:  # an interrupt: nobody else will leave
             self._leave()
             raise
+
+    def _add(self, guard: Any) -> None:
+        self._guards += (guard,)
+        guard.__enter__()
 
     def __exit__(self, *error: object) -> None:
         try:
@@ -128,10 +141,14 @@ class below_autograd:  # noqa: N801 (used as a verb: `with below_autograd():`)
             raise
 
     def _leave(self) -> None:
-        for guard in reversed(self._guards):
+        guards = self._guards
+        for guard in reversed(guards):
             guard.__exit__(None, None, None)
-        if torch.is_grad_enabled() is not self._gradients:
-            torch._C._set_grad_enabled(self._gradients)
+        if guards:
+            self._guards = ()  # first: an idle guard is somebody else's
+            _IDLE.add(guards[0])
+        if _is_grad_enabled() is not self._gradients:
+            _set_grad_enabled(self._gradients)
 
 
 def has_hooks(tensor: Tensor) -> bool:

@@ -11,6 +11,9 @@ from torch.autograd import forward_ad
 
 _functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009 (no stub names it)
 _innermost: Callable[[], Any] = _functorch.peek_interpreter_stack
+_is_included: Callable[[torch._C.DispatchKey], bool] = (
+    torch._C._dispatch_tls_is_dispatch_key_included
+)
 
 _BATCHED_GRADIENTS = torch._C._dispatch_key_parse("VmapMode")
 """In force while autograd runs for a batch of gradients (`is_grads_batched`): that is
@@ -38,19 +41,20 @@ def outside_transforms() -> AbstractContextManager[object]:
         >>> found
         [False]
     """
-    batched = torch._C._dispatch_tls_is_dispatch_key_included(_BATCHED_GRADIENTS)
-    transformed = _innermost() is not None
-    if not batched and not transformed:
-        return _NOTHING
-    return _outside(batched=batched, transformed=transformed)
+    return _outside() if is_transformed() else _NOTHING
+
+
+def is_transformed() -> bool:
+    """Return whether a transform of torch.func, or a batch of gradients, is active."""
+    return _innermost() is not None or _is_included(_BATCHED_GRADIENTS)
 
 
 @contextmanager
-def _outside(*, batched: bool, transformed: bool) -> Iterator[None]:
+def _outside() -> Iterator[None]:
     with ExitStack() as left:
-        if transformed:
+        if _innermost() is not None:
             left.enter_context(temporarily_clear_interpreter_stack())
-        if batched:
+        if _is_included(_BATCHED_GRADIENTS):
             keys = torch._C.DispatchKeySet(_BATCHED_GRADIENTS)
             left.enter_context(torch._C._ExcludeDispatchKeyGuard(keys))
         yield

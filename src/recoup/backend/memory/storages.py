@@ -28,6 +28,16 @@ inference tensors: `version_of` returns `NO_VERSION` for them.
 
 NO_VERSION = -1
 
+take_weak_reference: Callable[[torch.UntypedStorage], int] = (
+    torch.UntypedStorage._weak_ref
+)  # pyright: ignore[reportAssignmentType]
+"""Return a storage's address and pin that address, not the memory behind it.
+
+While the weak reference exists, no other storage gets the same address, so the address
+alone is an identity; a lookup needs no further guard. Release it with
+`free_weak_reference`.
+"""
+
 free_weak_reference = torch.UntypedStorage._free_weak_ref
 """Release one weak reference taken with `take_weak_reference`, by address."""
 
@@ -47,16 +57,6 @@ Geometry = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype, int]
 """How a tensor lies in its storage: shape, strides, offset, type and lazy bits, which
 are 1 for a lazily conjugated tensor, 2 for a lazily negated one, 3 for both. A plain
 tuple, because two are made for every operator that is recorded."""
-
-
-def take_weak_reference(tensor: Tensor) -> int:
-    """Return the storage's address and pin that address, not the memory behind it.
-
-    While the weak reference exists, no other storage gets the same address, so the
-    address alone is an identity; a lookup needs no further guard. Release it with
-    `free_weak_reference`.
-    """
-    return tensor.untyped_storage()._weak_ref()  # pyright: ignore[reportReturnType]
 
 
 class StorageWatch:
@@ -82,7 +82,7 @@ class StorageWatch:
     def __init__(self, tensor: Tensor) -> None:
         self.nbytes: int = tensor.untyped_storage().nbytes()
         self._tensor = weakref.ref(tensor)
-        self._address = take_weak_reference(tensor)
+        self._address = take_weak_reference(tensor.untyped_storage())
 
     @property
     def is_alive(self) -> bool:

@@ -219,8 +219,8 @@ def draws(facts: Facts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     if not facts.random or facts.dropout_at < 0:
         return facts.random
     # Left-out arguments have their defaults, and the default rate is zero.
-    given = args[facts.dropout_at : facts.dropout_at + 1]
-    return any(rate > 0 for rate in given) or kwargs.get("dropout_p", 0) > 0
+    at = facts.dropout_at
+    return (args[at] if at < len(args) else kwargs.get("dropout_p", 0)) > 0
 
 
 def draws_outside_generators(facts: Facts, args: tuple[Any, ...]) -> bool:

@@ -1,8 +1,8 @@
 """Handing over: saved-tensor hooks around a region may keep what the region holds."""
 
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from threading import get_ident
 from typing import Any, Protocol
 from zlib import crc32
 
@@ -24,11 +24,9 @@ _MARKS = 8191
 """The number of shapes that distinguish tensors."""
 
 
-class _Handing(threading.local):
-    over = False
-
-
-_HANDING = _Handing()
+HANDING: set[int] = set()
+"""The threads that pass a region's own holds on to hooks around it. Nearly always it is
+empty, which is asked first where every operator waits."""
 
 
 def is_handing_over() -> bool:
@@ -36,7 +34,7 @@ def is_handing_over() -> bool:
 
     What is saved then is no tensor that plain autograd would have saved.
     """
-    return _HANDING.over
+    return get_ident() in HANDING
 
 
 def is_watched_from_around() -> bool:
@@ -118,8 +116,9 @@ def hand_over(holds: Sequence[Hold], mark: int = -1) -> None:
     if hooks is None or is_transparent(hooks[0]):
         return
     pack, unpack = hooks
-    with restoring(partial(setattr, _HANDING, "over", False)):
-        _HANDING.over = True
+    thread = get_ident()
+    with restoring(partial(HANDING.discard, thread)):
+        HANDING.add(thread)
         for place, hold in enumerate(holds):
             if mark >= 0:
                 pack = partial(_pack_marked, hooks[0], (mark + place) % _MARKS + 1)

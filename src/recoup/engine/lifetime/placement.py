@@ -64,7 +64,7 @@ class Placement:
             if value.producer != OUTSIDE or hold is None or hold.tensor is None:
                 continue
             # No module owns a tensor that is no longer referenced.
-            tensor = None if born is None else born()
+            tensor = value.first_tensor()
             if born is not None and (tensor is None or is_activation(tensor)):
                 self.place_input(value, hold.tensor.untyped_storage().nbytes())
 

@@ -39,6 +39,9 @@ from recoup.errors import ChangedTensorError
 OUTSIDE = -1
 """The producer of a value that no recorded operation made."""
 
+HELD: Any = object()
+"""Stands for a weak reference to the tensor that a hold has: making one takes long."""
+
 MOVED = -2
 """The version of a tensor that was given other memory after it was used."""
 
@@ -58,8 +61,9 @@ class TapeValue:
             value from outside, which is only referred to by views.
         hold: What keeps it, or None when it is to be recomputed.
         demand: How many tensors saved by autograd refer to it now.
-        born: A weak reference to the tensor that first named it. An argument that is
-            this very tensor needs no look at its geometry.
+        born: A weak reference to the tensor that first named it, or `HELD` if its hold
+            has that tensor. An argument that is this very tensor needs no look at its
+            geometry.
         layouts: The other ways in which tensors were seen to lie in the storage, by
             geometry; None while there are none.
         is_spare: The hold is there because autograd was given one; no operation has
@@ -106,6 +110,13 @@ class TapeValue:
             layout = layouts[geometry] = Layout(geometry, self.geometry)
         return layout
 
+    def first_tensor(self) -> Tensor | None:
+        """Return the tensor that first named it, if that is known and there."""
+        born = self.born
+        if born is HELD:
+            return None if self.hold is None else self.hold.tensor
+        return None if born is None else born()
+
     def keep(self, hold: "Hold") -> "Hold":
         """Keep the value by a hold; return the hold."""
         self.hold = hold
@@ -126,19 +137,20 @@ class Layout:
         whole: How the value itself does, if that is known.
     """
 
-    __slots__ = ("_strided", "geometry")
+    __slots__ = ("_is_strided", "geometry")
 
     def __init__(self, geometry: Geometry, whole: Geometry | None) -> None:
         self.geometry = geometry
-        shape, stride, offset, dtype, bits = geometry
-        same_kind = whole is not None and whole[3] is dtype and whole[4] == bits == 0
-        self._strided = (shape, stride, offset) if same_kind else None
+        self._is_strided = (
+            whole is not None and whole[3] is geometry[3] and not whole[4]
+        )
 
     def view(self, whole: Tensor) -> Tensor:
         """Return a view of a tensor that lies as the value does."""
-        if self._strided is None:
-            return fitted(whole, self.geometry)
-        return whole.as_strided(*self._strided)
+        shape, stride, offset, _, bits = self.geometry
+        if self._is_strided and not bits:
+            return whole.as_strided(shape, stride, offset)
+        return fitted(whole, self.geometry)
 
 
 View = tuple[TapeValue, Layout]
@@ -158,14 +170,12 @@ class TapeOperation:
         outputs: Its new values.
         writes: Pairs of the value before and the value after a write.
         random: The generator it draws from and the state before it did.
-        in_gradient_mode: It is to be run with the gradient mode on.
         default_dtype: The default type of floating-point numbers when it was called.
     """
 
     __slots__ = (
         "args",
         "default_dtype",
-        "in_gradient_mode",
         "kernel",
         "kwargs",
         "names",
@@ -190,7 +200,6 @@ class TapeOperation:
         self.outputs: list[TapeValue] = []
         self.writes: Sequence[tuple[TapeValue, TapeValue]] = ()
         self.random: tuple[Generator, Tensor] | None = None
-        self.in_gradient_mode = False
         self.default_dtype = default_dtype()
 
     def reads(self) -> list[TapeValue]:

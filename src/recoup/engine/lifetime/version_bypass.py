@@ -24,7 +24,7 @@ class LateWrites:
     def before(self, value: TapeValue, tensor: Tensor) -> None:
         """Record that a saved value is about to be written to, through a tensor."""
         # The tensor that was saved, if it is there: `.data` has versions of its own.
-        saved = None if value.born is None else value.born()
+        saved = value.first_tensor()
         hold = Hold(alias(tensor if saved is None else saved), value.geometry)
         self._pending.append((value, hold))
 

@@ -12,7 +12,7 @@ from recoup.backend.operators.kernels import Kernel
 from recoup.backend.operators.properties import Facts
 from recoup.backend.state.trees import tensors
 from recoup.engine.lifetime.past_contents import Indices
-from recoup.engine.lifetime.values import OUTSIDE, TapeOperation
+from recoup.engine.lifetime.values import HELD, OUTSIDE, TapeOperation
 from recoup.engine.recording.tape import Tape
 
 _TORCH_KINDS = {torch.device, torch.dtype, torch.layout, torch.memory_format}
@@ -56,7 +56,9 @@ def record_call(  # noqa: PLR0912 (written out: every operator asks)
                 value.is_spare = False
                 born, whole = value.born, value.geometry
                 if (
-                    born is not None
+                    value.hold is not None and value.hold.tensor is argument
+                    if born is HELD
+                    else born is not None
                     and born() is argument
                     and (
                         whole is None

@@ -292,8 +292,6 @@ class Recorder(OperatorMode):
             )
         except NotImplementedError:
             return self._unrecorded(kernel, args, kwargs)
-        if facts.asks_gradient_mode:
-            operation.in_gradient_mode = True
         earlier = self._before_writes(targets)
         if facts.random:
             out = self._run_random(operation, args, kwargs)

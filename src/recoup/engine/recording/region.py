@@ -46,6 +46,7 @@ from recoup.engine.replay.program_choice import (
     program_at_once,
     program_for,
 )
+from recoup.engine.replay.recomputing import SECONDS, count_replay_seconds
 from recoup.engine.replay.replay_cache import ReplayCache, Saved, Uses, wanted_of
 from recoup.engine.tiers.protocol import Tier
 from recoup.engine.verification.replay_check import check_for, take_note
@@ -83,7 +84,6 @@ class Region(Counted):
 
     # What is seldom asked for: it is set where it differs.
     tracer: "Tracer[Region] | None" = None
-    around: "tuple[Region, ...]" = ()
     collector: Collector | None = None
     _is_forgotten = False
     _is_handed_over = False
@@ -94,13 +94,14 @@ class Region(Counted):
     _uses: Uses | None = None
     _watched = -1
     _stores = False
-    _packs = 0
+    _packs = _LOOK_EVERY
 
     def __init__(self, name: str, options: Options, key: Hashable) -> None:
         check = check_for(options.verify, key)
         self.name = name
         self.options = options
         self.listeners: tuple[Listener, ...] = ()
+        self.around: tuple[Region, ...] = ()
         watch = check.watch if check else None
         self.tape = Tape(placement_of(options.policy, options.store), watch)
         self._key = key
@@ -172,7 +173,7 @@ class Region(Counted):
         May be called at any time and more than once.
         """
         self._cleared = True
-        self._packs = -1  # the next one looks
+        self._packs = 0  # the next one looks
         recorder = self.__dict__.get("_recorder")
         if recorder is not None:
             recorder.paused = True
@@ -231,8 +232,8 @@ class Region(Counted):
         """Take a tensor that autograd saves; return what stands for it."""
         if (self.listeners or self.around) and not is_handing_over():
             self._tell(tensor)
-        self._packs += 1
-        if self._packs % _LOOK_EVERY == 0 and self._was_left():
+        self._packs -= 1
+        if self._packs < 0 and self._was_left():
             return Hold(alias(tensor))
         tape = self.tape
         try:
@@ -241,18 +242,16 @@ class Region(Counted):
             # What `save` asks first.
             if known is None or known.producer == OUTSIDE or tape.tainted:
                 found = tape.save(tensor, address, known)
+                if type(found) is Hold:
+                    if self._is_inside_hooks:
+                        found = apart(found, self._kept)
+                    self._kept[id(found)] = found
+                    return found
             else:
                 found = tape.lying(known, tensor)
         except NotImplementedError:
             return self._pack_whole(tensor)
-        if type(found) is TapeValue:
-            value, layout = found, None
-        elif type(found) is Hold:
-            found = apart(found, self._kept) if self._is_inside_hooks else found
-            self._kept[id(found)] = found
-            return found
-        else:
-            value, layout = found
+        value, layout = (found, None) if type(found) is TapeValue else found
         hold = value.hold
         if hold is None:
             if not self.options.recompute and value not in tape.forced:
@@ -311,8 +310,9 @@ class Region(Counted):
         if is_in_backward():
             # Torch would put the hooks and the mode back at its end, and a replay of
             # this very region may be under way. The first one after it looks.
-            self._packs = -1
+            self._packs = 0
             return False
+        self._packs = _LOOK_EVERY
         close_if_left = self.__dict__.get("_close_if_left")
         return close_if_left is not None and close_if_left()
 
@@ -332,34 +332,32 @@ class Region(Counted):
         """Return the tensor that `packed` stands for, recomputing it if need be."""
         if self._cleared:
             self._refuse()
+        if type(packed) is Saved:
+            value, layout = packed.value, packed.layout
+            hold = value.hold
+            if self._late and value in self._late:
+                hold = self._late[value]
+            elif hold is None:
+                recall = self.recall
+                if recall is not None:
+                    task = current_backward()
+                    if recall.task == task:
+                        tensor = recall.give(packed, task)
+                        if tensor is not None:
+                            return tensor
+                return self._recomputed(packed)
+            elif hold.tensor is None:
+                if not hold.is_at_hand:
+                    return self._recomputed(packed)
+                if hold.stored is not None:
+                    whole = self._brought(packed, hold)
+                    return whole if layout is None else layout.view(whole)
+            whole = hold.fetch("a backward operator")
+            return whole if layout is None else layout.view(whole)
         if type(packed) is Hold:
             return packed.fetch("a backward operator")
-        if type(packed) is Wrapped:
-            return packed.unpack(self.unpack)
-        assert type(packed) is Saved, "one of the three"
-        value, layout = packed.value, packed.layout
-        hold = value.hold
-        if self._late and value in self._late:
-            whole = self._late[value].fetch("a backward operator")
-        elif hold is None:
-            # `_recomputed`, written out for what is there.
-            recall = self.recall
-            if recall is not None:
-                task = current_backward()
-                if recall.task == task:
-                    tensor = recall.give(packed, task)
-                    if tensor is not None:
-                        return tensor
-            return self._recomputed(packed)
-        elif hold.tensor is not None:
-            whole = hold.fetch("a backward operator")
-        elif not hold.is_at_hand:
-            return self._recomputed(packed)
-        elif hold.stored is None:
-            whole = hold.fetch("a backward operator")
-        else:
-            whole = self._brought(packed, hold)
-        return whole if layout is None else layout.view(whole)
+        assert type(packed) is Wrapped, "one of the three"
+        return packed.unpack(self.unpack)
 
     def recompute(self) -> tuple[Tensor, ...]:
         """Return the saved values that are not held, recomputed now."""
@@ -433,8 +431,8 @@ class Region(Counted):
     def _recomputed(self, saved: Saved) -> Tensor:
         task = current_backward()
         recall = self.recall
-        if recall is not None and recall.serves(task):
-            tensor = recall.give(saved, task)
+        if recall is not None and recall.task != task and recall.serves(task):
+            tensor = recall.give(saved, task)  # else `unpack` has asked
             if tensor is not None:
                 return tensor
         if self._program is not None and self._check is None and not self._stores:
@@ -454,7 +452,7 @@ class Region(Counted):
         if recall is None or not recall.serves(task):
             if task == -1 and not self.options.cache:
                 return None
-            self._packs = -1  # the next one looks: few regions are open in a backward
+            self._packs = 0  # the next one looks: few regions are open in a backward
             recall = self._start(task)
         value, at_once = saved.value, self.options.at_once
         if recall.has_served(value):
@@ -468,9 +466,12 @@ class Region(Counted):
         self.replayed_operators += operators
         start = perf_counter()
         live = program.run(given=given, part=part)
-        if self.accounts:
-            self.count_run(operators, wanted, (), perf_counter() - start)
-        (recall.take if part is None else recall.take_part)(wanted, live)
+        if self.accounts or SECONDS:
+            self.count_run(operators, wanted, (), count_replay_seconds(start))
+        if part is None:
+            recall.take(wanted, live)
+        else:
+            recall.take_part(wanted, live, program.roots)
         return recall.give(saved, task)
 
     def unpacking(self, saved: Saved) -> Generator[Request, Tensor, Tensor]:
@@ -488,7 +489,7 @@ class Region(Counted):
         if recall is None or not recall.serves(task):
             if task == -1 and not self.options.cache:
                 return (yield from self._alone(saved))
-            self._packs = -1  # the next one looks: few regions are open in a backward
+            self._packs = 0  # the next one looks: few regions are open in a backward
             recall = self._start(task)
         if not recall.has_served(value):
             yield from self._extend(recall, value)
@@ -531,7 +532,7 @@ class Region(Counted):
             if self.options.at_once:
                 program = program_at_once(recall, self._program, self.tape)
             else:
-                program = program_for(recall, self._program, value, self.tape)
+                program = program_for(recall, self._program, value)
             if program is None:
                 uses = self._uses_of()
                 program, given = recall.plan(self.tape.operations, value, uses)
@@ -578,21 +579,24 @@ class Region(Counted):
         self, program: Program, given: Live
     ) -> Generator[Request, Tensor, Live]:
         known = set(given)
+        # What hooks around the region keep: they may run anything to give it back.
         for value in program.roots if self._is_handed_over else ():
             hold = value.hold
-            if hold is not None and value not in known and type(hold.packed) is Saved:
-                around = getattr(hold.unpack, "__self__", None)
-                if type(around) is Region:
-                    tensor = yield around, hold.packed
-                    given[value] = hold.given_back(tensor, "a replay")
+            if hold is None or value in known or not hold.has_parts_elsewhere:
+                continue
+            around = getattr(hold.unpack, "__self__", None)
+            if type(hold.packed) is Saved and type(around) is Region:
+                tensor = yield around, hold.packed
+                given[value] = hold.given_back(tensor, "a replay")
+            else:
+                given[value] = hold.fetch("a replay")
         check = self._check
         start = perf_counter()
         observe = None if check is None else partial(check.observe, self.name)
         live = program.run(observe, given)
-        if self.accounts:
-            operators = len(program.operations)
-            seconds = perf_counter() - start
-            self.count_run(operators, program.wanted, known, seconds)
+        if self.accounts or SECONDS:
+            seconds = count_replay_seconds(start)
+            self.count_run(len(program.operations), program.wanted, known, seconds)
         if check is None:
             return live
         made = [v for v in program.wanted if v not in known and v.demand > 0]

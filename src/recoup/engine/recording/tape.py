@@ -25,10 +25,17 @@ from recoup.backend.memory.storages import (
 from recoup.backend.operators.properties import gives_permutation
 from recoup.backend.training.optimizer_steps import STEPS
 from recoup.engine.lifetime.external_holds import ExternalHolds
-from recoup.engine.lifetime.handover import is_handing_over
+from recoup.engine.lifetime.handover import HANDING, is_handing_over
 from recoup.engine.lifetime.past_contents import History, Indices
 from recoup.engine.lifetime.placement import Placement
-from recoup.engine.lifetime.values import OUTSIDE, Hold, TapeOperation, TapeValue, View
+from recoup.engine.lifetime.values import (
+    HELD,
+    OUTSIDE,
+    Hold,
+    TapeOperation,
+    TapeValue,
+    View,
+)
 from recoup.engine.lifetime.version_bypass import LateWrites
 from recoup.engine.recording.intervals import Intervals, runs_of
 from recoup.engine.replay.program import Program
@@ -124,23 +131,25 @@ class Tape:
         Raises:
             NotImplementedError: Its storage is not all of it.
         """
-        tainted = bool(self.tainted) and self.is_blank(value, tensor)
+        tainted = self.is_blank(value, tensor) if self.tainted else False
         if value is not None and value.producer != OUTSIDE and not tainted:
             return self.lying(value, tensor)
         kind = type(tensor)
-        if tensor.is_nested or (
-            kind is not Tensor and kind is not Parameter and is_wrapper(tensor)
-        ):
-            raise NotImplementedError("its storage is not all of it, or is empty")
-        if is_handing_over():
+        if kind is not Tensor and kind is not Parameter and is_wrapper(tensor):
+            raise NotImplementedError("its storage is empty")
+        if value is None:
+            value = self._admit(tensor)
+        elif tensor.is_nested:
+            raise NotImplementedError("a nested tensor is no view of its storage")
+        if HANDING and is_handing_over():
             return self.view(tensor)
-        if value is not None and tainted:
+        if tainted:
             self._give_up(value)
         elif self.placement.moves_inputs and is_activation(tensor):
             found = self.view(tensor)
             self.placement.place_input(found[0], tensor.untyped_storage().nbytes())
             return found
-        held = None if value is None else value.hold
+        held = value.hold
         if (
             held is not None
             and held.tensor is tensor
@@ -150,16 +159,17 @@ class Tape:
         ):
             return held  # a parameter, or a view of one, as an operation used it
         hold = self.attached.hold(tensor, address)
-        if value is None:
-            value = self._admit(tensor)
         if held is None:
             # One that was given up lies as it was made wherever it was used before.
             lies = value.geometry
-            value.hold = (
-                hold if lies is None else self.attached.hold(tensor, address, lies)
-            )
-            value.born = weakref.ref(tensor)
-            value.is_spare = lies is None
+            if lies is None:
+                value.hold = hold
+                value.born = HELD if hold.tensor is tensor else weakref.ref(tensor)
+                value.is_spare = True
+            else:
+                value.hold = self.attached.hold(tensor, address, lies)
+                value.born = weakref.ref(tensor)
+                value.is_spare = False
         return hold
 
     def reference(self, tensor: Tensor, *, read: bool = True) -> TapeValue | View:
@@ -184,8 +194,10 @@ class Tape:
             value.is_spare = False
             return self.lying(value, tensor)
         if value.hold is None and value.producer == OUTSIDE:
-            value.hold = self.attached.hold(tensor, address, value.geometry)
-            value.born = weakref.ref(tensor)
+            whole = value.geometry
+            hold = value.hold = self.attached.hold(tensor, address, whole)
+            is_held = whole is None and hold.tensor is tensor
+            value.born = HELD if is_held else weakref.ref(tensor)
         return self.lying(value, tensor)
 
     def view(self, tensor: Tensor) -> View:
@@ -411,8 +423,11 @@ class Tape:
         """Return a reference to a value by a tensor that names it."""
         whole = value.geometry
         born = value.born
+        if born is HELD:
+            if value.hold is not None and value.hold.tensor is tensor:
+                return value
         # The very tensor; but assigning to `.data` moves one without any operator.
-        if (
+        elif (
             born is not None
             and born() is tensor
             and (
@@ -449,7 +464,7 @@ class Tape:
         if tensor.is_nested:
             raise NotImplementedError("a nested tensor is no view of its storage")
         value = TapeValue(OUTSIDE, None)
-        self.named[take_weak_reference(tensor)] = value
+        self.named[take_weak_reference(tensor.untyped_storage())] = value
         return value
 
     def _fill(self, before: TapeValue, after: TapeValue, filled: Tensor | None) -> None:
@@ -476,7 +491,7 @@ class Tape:
         """Let a tensor name a value that others may name too."""
         address = storage_address(tensor)
         if address not in self.named:
-            take_weak_reference(tensor)  # the same address, pinned
+            take_weak_reference(tensor.untyped_storage())  # the same address, pinned
         self.named[address] = value
 
     def _born(
@@ -484,7 +499,7 @@ class Tape:
     ) -> None:
         try:
             geometry = self.geometry(tensor)
-            address = take_weak_reference(tensor)
+            address = take_weak_reference(tensor.untyped_storage())
         except NotImplementedError:
             return
         named = self.named

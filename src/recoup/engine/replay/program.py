@@ -10,7 +10,7 @@ from torch import Tensor
 
 from recoup.backend.autograd.autocast import default_dtype, run_in_default
 from recoup.backend.autograd.saved_tensors import below_autograd
-from recoup.backend.autograd.transforms import outside_transforms
+from recoup.backend.autograd.transforms import is_transformed, outside_transforms
 from recoup.backend.memory.storages import copy_storage
 from recoup.backend.state.rng import random_state
 from recoup.engine.lifetime.values import (
@@ -184,24 +184,52 @@ class Program:
         Returns:
             The wanted values, and the views of them that operations took.
         """
-        live: Live = {} if given is None else given
-        operations, freed, copies = self.operations, self._frees, self._copies
-        places = range(len(operations)) if part is None else part[0]
-        default = default_dtype()
-        # What hooks around the region keep: they may run anything to give it back.
-        for value in self.roots if part is None else ():
-            hold = value.hold
-            if hold is None or value in live:
-                continue
-            if hold.unpack or (hold.past is not None and hold.has_parts_elsewhere):
-                live[value] = _held(value, "a replay")
+        if not is_transformed():
+            return self._run(observe, given, part)
         # Backward may be run for a batch of gradients at once. What is replayed does
         # not depend on them, and random operators refuse to run there.
-        with outside_transforms(), below_autograd(), recomputing():
-            for place in places:
+        with outside_transforms():
+            return self._run(observe, given, part)
+
+    def _run(  # noqa: C901, PLR0912 (written out: backward waits for this)
+        self, observe: Observe | None, given: Live | None, part: Part | None
+    ) -> Live:
+        live: Live = {} if given is None else given
+        operations, freed, copies = self.operations, self._frees, self._copies
+        default = default_dtype()
+        with below_autograd(), recomputing():
+            for place in range(len(operations)) if part is None else part[0]:
                 operation = operations[place]
-                copied = copies.get(operation, ()) if copies else ()
-                _run_operation(operation, live, copied, default)
+                sources = live
+                if copies and operation in copies:
+                    sources = _with_copies(operation, live, copies[operation])
+                args = operation.args.copy()
+                # Written out for the common kinds: a call costs as much as the rest.
+                for position in operation.places:
+                    reference = args[position]
+                    if type(reference) is TapeValue:
+                        tensor = sources.get(reference)
+                        if tensor is None:
+                            tensor = _held_for(operation, reference)
+                            sources[reference] = tensor
+                        args[position] = tensor
+                    else:
+                        args[position] = _fill(reference, sources, operation)
+                kernel = operation.kernel
+                if (
+                    kernel.simple
+                    and not operation.kwargs
+                    and operation.default_dtype is default
+                ):
+                    out = kernel.run(*args)
+                else:
+                    out = _run_special(operation, args, sources, default)
+                for value in operation.outputs:
+                    if value.hold is None:
+                        at = value.place
+                        live[value] = out if at is None else out[at]
+                for before, after in operation.writes:
+                    live[after] = sources[before]
                 if observe is not None:
                     _show(operation, live, observe)
                 for value in freed[place]:  # as `free` does
@@ -212,7 +240,8 @@ class Program:
             # A part is of what operations make.
             for value in self.wanted if part is None else ():
                 if value not in live:
-                    live[value] = _held(value, "a backward operator")
+                    assert value.hold is not None, "a value is run, or held"
+                    live[value] = value.hold.fetch("a backward operator")
         return live
 
 
@@ -282,24 +311,10 @@ def free(value: TapeValue, live: Live) -> None:
             live.pop(layout, None)
 
 
-def _run_operation(  # noqa: PLR0912 (written out: backward waits for this)
-    operation: TapeOperation,
-    live: Live,
-    copied: Sequence[TapeValue],
-    default: torch.dtype,
-) -> None:
-    sources = _with_copies(operation, live, copied) if copied else live
-    args = operation.args.copy()
-    for place in operation.places:
-        reference = args[place]
-        # Written out for the common kind: a call costs as much as all the rest.
-        if type(reference) is TapeValue:
-            tensor = sources.get(reference)
-            if tensor is None:
-                tensor = sources[reference] = _held_for(operation, reference)
-            args[place] = tensor
-        else:
-            args[place] = _fill(reference, sources, operation)
+def _run_special(
+    operation: TapeOperation, args: list[Any], sources: Live, default: torch.dtype
+) -> Any:
+    """Run an operation that may need more than positional arguments."""
     kwargs = operation.kwargs
     if operation.names:
         kwargs = kwargs.copy()
@@ -310,18 +325,11 @@ def _run_operation(  # noqa: PLR0912 (written out: backward waits for this)
         run = partial(run_in_default, operation.default_dtype, run)
     if operation.random is not None:
         with random_state(*operation.random):
-            out = run(*args, **kwargs)
-    elif operation.in_gradient_mode:
+            return run(*args, **kwargs)
+    if operation.kernel.facts.asks_gradient_mode:
         with torch.enable_grad():
-            out = run(*args, **kwargs)
-    else:
-        out = run(*args, **kwargs) if kwargs else run(*args)
-    for value in operation.outputs:
-        if value.hold is None:
-            place = value.place
-            live[value] = out if place is None else out[place]
-    for before, after in operation.writes:
-        live[after] = sources[before]
+            return run(*args, **kwargs)
+    return run(*args, **kwargs)
 
 
 def _with_copies(
@@ -380,8 +388,3 @@ def _held_for(operation: TapeOperation, value: TapeValue) -> Tensor:
     if hold.address is not None:
         hold.check_memory(operation.kernel.facts.name)
     return hold.fetch(operation.kernel.facts.name)
-
-
-def _held(value: TapeValue, user: str) -> Tensor:
-    assert value.hold is not None, "a value is run, or held, before it is used"
-    return value.hold.fetch(user)

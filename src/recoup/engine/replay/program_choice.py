@@ -1,6 +1,5 @@
 """Which program recomputes a value, where that takes no search."""
 
-from collections.abc import Iterable
 from typing import Protocol
 
 from recoup.engine.lifetime.values import TapeOperation, TapeValue
@@ -17,10 +16,7 @@ class RecordedTape(Protocol):
 
 
 def whole_program(
-    recall: ReplayCache,
-    program: Program | None,
-    value: TapeValue,
-    saved: Iterable[TapeValue],
+    recall: ReplayCache, program: Program | None, value: TapeValue
 ) -> Program | None:
     """Return a program of one end, if a value needs all of it and none of it was run.
 
@@ -28,7 +24,6 @@ def whole_program(
         recall: What was recomputed so far.
         program: What recomputes everything, if that is known.
         value: The value that is asked for.
-        saved: What autograd saved in the region.
     """
     if (
         program is None
@@ -38,7 +33,10 @@ def whole_program(
     ):
         return None
     # Fewer are wanted than at first if autograd has freed some by now.
-    return program if len(wanted_of(saved)) == len(program.wanted) else None
+    for each in program.wanted:
+        if each.demand <= 0:
+            return None
+    return program
 
 
 def program_at_once(
@@ -54,14 +52,14 @@ def program_at_once(
 
 
 def program_for(
-    recall: ReplayCache, program: Program | None, value: TapeValue, tape: RecordedTape
+    recall: ReplayCache, program: Program | None, value: TapeValue
 ) -> Program | None:
     """Return a program that recomputes a value, of all of a region or of a part.
 
     It frees what is held at its last use in the part, as of what a tier brings back.
     """
     if program is None or program.has_one_end:
-        return whole_program(recall, program, value, tape.saved)
+        return whole_program(recall, program, value)
     found = None if value.hold is not None else program.part_at(value.producer)
     if found is None or not recall.begin(found[0]):
         return None
@@ -112,7 +110,7 @@ def choice_for(
     if at_once:
         whole = program_at_once(recall, program, tape)
     elif program is None or program.has_one_end:
-        whole = whole_program(recall, program, value, tape.saved)
+        whole = whole_program(recall, program, value)
     else:
         found = part_for(recall, program, value)
         return None if found is None else (program, *found)

@@ -1,5 +1,6 @@
 """Parts of a program: what each of its ends needs, found without a search."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 from recoup.engine.lifetime.values import TapeOperation, TapeValue
@@ -19,6 +20,10 @@ takes as many bits; what is recorded of an operation takes twenty times as much.
 _MOST_JOINED = 8
 """So many ends that share operations are handled without a search. For each of them all
 that they share is gone through, so that more would take quadratic time."""
+
+
+def _empty_part() -> Part:
+    return [], []
 
 
 class ProgramParts:
@@ -47,21 +52,16 @@ class ProgramParts:
     ) -> None:
         self._operations = operations
         self._crossing: dict[TapeValue, list[int]] | None = None
-        own: list[int] = []
-        parts: dict[int, Part] = {}
-        joined = 0
-        for mark in marks:
-            if mark:
-                needing = mark & ~WANTED
-                part = parts.get(needing)
-                if part is None:
-                    part = parts[needing] = [], []
-                    if needing & (needing - 1):  # several
-                        joined |= needing
-                part[0].append(len(own))
-                own.append(needing)
+        own = [mark & ~WANTED for mark in marks if mark]
+        parts: defaultdict[int, Part] = defaultdict(_empty_part)
+        for place, needing in enumerate(own):
+            parts[needing][0].append(place)
         for value in wanted:
             parts[own[value.producer]][1].append(value)
+        joined = 0
+        for needing in parts:
+            if needing & (needing - 1):  # several
+                joined |= needing
         if len(ends) >= MOST_ENDS:
             joined |= WANTED << MOST_ENDS
             ends = ends[: MOST_ENDS - 1]

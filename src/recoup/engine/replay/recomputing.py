@@ -1,20 +1,22 @@
 """Whether a replay runs on this thread now."""
 
-import threading
-import weakref
-from threading import get_ident
+from contextlib import AbstractContextManager
+from threading import RLock, get_ident
 from time import perf_counter
+from typing import Any
+
+from recoup.backend.compiler.recognition import leave_uncompiled
+
+_RUNNING: dict[int, Any] = {}
+"""A lock for each thread, which is taken while a replay runs there. Nobody waits for
+it: it is what Python takes and leaves in one step, whatever interrupts the thread."""
+
+SECONDS: dict[int, float] = {}
+"""How long replays took, by thread; empty until somebody asks, and nothing is counted
+before that."""
 
 
-class _Thread(threading.local):
-    replays: "tuple[weakref.ref[recomputing], ...]" = ()
-
-
-_THREAD = _Thread()
-_SECONDS: dict[int, float] = {}
-"""How long replays took, by thread."""
-
-
+@leave_uncompiled
 def is_recomputing() -> bool:
     """Return whether recoup is recomputing something on this thread right now.
 
@@ -26,45 +28,41 @@ def is_recomputing() -> bool:
         >>> is_recomputing()
         False
     """
-    return any(ref() is not None for ref in _THREAD.replays)
+    lock = _RUNNING.get(get_ident())
+    return lock is not None and lock._is_owned()  # noqa: SLF001 (of Python)
 
 
 def replay_seconds() -> float:
-    """Return how long all replays of this process have taken so far, on the host.
+    """Return how long replays have taken since somebody asked first, on the host.
 
     On an accelerator the host only hands out the work: there it is the time that
     handing out takes.
 
     Examples:
-        >>> before = replay_seconds()
+        >>> before, start = replay_seconds(), perf_counter()
         >>> with recomputing(), recomputing():
-        ...     pass
+        ...     is_recomputing()
+        True
+        >>> _ = count_replay_seconds(start)
         >>> replay_seconds() > before
         True
     """
-    return sum(list(_SECONDS.values()))
+    SECONDS.setdefault(-1, 0.0)  # no thread's
+    return sum(list(SECONDS.values()))
 
 
-class recomputing:  # noqa: N801 (used as a verb: `with recomputing():`)
-    """Say that the block is a replay.
+def recomputing() -> AbstractContextManager[object]:
+    """Return what says that the block of a `with` statement is a replay.
 
-    Only the `with` of the block refers to it, so that a replay that is interrupted
-    does not count any more, even if that happens in `__exit__`.
+    Of the statement itself: what else enters it may be interrupted before it can leave.
     """
+    thread = get_ident()
+    return _RUNNING.get(thread) or _RUNNING.setdefault(thread, RLock())
 
-    __slots__ = ("__weakref__", "_around", "_started")
 
-    def __enter__(self) -> None:
-        running = _THREAD.replays
-        if running:
-            running = tuple(ref for ref in running if ref() is not None)
-        self._around = running
-        self._started = None if running else perf_counter()
-        _THREAD.replays = (*running, weakref.ref(self))
-
-    def __exit__(self, *error: object) -> None:
-        _THREAD.replays = self._around
-        if self._started is not None:
-            # As a sum for each thread: no lock that an interrupt could leave taken.
-            thread, seconds = get_ident(), perf_counter() - self._started
-            _SECONDS[thread] = _SECONDS.get(thread, 0.0) + seconds
+def count_replay_seconds(start: float) -> float:
+    """Count the time since the start of a replay that is over; return it."""
+    # As a sum for each thread: no lock that others could wait for.
+    thread, seconds = get_ident(), perf_counter() - start
+    SECONDS[thread] = SECONDS.get(thread, 0.0) + seconds
+    return seconds

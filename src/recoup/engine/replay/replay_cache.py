@@ -164,14 +164,14 @@ class ReplayCache:
         self._served: set[TapeValue] = set()
         self._run: set[int] = set()
         self._uses: Uses | None = None
-        # Kept for values that may be asked for later, and some of those values.
-        self._shared: set[TapeValue] = set()
+        # Kept after their last use, for values that may be asked for later, and some of
+        # those values.
+        self._kept: set[TapeValue] = set()
         self._later: set[TapeValue] = set()
         self._spare_bytes = 0
-        # The ends that were run with what they share with others, and values that are
-        # there and that ends to come need.
+        # The ends that were run with what they share with others. While there are any
+        # and nothing was searched for, ends to come need what is kept.
         self._ends = 0
-        self._crossing: set[TapeValue] = set()
 
     def serves(self, task: int) -> bool:
         """Return whether the backward of this number may use it."""
@@ -228,7 +228,7 @@ class ReplayCache:
         if found is None or not self.begin(places):
             return None
         self._ends = now
-        given, self._crossing = found
+        given, self._kept = found
         return (places, wanted), given
 
     def _crossing_at(
@@ -265,9 +265,7 @@ class ReplayCache:
         """Whether nothing was recomputed so far."""
         return not self._served and not self._run
 
-    def give(  # noqa: C901, PLR0912 (written out: backward waits for this)
-        self, saved: Saved, task: int
-    ) -> Tensor | None:
+    def give(self, saved: Saved, task: int) -> Tensor | None:
         """Return a recomputed tensor, or None if it is not there.
 
         The first time in a backward that is one of the uses that free the value.
@@ -283,51 +281,46 @@ class ReplayCache:
         """
         value, layout = saved.value, saved.layout
         live = self.live
-        whole = live.get(value)
+        # Taken out at once: nearly always this is its last use.
+        whole = live.pop(value, None)
         if whole is None:
             return None
-        if layout is None:
-            viewed = None
-        else:
+        viewed = None
+        if layout is not None:
             viewed = live.get(layout)
             if viewed is None:
                 viewed = layout.view(whole)
         if self._given and value in self._given:
             self._check(value)
-        left = self.pending.get(value, 0)
-        is_first = saved.task != task
-        if is_first:
+        if saved.task != task:
             saved.task = task
-            if (
+            left = self.pending.pop(value, 0)
+            if left > 1:
+                self.pending[value] = left - 1
+            elif (
                 left == 1
-                and self._uses is None
-                and value not in self._shared
-                and value not in self._crossing
+                and value not in self._kept
+                and (self._uses is None or not self._is_awaited(value))
             ):
-                # The last use, and no other value needs this one; as `use` does.
-                self.pending.pop(value, None)
-                live.pop(value, None)
+                # No other value needs this one; as `_drop` does.
                 if self._given:
                     self._given.pop(value, None)
                 if value.layouts:
                     for other in value.layouts.values():
                         live.pop(other, None)
                 return whole if viewed is None else viewed
-        if (
-            left > 1
-            or self._lasting
-            or self._uses is not None
-            or value in self._crossing
-        ):
-            # Only the last view is looked at, so that many take no more than linear
-            # time.
-            self._given[value] = whole, viewed, _versions(whole, viewed)
-        if is_first:
-            if left > 1:
-                self.pending[value] = left - 1
-            else:
-                self.use(value)
+        # It stays. Only the last view is looked at, so that many take no more than
+        # linear time.
+        live[value] = whole
+        self._given[value] = whole, viewed, _versions(whole, viewed)
         return whole if viewed is None else viewed
+
+    def _is_awaited(self, value: TapeValue) -> bool:
+        """Keep a value if another one needs it that autograd may ask for later."""
+        assert self._uses is not None, "only called when there is something to search"
+        found = next(iter(self._uses.awaited(value, self, ())), None)
+        self._share(value, found)
+        return found is not None
 
     def _check(self, value: TapeValue) -> None:
         """Raise if a backward function wrote to what it was given of a value."""
@@ -338,31 +331,15 @@ class ReplayCache:
                 raise written_in_backward(whole)
             raise written_in_backward(viewed)
 
-    def use(self, value: TapeValue) -> None:
-        """Count one use by autograd; free the value after the last one."""
-        if self._count_down(value) and self._uses is not None:
-            for found in self._uses.awaited(value, self, ()):
-                self._share(value, found)
-                return
-            self._drop(value)
-
     def release(self, value: TapeValue) -> None:
         """Count one use less to come. Finalizers call it, so it searches nothing."""
-        self._count_down(value)
-
-    def _count_down(self, value: TapeValue) -> bool:
-        """Count one use less; return whether a value has none left and is not freed."""
-        pending = self.pending
-        left = pending.get(value, 0) - 1
+        left = self.pending.get(value, 0) - 1
         if left > 0:
-            pending[value] = left
+            self.pending[value] = left
         elif left == 0:
-            pending.pop(value, None)
-            if value not in self._shared and value not in self._crossing:
-                if self._uses is not None:
-                    return True
+            self.pending.pop(value, None)
+            if self._uses is None and value not in self._kept:
                 self._drop(value)
-        return False
 
     def _drop(self, value: TapeValue) -> None:
         self._given.pop(value, None)
@@ -393,7 +370,7 @@ class ReplayCache:
             uses: Who reads the values.
         """
         run: dict[int, list[TapeValue]] = {}
-        if self._crossing:
+        if self._kept and self._uses is None:
             self._stop_crossing(uses)
         touched = self._ancestors(operations, [value], run, uses)
         if len(self._run) + len(run) < len(operations):
@@ -401,11 +378,11 @@ class ReplayCache:
             touched.update(self._settle(operations, touched, run, uses))
         if len(self._run) + len(run) >= len(operations):
             self._uses = None
-            touched.update(dict.fromkeys(self._shared))
-            self._shared.clear()
+            touched.update(dict.fromkeys(self._kept))
+            self._kept.clear()
         self._run.update(run)
         kept = self._awaited(touched)
-        kept |= self._shared
+        kept |= self._kept
         wanted = [each for each in touched if each in kept]
         given: Live = {}
         for each in touched:
@@ -418,7 +395,7 @@ class ReplayCache:
 
     def _stop_crossing(self, uses: Uses) -> None:
         """Keep for values to come what was kept for ends, if autograd has used it."""
-        crossing, self._crossing = self._crossing, set()
+        crossing, self._kept = self._kept, set()
         for value in crossing:
             if value in self.pending or value not in self.live:
                 continue
@@ -447,17 +424,20 @@ class ReplayCache:
                     self._spare_bytes -= value.nbytes
         self.live.update(live)
 
-    def take_part(self, wanted: Iterable[TapeValue], live: Live) -> None:
+    def take_part(
+        self, wanted: Iterable[TapeValue], live: Live, roots: Iterable[TapeValue]
+    ) -> None:
         """Take all that is wanted of a part of the region, and nothing else of it.
 
         Args:
             wanted: The values.
             live: What running the part has returned. Held values that it has used may
                 be there too, if the last use of all is in another part.
+            roots: The held values that the region uses.
         """
-        for key in tuple(live):
-            if type(key) is TapeValue and key.hold is not None:
-                free(key, live)
+        for value in live.keys() & roots:
+            assert type(value) is TapeValue, "roots are values"
+            free(value, live)
         if self._later or self._lasting:
             self.take(wanted, live)
             return
@@ -531,24 +511,24 @@ class ReplayCache:
                     self._share(value, found)
             if self._spare_bytes >= 0:
                 break
-            for value in tuple(self._shared):
+            for value in tuple(self._kept):
                 for found in uses.awaited(value, self, run):
                     self._share(value, found)
             if self._spare_bytes >= 0:
                 break
             new = list(self._ancestors(operations, self._later, run, uses))
             more.update(dict.fromkeys(new))
-            new = [*new, *self._shared]
+            new = [*new, *self._kept]
         return more
 
     def _share(self, value: TapeValue, later: TapeValue | None) -> None:
         """Keep a value for one that may be asked for later, or for none."""
-        if later is None and value in self._shared:
-            self._shared.discard(value)
+        if later is None and value in self._kept:
+            self._kept.discard(value)
             self._spare_bytes += value.nbytes
         elif later is not None:
-            if value not in self._shared:
-                self._shared.add(value)
+            if value not in self._kept:
+                self._kept.add(value)
                 self._spare_bytes -= value.nbytes
             if later not in self._later:
                 self._later.add(later)

@@ -61,7 +61,7 @@ from recoup.engine.recording.active import (
 )
 from recoup.engine.recording.observers import Listener, observers, tell
 from recoup.engine.replay.call_state import CallState, FunctionState
-from recoup.engine.replay.recomputing import recomputing
+from recoup.engine.replay.recomputing import count_replay_seconds, recomputing
 from recoup.engine.scopes.statistics import Account
 from recoup.engine.verification.replay_check import RECOMPUTED
 from recoup.engine.verification.verdicts import Verdict, hand_in
@@ -342,10 +342,11 @@ class Rerun:
                 self._function(*args, **kwargs)
         finally:
             found, prints = collected.finish()
+        seconds = count_replay_seconds(start)
         self.replays += 1
         for account in self.accounts:
             account.replays += 1
-            account.replay_seconds += perf_counter() - start
+            account.replay_seconds += seconds
             account.recomputed_bytes += collected.nbytes
         if len(found) < self._count:
             raise MismatchError(
@@ -357,8 +358,7 @@ class Rerun:
 
     @contextmanager
     def _as_before(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(recomputing())
+        with recomputing(), ExitStack() as stack:
             stack.enter_context(recording())
             if autocast_states(self._device_types) != self._autocast:
                 stack.enter_context(autocast_as(self._autocast))

@@ -56,7 +56,7 @@ class Deposit:
             self.nbytes = whole.nbytes
             self._stored = tier.put(whole, tensor)
         # Pinned for as long as this lives, so that no other storage gets the address.
-        self._address = take_weak_reference(tensor)
+        self._address = take_weak_reference(tensor.untyped_storage())
 
     @property
     def stored_bytes(self) -> int:

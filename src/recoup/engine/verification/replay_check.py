@@ -68,7 +68,7 @@ class Check:
             value_of: Returns the value that a tensor names now.
         """
         for value, (geometry, before) in self._seen.items():
-            tensor = None if value.born is None else value.born()
+            tensor = value.first_tensor()
             if tensor is not None and value_of(tensor) is value:
                 now = fingerprint(shaped(tensor.detach(), geometry))
                 self._changed.append((value, now != before))

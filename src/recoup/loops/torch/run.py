@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from recoup.backend.autograd.transforms import carries_tangents
 from recoup.backend.memory.storages import has_storage, storage_address
 from recoup.backend.state.snapshots import buffers_restored
 from recoup.engine.replay.captured_variables import Captures as Variables
-from recoup.engine.replay.recomputing import recomputing
+from recoup.engine.replay.recomputing import count_replay_seconds, recomputing
 from recoup.errors import CaptureError, UnsupportedError
 from recoup.loops.drive import Checkpoints, LoopPlan, LoopRun
 from recoup.loops.state_trees import flatten, unflatten
@@ -127,7 +128,7 @@ class TorchRun(LoopRun):
     @contextmanager
     def recomputing(self) -> Iterator[None]:
         """Run steps as forward ran them; leave generators and buffers as they are."""
-        machine = self.machine
+        machine, start = self.machine, perf_counter()
         with (
             torch.no_grad(),
             recomputing(),
@@ -135,6 +136,7 @@ class TorchRun(LoopRun):
             machine.environment.again(),
         ):
             yield
+        count_replay_seconds(start)
 
     def again(
         self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]
