@@ -433,6 +433,25 @@ class Numbered(Layer):
 
 
 class TestCaptures:
+    def test_like_blocks_are_captured_once_and_each_option_compiled_once(self):
+        from torch._dynamo.utils import counters  # takes seconds to import
+
+        model = nn.Sequential(nn.Linear(32, 32), *stack(Layer, 24))
+        batch = tokens()
+        hidden = batch.clone().requires_grad_()
+        joint = probe(Layer(), "exact", hidden)
+        options = saved_sets(costed(joint, KernelTimes(torch.device("cpu"))))
+        counters.clear()
+        blocks = [str(number) for number in range(1, 25)]
+        report = fitted(model, batch, 0.5, blocks=blocks)
+        found = counters["aot_autograd"]
+        assert found["not_ok"] == 1, "captures, which end before anything is compiled"
+        different = {block.saves for block in report.plan.blocks}
+        assert max(1, len(different)) <= found["ok"] <= len(options)
+        before = found["total"]
+        outcome(model, batch)
+        assert counters["aot_autograd"]["total"] == before
+
     def test_blocks_are_captured_under_the_steps_autocast(self):
         model, batch = stack(lambda: Layer(dropout=0), 3), tokens()
 

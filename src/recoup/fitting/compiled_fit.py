@@ -257,11 +257,22 @@ class _Kind:
             self.options.append(self._measured(len(self.options)))
 
     def _predicted(self, option: int) -> BlockOption:
-        """Return an option predicted from the next smaller one that is measured."""
+        """Return an option predicted from the next smaller one that is measured.
+
+        If a larger one is measured too, the time lies between both: without that, one
+        option after the other would be compiled because the last one was slower than
+        predicted.
+        """
         known = (n for n in range(option + 1, len(self.sets)))
         below = next(n for n in known if self.options[n].is_measured)
         mine, other, found = self.sets[option], self.sets[below], self.options[below]
         backward_bytes = mine.backward_bytes - other.backward_bytes
+        seconds = mine.seconds - other.seconds
+        above = [n for n in range(option) if self.options[n].is_measured]
+        if above:
+            modelled = self.sets[above[-1]].seconds - other.seconds
+            measured = self.options[above[-1]].seconds - found.seconds
+            seconds *= measured / modelled if modelled else 0.0
         return BlockOption(
             held_bytes=found.held_bytes + mine.held_bytes - other.held_bytes,
             saves_output=found.saves_output,
@@ -269,7 +280,7 @@ class _Kind:
             + mine.forward_bytes
             - other.forward_bytes,
             backward_bytes=max(found.backward_bytes + backward_bytes, 0),
-            seconds=found.seconds + mine.seconds - other.seconds,
+            seconds=found.seconds + seconds,
             is_measured=False,
         )
 
