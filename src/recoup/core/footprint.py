@@ -108,16 +108,13 @@ class Footprint:
             self.holds[storage] = last
 
 
-def footprint(
-    graph: Graph, segment: Segment, innermost: "Innermost | None" = None
-) -> Footprint:
+def footprint(graph: Graph, segment: Segment) -> Footprint:
     """Return what one segment that is in no other does to memory and time.
 
-    Costs time in proportion to the operators and saved tensors of the segment, less
-    those of innermost ones that are known; what is found out about these is added.
+    Costs time in proportion to the operators and saved tensors of the segment.
     """
     result = Footprint()
-    add_segment(graph, segment, result, innermost)
+    add_segment(graph, segment, result)
     return result
 
 
@@ -150,16 +147,11 @@ def total_footprint(graph: Graph, segments: Sequence[Segment]) -> Footprint:
     return total
 
 
-def add_segment(
-    graph: Graph,
-    segment: Segment,
-    total: Footprint,
-    innermost: "Innermost | None" = None,
-) -> None:
+def add_segment(graph: Graph, segment: Segment, total: Footprint) -> None:
     """Add what one segment that is in no other does to what others do."""
     planned: list[_Planned] = []
     before = len(total.passing)
-    _add_region(graph, _Region(segment, 0), total, planned, innermost)
+    _add_region(graph, _Region(segment, 0), total, planned)
     _add_replays(graph, total, planned, total.passing[before:])
     if graph.dropped:
         _add_dropped(graph, segment, total)
@@ -194,40 +186,8 @@ class _Planned(NamedTuple):
     left_bytes: int
 
 
-Innermost = dict[object, tuple[Footprint, list[_Planned], list[Claim]]]
-"""Footprints of innermost segments, which do not depend on those around them."""
-
-
-def _add_innermost(
-    graph: Graph,
-    region: _Region,
-    total: Footprint,
-    planned: list[_Planned],
-    known: Innermost,
-) -> list[Claim]:
-    """Account for a region with none inside that is in another one."""
-    segment, depth = region
-    key = (depth, segment.start, segment.stop, *segment.actions.items())
-    if key not in known:
-        alone, replays = Footprint(), list[_Planned]()
-        known[key] = alone, replays, _add_region(graph, region, alone, replays)
-    alone, replays, claims = known[key]
-    for storage, last in alone.holds.items():
-        total.hold_until(storage, last)
-    total.recorded += alone.recorded
-    total.remade += alone.remade
-    total.starts += alone.starts
-    total.passing += alone.passing
-    planned += replays
-    return claims
-
-
 def _add_region(
-    graph: Graph,
-    region: _Region,
-    total: Footprint,
-    planned: list[_Planned],
-    innermost: Innermost | None = None,
+    graph: Graph, region: _Region, total: Footprint, planned: list[_Planned]
 ) -> list[Claim]:
     """Account for a region; return what it may ask of the one around it."""
     segment, depth = region
@@ -240,11 +200,7 @@ def _add_region(
         total.hold_until(storage, inside.stop - 1)
     claims, kept = _own_claims(graph, region)
     for inner in segment.inner:
-        within = _Region(inner, depth + 1)
-        if innermost is None or inner.inner:
-            claims += _add_region(graph, within, total, planned, innermost)
-        else:
-            claims += _add_innermost(graph, within, total, planned, innermost)
+        claims += _add_region(graph, _Region(inner, depth + 1), total, planned)
     end = max([claim.dies for claim in (*claims, *kept)], default=0)
     copied_bytes = _copied_bytes(graph, segment) if segment.inner else 0
     if copied_bytes:

@@ -43,8 +43,7 @@ from recoup.fitting.compiled_fit import (
     fit_compiled,
     fit_with_regions,
 )
-from recoup.fitting.contenders import fastest
-from recoup.fitting.fit_result import FitResult
+from recoup.fitting.fit_result import FitResult, fastest
 from recoup.fitting.following.adaptation import Adapted
 from recoup.fitting.progress import Progress, progress_for
 from recoup.measurement.steps.training_step import (

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from recoup.core.footprint import Innermost
 from recoup.core.graph import BEFORE, Floats, Graph, Integers
 from recoup.core.memory_use import MemoryUse
 from recoup.core.segments import Action, Segment
@@ -160,7 +159,6 @@ class Memory:
 
     def __init__(self) -> None:
         self.costs: dict[object, Costs] = {}
-        self.innermost: Innermost = {}
         self._signatures: dict[object, int] = {}
         self._intervals: dict[tuple[int, int], tuple[PricedInterval, int]] = {}
         self._held_sets: list[tuple[Graph, int, int, list[frozenset[int]]]] = []
@@ -332,9 +330,7 @@ class IntervalOptions:
             shape = interval.shape_of(segment)
             for held in sets:
                 key = (signature, shape, *sorted(interval.names[v] for v in held))
-                yield _Candidate(
-                    key, partial(_nested, graph, segment, held, self._memory.innermost)
-                )
+                yield _Candidate(key, partial(_nested, graph, segment, held))
 
     def _nestings(self, start: int, stop: int) -> Iterator[Segment]:
         """Yield segments over an interval with others inside."""
@@ -396,10 +392,8 @@ class IntervalOptions:
         return Costs(replays, option.recorded, held_bytes, use)
 
 
-def _nested(
-    graph: Graph, segment: Segment, held: Iterable[int], innermost: Innermost
-) -> Option:
-    return nested(graph, holds(graph, segment, held), innermost)
+def _nested(graph: Graph, segment: Segment, held: Iterable[int]) -> Option:
+    return nested(graph, holds(graph, segment, held))
 
 
 def _by_producer(

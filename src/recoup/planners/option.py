@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from recoup.core.footprint import Footprint, Innermost, footprint
+from recoup.core.footprint import Footprint, footprint
 from recoup.core.graph import Graph
 from recoup.core.segments import Action, Interval, Segment
 from recoup.core.trim_segments import recorded_narrowly
@@ -53,11 +53,9 @@ def holding(graph: Graph, start: int, stop: int, held: Iterable[int]) -> Option:
     return with_actions(graph, start, stop, dict.fromkeys(held, Action.KEEP))
 
 
-def nested(
-    graph: Graph, segment: Segment, innermost: Innermost | None = None
-) -> Option:
+def nested(graph: Graph, segment: Segment) -> Option:
     """Return the option to run an interval as a segment with others inside."""
-    found = footprint(graph, segment, innermost)
+    found = footprint(graph, segment)
     recorded = recorded_narrowly(graph, segment, found)
     return Option((segment,), found, recorded, recorded * graph.recording_seconds)
 

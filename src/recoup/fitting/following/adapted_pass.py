@@ -35,10 +35,10 @@ from recoup.fitting.following.call_groups import (
     key_of,
     size_of,
 )
-from recoup.fitting.following.call_watch import CallWatch
 from recoup.fitting.following.loop_memory import LoopMemory
 from recoup.fitting.following.replanning import replanned, verification_bytes
 from recoup.fitting.following.watched_step import (
+    CallWatch,
     StepMeter,
     TracedStep,
     WatchedStep,

@@ -1,4 +1,4 @@
-"""One step of the user's own, metered while it runs, and traced if asked for.
+"""Calls and steps of the user's own, metered while they run, and traced if asked for.
 
 Nothing runs twice. The instruments are attached from a call of the model to the end of
 the backward that follows, across user code.
@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +19,17 @@ from recoup.backend.memory.ledger import StorageLedger
 from recoup.backend.state.trees import tensors_within
 from recoup.core.graph import BEFORE, Graph
 from recoup.core.growth import resized
+from recoup.core.plan import Place, Plan
 from recoup.engine.applied.model_blocks import block_names
 from recoup.engine.applied.planned_runs import Cuts
+from recoup.fitting.following.call_groups import CallCase
 from recoup.measurement.steps.training_step import device_of
+from recoup.measurement.tracing.call_trace import CallTrace
 from recoup.measurement.tracing.live import LiveStep
 from recoup.measurement.tracing.observation import cuts_of
+
+if TYPE_CHECKING:
+    from recoup.fitting.following.adapted_pass import AdaptedPass
 
 
 class WatchedStep:
@@ -205,6 +211,70 @@ class TracedStep(WatchedStep):
         graph = self._traced.graph(self.cuts.modules, ())
         sizes = [storage.bytes for storage in graph.storages]
         return resized(graph, sizes, added_bytes=unseen_bytes)
+
+
+class CallWatch:
+    """Watches one call: traces it if it is the first of its kind."""
+
+    __slots__ = ("_adapted", "_blocks", "_case", "_metered", "_plan", "_trace")
+
+    def __init__(
+        self,
+        adapted: "AdaptedPass",
+        case: CallCase | None,
+        plan: Plan,
+        metered: WatchedStep | None = None,
+    ) -> None:
+        self._adapted = adapted
+        self._metered = metered
+        self._blocks: dict[str, CallTrace] = {}
+        self._plan = plan
+        self._case = case
+        is_new = (
+            case is not None
+            and not case.group.is_traced
+            and not torch.compiler.is_compiling()
+        )
+        self._trace = CallTrace() if is_new else None
+
+    def begin(self) -> None:
+        """Begin to trace or to count."""
+        if self._metered is not None:
+            self._metered.begin()
+        if self._trace is not None:
+            self._trace.begin()
+
+    def end(self, output: object, order: Sequence[Place] | None) -> None:
+        """Learn from the call."""
+        self._end_trace()
+        if output is None:
+            self.cancel()
+        else:
+            if self._metered is not None:
+                self._metered.wait_for(output)
+            self._adapted.ended(
+                self._case, self._plan, output, order, self._trace, self._blocks
+            )
+
+    def reach(self, block: str, *, entering: bool) -> None:
+        """Trace a block that did not run in the measured step."""
+        if not entering and block in self._blocks:
+            self._blocks[block].end()
+        elif entering and block in self._adapted.unmeasured - self._blocks.keys():
+            self._blocks[block] = CallTrace()
+            self._blocks[block].begin()
+
+    def cancel(self) -> None:
+        """Stop tracing and counting."""
+        self._end_trace()
+        if self._metered is not None:
+            self._metered.detach()
+
+    def _end_trace(self) -> None:
+        for trace in reversed(self._blocks.values()):
+            trace.end()
+        if self._trace is not None:
+            self._trace.end()
 
 
 def _gradients_of(model: Callable[[], nn.Module | None]) -> list[Tensor]:
