@@ -289,6 +289,26 @@ class TestModels:
             torch.testing.assert_close(buffer, expected, rtol=1e-5, atol=1e-6)
         assert model.get_buffer("0.norm.num_batches_tracked").item() == 2
 
+    def test_eager_kernels_normalise_a_batch_again_and_update_statistics_once(self):
+        image = torch.randn(4, 8, 16, 16, requires_grad=True)
+        joint = probe(stack(Normed, 1)[0], "exact", image)
+        options = saved_sets(costed(joint, KernelTimes(torch.device("cpu"))))
+        assert options[-1].names == ()
+        found = []
+        for saved in (None, *options):
+            block = stack(Normed, 1)[0]
+            forward: Any = block.forward
+            if saved is not None:
+                part = BlockPartition("", 0, joint.digest, saved.names, 1 << 20, 0)
+                forward = CompiledForward(block, part, "exact")
+            leaves = [image, *block.parameters()]
+            taken: list[torch.Tensor] = []
+            for _ in range(2):
+                taken += torch.autograd.grad(forward(image).sin().sum(), leaves)
+            found.append([*taken, *block.buffers()])
+        assert len(found) > 2
+        assert all(same(each, found[0]) for each in found)
+
     def test_recomputed_dropout_has_the_mask_of_forward(self):
         """Torch's own budget recomputes it with another mask (pytorch #190758)."""
         if shutil.which("g++") is None:

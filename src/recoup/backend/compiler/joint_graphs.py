@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from recoup.backend.compiler.batch_norm import normalises_batch
 from recoup.core.graph import BEFORE, Graph, Operation, Storage, Value
 
 _REDUCTIONS = frozenset(
@@ -148,7 +149,7 @@ class _Reader:
                 reads,
                 tuple(makes),
                 replayable=self._is_replayable(node, makes)
-                and written.isdisjoint(reads),
+                and (written.isdisjoint(reads) or normalises_batch(node)),
             )
             for node, reads, makes in self._operations
         )

@@ -17,6 +17,10 @@ import torch
 from torch import fx
 
 from recoup.backend import capabilities
+from recoup.backend.compiler.batch_norm import (
+    forget_running_statistics,
+    normalise_again,
+)
 from recoup.backend.compiler.joint_graphs import (
     JointGraph,
     draws_again,
@@ -99,10 +103,12 @@ class Partitioner:
             nodes = [n for n in graph.nodes if n.name in wanted and n.op != "output"]
             return list(dict.fromkeys([*node_info.inputs, *nodes]))
 
+        forget_running_statistics(module.graph)
         with mock.patch.object(partitioners, "choose_saved_values_set", chosen):
             forward, backward = partitioners.min_cut_rematerialization_partition(
                 module, inputs, **kwargs
             )
+        normalise_again(forward, backward, kwargs["num_fwd_outputs"])
         return forward, backward, known[0]
 
     def _peaks(
