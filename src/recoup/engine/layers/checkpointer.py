@@ -39,6 +39,7 @@ class LayerMoment:
     Costs some thirty kilobytes, and as many microseconds to take one.
 
     Examples:
+        >>> import torch
         >>> moment = LayerMoment.now()
         >>> first = torch.rand(3)
         >>> with moment.again():
