@@ -201,7 +201,7 @@ def _held(tier: Tier | None, leaf: Any) -> Any:
         return leaf
     hold = Hold(alias(leaf))
     hold.assign(tier)
-    hold.store()
+    hold.store(claims=0)
     return hold
 
 

@@ -419,21 +419,23 @@ class Hold:
         """Say where the value is to be kept; it is put there by `store`."""
         self.tier = None if isinstance(tier, Device) else tier
 
-    def store(self) -> None:
-        """Put the value in its tier, if it has one and is large enough for it.
+    def store(self, claims: int) -> bool:
+        """Put the value in its tier, if it can be there; return whether it is.
 
         The whole storage is put, because references to the value may name any part.
         """
         tensor, tier = self.tensor, self.tier
         self.tier = None
         if tensor is None or tier is None or not can_move(tensor, tier):
-            return
+            return False
         # One that was changed already stays: fetching it raises.
         if self.version is not None and version_of(tensor) != self.version:
-            return
+            return False
         self.geometry = self.geometry or geometry_of(tensor)
         self.stored = deposit(tier, tensor)
+        self.stored.claims += claims
         self.tensor = None
+        return True
 
     def watch(self, owner: Tensor | None) -> None:
         """Go by the version of a wrapper too, or of none.

@@ -219,7 +219,7 @@ class Region(Counted):
             if written and value in written:
                 hold = copy_small(value, hold, STATE_BYTES)
             if hold.tier is not None:
-                self._store(value)
+                self._stores |= hold.store(value.demand)
         self._roots = roots
         if self._check is not None:
             self._check.excuse(derived_from_lossy(operations, roots))
@@ -265,7 +265,7 @@ class Region(Counted):
         if hold is not None and hold.stored is not None:
             hold.stored.claims += 1
         elif hold is not None and hold.tier is not None:
-            self._store(value)
+            self._stores |= hold.store(value.demand)
         return Saved(self, value, layout)
 
     @leave_uncompiled
@@ -325,7 +325,7 @@ class Region(Counted):
         elif store is not None:
             hold.assign(store)
         if value.demand > 0 and hold.tier is not None:
-            self._store(value)
+            self._stores |= hold.store(value.demand)
 
     @leave_uncompiled
     def unpack(self, packed: Saved | Hold | Wrapped) -> Tensor:
@@ -551,15 +551,6 @@ class Region(Counted):
         if task not in (-1, self._watched):
             self._watched = task
             follow_backward(self)
-
-    def _store(self, value: TapeValue) -> None:
-        """Put a held value in its tier."""
-        hold = value.hold
-        assert hold is not None, "only called for held values"
-        hold.store()
-        if hold.stored is not None:
-            hold.stored.claims += value.demand
-            self._stores = True
 
     def _run(self, program: Program, given: Live) -> Generator[Request, Tensor, Live]:
         if self._stores:
