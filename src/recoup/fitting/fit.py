@@ -30,6 +30,7 @@ from recoup.errors import (
     UsageError,
 )
 from recoup.fitting.arguments import actions_of, one_model, optimizers_of
+from recoup.fitting.block_search import PlainStep
 from recoup.fitting.budgets import Budget, budget_for_floor, check_budget
 from recoup.fitting.closed_loop import ClosedLoop, Settled
 from recoup.fitting.collected_findings import (
@@ -37,12 +38,7 @@ from recoup.fitting.collected_findings import (
     frontier_and_rules,
     graph_findings,
 )
-from recoup.fitting.compiled_fit import (
-    CompiledFit,
-    PlainStep,
-    fit_compiled,
-    fit_with_regions,
-)
+from recoup.fitting.compiled_fit import CompiledFit, fit_compiled, fit_with_regions
 from recoup.fitting.fit_result import FitResult, fastest
 from recoup.fitting.following.adaptation import Adapted
 from recoup.fitting.progress import Progress, progress_for

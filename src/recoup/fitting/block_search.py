@@ -1,0 +1,395 @@
+"""The search for what compiled blocks save: options of each kind, a choice for all."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from torch import nn
+
+from recoup.backend.compiler.joint_graphs import JointGraph
+from recoup.backend.compiler.partitioning import Executor, saved_bytes
+from recoup.core.compiled_plan import (
+    BlockOption,
+    BlockPartition,
+    BlockStep,
+    CompiledPlan,
+    SavedSet,
+)
+from recoup.core.graph import Graph
+from recoup.core.plan import Plan
+from recoup.engine.applied.applied_plan import digest_of
+from recoup.engine.applied.compiled_blocks import (
+    CompiledBlocks,
+    CompiledForward,
+    probe,
+)
+from recoup.engine.applied.offloaded_saves import HOST
+from recoup.errors import UnsupportedError
+from recoup.fitting.decision import Infeasible, settle
+from recoup.fitting.following.adaptation import Adapted, watched_loop
+from recoup.fitting.progress import Progress
+from recoup.measurement.steps.training_step import TrainingStep
+from recoup.measurement.timing.block_bench import (
+    BlockBench,
+    BlockKinds,
+    Forward,
+    KernelTimes,
+    costed,
+)
+from recoup.measurement.timing.block_frames import (
+    StepMarks,
+    block_step,
+    run_marked,
+)
+from recoup.measurement.timing.pace import pace_of
+from recoup.planners.block_choice import (
+    choose_options,
+    least_peak,
+    offloaded,
+    saved_sets,
+)
+
+_BENCH_ROUNDS = 5
+
+_UNKNOWN = BlockOption(0, False, 0, 0, 0.0, is_measured=False)
+
+
+@dataclass
+class BlockKind:
+    """Blocks that are alike, and the options for them.
+
+    Args:
+        number: Its number.
+        block: One of them.
+        bench: Measures options on it.
+        executor: Who runs captured graphs.
+        partitions: For each option what it saves; None: run the block as written.
+        sets: The saved sets of the first options, from the fastest to the smallest.
+        moves: Bytes of each of these that can be on the host instead: as many further
+            options. Empty: none are to be.
+        link_bytes_per_second: How fast they get there.
+
+    Attributes:
+        options: What is known of each option.
+    """
+
+    number: int
+    block: nn.Module
+    bench: BlockBench
+    executor: Executor
+    partitions: list[BlockPartition | None]
+    sets: Sequence[SavedSet] = ()
+    moves: Sequence[int] = ()
+    link_bytes_per_second: float = 0.0
+
+    def __post_init__(self) -> None:
+        first = self.partitions[: len(self.moves)]
+        self.partitions += [p and replace(p, offloads=True) for p in first]
+        self.options = [_UNKNOWN] * len(self.partitions)
+
+    def measure(self, option: int) -> None:
+        """Compile and measure an option; predict the others anew."""
+        count = len(self.sets)
+        option -= count if count <= option < count + len(self.moves) else 0
+        self.options[option] = self._measured(option)
+        for number, found in enumerate(self.options[:count]):
+            if not found.is_measured:
+                self.options[number] = self._predicted(number)
+        link = self.link_bytes_per_second
+        for number, moved in enumerate(self.moves):
+            self.options[count + number] = offloaded(self.options[number], moved, link)
+
+    def add_region(self) -> None:
+        """Add and measure one more option: a region recomputes all of the block."""
+        if all(partition is None or partition.digest for partition in self.partitions):
+            # The reference stays the last of the sets: it has been measured.
+            self.partitions.append(_region(self.number))
+            self.options.append(self._measured(len(self.options)))
+
+    def _predicted(self, option: int) -> BlockOption:
+        """Return an option predicted from the next smaller one that is measured.
+
+        If a larger one is measured too, the time lies between both: without that, one
+        option after the other would be compiled because the last one was slower than
+        predicted.
+        """
+        known = (n for n in range(option + 1, len(self.sets)))
+        below = next(n for n in known if self.options[n].is_measured)
+        mine, other, found = self.sets[option], self.sets[below], self.options[below]
+        backward_bytes = mine.backward_bytes - other.backward_bytes
+        seconds = mine.seconds - other.seconds
+        above = [n for n in range(option) if self.options[n].is_measured]
+        if above:
+            modelled = self.sets[above[-1]].seconds - other.seconds
+            measured = self.options[above[-1]].seconds - found.seconds
+            seconds *= measured / modelled if modelled else 0.0
+        return BlockOption(
+            held_bytes=found.held_bytes + mine.held_bytes - other.held_bytes,
+            saves_output=found.saves_output,
+            forward_bytes=found.forward_bytes
+            + mine.forward_bytes
+            - other.forward_bytes,
+            backward_bytes=max(found.backward_bytes + backward_bytes, 0),
+            seconds=found.seconds + seconds,
+            is_measured=False,
+        )
+
+    def _measured(self, option: int) -> BlockOption:
+        partition = self.partitions[option]
+        forward: Forward = self.block.forward
+        if partition is not None:
+            forward = CompiledForward(self.block, partition, self.executor)
+        self.bench.unpark()
+        try:
+            measured = self.bench.measure(forward)
+            (seconds,) = self.bench.seconds([forward], rounds=_BENCH_ROUNDS)
+        finally:
+            self.bench.park()
+        return replace(measured, seconds=seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class PlainStep:
+    """The eager step without recoup, and what is in memory besides it.
+
+    Attributes:
+        peak_bytes: Its predicted peak.
+        seconds: Its predicted time.
+        graph: The step, as it was measured.
+        resident: What else is in memory, as an optimizer's state.
+        reserved_bytes: Kept free for optimizer state that does not exist yet.
+        link_bytes_per_second: How fast values get to the host; 0: they stay.
+    """
+
+    peak_bytes: int
+    seconds: float
+    graph: Graph
+    resident: Sequence[object] = ()
+    reserved_bytes: int = 0
+    link_bytes_per_second: float = 0.0
+
+
+class BlockSearch:
+    """One fit: what is known of the step, and the plan that is active."""
+
+    def __init__(
+        self,
+        step: TrainingStep,
+        executor: Executor,
+        tell: Progress,
+        plain: PlainStep,
+        rest: Plan | None,
+    ) -> None:
+        self._step = step
+        self._executor: Executor = executor
+        self._tell = tell
+        self._plain = plain
+        self._resident = plain.resident
+        self._rest = rest
+        self.applied: CompiledBlocks | None = None
+        self.kinds: list[BlockKind] = []
+        self.kind_of: dict[str, int] = {}
+        self.eager: dict[str, str] = {}
+        self.draws = False
+        self.order: tuple[str, ...] = ()
+        self.rounds = 0
+        self.marks: StepMarks | None = None
+
+    def capture(self, found: BlockKinds, blocks: Mapping[str, nn.Module]) -> None:
+        """Find the options of each kind of block."""
+        self.eager = dict(found.refused)
+        self.kind_of = dict(found.kinds)
+        times = KernelTimes(self._step.device)
+        for number, (name, call) in enumerate(found.samples):
+            self._tell(f"capturing {name}")
+            block = blocks[name]
+            sets: Sequence[SavedSet] = ()
+            moves: Sequence[int] = ()
+            link = self._plain.link_bytes_per_second
+            partitions: list[BlockPartition | None] = [None, _region(number)]
+            try:
+                joint = call.run(partial(probe, block, self._executor))
+            except UnsupportedError as error:
+                alike = (n for n, kind in found.kinds.items() if kind == number)
+                self.eager.update(dict.fromkeys(alike, str(error)))
+            else:
+                self.draws = self.draws or joint.draws
+                sets = [
+                    replace(found, forward_bytes=forward, backward_bytes=backward)
+                    for found in saved_sets(costed(joint, times))
+                    for forward, backward in (joint.peaks(found.names),)
+                ]
+                partitions = [_partition(number, joint, s.names) for s in sets]
+                if link:
+                    least = HOST.smallest_bytes
+                    moves = [saved_bytes(joint, s.names, least=least) for s in sets]
+                self._tell(f"compiling {type(block).__name__}")
+            bench = BlockBench(block, call, self._step.device)
+            kind = BlockKind(
+                number, block, bench, self._executor, partitions, sets, moves, link
+            )
+            for option in (len(sets) - 1,) if sets else (0, 1):
+                kind.measure(option)
+            self.kinds.append(kind)
+        if not any(p and p.digest for kind in self.kinds for p in kind.partitions):
+            first = [f"{name}: {why}" for name, why in list(self.eager.items())[:2]]
+            raise UnsupportedError(
+                f"no block of this {type(self._step.model).__name__} can be compiled "
+                f"({'; '.join(first)}). Use compile=False."
+            )
+
+    def reference(self) -> BlockStep:
+        """Measure a step in which every block holds as little as it can."""
+        references = [max(len(kind.sets), 2) - 1 for kind in self.kinds]
+        self.apply(self.plan_of({n: references[k] for n, k in self.kind_of.items()}))
+        self._tell("measuring the compiled step at the least memory")
+        for _ in range(2):
+            self._step.begin()
+            self._step.run()
+        marks = run_marked(self._step, self._blocks(), resident=self._resident)
+        self.order = marks.names
+        chosen = zip(self.kinds, references, strict=True)
+        options = [kind.options[number] for kind, number in chosen]
+        seconds = pace_of(self._step).seconds
+        return block_step(marks, self.kind_of, options, seconds)
+
+    def settle(self, step: BlockStep, budget_left: int) -> tuple[int, ...] | Infeasible:
+        """Choose, compile what was chosen, check it on a real step, correct."""
+        last: tuple[int, ...] | None = None
+
+        def attempt(
+            target: int | None,
+        ) -> tuple[int | None, int | None, tuple[int, ...]]:
+            nonlocal last
+            known = None if target is None else last
+            last = self._choose(step, target)
+            if last is None:
+                return None, None, ()
+            predicted = step.peak_bytes(self.options_of(step, last))
+            if last == known:
+                return predicted, None, last
+            self.apply(self.plan_of(dict(zip(self.order, last, strict=True))))
+            self._tell("checking the choice on a real step")
+            self._step.begin()
+            self._step.run()
+            marks = run_marked(self._step, self._blocks(), resident=self._resident)
+            self.rounds += 1
+            self.marks = marks
+            return predicted, marks.peak_bytes, last
+
+        return settle(attempt, budget_left)
+
+    def options_of(self, step: BlockStep, choice: Sequence[int]) -> list[BlockOption]:
+        """Return the chosen option of each block."""
+        return [
+            self.kinds[frame.kind].options[option]
+            for frame, option in zip(step.frames, choice, strict=True)
+        ]
+
+    def plan_of(self, choice: Mapping[str, int]) -> CompiledPlan:
+        """Return the plan with an option for each block, and for the rest."""
+        blocks: list[BlockPartition] = []
+        for name, option in choice.items():
+            kind = self.kinds[self.kind_of[name]]
+            partition = kind.partitions[option]
+            if partition is not None:
+                held_bytes = kind.options[option].held_bytes
+                blocks.append(replace(partition, module=name, held_bytes=held_bytes))
+        return CompiledPlan(
+            self._executor,
+            tuple(blocks),
+            model=digest_of(self._step.model),
+            rest=self._rest,
+        )
+
+    def floor_bytes(self, step: BlockStep) -> int:
+        """Return the predicted peak of the smallest choice of measured options."""
+        known = [[o for o in kind.options if o.is_measured] for kind in self.kinds]
+        pairs = zip(step.frames, least_peak(step, known), strict=True)
+        return step.peak_bytes([known[frame.kind][n] for frame, n in pairs])
+
+    def frontier(self, step: BlockStep, points: int) -> tuple[CompiledPlan, ...]:
+        """Return plans from the smallest peak to the fastest, by known options."""
+        options = [kind.options for kind in self.kinds]
+        least = least_peak(step, options)
+        lowest = step.peak_bytes(self.options_of(step, least))
+        fastest = choose_options(step, options, sys.maxsize)
+        assert fastest is not None, "there is no budget"
+        highest = step.peak_bytes(self.options_of(step, fastest))
+        found: list[CompiledPlan] = []
+        for number in range(points):
+            target = lowest + (highest - lowest) * number // max(points - 1, 1)
+            choice = choose_options(step, options, target) or least
+            chosen = self.options_of(step, choice)
+            seconds = step.total_seconds(chosen)
+            if not found or seconds < found[-1].seconds:
+                plan = self.plan_of(dict(zip(self.order, choice, strict=True)))
+                peak = step.peak_bytes(chosen)
+                found.append(replace(plan, peak_bytes=peak, seconds=seconds))
+        return tuple(found)
+
+    def watched(
+        self, plan: CompiledPlan, plain: PlainStep, budget_left: int
+    ) -> Adapted | None:
+        """Return what watches the training loop, and applies the rest of the plan."""
+        reserved = plain.reserved_bytes
+        self.apply(replace(plan, rest=None))
+        model, rest = self._step.model, plan.rest
+        loop = watched_loop(model, self.marks, plain.graph, budget_left, reserved, rest)
+        if loop is None:
+            self.apply(plan)
+        return loop
+
+    def take_off(self) -> None:
+        """Give the blocks their own forwards again."""
+        if self.applied is not None:
+            self.applied.remove()
+            self.applied = None
+
+    def _choose(self, step: BlockStep, target: int | None) -> tuple[int, ...] | None:
+        """Choose until every chosen option is measured, not only predicted.
+
+        Args:
+            step: The step.
+            target: The peak to plan for; None: the smallest there is.
+        """
+        while True:
+            options = [kind.options for kind in self.kinds]
+            choice = target and choose_options(step, options, target)
+            if not choice:
+                for kind in self.kinds:
+                    kind.add_region()
+                choice = target and choose_options(step, options, target)
+            if target is None:
+                choice = least_peak(step, options)
+            if not choice:
+                return None
+            missing = {
+                (frame.kind, option)
+                for frame, option in zip(step.frames, choice, strict=True)
+                if not options[frame.kind][option].is_measured
+            }
+            if not missing:
+                return choice
+            for number, option in sorted(missing):
+                kind = self.kinds[number]
+                self._tell(f"compiling {type(kind.block).__name__}")
+                kind.measure(option)
+
+    def apply(self, plan: CompiledPlan) -> None:
+        """Apply a plan in place of the one that is active."""
+        self.take_off()
+        self.applied = CompiledBlocks(self._step.model, plan)
+
+    def _blocks(self) -> dict[str, nn.Module]:
+        return {n: self._step.model.get_submodule(n) for n in self.kind_of}
+
+
+def _partition(kind: int, joint: JointGraph, saves: tuple[str, ...]) -> BlockPartition:
+    nbytes = saved_bytes(joint, saves)
+    return BlockPartition("", kind, joint.digest, saves, nbytes, 0)
+
+
+def _region(kind: int) -> BlockPartition:
+    return BlockPartition("", kind, "", (), 0, 0)
