@@ -9,7 +9,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ from benchmarks.harness import (
 from benchmarks.plots import draw_frontiers
 from benchmarks.zoo.case import Scale
 from benchmarks.zoo.cases import CASES
-from benchmarks.zoo.peers import PEERS, Compiled, Context, plain
+from benchmarks.zoo.peers import PEERS, Compiled, Context
 from benchmarks.zoo.problem import Problem, free_device
 from recoup.engine.applied.applied_plan import Applied
 from recoup.errors import InfeasibleError
@@ -181,7 +181,7 @@ def contenders_of(
     problem: Problem, kinds: Sequence[str]
 ) -> tuple[dict[str, Contender], dict[str, str]]:
     """Return everyone who takes part, and why others do not."""
-    found = {"plain": Contender(plain, peak_of(problem, plain))}
+    found = {"plain": Contender(nullcontext, peak_of(problem, nullcontext))}
     absent: dict[str, str] = {}
     for name, enter in peers_of(problem, kinds).items():
         try:

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from recoup.engine.applied.model_blocks import block_names
-from recoup.measurement.peers import PEERS, Context, plain
+from recoup.measurement.peers import PEERS, Context
 
-__all__ = ["PEERS", "Compiled", "Context", "plain"]
+__all__ = ["PEERS", "Compiled", "Context"]
 
 
 RECOMPILE_LIMIT = 64
