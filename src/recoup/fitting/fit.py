@@ -306,9 +306,11 @@ def fit(  # noqa: PLR0913 (a step can be described in several ways)
     loop; gradients are bitwise those of the plain model.
 
     Costs ten steps on a CPU, seven on an accelerator, and the planning; two more steps
-    for each correction, and up to eight where an accelerator waits for its host. Steps
-    with a plan stay within the budget, the one that verifies it as well (on a CPU
-    within 2 % of the largest tensor above it). The measured
+    for each correction, and up to twenty where an accelerator waits for its host. Steps
+    with the plan that is returned stay within the budget, the one that verifies it as
+    well (on a CPU within 2 % of the largest tensor above it). A plan that is tried and
+    given up may exceed it; on an accelerator, one that calls blocks again is tried up
+    to 1 % above it. The measured
     step takes what recomputing every block takes, which may be more than the smallest
     plan; on a CPU with enough free memory the plain step is timed twice.
 

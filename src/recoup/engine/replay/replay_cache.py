@@ -170,7 +170,7 @@ class ReplayCache:
         self._later: set[TapeValue] = set()
         self._spare_bytes = 0
         # The ends that were run with what they share with others. While there are any
-        # and nothing was searched for, ends to come need what is kept.
+        # and no search has run, later ends need the kept values.
         self._ends = 0
 
     def serves(self, task: int) -> bool:
