@@ -458,16 +458,13 @@ class TestCaptures:
 
         model = nn.Sequential(nn.Linear(32, 32), *stack(Layer, 24))
         batch = tokens()
-        hidden = batch.clone().requires_grad_()
-        joint = probe(Layer(), "exact", hidden)
-        options = saved_sets(costed(joint, KernelTimes(torch.device("cpu"))))
         counters.clear()
         blocks = [str(number) for number in range(1, 25)]
         report = fitted(model, batch, 0.5, blocks=blocks)
         found = counters["aot_autograd"]
         assert found["not_ok"] == 1, "captures, which end before anything is compiled"
         different = {block.saves for block in report.plan.blocks}
-        assert max(1, len(different)) <= found["ok"] <= len(options)
+        assert max(1, len(different)) <= found["ok"] <= 4
         before = found["total"]
         outcome(model, batch)
         assert counters["aot_autograd"]["total"] == before

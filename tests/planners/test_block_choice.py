@@ -7,7 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recoup.core.compiled_plan import BlockFrame, BlockOption, BlockStep
-from recoup.planners.block_choice import choose_options, least_peak, offloaded
+from recoup.planners.block_choice import (
+    choose_options,
+    least_peak,
+    offloaded,
+    worth_measuring,
+)
 
 BYTES = st.integers(0, 20)
 
@@ -52,6 +57,54 @@ def test_the_choice_is_the_fastest_of_all_that_fit(problem, budget):
     chosen = [kind[number] for kind, number in zip(kinds, found, strict=True)]
     assert step.peak_bytes(chosen) <= budget
     assert abs(step.total_seconds(chosen) - min(fitting)) < 1e-9
+
+
+@given(problems(), st.integers(20, 140))
+@settings(max_examples=300)
+def test_options_are_measured_until_a_choice_is_the_best_but_for_a_share(
+    problem, budget
+):
+    """Measuring confirms what was predicted here; each round measures something."""
+    step, options = problem
+    options = [
+        [*(replace(o, is_measured=False) for o in kind[:-1]), kind[-1]]
+        for kind in options
+    ]
+    known = [list(kind) for kind in options]
+    while True:
+        found, missing = worth_measuring(step, known, budget)
+        if not missing:
+            break
+        for kind, number in missing:
+            assert not known[kind][number].is_measured
+            known[kind][number] = replace(known[kind][number], is_measured=True)
+    best = choose_options(step, options, budget)
+    assert (found is None) == (best is None)
+    if found is not None and best is not None:
+        chosen, wanted = (
+            [known[f.kind][n] for f, n in zip(step.frames, choice, strict=True)]
+            for choice in (found, best)
+        )
+        assert all(option.is_measured for option in chosen)
+        assert step.peak_bytes(chosen) <= budget
+        slower = step.total_seconds(chosen) - step.total_seconds(wanted)
+        assert slower <= 0.005 * step.seconds + 1e-9
+
+
+def test_an_option_that_gains_next_to_nothing_is_not_measured():
+    small = BlockOption(0, False, 10, 10, 1.0)
+    fast = BlockOption(100, False, 10, 10, 0.9, is_measured=False)
+    much = BlockOption(100, False, 10, 10, 0.5, is_measured=False)
+    frames = (BlockFrame(0, small, 50, 50, 0), *(BlockFrame(1, small, 50, 50, 0),) * 9)
+    step = BlockStep(frames, (50,) * 11, 30.0)
+    measured, missing = worth_measuring(step, [[fast, small], [much, small]], 5000)
+    assert measured == (1,) * 10
+    assert missing == {(1, 0)}
+    closed, missing = worth_measuring(step, [[fast, small], [much, small]], 5000, {1})
+    assert (closed, missing) == (measured, set())
+    # Without it nothing fits.
+    none = [[fast, replace(small, held_bytes=9000)], [small]]
+    assert worth_measuring(step, none, 5000, {0}) == (None, {(0, 0)})
 
 
 @given(problems())

@@ -1,7 +1,7 @@
 """The search for what compiled blocks save: options of each kind, a choice for all."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -44,13 +44,19 @@ from recoup.measurement.timing.block_frames import (
 )
 from recoup.measurement.timing.pace import pace_of
 from recoup.planners.block_choice import (
+    KindOption,
     choose_options,
     least_peak,
     offloaded,
     saved_sets,
+    worth_measuring,
 )
 
 _BENCH_ROUNDS = 5
+
+_ENOUGH = 4
+"""The options of a kind of block that are compiled to make a step faster: the smallest,
+two neighbours that fill the budget, and one in place of one that was mispredicted."""
 
 _UNKNOWN = BlockOption(0, False, 0, 0, 0.0, is_measured=False)
 
@@ -72,6 +78,7 @@ class BlockKind:
 
     Attributes:
         options: What is known of each option.
+        compiled: How many of them were compiled.
     """
 
     number: int
@@ -87,6 +94,7 @@ class BlockKind:
         first = self.partitions[: len(self.moves)]
         self.partitions += [p and replace(p, offloads=True) for p in first]
         self.options = [_UNKNOWN] * len(self.partitions)
+        self.compiled = 0
 
     def measure(self, option: int) -> None:
         """Compile and measure an option; predict the others anew."""
@@ -140,6 +148,7 @@ class BlockKind:
         forward: Forward = self.block.forward
         if partition is not None:
             forward = CompiledForward(self.block, partition, self.executor)
+            self.compiled += bool(partition.digest)
         self.bench.unpark()
         try:
             measured = self.bench.measure(forward)
@@ -348,34 +357,36 @@ class BlockSearch:
             self.applied = None
 
     def _choose(self, step: BlockStep, target: int | None) -> tuple[int, ...] | None:
-        """Choose until every chosen option is measured, not only predicted.
+        """Choose measured options; compile and measure what is worth it before.
 
         Args:
             step: The step.
             target: The peak to plan for; None: the smallest there is.
         """
         while True:
-            options = [kind.options for kind in self.kinds]
-            choice = target and choose_options(step, options, target)
-            if not choice:
+            choice, missing = self._wanted(step, target)
+            if choice is None and not missing:
                 for kind in self.kinds:
                     kind.add_region()
-                choice = target and choose_options(step, options, target)
-            if target is None:
-                choice = least_peak(step, options)
-            if not choice:
-                return None
-            missing = {
-                (frame.kind, option)
-                for frame, option in zip(step.frames, choice, strict=True)
-                if not options[frame.kind][option].is_measured
-            }
+                choice, missing = self._wanted(step, target)
             if not missing:
                 return choice
             for number, option in sorted(missing):
                 kind = self.kinds[number]
                 self._tell(f"compiling {type(kind.block).__name__}")
                 kind.measure(option)
+
+    def _wanted(
+        self, step: BlockStep, target: int | None
+    ) -> tuple[tuple[int, ...] | None, Set[KindOption]]:
+        """Return a choice, and the options to measure before it is taken."""
+        options = [kind.options for kind in self.kinds]
+        if target is not None:
+            enough = {k.number for k in self.kinds if k.compiled >= _ENOUGH}
+            return worth_measuring(step, options, target, enough)
+        choice = least_peak(step, options)
+        pairs = zip((frame.kind for frame in step.frames), choice, strict=True)
+        return choice, {(k, n) for k, n in pairs if not options[k][n].is_measured}
 
     def apply(self, plan: CompiledPlan) -> None:
         """Apply a plan in place of the one that is active."""

@@ -5,7 +5,8 @@ cuts; `choose_options` takes an option for each block by dynamic programming,
 `least_peak` those of the smallest peak.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -190,6 +191,9 @@ def offloaded(
     )
 
 
+KindOption = tuple[int, int]
+"""The number of a kind of block, and of one of its options."""
+
 _LABELS = 2000
 """The most Pareto-optimal partial choices that are kept after each block."""
 
@@ -202,13 +206,23 @@ class _Label(NamedTuple):
 
 
 def choose_options(
-    step: BlockStep, options: Sequence[Sequence[BlockOption]], budget_bytes: int
+    step: BlockStep,
+    options: Sequence[Sequence[BlockOption]],
+    budget_bytes: int,
+    *,
+    among: Set[KindOption] | None = None,
 ) -> tuple[int, ...] | None:
     """Return the number of an option for each block, or None if nothing fits.
 
     A dynamic program over the blocks in the order of forward. While a block runs, only
     what the blocks before it hold depends on choices, so a partial choice is described
     by the bytes held and the seconds.
+
+    Args:
+        step: The step.
+        options: The options of each kind of block.
+        budget_bytes: The most bytes of the step.
+        among: The options that may be chosen; None: all.
     """
     if step.outside_bytes[0] > budget_bytes:
         return None
@@ -217,6 +231,8 @@ def choose_options(
         reached: list[_Label] = []
         for label in front:
             for index, option in enumerate(options[frame.kind]):
+                if among is not None and (frame.kind, index) not in among:
+                    continue
                 forward = frame.forward_bytes(option) + label.added_bytes
                 if forward > budget_bytes:
                     continue
@@ -235,6 +251,58 @@ def choose_options(
         chosen.append(label.option)
         label = label.before
     return tuple(reversed(chosen))
+
+
+_WORTH = 0.005
+"""Options are left out of a choice that all together gain less of the step's time."""
+
+
+def worth_measuring(
+    step: BlockStep,
+    options: Sequence[Sequence[BlockOption]],
+    budget_bytes: int,
+    closed: Set[int] = frozenset(),
+) -> tuple[tuple[int, ...] | None, frozenset[KindOption]]:
+    """Return the choice to take, or the options to measure before one is taken.
+
+    Measuring an option costs seconds: it is compiled. A choice of predicted options is
+    followed up for those that it needs to fit, or to be faster by a share of the step
+    than a choice without them.
+
+    Args:
+        step: The step.
+        options: The options of each kind of block.
+        budget_bytes: The most bytes of the step.
+        closed: Kinds of which enough has been measured to choose from: more is measured
+            if nothing fits without.
+
+    Returns:
+        The fastest choice of measured options, None if nothing fits; and the predicted
+        options that are needed for a better one.
+    """
+    every = {(k, n) for k, found in enumerate(options) for n in range(len(found))}
+    usable = {(k, n) for k, n in every if options[k][n].is_measured}
+    measured = choose_options(step, options, budget_bytes, among=usable)
+    still_open = usable | {(k, n) for k, n in every if k not in closed}
+    wanted = choose_options(step, options, budget_bytes, among=still_open)
+    wanted = wanted or choose_options(step, options, budget_bytes)
+
+    def seconds(choice: Sequence[int]) -> float:
+        pairs = zip(step.frames, choice, strict=True)
+        return step.total_seconds([options[frame.kind][n] for frame, n in pairs])
+
+    if wanted is None:
+        return None, frozenset()
+    used = Counter(zip((f.kind for f in step.frames), wanted, strict=True))
+    needed = {pair for pair in used if pair not in usable}
+    limit = seconds(wanted) + _WORTH * step.seconds
+    # Those of the fewest blocks gain least.
+    for pair in sorted(needed, key=lambda each: (used[each], each)):
+        among = usable | needed - {pair}
+        found = choose_options(step, options, budget_bytes, among=among)
+        if found is not None and seconds(found) <= limit:
+            needed.remove(pair)
+    return measured, frozenset(needed)
 
 
 def least_peak(
