@@ -1,24 +1,29 @@
 """Models nobody here wrote against the switch their users have, at equal measured peak.
 
 For each model: the eager step, its own gradient checkpointing, its blocks compiled with
-torch's `activation_memory_budget`, and recoup: a region per block, and `fit` at the
-peak of the model's own checkpointing and at shares of the eager peak, with each
-executor; `fit` by Inductor also at the measured peak of each of torch's budgets, right
-after it. What runs without a compiler takes turns with the model's own checkpointing.
-The eager step is measured once more at the end, to show the drift. No row takes longer
-than a limit. Models have random weights; nothing is downloaded.
+torch's `activation_memory_budget`, and recoup: `fit` at the peak of the model's own
+checkpointing, at the measured peak of each of torch's budgets, and at shares of the
+eager peak. Every contender is prepared once (compiled or fitted) and its peak measured;
+then all of them are timed in turns: a round runs each for some steps. Models have
+random weights; nothing is downloaded.
 
-    python -m benchmarks.cases.ecosystem --models llama,t5 --limit 540
+With `--lock FILE` several processes may prepare different models at once: torch's
+budgets are compiled by all of them, but one process at a time fits or times.
+
+    python -m benchmarks.cases.ecosystem --models llama,t5 --limit 240
 """
 
 import argparse
+import fcntl
 import gc
 import signal
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from functools import cached_property, partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,28 +44,75 @@ from recoup.backend.memory.meters import interval_meter
 from recoup.engine.applied.model_blocks import block_names, repeated_names
 from recoup.fitting.compiled_fit import CompiledFit
 
-Contender = Callable[[], AbstractContextManager[str]]
-"""Puts a contender on the model; the text says how that went."""
+Active = Callable[[], AbstractContextManager[object]]
+"""Puts a prepared contender on the model."""
 
 
 class OutOfTimeError(Exception):
-    """A row took longer than its limit."""
+    """A contender took longer than its limit to prepare."""
 
 
 @contextmanager
-def time_limit(seconds: int) -> Iterator[None]:
-    """Raise `OutOfTimeError` in the block after some seconds; 0: never."""
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise `OutOfTimeError` in the block after some seconds."""
 
     def stop(*_: object) -> None:
-        raise OutOfTimeError(f"more than {seconds} s")
+        raise OutOfTimeError(f"more than {seconds:.0f} s")
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.001))
     try:
         yield
     finally:
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+@contextmanager
+def exclusive(path: Path | None) -> Iterator[None]:
+    """Wait until no other process is in this block for the same file."""
+    if path is None:
+        yield
+        return
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@dataclass
+class Contender:
+    """A way to run the step, prepared.
+
+    Attributes:
+        name: Its name.
+        active: Puts it on the model.
+        peak_bytes: The measured peak of a step.
+        seconds: How long it took to prepare: to compile, to fit.
+        remark: What else is known of it, or why it cannot run.
+        times: For each round the time of a step, and the host's part.
+    """
+
+    name: str
+    active: Active | None = None
+    peak_bytes: int = 0
+    seconds: float = 0.0
+    remark: str = ""
+    times: list[tuple[float, float]] = field(default_factory=list)
+
+    def row(self) -> Row:
+        row: dict[str, Any] = {"prepared s": round(self.seconds, 1)}
+        if self.times:
+            steps, hosts = zip(*self.times, strict=True)
+            row = {
+                "ms": round(1e3 * statistics.median(steps), 1),
+                "least ms": round(1e3 * min(steps), 1),
+                "most ms": round(1e3 * max(steps), 1),
+                "peak GiB": round(self.peak_bytes / 2**30, 3),
+                "host ms": round(1e3 * statistics.median(hosts), 1),
+                "peak bytes": self.peak_bytes,
+                **row,
+            }
+        return row | {"remark": self.remark}
 
 
 class Bench:
@@ -82,8 +134,7 @@ class Bench:
         """Return the peak of a step after three that warm up."""
         for _ in range(3):
             self.step()
-        gc.collect()
-        synchronize(self.device)
+        self.release()
         if self.device.type == "cpu":
             with interval_meter(self.device) as meter:
                 self.step()
@@ -91,7 +142,6 @@ class Bench:
             held = [*self.model.parameters()]
             held += inputs.values() if isinstance(inputs, dict) else [inputs]
             return meter.peak_bytes + sum(tensor.nbytes for tensor in held)
-        torch.accelerator.empty_cache()
         torch.accelerator.reset_peak_memory_stats()
         self.step()
         synchronize(self.device)
@@ -99,7 +149,8 @@ class Bench:
 
     def times(self) -> tuple[float, float]:
         """Return the time of a step among several in a row, and the host's part."""
-        self.step()
+        for _ in range(2):
+            self.step()
         gc.collect()
         since = mark(self.device)
         begun = time.perf_counter()
@@ -108,81 +159,43 @@ class Bench:
         host = (time.perf_counter() - begun) / self.steps
         return since() / self.steps, host
 
-    def measure(
-        self, contenders: Mapping[str, Contender], *, rounds: int, limit: int
-    ) -> dict[str, Row]:
-        """Measure contenders in turns; each is put on anew in every round."""
-        found: dict[str, dict[str, Any]] = {name: {} for name in contenders}
-        times: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
-        for turn in range(rounds):
-            for name, contender in contenders.items():
-                row = found[name]
-                try:
-                    with time_limit(limit), contender() as text:
-                        peak = self.peak_bytes()
-                        times[name] += [self.times() for _ in range(3)]
-                    row["peak bytes"] = max(peak, row.get("peak bytes", 0))
-                    row["remark"] = text
-                except Exception as error:  # noqa: BLE001 (a row of its own)
-                    row["remark"] = f"{type(error).__name__}: {error!s:.200}"
-                self.model.zero_grad(set_to_none=True)
-                gc.collect()
-                if self.device.type != "cpu":
-                    torch.accelerator.empty_cache()
-                print(f"  turn {turn} of {name}: {row}", flush=True)
-        return {
-            name: _costs(times[name], found[name]) if times[name] else found[name]
-            for name in contenders
-        }
-
-
-def _costs(times: Sequence[tuple[float, float]], row: Mapping[str, Any]) -> Row:
-    steps, hosts = zip(*times, strict=True)
-    return {
-        "ms": round(1e3 * statistics.median(steps), 1),
-        "least ms": round(1e3 * min(steps), 1),
-        "peak GiB": round(row["peak bytes"] / 2**30, 3),
-        "host ms": round(1e3 * statistics.median(hosts), 1),
-        **row,
-    }
+    def release(self) -> None:
+        """Free what no step needs any more."""
+        self.model.zero_grad(set_to_none=True)
+        gc.collect()
+        synchronize(self.device)
+        if self.device.type != "cpu":
+            torch.accelerator.empty_cache()
 
 
 @contextmanager
-def eager() -> Iterator[str]:
-    yield ""
-
-
-@contextmanager
-def own_checkpointing(bench: Bench) -> Iterator[str]:
+def own_checkpointing(bench: Bench) -> Iterator[None]:
     bench.case.switch(bench.model, on=True)
     try:
-        yield ""
+        yield
     finally:
         bench.case.switch(bench.model, on=False)
 
 
 @contextmanager
-def knob(bench: Bench, budget: float) -> Iterator[str]:
-    """Compile each block by itself with torch's own budget."""
-    torch.compiler.reset()
-    with Compiled(bench.model, budget)(bench.model):
-        yield ""
-    torch.compiler.reset()
-
-
-@contextmanager
-def per_block(bench: Bench) -> Iterator[str]:
+def per_block(bench: Bench) -> Iterator[None]:
     for name in bench.blocks:
         recoup.checkpoint_module(bench.model.get_submodule(name))
     try:
-        yield ""
+        yield
     finally:
         for name in bench.blocks:
             recoup.uncheckpoint_module(bench.model.get_submodule(name))
 
 
-@contextmanager
-def fitted(bench: Bench, budget: int, executor: Any) -> Iterator[str]:
+def knob(bench: Bench, budget: float) -> tuple[str, Active]:
+    """Compile each block by itself with torch's own budget."""
+    compiled = Compiled(bench.model, budget)
+    return "", lambda: compiled(bench.model)
+
+
+def fitted(bench: Bench, budget: int, executor: Any) -> tuple[str, Active]:
+    """Fit once; afterwards the plan is put on and taken off."""
     case = bench.case
     batch = case.inputs if case.target is None else (case.inputs, case.target)
     _, report = recoup.fit(
@@ -193,115 +206,144 @@ def fitted(bench: Bench, budget: int, executor: Any) -> Iterator[str]:
         progress=False,
         compile=False if executor == "eager" else executor,
     )
+    report.remove()
     text = (
-        f"fit {report.total_seconds:.1f} s, predicted "
-        f"{report.predicted_peak_bytes / 2**30:.2f} GiB "
+        f"predicted {report.predicted_peak_bytes / 2**30:.2f} GiB "
         f"{1e3 * report.predicted_seconds:.0f} ms"
     )
+    plan = report.plan
     if isinstance(report, CompiledFit):
         text += f", gradients {report.difference:.1e} (eager twice {report.noise:.1e})"
         text += ", other random numbers" if report.draws_otherwise else ""
         text += f", {len(report.eager)} blocks not compiled" if report.eager else ""
     else:
-        plan = report.plan
         text += f", {plan.regions} regions, {plan.repeated_calls} of them called again"
-    try:
-        yield text
-    finally:
-        report.remove()
+
+    @contextmanager
+    def active() -> Iterator[None]:
+        if isinstance(report, CompiledFit):
+            applied: Any = report
+            report.apply()
+        else:
+            applied = recoup.apply_plan(bench.model, report.plan)
+        try:
+            yield
+        finally:
+            applied.remove()
+
+    return text, active
 
 
 class Comparison:
-    """All contenders of one model; those in the table already are not measured."""
+    """All contenders of one model."""
 
     def __init__(
-        self, name: str, device: torch.device, table: Table, options: argparse.Namespace
+        self, name: str, device: torch.device, options: argparse.Namespace
     ) -> None:
-        self._name, self._table, self._options = name, table, options
-        self._device = device
+        self._options = options
+        self._ends = time.perf_counter() + options.limit
+        self.bench = Bench(name, device, steps=options.steps)
+        self.contenders: list[Contender] = []
 
-    @cached_property
-    def bench(self) -> Bench:
-        return Bench(self._name, self._device, steps=self._options.steps)
+    def measure(self) -> Iterator[tuple[str, Row]]:
+        """Prepare every contender, time all of them in turns; yield their rows."""
+        self._prepare_all()
+        with exclusive(self._options.lock):
+            self.bench.release()
+            for _ in range(self._options.rounds):
+                self._run_round()
+        for contender in self.contenders:
+            yield contender.name, contender.row()
 
-    def measure(self) -> None:
-        """Measure every contender."""
-        options = self._options
-        (first,) = self._rows({"eager": eager})
-        (own,) = self._rows({"own checkpointing": self._switch})
-        peak: Any = first.get("peak bytes", 0)
-        for share in options.shares:
-            self._fit_at(f"{share:.0%}", share * peak)
-        if "peak bytes" in own:
-            self._fit_at("own checkpointing", own["peak bytes"])
+    def _prepare_all(self) -> None:
+        options, bench = self._options, self.bench
+        eager = self._prepare("eager", lambda: ("", nullcontext))
+        switch = partial(own_checkpointing, bench)
+        own = self._prepare("own checkpointing", lambda: ("", switch))
         if options.regions:
-            self._rows({"recoup, a region per block": lambda: per_block(self.bench)})
-        for share in options.knobs:
-            self._compare_with_knob(share)
-        self._rows({"eager, again": eager})
+            regions = partial(per_block, bench)
+            self._prepare("recoup, a region per block", lambda: ("", regions))
+        knobs = [self._knob(share) for share in options.knobs]
+        for executor in options.own:
+            self._fit(f"fit ({executor}) at own checkpointing", own, executor)
+        if "inductor" in options.executors:
+            for found in knobs:
+                self._fit(f"fit (inductor) at {found.name}", found, "inductor")
+        for share in options.shares:
+            asked = Contender("", peak_bytes=int(share * eager.peak_bytes))
+            for executor in options.executors:
+                self._fit(f"fit ({executor}) at {share:.0%}", asked, executor)
 
-    def _fit_at(self, label: str, budget: Any) -> None:
-        """Measure `fit` with each executor at a peak."""
-        for executor in self._options.executors:
-            together = {f"fit ({executor}) at {label}": self._fitted(budget, executor)}
-            rounds = 1
-            if (executor, label) == ("eager", "own checkpointing"):
-                together["own checkpointing, in turns"] = self._switch
-                rounds = self._options.rounds
-            self._rows(together, rounds)
+    def _knob(self, share: float) -> Contender:
+        return self._prepare(f"torch knob {share}", lambda: knob(self.bench, share))
 
-    def _compare_with_knob(self, share: float) -> None:
-        label = f"torch knob {share}"
-        (found,) = self._rows({label: lambda: knob(self.bench, share)})
-        if "inductor" in self._options.executors and "peak bytes" in found:
-            ours = self._fitted(found["peak bytes"], "inductor")
-            self._rows({f"fit (inductor) at {label}": ours})
+    def _fit(self, name: str, at: Contender, executor: str) -> None:
+        if at.peak_bytes:
+            with exclusive(self._options.lock):
+                self._prepare(name, lambda: fitted(self.bench, at.peak_bytes, executor))
 
-    def _rows(self, contenders: dict[str, Contender], rounds: int = 1) -> list[Row]:
-        """Return the rows of contenders that are measured together."""
-        measured: dict[str, Row] = {}
+    def _prepare(
+        self, name: str, prepare: Callable[[], tuple[str, Active]]
+    ) -> Contender:
+        contender = Contender(name)
+        self.contenders.append(contender)
+        begun = time.perf_counter()
+        limit = min(self._options.row_limit, self._ends - begun)
+        try:
+            with time_limit(limit):
+                contender.remark, active = prepare()
+                with active():
+                    contender.peak_bytes = self.bench.peak_bytes()
+            contender.active = active
+        except Exception as error:  # noqa: BLE001 (a row of its own)
+            contender.remark = f"{type(error).__name__}: {error!s:.200}"
+        contender.seconds = time.perf_counter() - begun
+        self.bench.release()
+        print(f"  {name}: {contender.peak_bytes} bytes, {contender.row()}", flush=True)
+        return contender
 
-        def row(contender: str) -> Row:
-            if not measured:
-                limit = self._options.row_limit
-                found = self.bench.measure(contenders, rounds=rounds, limit=limit)
-                measured.update(found)
-            return measured[contender]
-
-        return [
-            self._table.row(self._name, name, partial(row, name)) for name in contenders
-        ]
-
-    def _switch(self) -> AbstractContextManager[str]:
-        return own_checkpointing(self.bench)
-
-    def _fitted(self, budget: Any, executor: str) -> Contender:
-        return lambda: fitted(self.bench, int(budget), executor)
+    def _run_round(self) -> None:
+        for contender in self.contenders:
+            if contender.active is not None:
+                with contender.active():
+                    contender.times.append(self.bench.times())
+                self.bench.release()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default=",".join(CASES))
-    parser.add_argument("--executors", default="eager,exact,inductor")
+    parser.add_argument("--own", default="eager,exact", help="at the own peak")
+    parser.add_argument("--executors", default="inductor", help="at the other peaks")
     parser.add_argument("--shares", type=numbers, default="0.9,0.75,0.6,0.5,0.4")
     parser.add_argument("--knobs", type=numbers, default="1,0.7,0.5,0.3,0.1,0")
     parser.add_argument("--regions", action="store_true", help="a region per block too")
-    parser.add_argument(
-        "--rounds", type=int, default=2, help="turns without a compiler"
-    )
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--limit", type=float, default=float("inf"))
-    parser.add_argument("--row-limit", type=int, default=240, help="seconds for a row")
+    parser.add_argument(
+        "--limit", type=float, default=1e6, help="seconds to prepare one model"
+    )
+    parser.add_argument(
+        "--row-limit", type=float, default=240, help="seconds to prepare a contender"
+    )
+    parser.add_argument("--lock", type=Path, help="shared with other processes")
     options = parsed(parser, arguments)
-    options.executors = [name for name in options.executors.split(",") if name]
+    for name in ("own", "executors"):
+        values = getattr(options, name).split(",")
+        setattr(options, name, [value for value in values if value])
     device = device_at_hand()
-    settings = {"steps in a row": options.steps, "dtype": "bfloat16 on a GPU"}
-    table = Table("ecosystem", device, settings, options.out, options.limit)
-    try:
-        for name in options.models.split(","):
-            Comparison(name, device, table, options).measure()
-    except TimeoutError as error:
-        print(f"Not finished: {error}. The same command goes on from here.")
+    settings = {
+        "steps in a row": options.steps,
+        "rounds": options.rounds,
+        "dtype": "bfloat16 on a GPU",
+    }
+    table = Table("ecosystem", device, settings, options.out, float("inf"))
+    for name in options.models.split(","):
+        if any(row["model"] == name for row in table.rows):
+            continue  # measured today, with the same settings
+        for contender, row in Comparison(name, device, options).measure():
+            table.row(name, contender, lambda row=row: row)
+        gc.collect()
 
 
 if __name__ == "__main__":
