@@ -7,8 +7,8 @@ eager peak. Every contender is prepared once (compiled or fitted) and its peak m
 then all of them are timed in turns: a round runs each for some steps. Models have
 random weights; nothing is downloaded.
 
-With `--lock FILE` several processes may prepare different models at once: torch's
-budgets are compiled by all of them, but one process at a time fits or times.
+With `--lock FILE` several processes may work on different models: all of them compile
+for torch's budgets at once, but one at a time fits and measures.
 
     python -m benchmarks.cases.ecosystem --models llama,t5 --limit 240
 """
@@ -19,7 +19,7 @@ import gc
 import signal
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -188,10 +188,16 @@ def per_block(bench: Bench) -> Iterator[None]:
             recoup.uncheckpoint_module(bench.model.get_submodule(name))
 
 
-def knob(bench: Bench, budget: float) -> tuple[str, Active]:
+def knob(bench: Bench, budget: float, limit: float) -> Active:
     """Compile each block by itself with torch's own budget."""
     compiled = Compiled(bench.model, budget)
-    return "", lambda: compiled(bench.model)
+    try:
+        with time_limit(limit), compiled(bench.model):
+            bench.step()
+    except Exception as error:  # noqa: BLE001 (it fails again when it is measured)
+        print(f"  torch knob {budget}: {type(error).__name__}", flush=True)
+    bench.release()
+    return lambda: compiled(bench.model)
 
 
 def fitted(bench: Bench, budget: int, executor: Any) -> tuple[str, Active]:
@@ -241,21 +247,26 @@ class Comparison:
         self, name: str, device: torch.device, options: argparse.Namespace
     ) -> None:
         self._options = options
-        self._ends = time.perf_counter() + options.limit
+        self._ends = 0.0
         self.bench = Bench(name, device, steps=options.steps)
         self.contenders: list[Contender] = []
 
     def measure(self) -> Iterator[tuple[str, Row]]:
         """Prepare every contender, time all of them in turns; yield their rows."""
-        self._prepare_all()
-        with exclusive(self._options.lock):
-            self.bench.release()
-            for _ in range(self._options.rounds):
+        options = self._options
+        knobs = {
+            f"torch knob {share}": knob(self.bench, share, options.row_limit)
+            for share in options.knobs
+        }
+        with exclusive(options.lock):
+            self._ends = time.perf_counter() + options.limit
+            self._prepare_all(knobs)
+            for _ in range(options.rounds):
                 self._run_round()
         for contender in self.contenders:
             yield contender.name, contender.row()
 
-    def _prepare_all(self) -> None:
+    def _prepare_all(self, knobs: Mapping[str, Active]) -> None:
         options, bench = self._options, self.bench
         eager = self._prepare("eager", lambda: ("", nullcontext))
         switch = partial(own_checkpointing, bench)
@@ -263,24 +274,20 @@ class Comparison:
         if options.regions:
             regions = partial(per_block, bench)
             self._prepare("recoup, a region per block", lambda: ("", regions))
-        knobs = [self._knob(share) for share in options.knobs]
         for executor in options.own:
             self._fit(f"fit ({executor}) at own checkpointing", own, executor)
-        if "inductor" in options.executors:
-            for found in knobs:
-                self._fit(f"fit (inductor) at {found.name}", found, "inductor")
+        for name, active in knobs.items():
+            found = self._prepare(name, lambda active=active: ("", active))
+            if "inductor" in options.executors:
+                self._fit(f"fit (inductor) at {name}", found, "inductor")
         for share in options.shares:
             asked = Contender("", peak_bytes=int(share * eager.peak_bytes))
             for executor in options.executors:
                 self._fit(f"fit ({executor}) at {share:.0%}", asked, executor)
 
-    def _knob(self, share: float) -> Contender:
-        return self._prepare(f"torch knob {share}", lambda: knob(self.bench, share))
-
     def _fit(self, name: str, at: Contender, executor: str) -> None:
         if at.peak_bytes:
-            with exclusive(self._options.lock):
-                self._prepare(name, lambda: fitted(self.bench, at.peak_bytes, executor))
+            self._prepare(name, lambda: fitted(self.bench, at.peak_bytes, executor))
 
     def _prepare(
         self, name: str, prepare: Callable[[], tuple[str, Active]]
