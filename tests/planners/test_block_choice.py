@@ -6,9 +6,10 @@ from itertools import product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recoup.core.compiled_plan import BlockFrame, BlockOption, BlockStep
+from recoup.core.compiled_plan import BlockFrame, BlockOption, BlockStep, SavedSet
 from recoup.planners.block_choice import (
     choose_options,
+    compiled_first,
     least_peak,
     offloaded,
     worth_measuring,
@@ -115,6 +116,15 @@ def test_the_smallest_choice_has_the_smallest_peak_of_all(problem):
     found = least_peak(step, options)
     chosen = [kind[number] for kind, number in zip(kinds, found, strict=True)]
     assert step.peak_bytes(chosen) == min(map(step.peak_bytes, product(*kinds)))
+
+
+def test_few_bytes_less_for_much_time_are_not_compiled_first():
+    held = {"fast": (4000, 1.0), "middle": (2000, 2.0), "lean": (1010, 3.0)}
+    sets = [SavedSet((name,), *costs) for name, costs in held.items()]
+    assert compiled_first(sets) == 2
+    assert compiled_first([*sets, SavedSet((), 1000, 9.0)]) == 2
+    assert compiled_first([*sets, SavedSet((), 900, 9.0)]) == 3
+    assert compiled_first(sets[:1]) == 0
 
 
 def test_what_the_link_can_hide_is_moved_and_costs_no_time():

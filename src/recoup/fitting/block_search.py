@@ -46,6 +46,7 @@ from recoup.measurement.timing.pace import pace_of
 from recoup.planners.block_choice import (
     KindOption,
     choose_options,
+    compiled_first,
     least_peak,
     offloaded,
     saved_sets,
@@ -96,6 +97,16 @@ class BlockKind:
         self.options = [_UNKNOWN] * len(self.partitions)
         self.compiled = 0
 
+    @property
+    def reference(self) -> int:
+        """The option of the reference step: it holds next to nothing."""
+        return compiled_first(self.sets) if self.sets else 1
+
+    def measure_first(self) -> None:
+        """Measure the reference; if nothing can be compiled, all there is."""
+        for option in (self.reference,) if self.sets else (0, 1):
+            self.measure(option)
+
     def measure(self, option: int) -> None:
         """Compile and measure an option; predict the others anew."""
         count = len(self.sets)
@@ -111,7 +122,6 @@ class BlockKind:
     def add_region(self) -> None:
         """Add and measure one more option: a region recomputes all of the block."""
         if all(partition is None or partition.digest for partition in self.partitions):
-            # The reference stays the last of the sets: it has been measured.
             self.partitions.append(_region(self.number))
             self.options.append(self._measured(len(self.options)))
 
@@ -120,15 +130,15 @@ class BlockKind:
 
         If a larger one is measured too, the time lies between both: without that, one
         option after the other would be compiled because the last one was slower than
-        predicted.
+        predicted. If no smaller one is measured, the next larger one serves.
         """
-        known = (n for n in range(option + 1, len(self.sets)))
-        below = next(n for n in known if self.options[n].is_measured)
+        known = [n for n in range(len(self.sets)) if self.options[n].is_measured]
+        above = [n for n in known if n < option]
+        below = next((n for n in known if n > option), known[-1])
         mine, other, found = self.sets[option], self.sets[below], self.options[below]
         backward_bytes = mine.backward_bytes - other.backward_bytes
         seconds = mine.seconds - other.seconds
-        above = [n for n in range(option) if self.options[n].is_measured]
-        if above:
+        if above and above[-1] != below:
             modelled = self.sets[above[-1]].seconds - other.seconds
             measured = self.options[above[-1]].seconds - found.seconds
             seconds *= measured / modelled if modelled else 0.0
@@ -238,8 +248,7 @@ class BlockSearch:
             kind = BlockKind(
                 number, block, bench, self._executor, partitions, sets, moves, link
             )
-            for option in (len(sets) - 1,) if sets else (0, 1):
-                kind.measure(option)
+            kind.measure_first()
             self.kinds.append(kind)
         if not any(p and p.digest for kind in self.kinds for p in kind.partitions):
             first = [f"{name}: {why}" for name, why in list(self.eager.items())[:2]]
@@ -250,7 +259,7 @@ class BlockSearch:
 
     def reference(self) -> BlockStep:
         """Measure a step in which every block holds as little as it can."""
-        references = [max(len(kind.sets), 2) - 1 for kind in self.kinds]
+        references = [kind.reference for kind in self.kinds]
         self.apply(self.plan_of({n: references[k] for n, k in self.kind_of.items()}))
         self._tell("measuring the compiled step at the least memory")
         for _ in range(2):
