@@ -34,8 +34,8 @@ from recoup.measurement.timing.block_bench import (
     BlockBench,
     BlockKinds,
     Forward,
-    KernelTimes,
     costed,
+    kernel_times,
 )
 from recoup.measurement.timing.block_frames import (
     StepMarks,
@@ -219,7 +219,7 @@ class BlockSearch:
         """Find the options of each kind of block."""
         self.eager = dict(found.refused)
         self.kind_of = dict(found.kinds)
-        times = KernelTimes(self._step.device)
+        times = kernel_times(self._step.device)
         for number, (name, call) in enumerate(found.samples):
             self._tell(f"capturing {name}")
             block = blocks[name]

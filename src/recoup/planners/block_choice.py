@@ -89,7 +89,8 @@ def saved_sets(joint: JointForward, *, limit: int = 8) -> tuple[SavedSet, ...]:
 
     Args:
         joint: The block's forward.
-        limit: The most sets to return; those closest to others are dropped first.
+        limit: The most sets to return; those are dropped first that blocks with other
+            sets replace at the least cost.
     """
     demand = Demand(
         joint.graph,
@@ -109,7 +110,7 @@ def saved_sets(joint: JointForward, *, limit: int = 8) -> tuple[SavedSet, ...]:
         cuts -= 1
         price = (right.seconds - left.seconds) / (left.held_bytes - right.held_bytes)
         middle = _at(joint, demand, max(price, 0.0))
-        line = left.seconds + price * (left.held_bytes - middle.held_bytes)
+        line = _between(left, right, middle.held_bytes)
         if middle.names not in found and middle.seconds < line - _NOTHING:
             found[middle.names] = middle
             gaps += [(left, middle), (middle, right)]
@@ -161,13 +162,20 @@ def _pareto(sets: Iterable[SavedSet]) -> list[SavedSet]:
 
 
 def _thinned(sets: list[SavedSet], limit: int) -> list[SavedSet]:
+    """Drop the sets that a mixture of their neighbours replaces at the least cost."""
     while len(sets) > max(limit, 2):
-        gaps = [
-            sets[i - 1].held_bytes - sets[i + 1].held_bytes
+        costs = [
+            _between(sets[i - 1], sets[i + 1], sets[i].held_bytes) - sets[i].seconds
             for i in range(1, len(sets) - 1)
         ]
-        del sets[1 + gaps.index(min(gaps))]
+        del sets[1 + costs.index(min(costs))]
     return sets
+
+
+def _between(fast: SavedSet, small: SavedSet, held_bytes: int) -> float:
+    """Return the time of blocks of which some have one set, the others another."""
+    price = (small.seconds - fast.seconds) / (fast.held_bytes - small.held_bytes)
+    return fast.seconds + price * (fast.held_bytes - held_bytes)
 
 
 _NEARLY = 64

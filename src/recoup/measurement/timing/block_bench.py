@@ -1,5 +1,6 @@
 """Measure one block by itself: the bytes and the time of an option, and of kernels."""
 
+import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -272,7 +273,9 @@ _FUSED = 0.02
 is computed in registers, in a kernel that runs in any case."""
 
 _COPY_BYTES = 1 << 26
-_REPEATS = 3
+_REPEATS, _IN_A_ROW = 3, 10
+"""How often a kernel is timed, and by how many calls that follow each other where a
+device waits for the host: one alone takes as long as it takes to start it."""
 
 
 class KernelTimes:
@@ -305,7 +308,23 @@ class KernelTimes:
 
     def _timed(self, function: Callable[[], object]) -> float:
         function()
-        return least_seconds(function, self._device, _REPEATS)
+        calls = 1 if self._device.type == "cpu" else _IN_A_ROW
+
+        def row() -> None:
+            for _ in range(calls):
+                function()
+
+        return least_seconds(row, self._device, _REPEATS) / calls
+
+
+@functools.cache
+def kernel_times(device: torch.device) -> KernelTimes:
+    """Return the times of a device's kernels, measured once in a process.
+
+    With the same times the same sets of saved values are found again, which have been
+    compiled before.
+    """
+    return KernelTimes(device)
 
 
 def costed(joint: JointGraph, times: KernelTimes) -> JointForward:
