@@ -562,6 +562,8 @@ def test_the_largest_batch_is_found(tmp_path, capsys):
     asked[1] = f"{file}:make_step"
     assert run([*asked, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["size"] > 1.5 * found["size"]
+    assert run(asked[:2]) == USAGE
+    assert "expected a budget on a CPU" in capsys.readouterr().err
     asked[1] = f"{file}:no_batch"
     assert run(asked) == TARGET
     assert "a batch of the size, got a step alone" in capsys.readouterr().err

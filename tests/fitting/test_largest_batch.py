@@ -112,6 +112,7 @@ def test_room_is_left_for_the_state_of_an_optimizer_and_a_limit_is_kept():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        ({}, "budget on a CPU"),
         ({"budget": 0.5}, "in bytes"),
         ({"budget": "1MB", "slowdown": -1.0}, "slowdown"),
         ({"budget": "1MB", "limit": 0}, "limit"),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -17,7 +18,7 @@ from recoup.core.segments import Action
 from recoup.core.units import parse_budget, print_bytes, print_seconds
 from recoup.errors import InfeasibleError, UsageError
 from recoup.fitting.arguments import actions_of, optimizers_of
-from recoup.fitting.budgets import Budget, budget_bytes, check_budget
+from recoup.fitting.budgets import Budget, budget_bytes
 from recoup.fitting.fit import fit
 from recoup.measurement.steps.floor import measure_floor
 from recoup.measurement.steps.optimizers import missing_state_bytes, state_tensors
@@ -102,7 +103,8 @@ def largest_batch(  # noqa: PLR0913 (as `fit`)
             number of samples, or the length of a sequence; larger ones take more
             memory.
         budget: The most bytes on the device, as for `fit`, but no share; None for what
-            the device has.
+            the device has. On a CPU it must be given: a search would fill the
+            machine's memory.
         loss: Computes the loss, as for `fit`.
         step: Runs forward and backward on a batch by itself, instead of `loss`.
         slowdown: How much longer than the plain step of the same size a step may take,
@@ -130,19 +132,14 @@ def largest_batch(  # noqa: PLR0913 (as `fit`)
         True
     """
     started = time.perf_counter()
-    check_budget(budget)
-    if budget is not None and isinstance(parse_budget(budget), float):
-        raise UsageError(
-            f"expected a budget in bytes, got a share, {budget!r}; the plain peak that "
-            "it is a share of grows with the batch. Give bytes, such as '8GiB'."
-        )
+    device = device_of(model)
+    allowed_bytes = _allowed_bytes(budget, device)
     if limit < 1:
         raise UsageError(f"expected limit of at least 1, got {limit}.")
     if step is not None and loss is not None:
         raise UsageError("expected loss= or step=, got both; a step has its own loss.")
     check_slowdown(slowdown)
     optimizers = optimizers_of(optimizer)
-    device = device_of(model)
     reserved_bytes = sum(missing_state_bytes(each, device) for each in optimizers)
 
     def described(size: int) -> tuple[Any, Callable[[], object] | None]:
@@ -158,7 +155,6 @@ def largest_batch(  # noqa: PLR0913 (as `fit`)
         with untouched(measured) as repeated:
             return measure_floor(repeated, resident=moments)
 
-    allowed_bytes = budget_bytes(budget, 0, device)
     sizes = _Sizes(measure, allowed_bytes - reserved_bytes, actions_of(allow), slowdown)
     size = sizes.largest(limit)
     while True:
@@ -198,6 +194,25 @@ def largest_batch(  # noqa: PLR0913 (as `fit`)
         measured_sizes=tuple(sorted(sizes.graphs)),
         total_seconds=time.perf_counter() - started,
     )
+
+
+def _allowed_bytes(budget: Budget, device: torch.device) -> int:
+    """Return the budget of a search.
+
+    Raises:
+        UsageError: It is no budget, or does not bound a search.
+    """
+    if budget is None and device.type == "cpu":
+        raise UsageError(
+            "expected a budget on a CPU, got none; the search would fill this "
+            "machine's memory. Give bytes, such as '8GiB'."
+        )
+    if budget is not None and isinstance(parse_budget(budget), float):
+        raise UsageError(
+            f"expected a budget in bytes, got a share, {budget!r}; the plain peak that "
+            "it is a share of grows with the batch. Give bytes, such as '8GiB'."
+        )
+    return budget_bytes(budget, 0, device)
 
 
 def check_slowdown(slowdown: float | None) -> None:
