@@ -206,19 +206,24 @@ def critic_and_generator(share: float) -> tuple[Callable, Callable, recoup.resul
 
 
 def test_calls_in_another_order_are_said_and_then_held():
+    # Plans differ with the times of operators: this holds for each of them.
     critic, generator, report = critic_and_generator(0.6)
     budget = report.budget_bytes
+    report.remove()
+    plain_bytes = critic()[0]
+    critic, generator, report = critic_and_generator(0.6)
     assert critic()[0] <= budget
     assert generator()[0] <= budget
-    steps = [run() for _ in range(4) for run in (critic, critic, generator)]
+    steps = [run() for _ in range(7) for run in (critic, critic, generator)]
     peaks = [peak for peak, _ in steps]
     said = [(n, needed) for n, (_, needed) in enumerate(steps) if needed]
     # It is said at the first call that differs, in the middle of a step.
-    exceeding = [n for n, peak in enumerate(peaks) if peak > budget]
     [(first, [needed])] = said
-    assert first == exceeding[0] == 1
-    assert peaks[1] <= needed <= 1.5 * peaks[1]
-    assert max(peaks[5:]) <= budget
+    assert first == 1
+    assert peaks[0] <= budget
+    assert max(budget + 1, peaks[1]) <= needed <= 1.5 * plain_bytes
+    # Each step that exceeds gives the next plan more room; most plans need one.
+    assert max(peaks[15:]) <= budget
 
 
 def test_calls_in_the_measured_order_are_silent():
