@@ -5,6 +5,7 @@
 
 import importlib.metadata
 import inspect
+import json
 import subprocess
 import sys
 
@@ -76,6 +77,41 @@ def test_torch_is_imported_only_when_a_name_needs_it():
         "print(before, 'torch' in sys.modules)"
     )
     assert in_a_fresh_process(code) == "False True"
+
+
+WITHOUT_OPTIONAL = """
+import importlib, json, pkgutil, sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in OPTIONAL:
+            raise ModuleNotFoundError(name, name=name)
+
+sys.meta_path.insert(0, Absent())
+import recoup
+everything = [getattr(recoup, name) for name in recoup.__all__]
+missing = {}
+for found in pkgutil.walk_packages(recoup.__path__, "recoup."):
+    try:
+        importlib.import_module(found.name)
+    except ModuleNotFoundError as error:
+        missing[found.name] = error.name
+print(json.dumps(missing))
+"""
+
+
+def test_optional_packages_are_needed_by_the_modules_for_them_alone():
+    optional = {"transformers", "accelerate", "lightning", "peft", "trl", "datasets"}
+    optional |= {"torchao", "bitsandbytes", "timm", "torchdata"}
+    optional |= {"jax", "autograd", "matplotlib", "PyQt6"}
+    code = WITHOUT_OPTIONAL.replace("OPTIONAL", repr(optional))
+    assert json.loads(in_a_fresh_process(code)) == {
+        "recoup.integrations.lightning": "lightning",
+        "recoup.integrations.transformers": "transformers",
+        "recoup.loops.jax.loop": "jax",
+        "recoup.loops.jax.run": "jax",
+        "recoup.loops.numpy.step_tape": "autograd",
+    }
 
 
 def test_a_subpackage_does_not_hide_a_public_name():
