@@ -22,9 +22,9 @@ pytestmark = [
 ]
 
 
-def versions_of(text: str) -> tuple[str, str]:
+def versions_of(text: str, number: int = 0) -> tuple[str, str]:
     """The script of a guide's diff without its added lines, and with them."""
-    (diff,) = re.findall(r"```diff\n(.*?)```", text, flags=re.DOTALL)
+    diff = re.findall(r"```diff\n(.*?)```", text, flags=re.DOTALL)[number]
     lines = diff.splitlines()
     assert all(line[:1] in (" ", "+", "-", "") for line in lines)
     before = [line[1:] for line in lines if not line.startswith("+")]
@@ -35,11 +35,11 @@ def versions_of(text: str) -> tuple[str, str]:
 
 
 def run_both(
-    guide: str, make: Any, words: Mapping[str, str] | None = None
+    guide: str, make: Any, words: Mapping[str, str] | None = None, number: int = 0
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The variables of a guide's script after it ran, without and with recoup."""
     found = []
-    for script in versions_of((GUIDES / guide).read_text(encoding="utf-8")):
+    for script in versions_of((GUIDES / guide).read_text(encoding="utf-8"), number):
         for word, other in (words or {}).items():
             script = script.replace(word, other)
         variables = make()
@@ -82,22 +82,27 @@ def test_the_guide_to_transformers(tmp_path):
     assert logged["recoup_budget_bytes"] < logged["recoup_plain_peak_bytes"]
 
 
+def loop_parts() -> dict[str, Any]:
+    """What a loop of one's own has before it begins."""
+    from tests.support.trainings import Rows, small_stack
+
+    model = small_stack()
+    return {
+        "model": model,
+        "optimizer": torch.optim.Adam(model.parameters()),
+        "loader": torch.utils.data.DataLoader(Rows(256), 64, shuffle=True),
+        "loss_function": torch.nn.functional.mse_loss,
+    }
+
+
 def test_the_guide_to_accelerate():
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
-    from tests.support.trainings import Rows, small_stack
-
     def make() -> dict[str, Any]:
         for shared in (AcceleratorState, GradientState, PartialState):
             shared._reset_state()
-        model = small_stack()
-        return {
-            "model": model,
-            "optimizer": torch.optim.Adam(model.parameters()),
-            "loader": torch.utils.data.DataLoader(Rows(256), 64, shuffle=True),
-            "loss_function": torch.nn.functional.mse_loss,
-        }
+        return loop_parts()
 
     # The share of the guide is for models with larger activations.
     plain, ours = run_both("accelerate.md", make, {'"60%"': '"80%"'})
@@ -128,6 +133,13 @@ def test_the_guide_to_lightning(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plain, ours = run_both("lightning.md", make)
     assert_same_model(plain["module"], ours["module"])
+
+
+def test_the_guide_to_fabric():
+    pytest.importorskip("lightning", reason="lightning is not installed")
+
+    plain, ours = run_both("lightning.md", loop_parts, number=1)
+    assert_same_model(plain["model"], ours["model"])
 
 
 @pytest.mark.parametrize("count", [0, MOST_ADDED + 1])

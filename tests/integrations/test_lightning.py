@@ -351,13 +351,11 @@ def train_in_process(rank: int, folder: str) -> Any:
     }
 
 
-@pytest.mark.sweep
-def test_two_processes_agree_and_train_bitwise_as_without(tmp_path):
-    found = together(train_in_process, tmp_path, str(tmp_path), seconds=300)
+def assert_agreed(found: list[Any]) -> None:
+    """Both trained as without recoup, on data of their own, by one plan."""
     for each in found:
         assert not isinstance(each, str), each
         assert each["differences"] == []
-        assert len(each["losses"][0]) == STEPS
         assert each["losses"][0] == each["losses"][1]
         ours, budget, plain = each["peaks"]
         assert ours <= budget < plain
@@ -365,16 +363,41 @@ def test_two_processes_agree_and_train_bitwise_as_without(tmp_path):
     assert found[0]["losses"] != found[1]["losses"], "each has data of its own"
 
 
-def train_with_fabric(budget: float | None, **settings: Any) -> Any:
-    fabric = lightning.Fabric(accelerator="cpu", devices=1, **settings)
+@pytest.mark.sweep
+def test_two_processes_agree_and_train_bitwise_as_without(tmp_path):
+    found = together(train_in_process, tmp_path, str(tmp_path), seconds=300)
+    assert_agreed(found)
+    assert len(found[0]["losses"][0]) == STEPS
+
+
+def train_with_fabric(
+    budget: float | None,
+    *,
+    save: Path | None = None,
+    resume: Path | None = None,
+    stop: int = 24,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Train an epoch in pairs of batches, or the part before or after a saved state."""
+    fabric = lightning.Fabric(accelerator="cpu", **{"devices": 1, **settings})
+    fabric.launch()
     fabric.seed_everything(7, verbose=False)
     model = small_stack()
     model, optimizer = fabric.setup(model, torch.optim.Adam(model.parameters()))
-    losses, reports = [], []
-    loader: Any = fabric.setup_dataloaders(DataLoader(Rows(), 64, shuffle=True))
-    for batch in loader:
+    loader: Any = fabric.setup_dataloaders(DataLoader(Rows(), 64))
+    start = 0
+    kept: dict[str, Any] = {"model": model, "optimizer": optimizer, "random": None}
+    if resume is not None:
+        fabric.load(resume, kept)
+        start = 12
+    found: dict[str, Any] = {"losses": [], "peaks": [], "reports": []}
+    for number, batch in enumerate(loader):
+        if not start <= number < stop:
+            continue
+        if number == start > 0:  # the loader has drawn
+            torch.set_rng_state(kept["random"])
         if budget is not None:
-            reports.append(
+            found["reports"].append(
                 fit_once(
                     fabric,
                     model,
@@ -382,23 +405,68 @@ def train_with_fabric(budget: float | None, **settings: Any) -> Any:
                     budget,
                     loss=nn.functional.mse_loss,
                     optimizer=optimizer,
+                    accumulate=True,
                 )
             )
-        loss = nn.functional.mse_loss(model(batch[0]), batch[1])
-        fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return model, losses, reports
+        is_last = number % 2 == 1
+        with (
+            fabric.no_backward_sync(model, enabled=not is_last),
+            StorageMeter("cpu") as meter,
+        ):
+            meter.track(model, *batch)
+            meter.track(*(p.grad for p in model.parameters() if p.grad is not None))
+            for state in optimizer.state.values():
+                meter.track(*state.values())
+            loss = nn.functional.mse_loss(model(batch[0]), batch[1])
+            fabric.backward(loss / 2)
+        found["peaks"].append(meter.peak_bytes)
+        found["losses"].append(loss.item())
+        if is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+    if save is not None:
+        random = torch.get_rng_state()
+        fabric.save(save, {"model": model, "optimizer": optimizer, "random": random})
+    found["state"] = dict(model.state_dict())
+    return found
 
 
-def test_a_loop_with_fabric_is_bitwise_the_plain_one():
-    plain, expected, _ = train_with_fabric(None, precision="bf16-mixed")
-    model, losses, reports = train_with_fabric(0.8, precision="bf16-mixed")
-    assert len(losses) >= STEPS
-    assert losses == expected
-    states = dict(plain.state_dict()), dict(model.state_dict())
+def test_a_loop_with_fabric_that_is_saved_and_resumed_is_bitwise_the_plain_one(
+    tmp_path,
+):
+    file = tmp_path / "state.ckpt"
+    plain = train_with_fabric(None, precision="bf16-mixed")
+    begun = train_with_fabric(0.8, save=file, stop=12, precision="bf16-mixed")
+    resumed = train_with_fabric(0.8, resume=file, precision="bf16-mixed")
+    assert len(plain["losses"]) >= STEPS
+    assert begun["losses"] + resumed["losses"] == plain["losses"]
+    states = plain["state"], resumed["state"]
     assert list(tree_differences(*states, where="")) == []
-    report = reports[0]
-    assert all(each is report for each in reports), "it was fitted once"
-    assert report.measured_peak_bytes <= report.budget_bytes < report.plain_peak_bytes
+    for part in (begun, resumed):
+        report = part["reports"][0]
+        assert all(each is report for each in part["reports"]), "it was fitted once"
+        assert max(part["peaks"]) <= report.budget_bytes < max(plain["peaks"])
+
+
+def fabric_in_process(rank: int) -> Any:
+    """Train without and with recoup; return losses, peaks and the plan."""
+    for name, value in (("LOCAL_RANK", rank), ("NODE_RANK", 0), ("WORLD_SIZE", 2)):
+        os.environ[name] = str(value)
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29500")
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    settings: dict[str, Any] = {"devices": 2, "strategy": "ddp"}
+    plain = train_with_fabric(None, **settings)
+    budget = int(0.85 * max(plain["peaks"]))
+    ours = train_with_fabric(budget, **settings)
+    states = plain["state"], ours["state"]
+    return {
+        "differences": list(tree_differences(*states, where="")),
+        "losses": (plain["losses"], ours["losses"]),
+        "peaks": (max(ours["peaks"]), budget, max(plain["peaks"])),
+        "plan": ours["reports"][0].plan.to_json(),
+    }
+
+
+def test_two_processes_with_fabric_agree_and_train_bitwise_as_without(tmp_path):
+    assert_agreed(together(fabric_in_process, tmp_path, seconds=200))
