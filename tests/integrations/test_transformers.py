@@ -85,7 +85,7 @@ def train(
     folder: Path,
     callback: RecoupCallback | None = None,
     *,
-    resume: bool = False,
+    resume: bool | str = False,
     stop: int | None = None,
     kind: type[Any] = MeteredTrainer,
     make: Callable[[], nn.Module] = tiny_llama,
@@ -184,9 +184,21 @@ def check_run(folder: Path, settings: dict[str, Any], budget: float = 0.7) -> No
     assert_nothing_is_left(trainer, plain)
 
 
-def test_a_run_that_saves_evaluates_and_resumes_is_bitwise_the_plain_one(tmp_path):
+def lora() -> nn.Module:
+    """A frozen Llama with small trained parts."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    base: Any = tiny_llama()
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    return peft.get_peft_model(base, config)
+
+
+@pytest.mark.parametrize(("make", "share"), [(tiny_llama, 0.7), (lora, 0.8)])
+def test_a_run_that_saves_evaluates_and_resumes_is_bitwise_the_plain_one(
+    tmp_path, make, share
+):
     settings: dict[str, Any] = {
         **EVERYTHING,
+        "make": make,
         "save_strategy": "steps",
         "save_steps": 12,
         "eval_strategy": "steps",
@@ -194,14 +206,14 @@ def test_a_run_that_saves_evaluates_and_resumes_is_bitwise_the_plain_one(tmp_pat
         "save_total_limit": 1,
     }
     plain = train(tmp_path / "plain", **settings)
-    callback = RecoupCallback(0.7)
+    callback = RecoupCallback(share)
     begun = train(tmp_path / "ours", callback, stop=12, **settings)
     assert len(begun.peaks) == 24, "rehearsals leave no trace"
     assert_nothing_is_left(begun)
     saved = tmp_path / "ours" / "checkpoint-12" / "trainer_state.json"
     state = json.loads(saved.read_text())["stateful_callbacks"]["RecoupCallback"]
     assert state["args"] == {
-        "budget": 0.7,
+        "budget": share,
         "compile": None,
         "allow": ["keep"],
         "slowdown": None,
@@ -211,7 +223,7 @@ def test_a_run_that_saves_evaluates_and_resumes_is_bitwise_the_plain_one(tmp_pat
     assert report is not None
     numbers = state["attributes"]["_numbers"]
     assert numbers["recoup_budget_bytes"] == report.budget_bytes
-    resumed = train(tmp_path / "ours", RecoupCallback(0.7), resume=True, **settings)
+    resumed = train(tmp_path / "ours", RecoupCallback(share), resume=True, **settings)
     assert len(resumed.peaks) == 2 * (STEPS - 12)
     assert max(begun.peaks + resumed.peaks) <= report.budget_bytes < max(plain.peaks)
     assert_same_run(resumed, plain)
@@ -222,6 +234,29 @@ def test_a_run_that_saves_evaluates_and_resumes_is_bitwise_the_plain_one(tmp_pat
     assert evaluated[0] == evaluated[1]
     logged = [row for row in resumed.state.log_history if "recoup_budget_bytes" in row]
     assert [row["step"] for row in logged] == [0, 12], "once for each start"
+
+
+def test_a_callback_that_the_trainer_restores_has_the_budget_of_the_checkpoint(
+    tmp_path,
+):
+    settings: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps"}
+    begun = train(tmp_path, given := RecoupCallback(0.7), save_steps=2, **settings)
+    resumed = train(
+        tmp_path,
+        RecoupCallback(0.9),
+        resume=str(tmp_path / "checkpoint-2"),
+        restore_callback_states_from_checkpoint=True,
+        **settings,
+    )
+    (restored,) = [
+        each
+        for each in resumed.callback_handler.callbacks
+        if isinstance(each, RecoupCallback)
+    ]
+    assert restored.state()["args"] == given.state()["args"]
+    assert restored.report is not None
+    assert_same_run(resumed, begun)
+    assert_nothing_is_left(resumed)
 
 
 def test_a_budget_that_cannot_be_met_makes_the_batch_smaller(tmp_path):
@@ -274,29 +309,15 @@ def test_a_largest_batch_needs_a_budget_in_bytes():
         RecoupCallback("1GiB", slowdown=-1)
 
 
-def lora() -> nn.Module:
-    """A frozen Llama with small trained parts."""
-    from peft import LoraConfig, get_peft_model
-
-    base: Any = tiny_llama()
-    return get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-
-
-def test_a_model_of_peft_is_trained_as_without(tmp_path):
-    pytest.importorskip("peft", reason="peft is not installed")
-    check_run(tmp_path, {"make": lora}, 0.8)
-
-
 def test_a_compiled_run_is_planned_by_the_compiled_blocks(tmp_path):
-    settings: dict[str, Any] = {"torch_compile": True, "max_steps": 4}
-    plain = train(tmp_path, max_steps=4)
+    plain = train(tmp_path)
     callback = RecoupCallback(0.7, compile="exact")
     trainer = train(
         tmp_path,
         callback,
         kind=Trainer,  # a compiler cannot trace a meter
+        torch_compile=True,
         torch_compile_backend="eager",
-        **settings,
     )
     report = callback.report
     assert isinstance(report, CompiledFit)
