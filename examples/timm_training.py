@@ -17,7 +17,7 @@ from torch import nn
 
 import recoup
 
-STEPS, CLASSES = 4, 10
+STEPS, CLASSES = 20, 10
 
 
 def train(budget: float | None) -> tuple[nn.Module, str]:

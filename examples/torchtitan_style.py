@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from recoup import Trainer, TrainerSettings
 
-STEPS, WIDTH, TOKENS = 4, 32, 64
+STEPS, WIDTH, TOKENS = 20, 32, 64
 
 
 class Block(nn.Module):

@@ -31,6 +31,7 @@ def settings(folder: Path) -> dict[str, Any]:
     return {
         "output_dir": str(folder),
         "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
         "max_steps": STEPS,
         "use_cpu": True,
         "bf16": False,

@@ -41,7 +41,7 @@ def test_the_example_runs_in_two_processes():
     assert "Process 2 of 2: everything is bitwise as by hand." in printed
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 def test_a_model_as_torchtitan_makes_it_trains_in_two_processes():
     """FSDP2 and compiled blocks."""
     printed = run_in_two("torchtitan_style.py")
