@@ -1,4 +1,4 @@
-"""The classes of error: what catches what."""
+"""The classes of error: the base classes that catch them."""
 
 import inspect
 
@@ -19,7 +19,7 @@ def test_every_error_has_the_one_base_class(error):
     assert issubclass(error, errors.RecoupError)
 
 
-# One that makes its message from what it is about cannot be given any other.
+# Errors that build their own message take no other.
 GIVEN = [error for error in ERRORS if error is not errors.CheckpointIndexError]
 
 
@@ -30,21 +30,21 @@ def test_one_base_class_catches_every_error(error):
 
 
 @pytest.mark.parametrize("name", REPLAY_ERRORS)
-def test_replay_error_catches_every_way_in_which_a_replay_fails(name):
+def test_replay_error_catches_every_kind_of_replay_failure(name):
     assert issubclass(getattr(errors, name), errors.ReplayError)
 
 
-def test_code_that_expects_the_builtin_errors_still_catches_ours():
+def test_code_that_expects_builtin_errors_catches_ours():
     assert issubclass(errors.UsageError, ValueError)
     assert issubclass(errors.ReplayError, RuntimeError)
     assert issubclass(errors.UnsupportedError, RuntimeError)
 
 
-def test_a_wrong_call_is_not_mistaken_for_a_failed_replay():
+def test_a_usage_error_is_not_a_replay_error():
     assert not issubclass(errors.UsageError, RuntimeError)
     assert not issubclass(errors.ReplayError, ValueError)
 
 
 @pytest.mark.parametrize("error", ERRORS)
-def test_every_error_says_when_it_is_raised(error):
+def test_every_error_documents_when_it_is_raised(error):
     assert (error.__doc__ or "").strip()

@@ -1,4 +1,4 @@
-"""Segments that save nothing: a plan is no worse without them."""
+"""Segments that save nothing: removing them makes no plan worse."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from tests.support.graphs import graphs, plans
 
 @settings(max_examples=300)
 @given(st.data())
-def test_without_idle_segments_no_moment_takes_more_and_less_is_recorded(data):
+def test_removing_idle_segments_adds_no_bytes_and_records_less(data):
     graph = replace(data.draw(graphs()), recording_seconds=1.0)
     segments = data.draw(plans(graph, depth=data.draw(st.integers(0, 2))))
     if data.draw(st.booleans()):

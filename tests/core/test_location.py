@@ -1,4 +1,4 @@
-"""A plan is found again in the step it was made for, and refused in another."""
+"""A plan is located in the step it was made for, and refused in another."""
 
 import pytest
 from hypothesis import given
@@ -13,7 +13,7 @@ from tests.support.findings import small_graph
 
 
 @given(data=st.data())
-def test_locating_is_the_way_back_from_a_plan(data):
+def test_locate_is_the_inverse_of_plan_for(data):
     graph = small_graph()
     last = len(graph.boundaries) - 1
     cuts = sorted(data.draw(st.sets(st.integers(0, last), min_size=2, max_size=6)))
@@ -33,13 +33,13 @@ def test_locating_is_the_way_back_from_a_plan(data):
     assert simulate(graph, found) == simulate(graph, segments)
 
 
-def test_nested_plans_are_found_again():
+def test_nested_plans_are_located():
     graph = small_graph()
     whole = Segment(0, len(graph.boundaries) - 1, inner=(Segment(0, 2), Segment(2, 4)))
     assert locate(graph, plan_for(graph, [whole])) == (whole,)
 
 
-def test_a_planned_frontier_is_found_again():
+def test_plans_of_a_frontier_are_located():
     graph = small_graph()
     for solution in frontier(graph, points=3):
         found = locate(graph, plan_for(graph, solution.segments))

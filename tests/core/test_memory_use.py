@@ -1,4 +1,4 @@
-"""The kernel that adds up footprints, against a machine that runs the plan."""
+"""The kernel that sums footprints, versus a reference machine that runs the plan."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -13,7 +13,7 @@ from tests.support.interpreter import Machine
 
 @settings(max_examples=100)
 @given(st.data())
-def test_footprints_of_intervals_add_up_to_what_a_machine_uses(data):
+def test_footprints_of_intervals_sum_to_the_bytes_of_the_reference_machine(data):
     graph = data.draw(graphs())
     segments = data.draw(plans(graph))
     around = kept_around(graph, [(s.start, s.stop) for s in segments])
@@ -24,7 +24,7 @@ def test_footprints_of_intervals_add_up_to_what_a_machine_uses(data):
 
 @given(st.lists(st.tuples(*[st.integers(0, 9)] * 3), max_size=5))
 def test_spans_are_summed_moment_by_moment(rows):
-    """A span that ends before it begins counts for nothing, and none goes too far."""
+    """A span that ends before it begins counts as 0; spans end with the step."""
     spans = Spans(*np.array([(*row, 0) for row in rows], np.int64).reshape(-1, 4).T)
     expected = [sum(n for n, a, b in rows if a <= m <= b) for m in range(10)]
     assert spans.at_all(10).tolist() == expected

@@ -1,4 +1,4 @@
-"""Plans as data: they survive JSON, and a bad file is one clear error."""
+"""Plans as data: they round-trip through JSON; a bad file raises one clear error."""
 
 import json
 
@@ -10,7 +10,7 @@ from recoup import Action, Plan
 from recoup.core.plan import Held, Place, Span
 from recoup.errors import PlanError
 
-# All that can be printed: what cannot is refused, see below.
+# Printable text only: other text is refused, see below.
 printable = st.characters(exclude_categories=("C", "Z"), include_characters=" ")
 places = st.builds(
     Place,
@@ -75,12 +75,12 @@ def held_in(data) -> dict:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "no plan"),
-        ("[]", "it is a list"),
-        ("[" * 100_000, "no plan"),
+        ("", "not a plan"),
+        ("[]", "expected a JSON object, got a list"),
+        ("[" * 100_000, "not a plan"),
         ("{}", "expected 'recoup plan' of version 2, got None"),
-        ('{"format": "recoup plan"', "no plan"),
-        (changed(lambda d: d.update(format="pickle")), "no plan"),
+        ('{"format": "recoup plan"', "not a plan"),
+        (changed(lambda d: d.update(format="pickle")), "not a plan"),
         (changed(lambda d: d.update(version=1)), "of version 2, got .* of version 1"),
         (changed(lambda d: d.update(version=2.0)), "got .* of version 2.0"),
         (changed(lambda d: d.update(more=1)), "more of plan of recoup is 1"),
@@ -91,7 +91,7 @@ def held_in(data) -> dict:
         (changed(lambda d: d.update(seconds=float("nan"))), "seconds is nan"),
         (changed(lambda d: d.update(seconds=10**400)), "seconds is 1000"),
         (changed(lambda d: d.update(seconds=float("inf"))), "seconds is inf"),
-        (None, "no plan"),
+        (None, "not a plan"),
         (changed(lambda d: d["spans"][0].pop("stop")), "stop of spans is None"),
         (changed(lambda d: d["spans"][0]["start"].update(call=-1)), "call is -1"),
         (changed(lambda d: d["spans"][0]["stop"].update(entering=0)), "entering is 0"),
@@ -117,7 +117,7 @@ def test_a_bad_file_is_one_clear_error(text, says):
         lambda data, name: data["spans"][0].update(made=[[name, 1]]),
     ],
 )
-def test_names_that_cannot_be_printed_are_refused_in_words_that_can(change, name):
+def test_unprintable_names_are_refused_with_a_printable_message(change, name):
     with pytest.raises(PlanError, match="is damaged") as caught:
         Plan.from_json(changed(lambda data: change(data, name)))
     assert str(caught.value).isprintable()
@@ -137,16 +137,16 @@ def test_names_that_cannot_be_printed_are_refused_in_words_that_can(change, name
         lambda data, amount: data["spans"][0].update(made=[["mm", amount]]),
     ],
 )
-def test_amounts_that_no_machine_has_are_refused(change, amount):
+def test_impossible_amounts_are_refused(change, amount):
     with pytest.raises(PlanError, match="is damaged"):
         Plan.from_json(changed(lambda data: change(data, amount)))
 
 
-def test_a_file_cannot_nest_without_end():
+def test_the_nesting_depth_of_a_file_is_limited():
     data = json.loads(a_plan().to_json())
     span = data["spans"][0]
     for _ in range(80):
         span = {**span, "inner": [span]}
     data["spans"] = [span]
-    with pytest.raises(PlanError, match="nested more than"):
+    with pytest.raises(PlanError, match="nested at most 64 deep, got more"):
         Plan.from_json(json.dumps(data))

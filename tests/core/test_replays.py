@@ -1,4 +1,4 @@
-"""Replays: what runs again, and what that takes at its moment."""
+"""Replays: their operators, and their bytes at their moment."""
 
 from benchmarks.graphs import Kernel, step_graph
 from recoup.core.footprint import replayed
@@ -11,20 +11,20 @@ def chain(count=4):
     return step_graph(kernels, range(count + 1))
 
 
-def test_going_back_stops_at_what_is_held():
+def test_a_replay_starts_from_held_values():
     graph = chain()
     assert replayed(graph, range(4), [4], {}) == ([0, 1, 2, 3], [0])
     assert replayed(graph, range(4), [4], {2: None}) == ([2, 3], [2])
     assert replayed(graph, range(2, 4), [4, 1], {}) == ([2, 3], [1, 2])
 
 
-def test_what_is_only_needed_on_the_way_is_freed_at_its_last_use():
+def test_intermediates_are_freed_at_their_last_use():
     graph = chain()
     assert run_again(graph, range(4), {4}) == (200, 4.0)
     assert run_again(graph, range(4), {2, 4}) == (300, 4.0)
 
 
-def test_what_it_starts_from_is_freed_too_if_nobody_else_needs_it():
+def test_unshared_roots_are_freed_at_their_last_use():
     graph = chain()
     assert run_again(graph, [2, 3], {4}, fetched=[2]) == (200, 2.0)
     assert run_again(graph, [3], {4}, fetched=[2, 3]) == (300, 1.0)
@@ -48,21 +48,21 @@ def test_an_inner_replay_runs_after_the_one_around_it():
         replay(0, peak_bytes=50, left_bytes=10),
         replay(1, peak_bytes=30, left_bytes=5),
     ]
-    # 50 for the outer one, then 10 and 30; the 15 that are left are no spike.
+    # 50 for the outer one, then 10 and 30; the 15 left over are not part of a spike.
     assert spikes(together, ()) == {7: 50 - 15}
 
 
-def test_what_passes_is_there_until_the_replay_that_lets_go_of_it():
+def test_a_passed_storage_counts_until_the_replay_that_frees_it():
     together = [replay(0, peak_bytes=50), replay(1, peak_bytes=45, fetched_bytes=20)]
-    # From before: the outer replay meets it.
+    # Made earlier: it is in use during the outer replay.
     assert spikes(together, [Passing(0, 20, (5, 0), (7, 1))]) == {7: 70}
-    # From the outer replay: part of what that takes.
+    # Made by the outer replay: part of its bytes.
     assert spikes(together, [Passing(0, 20, (7, 0), (7, 1))]) == {7: 50}
-    # For another moment: nothing.
+    # Freed at another moment: not counted.
     assert spikes(together[:1], [Passing(0, 20, (5, 0), (8, 1))]) == {7: 50}
 
 
-def test_of_those_side_by_side_the_largest_counts_with_all_that_is_left():
+def test_among_disjoint_replays_the_largest_counts_with_all_left_bytes():
     together = [
         replay(0, peak_bytes=50, left_bytes=10),
         replay(0, peak_bytes=40, left_bytes=30),

@@ -1,4 +1,4 @@
-"""Cleanup runs whatever line an interrupt comes at, and once is enough."""
+"""Cleanup runs at whatever line an interrupt arrives, and runs once."""
 
 import itertools
 
@@ -21,7 +21,7 @@ class Handle:
         self._hooks.discard(self)
 
 
-def test_an_interrupt_at_any_instruction_is_followed_by_the_cleanup():
+def test_the_cleanup_runs_after_an_interrupt_at_any_instruction():
     state = ["clean"]
 
     def clean() -> None:
@@ -44,7 +44,7 @@ def test_an_interrupt_at_any_instruction_is_followed_by_the_cleanup():
         assert places > 5
 
 
-def test_what_was_skipped_inside_is_restored_before_what_is_around_it():
+def test_skipped_inner_cleanups_run_before_the_outer_one():
     order: list[str] = []
     kept: list[BaseException] = []
 
@@ -88,7 +88,7 @@ def test_an_interrupt_at_any_line_removes_all_handles():
         assert not hooks, where
 
 
-def test_it_restores_once_and_an_error_of_its_own_is_raised():
+def test_it_restores_once_and_raises_errors_of_restore():
     calls: list[int] = []
     with restoring(lambda: calls.append(1)):
         assert not calls
@@ -98,7 +98,7 @@ def test_it_restores_once_and_an_error_of_its_own_is_raised():
     assert calls == [1]
 
 
-def test_one_that_is_never_entered_restores_nothing():
+def test_without_enter_nothing_is_restored():
     calls: list[int] = []
     restoring(lambda: calls.append(1))
     assert not calls

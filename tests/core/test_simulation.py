@@ -1,4 +1,4 @@
-"""The simulator against a machine that runs the plan, and its laws."""
+"""The simulator versus a reference machine that runs the plan, and its laws."""
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +15,7 @@ from tests.support.interpreter import Machine
 
 @settings(max_examples=250)
 @given(st.data())
-def test_bytes_and_seconds_are_those_of_a_machine_that_runs_the_plan(data):
+def test_bytes_and_seconds_equal_those_of_the_reference_machine(data):
     graph = data.draw(graphs())
     segments = data.draw(plans(graph, depth=data.draw(st.integers(0, 3))))
     machine = Machine(graph, segments)
@@ -25,7 +25,7 @@ def test_bytes_and_seconds_are_those_of_a_machine_that_runs_the_plan(data):
 
 
 def chain_graph(count=4, *, link_bytes_per_second=0.0, blocks=()):
-    """Operators in a row that each save their result of 100 bytes."""
+    """Return a chain of operators that each save a result of 100 bytes."""
     kernels = [Kernel(f"op{n}", 1.0, (n - 1,), 100, (n,)) for n in range(count)]
     return step_graph(
         kernels,
@@ -35,25 +35,25 @@ def chain_graph(count=4, *, link_bytes_per_second=0.0, blocks=()):
     )
 
 
-def test_the_machine_tells_plans_apart():
+def test_the_reference_machine_distinguishes_plans():
     graph = chain_graph()
     plain = Machine(graph, ()).run()
     assert plain != Machine(graph, (Segment(0, 2),)).run()
     assert plain != list(simulate(graph, [Segment(0, 2)]).bytes_at)
 
 
-def test_a_segment_in_a_segment_is_replayed_from_what_the_outer_one_remakes():
+def test_a_nested_segment_is_replayed_from_values_of_the_outer_replay():
     graph = chain_graph(8)
     inner = (Segment(0, 4), Segment(4, 8))
     flat = simulate(graph, inner)
     nested = simulate(graph, [Segment(0, 8, inner=inner)])
-    # All eight for the flat plan; the first four once more for where the second starts.
+    # All eight for the flat plan; the first four again for the root of the second.
     assert flat.replay_seconds == 8
     assert nested.replay_seconds == 12
     assert nested.held_bytes == flat.held_bytes - 100
 
 
-def test_what_an_inner_segment_keeps_the_outer_one_drops_again():
+def test_an_outer_segment_drops_values_that_an_inner_one_keeps():
     graph = chain_graph(4)
     inner = Segment(0, 4, {2: Action.KEEP})
     both = Segment(0, 4, {2: Action.KEEP}, inner=(inner,))
@@ -64,7 +64,7 @@ def test_what_an_inner_segment_keeps_the_outer_one_drops_again():
     assert kept.replay_seconds < dropped.replay_seconds
 
 
-def test_the_outermost_region_holds_as_long_as_one_inside_lives():
+def test_the_outermost_region_holds_while_an_inner_one_is_alive():
     graph = chain_graph(4)
     inner = Segment(0, 3)
     (held,) = graph.operations[3].makes
@@ -75,7 +75,7 @@ def test_the_outermost_region_holds_as_long_as_one_inside_lives():
     assert found.settled_at[-1] == 100 + simulate(graph, [inner]).settled_at[-1]
 
 
-def test_whatever_a_region_inside_is_asked_for_it_replays_first():
+def test_any_request_to_an_inner_region_starts_a_replay():
     kernels = [
         Kernel("first", 1.0, (-1,), 100, (0,)),
         Kernel("second", 1.0, (-1,), 10, (1,)),
@@ -84,13 +84,13 @@ def test_whatever_a_region_inside_is_asked_for_it_replays_first():
     graph = step_graph(kernels, range(4))
     middle = Segment(0, 2, inner=(Segment(1, 2),))
     found = simulate(graph, [Segment(0, 3, inner=(middle,))])
-    # The second operator's backward asks the innermost region, and that the middle one
-    # for the input, which is from outside of both.
+    # The second operator's backward requests the input from the innermost region, and
+    # that from the middle one; it comes from outside both.
     moments = {replay.depth: replay.moment for replay in found.replays}
     assert moments[1] == moments[2] == graph.moments - 2
 
 
-def test_a_replay_lets_go_of_what_it_starts_from_at_its_last_use():
+def test_a_replay_frees_its_roots_at_their_last_use():
     graph = chain_graph(4)
     inner = Segment(2, 4)
     found = simulate(graph, [Segment(0, 4, inner=(inner,))])
@@ -111,7 +111,7 @@ def test_a_replay_lets_go_of_what_it_starts_from_at_its_last_use():
 
 
 @given(st.data())
-def test_footprints_add_up_to_the_simulation(data):
+def test_footprints_sum_to_the_simulation(data):
     graph = data.draw(graphs())
     segments = data.draw(plans(graph))
     total = Footprint()
@@ -147,10 +147,10 @@ def test_an_offloaded_value_leaves_the_device_and_comes_back():
     assert away.bytes_at[replay.moment] == keep.bytes_at[replay.moment]
 
 
-def test_copies_that_do_not_hide_are_waited_for():
+def test_the_step_waits_for_copies_that_computation_does_not_hide():
     graph = chain_graph(4, link_bytes_per_second=20.0)
     away = simulate(graph, [Segment(0, 4, {2: Action.OFFLOAD})])
-    # 5 seconds out, of which a third of 12 hide; 5 in, of which all do.
+    # 5 seconds out, of which 4 (a third of 12) are hidden; 5 in, all hidden.
     assert away.stall_seconds == 1.0
 
 

@@ -1,4 +1,4 @@
-"""Bytes and seconds: what is read is exact, what is printed is near and readable."""
+"""Bytes and seconds: parsing is exact, printing is rounded and readable."""
 
 import math
 import re
@@ -24,7 +24,7 @@ units = st.sampled_from(sorted(FACTORS))
 
 
 def printed_value(text: str) -> Fraction:
-    """The number of bytes that `print_bytes` wrote down."""
+    """Return the number of bytes in a text of `print_bytes`."""
     number, unit = text.split(" ")
     return Fraction(number) * FACTORS[unit]
 
@@ -58,7 +58,7 @@ def printed_seconds(text: str) -> float:
         ("1.5e3 KiB", 1500 * 1024),
     ],
 )
-def test_known_amounts_are_read(text, amount_bytes):
+def test_known_amounts_are_parsed(text, amount_bytes):
     assert parse_bytes(text) == amount_bytes
 
 
@@ -108,7 +108,7 @@ def test_a_unit_means_the_same_without_its_b(number, unit):
         (None, "of type NoneType"),
     ],
 )
-def test_what_is_no_amount_is_refused_with_the_reason(amount, reason):
+def test_invalid_amounts_are_refused_with_the_reason(amount, reason):
     with pytest.raises(UsageError, match=reason) as caught:
         parse_bytes(amount)
     message = str(caught.value)
@@ -117,7 +117,7 @@ def test_what_is_no_amount_is_refused_with_the_reason(amount, reason):
 
 
 @given(st.text(max_size=12))
-def test_any_text_is_read_or_refused_with_our_error(text):
+def test_any_text_is_parsed_or_refused_with_our_error(text):
     try:
         amount_bytes = parse_bytes(text)
     except UsageError:
@@ -145,12 +145,12 @@ def test_known_amounts_are_printed(amount_bytes, text):
 
 
 @given(st.integers(1, 1023), st.sampled_from(sorted(BINARY)))
-def test_whole_units_come_back_from_print_and_parse(number, unit):
+def test_whole_units_round_trip_through_print_and_parse(number, unit):
     assert parse_bytes(print_bytes(number * FACTORS[unit])) == number * FACTORS[unit]
 
 
 @given(st.integers(0, 4 * 1023), st.sampled_from(sorted(set(BINARY) - {"B"})))
-def test_quarters_of_a_unit_come_back_from_print_and_parse(quarters, unit):
+def test_quarters_of_a_unit_round_trip_through_print_and_parse(quarters, unit):
     amount_bytes = quarters * FACTORS[unit] // 4
     assert parse_bytes(print_bytes(amount_bytes)) == amount_bytes
 
@@ -218,13 +218,13 @@ def test_a_printed_duration_is_within_one_percent(seconds):
 
 
 @given(st.integers(1, 100))
-def test_a_text_in_percent_is_that_share(percent):
+def test_a_percentage_is_a_share(percent):
     assert parse_budget(f"{percent}%") == percent / 100
     assert parse_budget(f" {percent}.0 % ") == percent / 100
 
 
 @given(st.integers(1, 10**4))
-def test_a_share_means_the_same_as_a_number_as_text_and_in_percent(parts):
+def test_a_share_is_equal_as_number_text_and_percentage(parts):
     share = parts / 10**4
     assert parse_budget(share) == share
     assert parse_budget(f"{share:.4f}") == share
@@ -232,7 +232,7 @@ def test_a_share_means_the_same_as_a_number_as_text_and_in_percent(parts):
 
 
 @given(st.integers(1, 2**50))
-def test_bytes_mean_the_same_as_a_number_and_as_text(amount_bytes):
+def test_bytes_are_equal_as_number_and_as_text(amount_bytes):
     found = [parse_budget(given) for given in (amount_bytes, str(amount_bytes))]
     assert found == [amount_bytes, amount_bytes]
     assert all(isinstance(each, int) for each in found)
@@ -250,7 +250,7 @@ def test_bytes_mean_the_same_as_a_number_and_as_text(amount_bytes):
         *(float("nan"), float("inf"), True, None, "", "abc", [1], b"1"),
     ],
 )
-def test_what_is_no_budget_is_refused_and_named(budget):
+def test_invalid_budgets_are_refused_and_named(budget):
     with pytest.raises(UsageError, match=re.escape(repr(budget))):
         parse_budget(budget)
 

@@ -267,7 +267,7 @@ class TestPlans:
     @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "recoup plan"}'])
     def test_other_files_are_refused(self, text):
         with pytest.raises(
-            PlanError, match=r"no plan of recoup|damaged|expected a 'rec"
+            PlanError, match=r"not a plan of recoup|damaged|expected a 'rec"
         ):
             CompiledPlan.from_json(text)
 

@@ -1,4 +1,4 @@
-"""The baselines: what each of them promises, on a step one can follow."""
+"""The baselines: their promises, on a step that is easy to follow."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def test_store_all_replays_nothing(graph):
     assert simulate(graph, store_all(graph)).replay_seconds == 0
 
 
-def test_recompute_all_runs_no_operator_twice_again(graph):
+def test_recompute_all_recomputes_each_operator_at_most_once(graph):
     replays = simulate(graph, recompute_all(graph)).replays
     operations = [number for replay in replays for number in replay.operations]
     assert len(operations) == len(set(operations))
@@ -35,16 +35,16 @@ def test_every_kth_recomputes_one_of_k_blocks(graph, k):
     assert len(simulate(graph, every_kth(graph, k)).replays) == -(-9 // k)
 
 
-def test_every_kth_refuses_a_k_of_nothing(graph):
+def test_every_kth_refuses_k_below_one(graph):
     with pytest.raises(UsageError, match="at least 1"):
         every_kth(graph, 0)
 
 
-def test_square_root_makes_as_many_segments_as_each_has_blocks(graph):
+def test_square_root_makes_equal_numbers_of_segments_and_blocks_per_segment(graph):
     assert len(square_root(graph)) == 3
 
 
-def test_greedy_takes_as_few_blocks_as_meet_the_budget(graph):
+def test_greedy_recomputes_the_fewest_blocks_that_meet_the_budget(graph):
     plain = simulate(graph, ()).peak_bytes
     counts = []
     for share in (1.0, 0.8, 0.6, 0.4):

@@ -1,4 +1,4 @@
-"""Options of compiled blocks: the dynamic program against all combinations."""
+"""Options of compiled blocks: the dynamic program versus all combinations."""
 
 from dataclasses import replace
 from itertools import product
@@ -62,10 +62,8 @@ def test_the_choice_is_the_fastest_of_all_that_fit(problem, budget):
 
 @given(problems(), st.integers(20, 140))
 @settings(max_examples=300)
-def test_options_are_measured_until_a_choice_is_the_best_but_for_a_share(
-    problem, budget
-):
-    """Measuring confirms what was predicted here; each round measures something."""
+def test_options_are_measured_until_a_choice_is_nearly_optimal(problem, budget):
+    """Measurements equal predictions here; each round measures something."""
     step, options = problem
     options = [
         [*(replace(o, is_measured=False) for o in kind[:-1]), kind[-1]]
@@ -92,7 +90,7 @@ def test_options_are_measured_until_a_choice_is_the_best_but_for_a_share(
         assert slower <= 0.005 * step.seconds + 1e-9
 
 
-def test_an_option_that_gains_next_to_nothing_is_not_measured():
+def test_an_option_with_negligible_gain_is_not_measured():
     small = BlockOption(0, False, 10, 10, 1.0)
     fast = BlockOption(100, False, 10, 10, 0.9, is_measured=False)
     much = BlockOption(100, False, 10, 10, 0.5, is_measured=False)
@@ -110,7 +108,7 @@ def test_an_option_that_gains_next_to_nothing_is_not_measured():
 
 @given(problems())
 @settings(max_examples=300)
-def test_the_smallest_choice_has_the_smallest_peak_of_all(problem):
+def test_least_peak_is_the_minimum_over_all_choices(problem):
     step, options = problem
     kinds = [options[frame.kind] for frame in step.frames]
     found = least_peak(step, options)
@@ -127,7 +125,7 @@ def test_few_bytes_less_for_much_time_are_not_compiled_first():
     assert compiled_first(sets[:1]) == 0
 
 
-def test_what_the_link_can_hide_is_moved_and_costs_no_time():
+def test_offloading_hidden_by_computation_costs_no_time():
     kept = BlockOption(600, False, 10, 100, 3.0)
     moved = offloaded(kept, 600, 600.0)
     assert moved == BlockOption(0, False, 10, 700, 3.0)
@@ -141,7 +139,7 @@ def test_what_the_link_can_hide_is_moved_and_costs_no_time():
 
 
 @given(problems())
-def test_a_step_takes_no_less_time_than_its_blocks_however_short_it_was(problem):
+def test_a_step_takes_at_least_the_time_of_its_blocks(problem):
     step, options = problem
     disturbed = replace(step, seconds=0.01)
     for number in range(len(options[0])):

@@ -1,4 +1,4 @@
-"""No plan is below the bound: not one of all there are."""
+"""The lower bounds hold for all plans of small graphs."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +10,7 @@ from tests.support.graphs import graphs, plans
 
 @settings(max_examples=100)
 @given(st.data())
-def test_no_plan_whatever_its_segments_is_below_the_bound(data):
+def test_no_plan_with_any_segments_is_below_the_bound(data):
     graph = data.draw(graphs())
     found = simulate(graph, data.draw(plans(graph)))
     assert found.replay_seconds >= bound_seconds(graph, found.peak_bytes) - 1e-6
@@ -18,7 +18,7 @@ def test_no_plan_whatever_its_segments_is_below_the_bound(data):
 
 @settings(max_examples=50)
 @given(st.data())
-def test_no_plan_is_below_the_knapsack_of_any_moment(data):
+def test_no_plan_is_below_the_knapsack_bound_of_any_moment(data):
     graph = data.draw(graphs())
     found = simulate(graph, data.draw(plans(graph)))
     for moment in range(graph.moments):
@@ -27,5 +27,5 @@ def test_no_plan_is_below_the_knapsack_of_any_moment(data):
 
 
 @given(graphs())
-def test_plain_training_needs_no_more_than_nothing(graph):
+def test_the_bound_of_plain_training_is_zero(graph):
     assert bound_seconds(graph, simulate(graph, ()).peak_bytes) == 0

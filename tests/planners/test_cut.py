@@ -1,4 +1,4 @@
-"""The minimum cut against trying every set of values to hold."""
+"""The minimum cut versus every set of values to hold."""
 
 import itertools
 
@@ -11,7 +11,7 @@ from tests.support.graphs import graphs, hold_sets
 
 
 def whole_demand(graph):
-    """What backward needs of all of forward."""
+    """Return the demand of backward on all of forward."""
     saved = dict.fromkeys(save.value for save in graph.saves)
     made = tuple(v for v in saved if graph.values[v].producer >= 0)
     return Demand(graph, range(len(graph.operations)), made, {0: 0})
@@ -24,7 +24,7 @@ def every_choice(demand):
 
 @settings(max_examples=60)
 @given(graphs())
-def test_at_any_price_no_set_of_values_is_cheaper(graph):
+def test_at_any_price_no_set_of_values_is_cheaper_than_the_cut(graph):
     demand = whole_demand(graph)
     for price in (0.01, 0.05, 0.2, 1.0):
         held = choose(demand, lambda value, p=price: p * demand.bytes_of(value))
@@ -36,7 +36,7 @@ def test_at_any_price_no_set_of_values_is_cheaper(graph):
 
 @settings(max_examples=60)
 @given(graphs())
-def test_the_corners_are_the_lower_hull_of_all_choices(graph):
+def test_the_corners_are_the_lower_convex_hull_of_all_choices(graph):
     demand = whole_demand(graph)
     corners = frontier_of(demand, limit=100)
     bytes_held = [corner.held_bytes for corner in corners]
@@ -51,20 +51,20 @@ def test_the_corners_are_the_lower_hull_of_all_choices(graph):
 
 
 @given(graphs())
-def test_what_is_chosen_may_be_held(graph):
+def test_chosen_values_are_holdable(graph):
     demand = whole_demand(graph)
     for corner in frontier_of(demand):
         assert all(graph.values[value].holdable for value in corner.held)
 
 
-def test_a_value_that_is_in_memory_anyway_is_held_for_nothing():
+def test_holding_a_resident_value_costs_nothing():
     kernels = [Kernel(f"op{n}", 1.0, (n - 1,), 100, (n,)) for n in range(3)]
     graph = step_graph(kernels, [0, 3])
     free = Demand(graph, range(3), (1, 2, 3), {2: 0})
     assert all(2 in corner.held for corner in frontier_of(free))
 
 
-def test_what_cannot_run_again_is_held_and_paid_for():
+def test_results_that_cannot_be_recomputed_are_held_at_their_price():
     kernels = [
         Kernel("random", 1.0, (-1,), 100, (0,), replayable=False),
         Kernel("cheap", 1.0, (0,), 100, (1,)),

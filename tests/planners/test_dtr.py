@@ -46,7 +46,7 @@ def check(name, share):
 @pytest.mark.parametrize(
     ("name", "share"), [("unet", 0.5), ("resnet32", 0.2), ("transformer", 0.4)]
 )
-def test_less_is_recomputed_than_by_dtr_and_by_a_global_cut(name, share):
+def test_less_is_recomputed_than_with_dtr_and_with_a_global_cut(name, share):
     check(name, share)
 
 

@@ -1,4 +1,4 @@
-"""Against trying everything: what small graphs get is the best there is."""
+"""Versus exhaustive search: plans of small graphs are optimal."""
 
 from itertools import product
 
@@ -48,7 +48,7 @@ def test_a_small_graph_gets_a_plan_as_fast_as_any_over_its_blocks(graph, quarter
     segments = exhaustive(graph, blocks_of(graph), budget_bytes)
     assert segments is not None
     assert simulate(graph, segments).replay_seconds == best
-    # Other cuts and nested segments may be faster still; never slower.
+    # Other cuts and nested segments may be faster; never slower.
     solution = plan(graph, budget_bytes, allow=KEEP)
     assert solution.simulation.peak_bytes <= budget_bytes
     assert solution.extra_seconds <= best
@@ -57,7 +57,7 @@ def test_a_small_graph_gets_a_plan_as_fast_as_any_over_its_blocks(graph, quarter
 
 @settings(max_examples=20)
 @given(graphs(most=6), st.integers(0, 4))
-def test_the_programme_never_beats_what_is_possible(graph, quarters):
+def test_the_linear_program_never_beats_the_optimum(graph, quarters):
     every = every_plan(graph)
     lowest = min(found.peak_bytes for found in every)
     highest = simulate(graph, ()).peak_bytes
@@ -72,7 +72,7 @@ def test_the_programme_never_beats_what_is_possible(graph, quarters):
 
 @settings(max_examples=10)
 @given(graphs(most=6))
-def test_below_the_floor_there_is_nothing_over_the_blocks(graph):
+def test_no_plan_over_the_blocks_is_below_the_floor(graph):
     lowest = min(found.peak_bytes for found in every_plan(graph))
     with pytest.raises(InfeasibleError) as caught:
         plan(graph, 0, allow=KEEP)

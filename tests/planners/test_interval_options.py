@@ -1,4 +1,4 @@
-"""Options of intervals: working alike intervals out once changes no figure."""
+"""Options of intervals: sharing equal intervals changes no figure."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -25,7 +25,7 @@ def figures(options: list[IntervalOption]) -> list[tuple[float, int, int]]:
 
 
 def compare(graph: Graph, places: list[int], *, nest: bool) -> int:
-    """Compare every interval with one that is worked out alone; say how many."""
+    """Compare every interval with one evaluated alone; return their number."""
     shared = IntervalOptions(graph, places, held_sets(graph), nest=nest)
     count = 0
     for stop in range(1, len(places)):
@@ -41,16 +41,16 @@ def compare(graph: Graph, places: list[int], *, nest: bool) -> int:
 
 @settings(max_examples=40, deadline=None)
 @given(graph=graphs(most=9))
-def test_ways_of_any_interval_are_those_of_the_interval_alone(graph):
+def test_options_of_any_interval_equal_those_of_the_interval_alone(graph):
     assert compare(graph, list(range(len(graph.boundaries))), nest=True)
 
 
-def test_ways_of_blocks_that_repeat_are_those_of_the_block_alone():
+def test_options_of_repeated_blocks_equal_those_of_the_block_alone():
     graph = transformer_graph(4)
     assert compare(graph, list(graph.blocks), nest=True)
 
 
-def test_blocks_that_repeat_are_worked_out_once():
+def test_repeated_blocks_are_evaluated_once():
     counts = []
     for blocks in (6, 12):
         memory = Memory()
@@ -61,7 +61,7 @@ def test_blocks_that_repeat_are_worked_out_once():
     assert counts[1] <= 1.5 * counts[0]
 
 
-def test_a_path_is_made_of_segments_that_cost_what_its_ways_say():
+def test_segments_of_a_path_cost_what_its_options_state():
     graph = transformer_graph(3)
     partition = Partition(graph, graph.blocks, reach=3)
     path = partition.best(partition.lowest())
@@ -76,7 +76,7 @@ def test_a_path_is_made_of_segments_that_cost_what_its_ways_say():
 
 @settings(max_examples=40, deadline=None)
 @given(graph=graphs(most=8))
-def test_the_lowest_budget_is_the_least_that_has_a_path(graph):
+def test_the_lowest_budget_is_the_smallest_with_a_path(graph):
     places = list(range(len(graph.boundaries)))
     partition = Partition(graph, places, reach=4, nest=True)
     lowest = partition.lowest()
@@ -84,7 +84,7 @@ def test_the_lowest_budget_is_the_least_that_has_a_path(graph):
     assert partition.best(lowest - max(1, lowest // 10_000)) is None
 
 
-def test_partitions_that_share_a_memory_have_the_paths_of_separate_ones():
+def test_partitions_with_a_shared_cache_have_the_paths_of_separate_ones():
     graph = transformer_graph(4)
     slower = replace(
         graph,

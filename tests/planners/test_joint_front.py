@@ -1,4 +1,4 @@
-"""Saved sets of captured blocks: minimum cuts against all subsets."""
+"""Saved sets of captured blocks: minimum cuts versus all subsets."""
 
 from itertools import chain, combinations
 
@@ -107,7 +107,7 @@ def test_no_subset_beats_a_saved_set_in_bytes_and_time(joint):
 
 @given(joints())
 @settings(max_examples=150)
-def test_a_saved_set_costs_what_it_says(joint):
+def test_a_saved_set_has_its_stated_cost(joint):
     names = {name: value for value, name in enumerate(joint.names)}
     for found in saved_sets(joint):
         cost = cost_of(joint, {names[name] for name in found.names})
@@ -117,7 +117,7 @@ def test_a_saved_set_costs_what_it_says(joint):
 
 
 @given(joints(), st.integers(2, 4))
-def test_the_ends_survive_a_limit(joint, limit):
+def test_a_limit_keeps_the_ends_of_the_front(joint, limit):
     every, few = saved_sets(joint, limit=64), saved_sets(joint, limit=limit)
     assert len(few) <= limit
     assert few[0].held_bytes == every[0].held_bytes

@@ -1,4 +1,4 @@
-"""The plan with the lowest peak: the same for every measurement of one step."""
+"""The plan with the minimum peak: the same for every measurement of one step."""
 
 from dataclasses import replace
 
@@ -47,7 +47,7 @@ def test_the_floor_of_a_transformer_does_not_depend_on_times(seed):
     assert Search(measured_again(graph, times), KEEP).floor[0] == first[0]
 
 
-def test_a_plan_for_the_floor_takes_no_more_than_the_floor():
+def test_a_plan_for_the_floor_stays_within_it():
     graph = transformer_graph(3)
     for times in ([1.0, 5.0, 2.0], [3.0, 1.0]):
         again = measured_again(graph, times)

@@ -28,7 +28,7 @@ def uneven_step() -> Graph:
     return replace(graph, operations=operations, step_seconds=2 * forward)
 
 
-def test_nesting_is_tried_where_plans_without_it_just_begin_to_fit():
+def test_nesting_is_tried_where_flat_plans_barely_fit():
     graph = uneven_step()
     search = Search(graph, KEEP)
     least, most = search.floor[1].peak_bytes, search.known[0][1].peak_bytes
@@ -40,7 +40,7 @@ def test_nesting_is_tried_where_plans_without_it_just_begin_to_fit():
     assert seconds[1] <= seconds[0] + 0.01 * graph.step_seconds
 
 
-def test_one_search_never_gives_a_slower_plan_for_more_memory():
+def test_one_search_never_returns_a_slower_plan_for_more_memory():
     graph = uneven_step()
     search = Search(graph, KEEP)
     least, most = search.floor[1].peak_bytes, search.known[0][1].peak_bytes

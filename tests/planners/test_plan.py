@@ -1,4 +1,4 @@
-"""The front door: what comes back fits, is checked, and is as fast as can be shown."""
+"""The entry point: plans fit, are checked, and are close to the lower bound."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -29,7 +29,7 @@ def graph():
 
 
 @pytest.mark.parametrize("share", [0.9, 0.75, 0.6, 0.5])
-def test_regions_are_around_what_is_recomputed_and_no_more(graph, share):
+def test_regions_cover_only_recomputed_operators(graph, share):
     budget_bytes = int(share * simulate(graph, ()).peak_bytes)
     segments = plan(graph, budget_bytes, allow=KEEP).segments
     assert segments
@@ -52,12 +52,12 @@ def test_a_budget_that_plain_training_meets_costs_nothing(graph):
     assert solution.extra_seconds == 0
 
 
-def test_an_impossible_budget_names_the_smallest_that_is_possible(graph):
+def test_the_error_for_an_infeasible_budget_names_the_smallest_feasible_one(graph):
     with pytest.raises(InfeasibleError, match="smallest plan") as caught:
         plan(graph, 1000)
     floor_bytes = caught.value.floor_bytes
     assert plan(graph, floor_bytes).simulation.peak_bytes <= floor_bytes
-    # Where both are printed alike, their bytes tell them apart.
+    # Where both print the same, the message gives bytes.
     with pytest.raises(InfeasibleError, match=f" {floor_bytes - 1} B cannot be met"):
         plan(graph, floor_bytes - 1)
 
@@ -76,7 +76,7 @@ def test_the_error_says_where_the_peak_is_and_what_holds_it(graph):
     assert str(error.floor_bytes) in str(error)
 
 
-def test_nested_segments_go_below_what_one_level_of_blocks_can(graph):
+def test_nested_segments_reach_lower_peaks_than_one_level_of_blocks(graph):
     blocks_only = simulate(graph, recompute_all(graph)).peak_bytes
     lowest = floor(graph).simulation.peak_bytes
     assert lowest < blocks_only
@@ -84,7 +84,7 @@ def test_nested_segments_go_below_what_one_level_of_blocks_can(graph):
     assert solution.simulation.peak_bytes <= (lowest + blocks_only) // 2
 
 
-def test_on_the_frontier_more_memory_is_always_less_time(graph):
+def test_more_memory_is_always_faster_on_the_frontier(graph):
     solutions = frontier(graph, points=6, allow=KEEP)
     assert len(solutions) >= 4
     for less, more in pairwise(solutions):
@@ -96,8 +96,8 @@ def test_on_the_frontier_more_memory_is_always_less_time(graph):
 
 @settings(max_examples=40, deadline=None)
 @given(graph=graphs(most=10), shares=st.lists(st.floats(0, 1), min_size=2, max_size=4))
-def test_what_a_search_was_asked_never_costs_more_with_more_memory(graph, shares):
-    """In whatever order: what it finds for one budget it knows for all above."""
+def test_a_search_never_returns_slower_plans_for_more_memory(graph, shares):
+    """In any order: a plan found for one budget is known for all larger ones."""
     search = Search(graph, KEEP)
     highest = simulate(graph, ()).peak_bytes
     lowest = search.floor[1].peak_bytes
@@ -108,7 +108,7 @@ def test_what_a_search_was_asked_never_costs_more_with_more_memory(graph, shares
     assert again == sorted(again, reverse=True)
 
 
-def test_plans_of_a_transformer_made_apart_take_less_time_with_more_memory(graph):
+def test_separately_made_plans_of_a_transformer_are_faster_with_more_memory(graph):
     highest = simulate(graph, ()).peak_bytes
     lowest = floor(graph, allow=KEEP).simulation.peak_bytes
     budgets = [lowest + (highest - lowest) * n // 9 for n in range(10)]
@@ -116,7 +116,7 @@ def test_plans_of_a_transformer_made_apart_take_less_time_with_more_memory(graph
     assert times == sorted(times, reverse=True)
 
 
-def test_a_search_that_is_asked_in_any_order_answers_as_one_curve(graph):
+def test_the_order_of_budgets_does_not_change_the_curve_of_a_search(graph):
     highest = simulate(graph, ()).peak_bytes
     lowest = floor(graph, allow=KEEP).simulation.peak_bytes
     budgets = [lowest + (highest - lowest) * n // 5 for n in (4, 1, 5, 0, 2, 3)]
@@ -139,7 +139,7 @@ def test_no_baseline_is_faster_at_the_same_peak(graph, share):
             assert solution.simulation.seconds <= found.seconds
 
 
-def test_a_fast_link_takes_the_place_of_replays():
+def test_a_fast_link_replaces_replays():
     slow = transformer_graph(4)
     fast = transformer_graph(4, link_bytes_per_second=1e12)
     budget_bytes = int(0.5 * simulate(slow, ()).peak_bytes)
@@ -153,7 +153,7 @@ def test_a_fast_link_takes_the_place_of_replays():
 
 
 @pytest.mark.slow
-def test_planning_a_hundred_blocks_takes_no_more_than_twice_the_calls_of_fifty():
+def test_planning_a_hundred_blocks_takes_at_most_twice_the_calls_of_fifty():
     calls = {}
     for blocks in (50, 100):
         graph = transformer_graph(blocks)
@@ -171,7 +171,7 @@ def test_planning_a_hundred_blocks_takes_no_more_than_twice_the_calls_of_fifty()
 
 
 def beside_host(graph, *, plain, recording=0.0, replaying=0.0):
-    """Return the graph beside a host with these shares of the plain step's time."""
+    """Return the graph with a host of these shares of the plain step's time."""
     count = len(graph.operations)
     seconds = graph.step_seconds
     return replace(
@@ -182,7 +182,7 @@ def beside_host(graph, *, plain, recording=0.0, replaying=0.0):
     )
 
 
-def test_a_step_takes_as_long_as_the_slower_of_device_and_host(graph):
+def test_a_step_takes_the_time_of_the_slower_of_device_and_host(graph):
     segments = recompute_all(graph)
     alone = simulate(graph, segments)
     count = len(graph.operations)
@@ -200,7 +200,7 @@ def test_a_step_takes_as_long_as_the_slower_of_device_and_host(graph):
 
 
 @pytest.mark.parametrize("share", [0.9, 0.75, 0.6, 0.5])
-def test_a_host_with_time_to_spare_has_less_to_record_for_next_to_nothing(graph, share):
+def test_a_fast_host_records_less_at_negligible_device_time(graph, share):
     budget_bytes = int(share * simulate(graph, ()).peak_bytes)
     beside = beside_host(graph, plain=0.2, recording=0.1, replaying=0.1)
     alone = plan(graph, budget_bytes, allow=KEEP)
@@ -212,7 +212,7 @@ def test_a_host_with_time_to_spare_has_less_to_record_for_next_to_nothing(graph,
 
 
 @pytest.mark.parametrize("share", [0.9, 0.75, 0.6, 0.5])
-def test_where_the_host_is_slow_less_is_recorded_and_no_more_than_needed(graph, share):
+def test_a_slow_host_records_less_and_no_more_than_needed(graph, share):
     budget_bytes = int(share * simulate(graph, ()).peak_bytes)
     slow = beside_host(graph, plain=0.9, recording=1.0, replaying=0.5)
     alone = plan(graph, budget_bytes, allow=KEEP).segments
@@ -225,7 +225,7 @@ def test_where_the_host_is_slow_less_is_recorded_and_no_more_than_needed(graph, 
 
 @settings(max_examples=40, deadline=None)
 @given(graph=graphs(awkward=False), data=st.data())
-def test_no_plan_is_faster_than_the_bound_beside_any_host(graph, data):
+def test_no_plan_beats_the_bound_with_any_host(graph, data):
     third = st.sampled_from([0.0, 0.3, 1.0, 3.0])
     beside = beside_host(
         graph, plain=data.draw(third), recording=data.draw(third), replaying=0.3
@@ -240,7 +240,7 @@ def test_no_plan_is_faster_than_the_bound_beside_any_host(graph, data):
     assert found.simulation.seconds >= plain.seconds
 
 
-def test_after_its_time_a_search_is_content_with_the_first_plan_that_fits(graph):
+def test_after_its_deadline_a_search_accepts_the_first_plan_that_fits(graph):
     budget_bytes = int(0.5 * simulate(graph, ()).peak_bytes)
     hasty = Search(graph, KEEP)
     found = plan_with(hasty, budget_bytes, until=0.0)
@@ -252,7 +252,7 @@ def test_after_its_time_a_search_is_content_with_the_first_plan_that_fits(graph)
     assert len(hasty.known) < len(patient.known)
 
 
-def test_a_search_that_is_late_still_finds_a_plan_where_only_the_floor_fits(graph):
+def test_after_its_deadline_a_search_still_finds_the_floor(graph):
     lowest = floor(graph, allow=KEEP).simulation.peak_bytes
     found = plan_with(Search(graph, KEEP), lowest, until=0.0)
     assert found.simulation.peak_bytes <= lowest

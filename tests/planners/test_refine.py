@@ -1,4 +1,4 @@
-"""Plans keep all that fits: no recomputed result could be kept in addition."""
+"""Refined plans keep all that fits: no further recomputed result could be kept."""
 
 from time import perf_counter
 
@@ -31,7 +31,7 @@ def test_no_recomputed_result_could_be_kept_in_addition(graph, share):
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), graph=graphs(most=12), room=st.integers(0, 200))
-def test_refining_any_plan_fits_is_no_slower_and_leaves_nothing(data, graph, room):
+def test_a_refined_plan_fits_is_no_slower_and_leaves_no_room(data, graph, room):
     segments = data.draw(plans(graph, depth=1))
     before = simulate(graph, segments)
     budget_bytes = before.peak_bytes + room
@@ -43,7 +43,7 @@ def test_refining_any_plan_fits_is_no_slower_and_leaves_nothing(data, graph, roo
 
 
 @pytest.mark.parametrize("share", [0.9, 0.7, 0.5])
-def test_also_where_there_is_no_time_to_search(share):
+def test_no_recomputed_result_could_be_kept_after_the_deadline(share):
     graph = transformer_graph(3)
     budget_bytes = int(share * simulate(graph, ()).peak_bytes)
     search = Search(graph, KEEP)
@@ -51,7 +51,7 @@ def test_also_where_there_is_no_time_to_search(share):
     assert keepable(graph, found.segments, budget_bytes) == []
 
 
-def test_the_check_sees_what_could_be_kept():
+def test_the_check_finds_a_result_that_could_be_kept():
     graph = transformer_graph(2)
     everything = recompute_all(graph)
     highest = simulate(graph, ()).peak_bytes

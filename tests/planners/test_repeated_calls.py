@@ -1,4 +1,4 @@
-"""Plans that repeat whole calls: they fit, and repeat no call in vain."""
+"""Plans that repeat whole calls: they fit, and no repeated call is superfluous."""
 
 from dataclasses import replace
 from itertools import combinations
@@ -41,7 +41,7 @@ def peak(graph: Graph, calls: tuple[int, ...]) -> int:
 
 @pytest.mark.parametrize("graph", GRAPHS)
 @pytest.mark.parametrize("share", [0.55, 0.6, 0.7, 0.8, 0.9, 0.99])
-def test_no_repeated_call_could_be_left_alone(graph, share):
+def test_no_repeated_call_is_superfluous(graph, share):
     budget = int(share * graph.peak_bytes)
     numbers = range(len(repeatable_calls(graph)))
     subsets = [c for n in range(6) for c in combinations(numbers, n)]
@@ -58,7 +58,7 @@ def test_no_repeated_call_could_be_left_alone(graph, share):
     assert not [c for c in fitting if set(c) < set(chosen)]
 
 
-def test_the_whole_of_a_call_runs_again_and_nothing_is_recorded():
+def test_a_repeated_call_runs_as_a_whole_and_records_nothing():
     graph = GRAPHS[0]
     calls = repeatable_calls(graph)
     found = simulate(graph, [Segment(calls[1].start, calls[1].stop, by_call=True)])
@@ -69,7 +69,7 @@ def test_the_whole_of_a_call_runs_again_and_nothing_is_recorded():
     assert found.peak_bytes < graph.peak_bytes
 
 
-def test_calls_with_state_or_unrepeatable_operators_are_left_alone():
+def test_calls_with_state_or_unrepeatable_operators_are_not_repeated():
     graph = GRAPHS[0]
     first = graph.operations_between(graph.calls[0].start, graph.calls[0].stop)
     operations = list(graph.operations)
@@ -85,7 +85,7 @@ def test_without_a_proof_no_call_is_repeated():
     assert repeat_calls(graph, graph.peak_bytes // 2) is None
 
 
-def test_a_plan_names_the_call_and_is_found_again():
+def test_a_plan_names_the_call_and_is_located():
     graph = GRAPHS[0]
     segments = repeat_calls(graph, int(0.7 * graph.peak_bytes))
     assert segments
@@ -97,7 +97,7 @@ def test_a_plan_names_the_call_and_is_found_again():
     assert list(measured_order(graph, plan)) == places
 
 
-def test_the_search_takes_it_where_recording_takes_longer():
+def test_the_search_repeats_calls_where_recording_takes_longer():
     slow = replace(GRAPHS[0], recording_seconds=1.0)
     budget = int(0.7 * slow.peak_bytes)
     solution = plan_with(Search(slow, frozenset({recoup.Action.KEEP})), budget)

@@ -1,4 +1,4 @@
-"""Whole options near a mixture: they fit, and no exchange of two makes them faster."""
+"""Rounding a mixture: the choice fits, and no exchange of two is faster."""
 
 from itertools import product
 
@@ -19,7 +19,7 @@ def make_system(
     copies: list[list[float]] | None = None,
     third: float = 1.0,
 ) -> System:
-    """Return a programme: for each interval and option its seconds and its rows."""
+    """Return a program from the seconds and rows of each interval and option."""
     counts = [len(options) for options in seconds]
     owners = np.repeat(np.arange(len(counts)), counts)
     columns = len(owners)
@@ -38,7 +38,7 @@ def make_system(
 
 
 def guide_of(system: System) -> Guide | None:
-    """Return what the mixture of a programme says; None: nothing fits."""
+    """Return the guide from the LP relaxation of a program; None: nothing fits."""
     found = mixture(system)
     if found is None:
         return None
@@ -88,7 +88,7 @@ def systems(draw: st.DrawFn) -> System:
 
 @settings(max_examples=200, deadline=None)
 @given(system=systems())
-def test_what_is_found_fits_and_no_exchange_of_two_is_faster(system):
+def test_the_rounded_choice_fits_and_no_exchange_of_two_is_faster(system):
     guide = guide_of(system)
     if guide is None:
         return
@@ -112,7 +112,7 @@ def knapsack(count: int) -> System:
 
 
 @pytest.mark.parametrize("count", [8, 16, 24])
-def test_it_comes_near_what_a_search_in_branches_finds(count):
+def test_the_rounded_choice_is_near_that_of_branch_and_bound(count):
     system = knapsack(count)
     guide = guide_of(system)
     assert guide is not None
@@ -133,7 +133,7 @@ def test_it_comes_near_what_a_search_in_branches_finds(count):
     assert guide.bound_seconds - 1e-9 <= cost <= best * 1.01
 
 
-def test_what_does_not_fit_is_repaired_or_refused():
+def test_an_infeasible_start_is_repaired_or_refused():
     system = make_system([[0.0, 5.0]] * 2, [[[0.8], [0.1]]] * 2, [1.0])
     start = np.array([0, 2])
     found = near(system, Guide(start, np.zeros(4), 0.0))

@@ -1,4 +1,4 @@
-"""Narrow segments: they recompute the same, and record less."""
+"""Trimmed segments: they recompute the same, and record less."""
 
 from dataclasses import replace
 
@@ -17,13 +17,13 @@ COUNT = 30
 
 
 def row_graph():
-    """Operators in a row, each saves its argument; a boundary between any two."""
+    """Return a chain of operators that save their arguments, with all boundaries."""
     kernels = [Kernel(f"op{n}", 1.0, (n - 1,), 100, (n - 1,)) for n in range(COUNT)]
     return step_graph(kernels, range(COUNT + 1), link_bytes_per_second=100.0)
 
 
 def holding_all_but(*recomputed):
-    """Return a segment of the whole row that recomputes some results."""
+    """Return a segment of the whole chain that recomputes some results."""
     kept = {n + 1: Action.KEEP for n in range(COUNT) if n not in recomputed}
     return Segment(0, COUNT, kept)
 
@@ -32,26 +32,26 @@ def places(segments):
     return [(segment.start, segment.stop) for segment in segments]
 
 
-def test_a_segment_is_around_what_is_recomputed_and_where_it_is_saved():
+def test_a_trimmed_segment_covers_recomputed_operators_and_their_saves():
     graph = row_graph()
     assert places(narrowed(graph, holding_all_but(10))) == [(10, 12)]
     assert places(narrowed(graph, holding_all_but(10, 11, 12))) == [(10, 14)]
 
 
-def test_what_is_far_apart_gets_a_segment_each():
+def test_distant_recomputed_values_get_separate_segments():
     graph = row_graph()
     assert places(narrowed(graph, holding_all_but(5, 20))) == [(5, 7), (20, 22)]
     assert places(narrowed(graph, holding_all_but(5, 12))) == [(5, 14)]
 
 
-def test_segments_hold_what_is_made_in_them_and_no_more():
+def test_segments_hold_only_values_made_in_them():
     graph = row_graph()
     first, second = narrowed(graph, holding_all_but(5, 6, 20))
     assert set(first.actions) == {8}
     assert set(second.actions) == {22}
 
 
-def test_a_segment_that_moves_values_or_has_others_inside_stays():
+def test_a_nested_or_offloading_segment_is_unchanged():
     graph = row_graph()
     moving = Segment(0, COUNT, {3: Action.OFFLOAD})
     nesting = Segment(0, COUNT, {}, (Segment(0, 9),))
@@ -61,7 +61,7 @@ def test_a_segment_that_moves_values_or_has_others_inside_stays():
 
 @settings(max_examples=300)
 @given(st.data())
-def test_the_same_is_recomputed_and_less_is_recorded(data):
+def test_trimming_recomputes_the_same_and_records_less(data):
     graph = data.draw(graphs())
     segments = data.draw(plans(graph, depth=0))
     segments = tuple(

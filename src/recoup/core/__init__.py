@@ -1,1 +1,1 @@
-"""The vocabulary of recoup: plain data and its laws, standard library only."""
+"""The vocabulary of recoup: plain data and its laws; standard library and NumPy."""

@@ -1,4 +1,4 @@
-"""Functions of ours that call the user's code: what is raised there is the user's."""
+"""Functions of recoup that call user code: exceptions raised there are the user's."""
 
 import inspect
 from collections.abc import Callable
@@ -11,9 +11,9 @@ _CODES: set[CodeType] = set()
 
 
 def calls_user(function: Function) -> Function:
-    """Mark a function that calls a model, a loss, an optimizer or backward of a user's.
+    """Mark a function that calls the user's model, loss, optimizer or backward.
 
-    Next to the function itself, below other decorators. Costs nothing when it runs.
+    Apply it directly to the function, below other decorators. No cost per call.
 
     Examples:
         >>> import sys
@@ -28,7 +28,7 @@ def calls_user(function: Function) -> Function:
 
 
 def is_calling_user(frame: FrameType) -> bool:
-    """Return whether a frame is of a function that was marked so."""
+    """Return whether a frame runs a function marked by `calls_user`."""
     return frame.f_code in _CODES
 
 

@@ -1,4 +1,4 @@
-"""Compiled blocks as data: what their options cost, how a step is made of them, plans.
+"""Compiled blocks as data: the costs of their options, steps made of them, and plans.
 
 A model's blocks run in forward one after another and in backward in reverse. Each block
 has *options*: partitions of its joint graph that save more or fewer bytes. A step is
@@ -67,7 +67,7 @@ class BlockOption:
         forward_bytes: The peak of its forward above the bytes in use at its start.
         backward_bytes: The peak of its backward above the bytes in use at its start.
         seconds: Time of forward and backward.
-        is_measured: False: predicted from the joint graph.
+        is_measured: False if it was predicted from the joint graph.
     """
 
     held_bytes: int
@@ -84,10 +84,10 @@ class BlockFrame:
 
     Attributes:
         kind: The number of its kind: blocks of one kind have the same options.
-        reference: The option that it had.
+        reference: Its option in the reference step.
         forward_peak_bytes: The peak of the step while its forward ran.
         backward_peak_bytes: The peak of the step while its backward ran.
-        output_bytes: Bytes of its output, if nothing else held that until backward;
+        output_bytes: Bytes of its output, if nothing else holds it until backward;
             else 0.
     """
 
@@ -103,12 +103,12 @@ class BlockFrame:
         return self.forward_peak_bytes + more
 
     def backward_bytes(self, option: BlockOption) -> int:
-        """Return the peak while its backward runs, apart from what options hold."""
+        """Return the peak while its backward runs, without bytes that options hold."""
         more = option.backward_bytes - self.reference.backward_bytes
         return self.backward_peak_bytes + more
 
     def added_bytes(self, option: BlockOption) -> int:
-        """Return what an option holds beyond the reference."""
+        """Return the bytes that an option holds beyond those of the reference."""
         return self._held_bytes(option) - self._held_bytes(self.reference)
 
     def _held_bytes(self, option: BlockOption) -> int:
@@ -121,8 +121,8 @@ class BlockStep:
 
     Attributes:
         frames: The blocks, in the order of forward.
-        outside_bytes: For each number of blocks between forward and backward, the peak
-            outside blocks while the first so many blocks held their values.
+        outside_bytes: Entry n is the peak outside blocks while the first n blocks
+            held their values.
         seconds: The time of the reference step.
     """
 
@@ -147,8 +147,8 @@ class BlockStep:
     def total_seconds(self, options: Sequence[BlockOption]) -> float:
         """Return the predicted time of a step with an option for each block.
 
-        Timings vary, and a difference of some may exceed the step. It takes no less
-        time than its blocks.
+        Timings vary, so a sum of differences may exceed the step: the result is at
+        least the time of its blocks.
         """
         blocks = sum(option.seconds for option in options)
         references = sum(frame.reference.seconds for frame in self.frames)
@@ -169,12 +169,12 @@ class BlockPartition:
     Attributes:
         module: The path of the block.
         kind: Blocks of one kind share compiled code.
-        digest: The joint graph that was captured; empty: the block is not compiled, and
-            a region recomputes all of it.
+        digest: The joint graph that was captured; empty if the block is not compiled
+            but recomputed as one region.
         saves: The nodes of that graph that are saved for backward, besides inputs.
         saved_bytes: The bytes of these nodes when they were measured.
         held_bytes: Bytes held between the block's forward and backward, measured.
-        offloads: What it saves is on the host in between, but for its inputs.
+        offloads: Whether saved values, except inputs, are on the host in between.
     """
 
     module: str
@@ -192,8 +192,8 @@ class CompiledPlan:
 
     Attributes:
         executor: "exact" or "inductor".
-        blocks: The blocks that are not run as they were written.
-        rest: The plan of what is in none of these blocks; None: all of it is kept.
+        blocks: The blocks that do not run as written.
+        rest: The plan of the code outside these blocks; None keeps all its values.
         model: The model it was made for, as a digest of its modules; empty: any.
         budget_bytes: The budget it was made for; 0: none.
         peak_bytes: The predicted peak.
@@ -235,7 +235,7 @@ class CompiledPlan:
         """Return the plan that a JSON text describes; nothing in it is executed.
 
         Raises:
-            PlanError: The text is no such plan, or is of another version.
+            PlanError: The text is not such a plan, or has another version.
         """
         plan = COMPILED_PLANS.read(text, cls)
         if plan.executor not in EXECUTORS:

@@ -1,4 +1,4 @@
-"""Figures of devices: what their makers say they do at best, to estimate times by."""
+"""Peak throughput of devices by their data sheets, to estimate times."""
 
 from dataclasses import dataclass
 
@@ -11,12 +11,12 @@ class Figures:
 
     Attributes:
         name: Its name.
-        memory_bytes: The memory it has; 0: not said.
-        bytes_per_second: How fast its memory is read or written.
+        memory_bytes: The size of its memory; 0: not specified.
+        bytes_per_second: The bandwidth of its memory.
         flops_per_second: Dense matrix products, by the bytes of a number: 2 for
             bfloat16 and float16, 4 for float32, 8 for float64.
-        link_bytes_per_second: How fast it copies to the host, one way; 0: no link.
-        source: Where the figures come from.
+        link_bytes_per_second: The bandwidth to the host, one way; 0: no link.
+        source: The source of the figures.
     """
 
     name: str
@@ -27,9 +27,9 @@ class Figures:
     source: str
 
     def flops_of(self, number_bytes: int) -> float:
-        """Return the operations per second on numbers of so many bytes.
+        """Return the operations per second on numbers of a given size in bytes.
 
-        Of a size that is not listed, the next larger one's, or the largest one's.
+        For an unlisted size, those of the next larger one, or of the largest.
 
         Examples:
             >>> FIGURES["a100"].flops_of(2) / FIGURES["a100"].flops_of(4)
@@ -47,27 +47,27 @@ def figures_of(name: str) -> Figures:
     """Return the figures of a device by its name.
 
     Raises:
-        UsageError: It is not in the table.
+        UsageError: The device is not in the table.
 
     Examples:
         >>> figures_of("H100").memory_bytes
         80000000000
         >>> figures_of("abacus")
         Traceback (most recent call last):
-        recoup.errors.UsageError: there are no figures of a device 'abacus': ...
+        recoup.errors.UsageError: expected a device with known figures, got 'abacus'...
     """
     found = FIGURES.get(name.lower())
     if found is None:
         raise UsageError(
-            f"there are no figures of a device {name!r}: known are "
+            f"expected a device with known figures, got {name!r}; known are "
             f"{', '.join(FIGURES)}, and cpu for this machine's CPU."
         )
     return found
 
 
-# Without sparsity. Numbers of 4 bytes are computed as float32, not as TensorFloat-32,
-# which is what PyTorch does with matrix products by default. The links
-# are PCI Express with 16 lanes, one way.
+# Without sparsity. Numbers of 4 bytes are computed as float32, not as TensorFloat-32:
+# the default of PyTorch for matrix products. Links are PCI Express with 16 lanes, one
+# way.
 FIGURES = {
     figures.name: figures
     for figures in (

@@ -1,17 +1,17 @@
-"""Footprints: what segments hold, drop and replay. The rules are those of the engine.
+"""Footprints: the values that segments hold, drop and replay, by the engine's rules.
 
-While a region is open, it holds all that was made outside and that its operators read:
-any of it may be what a replay starts from. When it closes, it drops what no replay
-reads; the rest it holds until the last tensor saved in it is released. So it holds what
-the plan keeps. Its replay runs when backward first asks for a value that it does not
-hold, makes everything that is asked for later at once, and frees what is only needed on
-the way at its last use.
+An open region holds every value from outside that its operators read, since a replay
+may start from any of them. When it closes, it drops the values that no replay reads and
+holds the rest until the last tensor saved in it is released. It also holds the values
+that the plan keeps. Its replay runs when backward first needs a value that it does not
+hold. One replay makes all values needed later and frees intermediates at their last
+use.
 
-What an inner region holds it passes on to the one around it, which holds it or drops it
-again. So nothing is at hand there: whatever it is asked for, be it only on the way to a
-region inside, it replays first. A replay begins by fetching all that it starts from, or
-that was passed through it, and frees each after its last use. As long as an inner
-region lives, so do those around it, and what the outermost holds.
+An inner region passes the values that it holds to the region around it, which holds or
+drops them again. So an inner region has nothing at hand: any request, even one for a
+region inside it, starts a replay. A replay first fetches all its roots and the values
+passed through it, and frees each after its last use. While an inner region is alive, so
+are those around it, and the values that the outermost one holds.
 """
 
 from collections import Counter
@@ -56,13 +56,13 @@ class Footprint:
     """The effect of segments on the memory and the time of a step.
 
     Attributes:
-        holds: The last moment at which a storage is held, for those that are.
+        holds: The last moment at which a storage is held, by storage.
         offloads: Storages that go to the host and come back.
-        remade: Bytes that a replay leaves in use, or that are copied because they are
-            written over, with the first and last moment.
+        remade: Bytes that a replay leaves in use, or copies of overwritten values,
+            each with its first and last moment.
         replays: The replays.
-        recorded: How many operators of forward are recorded, once for each region; see
-            `recorded_operators`.
+        recorded: The number of operators that forward records, counted once for each
+            region; see `recorded_operators`.
         starts: The values each segment's replay starts from, inner segments first.
         passing: Storages that replays make and inner ones free.
     """
@@ -81,7 +81,7 @@ class Footprint:
 
     @cached_property
     def spikes(self) -> dict[int, int]:
-        """The bytes of replays at a moment beyond all that is in use there."""
+        """The bytes of replays at a moment beyond all others in use there."""
         return spikes(self.replays, self.passing)
 
     @cached_property
@@ -109,7 +109,7 @@ class Footprint:
 
 
 def footprint(graph: Graph, segment: Segment) -> Footprint:
-    """Return what one segment that is in no other does to memory and time.
+    """Return the effect of one outermost segment on memory and time.
 
     Costs time in proportion to the operators and saved tensors of the segment.
     """
@@ -119,7 +119,7 @@ def footprint(graph: Graph, segment: Segment) -> Footprint:
 
 
 def total_footprint(graph: Graph, segments: Sequence[Segment]) -> Footprint:
-    """Return what all segments, and autograd outside of them, hold and replay.
+    """Return the footprint of all segments, and of autograd outside them.
 
     Examples:
         >>> total_footprint(Graph((), 0, (), (), (), (), ()), ()).replays
@@ -148,7 +148,7 @@ def total_footprint(graph: Graph, segments: Sequence[Segment]) -> Footprint:
 
 
 def add_segment(graph: Graph, segment: Segment, total: Footprint) -> None:
-    """Add what one segment that is in no other does to what others do."""
+    """Add the footprint of one outermost segment to a total."""
     planned: list[_Planned] = []
     before = len(total.passing)
     _add_region(graph, _Region(segment, 0), total, planned)
@@ -158,7 +158,7 @@ def add_segment(graph: Graph, segment: Segment, total: Footprint) -> None:
 
 
 def _add_dropped(graph: Graph, segment: Segment, total: Footprint) -> None:
-    """Add what a region holds for a replay that is never asked for."""
+    """Add the roots that a region holds for a replay that never runs."""
     inside = graph.operations_between(segment.start, segment.stop)
     mine = [d for d in graph.dropped if graph.values[d.value].producer in inside]
     if mine:
@@ -170,7 +170,7 @@ def _add_dropped(graph: Graph, segment: Segment, total: Footprint) -> None:
 
 
 class _Region(NamedTuple):
-    """A segment as it runs, and how many are around it."""
+    """A segment at run time, and the number of segments around it."""
 
     segment: Segment
     depth: int
@@ -189,7 +189,7 @@ class _Planned(NamedTuple):
 def _add_region(
     graph: Graph, region: _Region, total: Footprint, planned: list[_Planned]
 ) -> list[Claim]:
-    """Account for a region; return what it may ask of the one around it."""
+    """Add a region to the total; return its possible claims on the one around it."""
     segment, depth = region
     if segment.by_call:
         _add_call(graph, segment, total)
@@ -205,14 +205,14 @@ def _add_region(
     copied_bytes = _copied_bytes(graph, segment) if segment.inner else 0
     if copied_bytes:
         total.remade.append((copied_bytes, inside.stop, end))
-    # The engine plans one replay for all that is saved, held or not: what leads to a
-    # held value is not part of it.
+    # The engine plans one replay for all saved values, held or not. Operators that
+    # only lead to a held value are not part of it.
     operations, roots = replayed(
         graph, inside, [claim.value for claim in claims], segment.actions
     )
     total.starts.append((segment, roots))
     wanted = _wanted(graph, segment, inside, claims)
-    # What an inner one holds is with those around it: asking for that, too, replays.
+    # The region around holds the values of an inner one: reading them replays as well.
     first = min([c.used for c in (claims if depth else wanted)], default=end)
     if wanted:
         storages, left_bytes = _leave(graph, total, (first, depth), wanted)
@@ -237,10 +237,10 @@ def _add_region(
 
 
 def _add_call(graph: Graph, segment: Segment, total: Footprint) -> None:
-    """Account for a call that is repeated in backward.
+    """Add a call that is repeated in backward.
 
-    It holds its inputs, records nothing, and runs everything again. What it makes dies
-    as it does in forward, but for what autograd saves.
+    It holds its inputs, records nothing, and runs all its operators again. Its values
+    die as in forward, except those that autograd saves.
     """
     inside = graph.operations_between(segment.start, segment.stop)
     claims, kept = _own_claims(graph, _Region(segment, 0))
@@ -276,7 +276,7 @@ def _add_call(graph: Graph, segment: Segment, total: Footprint) -> None:
 def _wanted(
     graph: Graph, segment: Segment, inside: range, claims: Iterable[Claim]
 ) -> list[Claim]:
-    """Return the claims that a replay has to meet: made inside, and not held."""
+    """Return the claims that a replay must meet: made inside, and not held."""
     values, operations, held = graph.values, graph.operations, segment.actions
     return [
         claim
@@ -288,11 +288,11 @@ def _wanted(
 
 
 def _own_claims(graph: Graph, region: _Region) -> tuple[list[Claim], list[Claim]]:
-    """Return what autograd saves in a region and in none of its inner ones.
+    """Return the values that autograd saves in a region, outside its inner regions.
 
     Returns:
-        What it asks the region for; and what it has from elsewhere: from outside, and,
-        in an inner region, what no replay makes.
+        The claims on the region; and the values held elsewhere: those from outside
+        and, in an inner region, those that no replay makes.
     """
     segment, depth = region
     inside = graph.operations_between(segment.start, segment.stop)
@@ -311,7 +311,7 @@ def _own_claims(graph: Graph, region: _Region) -> tuple[list[Claim], list[Claim]
 def _held_here(
     graph: Graph, segment: Segment, total: Footprint, roots: Iterable[int], end: int
 ) -> list[int]:
-    """Account for what the outermost region holds; return what goes to the host."""
+    """Add the values that the outermost region holds; return the offloaded ones."""
     inside = graph.operations_between(segment.start, segment.stop)
     values, actions = graph.values, segment.actions
     away: list[int] = []
@@ -322,7 +322,7 @@ def _held_here(
                 away.append(root)
                 continue
         elif not value.holdable:
-            # It is written over: only a copy can be held.
+            # It is overwritten later: only a copy can be held.
             total.remade.append((graph.bytes_of(root), inside.start, end))
             continue
         total.hold_until(value.storage, end)
@@ -332,9 +332,9 @@ def _held_here(
 def _copied_bytes(graph: Graph, segment: Segment) -> int:
     """Return the bytes of running statistics that inner segments update.
 
-    The outermost region holds a copy from its end on. One that is inside, too, and has
-    others inside gets a copy of that copy, but only in backward, from a replay around
-    it until it is asked for: it is taken to have it as long as it lives.
+    The outermost region holds a copy from its end on. A nested region with inner
+    regions gets a copy of that copy, but only in backward, between a replay around it
+    and its use. It is counted for the region's whole lifetime.
     """
     return sum(
         graph.operations[number].state_bytes
@@ -344,7 +344,7 @@ def _copied_bytes(graph: Graph, segment: Segment) -> int:
 
 
 def _last_uses(claims: Iterable[Claim]) -> dict[int, tuple[int, int]]:
-    """Return when the last claim on each value has been served."""
+    """Return the time of the last claim on each value."""
     found: dict[int, tuple[int, int]] = {}
     for claim in claims:
         if claim.value not in found or claim.gone > found[claim.value]:
@@ -353,7 +353,7 @@ def _last_uses(claims: Iterable[Claim]) -> dict[int, tuple[int, int]]:
 
 
 def _own_saves(graph: Graph, segment: Segment) -> Sequence[Claim]:
-    """Return what autograd saves in the segment but in none of its inner ones."""
+    """Return the saves of autograd in the segment, outside its inner segments."""
     first, last = graph.boundaries[segment.start], graph.boundaries[segment.stop]
     if not segment.inner:
         return graph.claims[first.saves : last.saves]
@@ -370,7 +370,7 @@ def _own_saves(graph: Graph, segment: Segment) -> Sequence[Claim]:
 def _leave(
     graph: Graph, total: Footprint, made: tuple[int, int], wanted: Sequence[Claim]
 ) -> tuple[set[int], int]:
-    """Account for what a replay leaves in use: its values live until the last claim.
+    """Add the values that a replay leaves in use; they live until the last claim.
 
     Returns:
         The storages that outlive it; and the bytes still in use at its moment.
@@ -400,9 +400,9 @@ def _add_replays(
     planned: Sequence[_Planned],
     passing: Sequence[Passing],
 ) -> None:
-    """Work out what replays take: each frees what passes to it at its last use.
+    """Add the costs of replays: each frees the values passed to it at their last use.
 
-    Of several at one moment and depth it is not known which is the last.
+    Among several at one moment and depth, the last one is unknown.
     """
     places = Counter((one.moment, one.region.depth) for one in planned)
     for one in planned:
@@ -429,7 +429,7 @@ def _fetched(
 ) -> dict[int, int]:
     """Return the storages that a replay frees, with their sizes.
 
-    One that it writes to is not among them: it gets a copy.
+    A storage that it writes to is excluded: it gets a copy.
     """
     place = (replay.moment, replay.region.depth)
     made = {
@@ -447,8 +447,8 @@ def replayed(
     """Return the operations that demanded values need, and the values these start from.
 
     Returns:
-        The operations, in order; and what they read, or what is demanded, that is held
-        or comes from outside.
+        The operations, in order; and the roots: values that these read or that are
+        demanded, and that are held or come from outside.
     """
     values, operations = graph.values, graph.operations
     required: set[int] = set()

@@ -1,7 +1,7 @@
-"""The graph of one training step: its operators, its memory, and what autograd saves.
+"""The graph of one training step: operators, memory, and tensors that autograd saves.
 
-A step is a row of *moments*: the operators of forward in order, then those of backward.
-Everything else refers to them by number.
+A step is a sequence of *moments*: the operators of forward in order, then those of
+backward. Everything else refers to them by number.
 """
 
 import sys
@@ -30,7 +30,7 @@ class Storage:
     """A piece of memory that an operator of forward allocated, or an input.
 
     Attributes:
-        bytes: Its size; 0 for one that is alive in any case (parameters, the batch).
+        bytes: Its size; 0 if it is alive in any case (parameters, the batch).
         born: The moment that allocated it; `BEFORE` if it existed before.
         dies: The last moment at which something other than autograd or a region
             refers to it.
@@ -48,7 +48,7 @@ class Value:
     Attributes:
         storage: The number of its storage.
         producer: The operation that made it, or `BEFORE`.
-        holdable: It may be held: nothing overwrites it later.
+        holdable: Whether it may be held: nothing overwrites it later.
     """
 
     storage: int
@@ -65,10 +65,10 @@ class Operation:
         seconds: The time to recompute it.
         reads: The values it takes.
         makes: The values it makes.
-        replayable: It can be recomputed; otherwise its results are held if needed.
+        replayable: Whether it can be recomputed; if not, results are held if needed.
         workspace_bytes: Bytes allocated while it runs, beyond its results.
-        state_bytes: Running statistics that it updates and that are saved. A segment
-            that has the operator in an inner one copies them when it ends.
+        state_bytes: Running statistics that it updates and that are saved. If the
+            operator is in an inner segment, the one around copies them at its end.
     """
 
     name: str
@@ -89,9 +89,9 @@ class Save:
         used: The first moment of backward that needs it.
         released: The last moment at which autograd holds it.
         finished: The last moment at which a replayed copy of it is in use, which
-            autograd does not hold; `BEFORE`: when it is released. One copy may have
-            served several saves of a value when that was measured: then it is the
-            last of theirs, and too late for a plan that has them in several regions.
+            autograd does not hold; `BEFORE`: when it is released. If one copy served
+            several saves of a value when measured, it is the last of theirs: too late
+            for a plan with these saves in several regions.
     """
 
     value: int
@@ -106,10 +106,10 @@ class Save:
 
 
 class Dropped(NamedTuple):
-    """A tensor that autograd saved and that backward of this pass does not ask for.
+    """A tensor that autograd saved and that backward of this pass does not use.
 
-    It was dropped in forward, as of a call whose output is detached, or is for a later
-    pass. A region that it is in replays nothing for it.
+    It was dropped in forward, for example with the detached output of a call, or is for
+    a later pass. The region around it replays nothing for it.
 
     Attributes:
         value: The value that it refers to.
@@ -121,15 +121,15 @@ class Dropped(NamedTuple):
 
 
 THROUGH = sys.maxsize
-"""The depth of no replay: what goes then is there while the moment's operator runs."""
+"""The depth of no replay: the copy lives while the moment's operator runs."""
 
 
 class Claim(NamedTuple):
-    """A value that autograd, or a region for its replay, may ask for.
+    """A value that autograd, or a region for its replay, may need.
 
     Attributes:
         value: The value.
-        used: The moment at which it is asked for.
+        used: The moment at which it is needed.
         gone: When a replayed copy of it is freed: a moment, and the depth of the
             replay before it that does so, or `THROUGH`.
         dies: The last moment at which the claim exists.
@@ -146,7 +146,7 @@ class StorageArrays(NamedTuple):
 
     Attributes:
         bytes: Their sizes.
-        born: The moments that allocated them; 0 for those that existed before.
+        born: The moments that allocated them; 0 if they existed before.
         dies: `Storage.dies`.
     """
 
@@ -160,13 +160,13 @@ class Boundary:
     """A place in forward where a region may begin or end.
 
     Attributes:
-        operation: How many operations ran before it.
-        saves: How many tensors autograd had saved before it.
+        operation: The number of operations before it.
+        saves: The number of tensors that autograd saved before it.
         module: The path of the module that is entered or left there.
-        call: Which call of that module it is in the step, from 0.
-        entering: It is entered; False: left.
-        model_call: Which call of the model in the step it is in, from 0. What lies
-            between two calls is in no region.
+        call: The number of that module's call in the step, from 0.
+        entering: Whether the module is entered; False: left.
+        model_call: The number of the model's call in the step, from 0. Operations
+            between two calls are in no region.
     """
 
     operation: int
@@ -182,7 +182,7 @@ class BlockCall(NamedTuple):
 
     Attributes:
         module: The path of the block.
-        call: Which call of it in the step, from 0.
+        call: The number of its call in the step, from 0.
         start: The number of the boundary where it begins.
         stop: The number of the boundary where it ends.
     """
@@ -197,8 +197,8 @@ class BlockCall(NamedTuple):
 class HostCosts:
     """The host's time for the operators of a step that an accelerator computes.
 
-    The device works on what was issued before, so the step takes as long as the slower
-    of the two.
+    The device computes while the host launches, so the slower of the two sets the time
+    of the step.
 
     Attributes:
         plain_seconds: The host's time for a step without any region.
@@ -211,7 +211,7 @@ class HostCosts:
     replaying_seconds: float
 
     def scaled(self, factor: float) -> "HostCosts":
-        """Return the same for a host that takes so many times as long."""
+        """Return the costs for a host that takes `factor` times as long."""
         return HostCosts(
             factor * self.plain_seconds,
             factor * self.recording_seconds,
@@ -219,7 +219,7 @@ class HostCosts:
         )
 
     def seconds(self, recorded: int, replayed: int) -> float:
-        """Return the host's time for a step that records and runs so many again.
+        """Return the host's time for a step, given its numbers of operators.
 
         Examples:
             >>> HostCosts(4.0, 0.5, 0.25).seconds(recorded=2, replayed=4)
@@ -231,42 +231,42 @@ class HostCosts:
 
 @dataclass(frozen=True, repr=False)
 class Graph:
-    """One training step, as it was measured.
+    """One training step, as measured.
 
-    A step that calls the model again after a backward pass, other than before, has
-    several passes. This is then the one with the highest plain peak. Passes that are
-    equal, as those of gradient accumulation, are one: the one with the highest peak.
+    A step that calls the model again after a backward pass, in another pattern, has
+    several passes: this is the one with the highest plain peak. Equal passes, such as
+    those of gradient accumulation, count as one: the one with the highest peak.
 
     Attributes:
         operations: Forward, in order: moments 0 to n - 1.
-        backward: How many moments backward has: n to n + backward - 1.
+        backward: The number of moments of backward: n to n + backward - 1.
         storages: The memory that is accounted for.
         values: The values.
         saves: The tensors that autograd saved, in order.
         boundaries: Where regions may begin and end, in order. The first is at the
             start of the model and the last at its end.
-        other_bytes: For each moment, what is in use then besides the storages: all that
-            no plan can change.
-        own_bytes: For each moment, how much of that its operator takes itself: a replay
-            that runs before the operator does not meet it yet. Empty: nothing.
+        other_bytes: For each moment, the bytes in use besides the storages: no plan
+            can change them.
+        own_bytes: For each moment, the part of `other_bytes` that its operator
+            allocates: not yet in use during a replay before it. Empty: nothing.
         step_seconds: Forward and backward without any region, on the device.
         recording_seconds: The time that a region adds to each operator in it, where
             the device waits for that.
         host_costs: The host's time for the step; None: the host is the device.
         link_bytes_per_second: The speed of a copy to the host and back; 0: unknown.
         blocks: The numbers of the boundaries between which the model repeats itself or
-            is best cut; increasing, the first and the last boundary of the part that
-            is planned included.
-        estimated_for: The device that times were estimated for, without running the
+            is best cut; increasing, including the first and the last boundary of the
+            planned part.
+        estimated_for: The device for which times were estimated without running the
             step; empty: they were measured.
         roots: The paths of the modules that the step itself calls in this pass, in
             order; empty for the model itself.
-        dropped: Tensors that autograd saved and backward does not ask for, in order.
+        dropped: Tensors that autograd saved and backward does not use, in order.
         gradients: The paths of the parameters that get a gradient, each with the first
             moment at which the gradient exists; `BEFORE`: it existed before the pass.
         calls: The calls of blocks, in order.
-        repeatable: The paths of the blocks that may be called again: a call was seen to
-            change nothing.
+        repeatable: The paths of blocks that may be called again: a call was observed
+            to have no side effects.
         others: The other passes of the step.
         order: The passes as the step runs them: 0 is this one, 1 the first of the
             others. Empty in the others.
@@ -324,13 +324,13 @@ class Graph:
 
     @cached_property
     def peak_bytes(self) -> int:
-        """The most bytes in use at any moment of the plain step, in whichever pass.
+        """The peak of the plain step over all passes.
 
         Examples:
             >>> Graph((), 1, (), (), (), (), (8,)).peak_bytes
             8
         """
-        # The simulation knows graphs, not the other way round.
+        # An import cycle otherwise: the simulation imports this module.
         from recoup.core.simulation import simulate
 
         return max(simulate(each, ()).peak_bytes for each in self.passes)
@@ -399,9 +399,9 @@ class Graph:
         )
 
     def dying_inputs(self, inside: range) -> tuple[int, ...]:
-        """Return storages that die in an interval of operations, and are from outside.
+        """Return storages from outside that die in an interval of operations.
 
-        Replayable operators there read them, and none of those made them.
+        Replayable operators in it read them, and none of those made them.
         """
         found = self._dying_inputs.get(inside)
         if found is None:
@@ -421,12 +421,12 @@ class Graph:
 
     @cached_property
     def _dying_inputs(self) -> dict[range, tuple[int, ...]]:
-        """The answers of `dying_inputs` so far: planners ask for few intervals."""
+        """The results of `dying_inputs` so far: planners need few intervals."""
         return {}
 
     @cached_property
     def _readers(self) -> dict[int, list[tuple[int, int]]]:
-        """The replayable readers of each storage in forward, and their producers."""
+        """The replayable readers of each storage in forward, with its producers."""
         found: dict[int, list[tuple[int, int]]] = {}
         for number, operation in enumerate(self.operations):
             for value in operation.reads if operation.replayable else ():
@@ -448,7 +448,7 @@ class Graph:
         return self.storages[self.values[value].storage].bytes
 
     def saves_between(self, start: int, stop: int) -> Sequence[Save]:
-        """Return what autograd saves between two boundaries."""
+        """Return the tensors that autograd saves between two boundaries."""
         first, last = self.boundaries[start], self.boundaries[stop]
         return self.saves[first.saves : last.saves]
 
@@ -461,9 +461,9 @@ class Graph:
 def module_paths(graph: Graph) -> list[str]:
     """Return the path of the innermost known module around each operation of forward.
 
-    Of several boundaries at one place a graph has one. Still, what runs before a module
-    is left runs in it, and what runs before one is entered runs in the module around
-    it. Where a module and the one around it end at one place, it is the latter.
+    A graph has one boundary per place. Operations before a module is left belong to it,
+    and operations before a module is entered to the module around it. Where a module
+    and the one around it end at one place, the boundary names the latter.
 
     Examples:
         >>> from recoup.core.graph import Operation
@@ -487,7 +487,7 @@ def module_paths(graph: Graph) -> list[str]:
 
 
 def next_needed(graph: Graph) -> list[int | None]:
-    """Return for each moment whose saved result backward needs next, if any.
+    """Return for each moment the producer of the value that backward needs next.
 
     Examples:
         >>> from recoup.core.graph import Operation, Save, Storage, Value

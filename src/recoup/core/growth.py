@@ -3,7 +3,7 @@
 A size is the length of each axis of each input tensor. Axes that change by the same
 factor in every call are one dimension: the batch, the length of a sequence, the side of
 an image. A storage grows with a power of each dimension, and the powers are learned
-from the sizes that ran. As long as several powers explain what was seen, the largest
+from the observed sizes. While several powers explain the observations, the largest
 result is predicted.
 """
 
@@ -23,28 +23,27 @@ Size = Mapping[Axis, int]
 """The length of each axis."""
 
 _STEPS = 8
-"""Sizes are grouped in so many steps up to the measured one, and in so many from it to
-twice that, and so on."""
+"""The number of size groups up to the measured size, and from each size to its
+double."""
 
 _ROUNDING = 1e-9
 
 _MOST_DIMENSIONS = 3
-"""More dimensions that change are taken as one: the number of elements."""
+"""If more dimensions change, they are merged into one: the number of elements."""
 
 _TOLERANCE = 0.1
-"""A power explains a storage if it is right up to this share: an added token, or the
-edge of a convolution, is no other power."""
+"""The relative error up to which a power explains a storage: an added token, or the
+edge of a convolution, does not make another power."""
 
 _NEAR = 8
-"""Temporaries of backward are as large as what the operators around them use: those up
-to so many moments away."""
+"""Temporaries of backward grow as the storages used up to this many moments away."""
 
 
 def rounded_up(ratio: float) -> float:
-    """Return the ratio that is planned for, at a given ratio to the measured size.
+    """Return the ratio to plan for, given a ratio to the measured size.
 
-    There are few, whatever sizes occur: eighths up to the measured size, and above it
-    eight from each size to twice that.
+    There are few of them for any sizes: eighths up to the measured size, and eight from
+    each size to its double above it.
 
     Examples:
         >>> rounded_up(0.01), rounded_up(0.5), rounded_up(0.51), rounded_up(2)
@@ -58,7 +57,7 @@ def rounded_up(ratio: float) -> float:
 
 
 def group_of(measured: Size, size: Size) -> dict[Axis, int]:
-    """Return the size that stands for all sizes that are planned for together.
+    """Return the size that represents all sizes that are planned together.
 
     It is at least as large as each of them in every dimension.
 
@@ -95,7 +94,7 @@ class Growth:
         self._seen: list[tuple[dict[Axis, int], dict[int, int]]] = []
 
     def add(self, size: Size, storage_bytes: Mapping[int, int]) -> None:
-        """Add the bytes that storages were seen to have at another size."""
+        """Add the observed bytes of storages at another size."""
         known = dict(size)
         for other, found in self._seen:
             if other == known:
@@ -119,9 +118,9 @@ class Growth:
         return [known[row] for row in rows]
 
     def _infer_unseen(self, known: dict[tuple[int | None, ...], int]) -> None:
-        """Let storages that no call has shown grow as their like, or as the fastest.
+        """Let unobserved storages grow as others of their size, or as the fastest.
 
-        What the loss allocates is outside the model's calls, where nothing is seen.
+        Storages that the loss allocates are outside the model's calls: unobserved.
         """
         seen = {row: after for row, after in known.items() if _was_seen(row)}
         ratios: dict[int, float] = {}
@@ -142,7 +141,7 @@ class _Dimensions:
 
     Attributes:
         ratios: For each size, the ratio of each dimension to the measured size.
-        powers: For each dimension, the powers that a storage may have of it.
+        powers: For each dimension, its possible powers in the size of a storage.
     """
 
     def __init__(self, sizes: Sequence[Size]) -> None:
@@ -169,24 +168,24 @@ class _Dimensions:
         return list(itertools.product(*self.powers))
 
     def factor(self, powers: Sequence[int], start: int, stop: int) -> float:
-        """Return by what a storage grows from one of the sizes to another."""
+        """Return the growth factor of a storage from one of the sizes to another."""
         pairs = zip(self.ratios[start], self.ratios[stop], powers, strict=True)
-        # A dimension may be empty: then nothing is known of what follows from there.
+        # A dimension may be empty: growth from there is unknown.
         return math.prod((after / max(before, 1e-9)) ** n for before, after, n in pairs)
 
     def is_within(self, small: int, large: int) -> bool:
-        """Return whether one of the sizes is in no dimension larger than another."""
+        """Return whether one of the sizes is at most another in every dimension."""
         pairs = zip(self.ratios[small], self.ratios[large], strict=True)
         return all(one <= other for one, other in pairs)
 
     def distance(self, start: int, stop: int) -> float:
-        """Return how far two sizes are apart."""
+        """Return the distance between two sizes."""
         pairs = zip(self.ratios[start], self.ratios[stop], strict=True)
         return sum(abs(math.log(max(b, 1e-9) / max(a, 1e-9))) for a, b in pairs)
 
 
 def _predicted(row: tuple[int | None, ...], dimensions: _Dimensions) -> int:
-    """Return the bytes at the last size of one that has these at those before it."""
+    """Return the predicted bytes at the last size, given those at the others."""
     base, target = row[0], len(row)
     if not base:
         return max(found or 0 for found in row)
@@ -208,7 +207,7 @@ def _predicted(row: tuple[int | None, ...], dimensions: _Dimensions) -> int:
         ):
             fitting.append(powers)
     if not fitting:
-        # Neither power: take the nearest, and what exceeds it as its factor.
+        # No power fits: take the nearest, scaled by its largest excess.
         best = min(errors, key=errors.__getitem__)
         worst = max(
             (row[n] or 0) / (base * dimensions.factor(best, 0, n)) for n in seen
@@ -227,7 +226,7 @@ def _was_seen(row: tuple[int | None, ...]) -> bool:
 
 
 def _multiplicity(axes: Sequence[Axis]) -> int:
-    """Return how often a dimension occurs in one tensor, as the side of an image."""
+    """Return how often a dimension occurs in one tensor: 2 for the side of an image."""
     paths = [path for path, _ in axes]
     return max(paths.count(path) for path in paths)
 
@@ -246,9 +245,9 @@ def resized(
 ) -> Graph:
     """Return the step with storages of other sizes.
 
-    What lasts to the end of the step (parameters, gradients) keeps its size; what is
-    used on the way grows as the storages that are used there. It does not shrink:
-    where it was not seen, the measured amount is the safe one.
+    Memory that lasts to the end of the step (parameters, gradients) keeps its size.
+    Temporaries grow as the storages that are used with them. They do not shrink: where
+    they were not observed, the measured amount is safe.
 
     Examples:
         >>> from recoup.core.graph import Storage
@@ -293,17 +292,17 @@ def resized(
 
 
 def on_line(graph: Graph, other: Graph, share: float) -> Graph | None:
-    """Return the step at a third size, its bytes on the line through two others.
+    """Return the step at a third size, with bytes on the line through two others.
 
-    Exact for what grows with the number of samples. Times are those of the first.
+    Exact for bytes that grow with the number of samples. Times are those of the first.
 
     Args:
         graph: The step at one size.
         other: The step at another size.
-        share: Where on the line: 0 at the first size, 1 at the other.
+        share: The position: 0 at the first size, 1 at the other.
 
     Returns:
-        None if the two have other operators, or more than one pass.
+        None if the operators of the two differ, or there is more than one pass.
 
     Examples:
         >>> from recoup.core.graph import Storage
@@ -335,7 +334,7 @@ def on_line(graph: Graph, other: Graph, share: float) -> Graph | None:
 
 
 def _shape_of(graph: Graph) -> tuple[object, ...]:
-    """Return what two steps have in common if they differ in sizes and times alone."""
+    """Return the properties that two steps share if only sizes and times differ."""
     return (
         [operation.name for operation in graph.operations],
         graph.values,

@@ -1,7 +1,7 @@
 """Memory over time: footprints as spans of bytes, and the bytes in use at each moment.
 
-This is the one place where footprints become bytes. The simulator adds up all spans of
-a plan, planners those of many plans, and reports sort them into bands.
+Footprints become bytes only here. The simulator adds up all spans of a plan, planners
+those of many plans, and reports sort them into bands.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,9 +30,9 @@ class Spans(NamedTuple):
     A span whose last moment comes before its first holds nothing.
 
     Attributes:
-        nbytes: How many.
+        nbytes: The number of bytes.
         first: The first moment.
-        last: The last moment; it may lie after the end of the step.
+        last: The last moment; it may be after the end of the step.
         source: The number of a storage, `REMADE` or `SPIKE`.
     """
 
@@ -93,7 +93,7 @@ class MemoryUse:
         self._other = np.array(graph.other_bytes, dtype=np.int64)
 
     def spans(self, footprints: Sequence[Footprint]) -> Spans:
-        """Return all bytes of the step but `Graph.other_bytes`."""
+        """Return all bytes of the step except `Graph.other_bytes`."""
         graph, half = self.graph, self.half
         sizes, born, _ = graph.arrays
         until = held_until(self.until, footprints)
@@ -126,10 +126,10 @@ class MemoryUse:
         return sum(int(sizes[o.storage]) for o in self._copied(footprints, until))
 
     def added(self, footprint: Footprint, until: Integers) -> Spans:
-        """Return what a footprint takes beyond what is in use without it.
+        """Return the bytes of a footprint beyond those in use without it.
 
         Args:
-            footprint: That of one interval.
+            footprint: The footprint of one interval.
             until: The last moment at which storages are in use without it.
         """
         sizes, born, _ = self.graph.arrays
@@ -165,7 +165,7 @@ class MemoryUse:
 
 
 def held_until(until: Integers, footprints: Iterable[Footprint]) -> Integers:
-    """Return the last moments of storages that footprints may hold for longer."""
+    """Return the last moments of storages, extended by footprints."""
     result = until.copy()
     held = [each.held for each in footprints]
     if held:
@@ -175,7 +175,7 @@ def held_until(until: Integers, footprints: Iterable[Footprint]) -> Integers:
 
 
 def _spikes(footprints: Sequence[Footprint]) -> dict[int, int]:
-    """Return what replays take at a moment beyond all that is in use there."""
+    """Return the bytes of replays at a moment beyond all others in use there."""
     if len(footprints) == 1:
         return footprints[0].spikes
     found: dict[int, int] = {}
@@ -185,7 +185,7 @@ def _spikes(footprints: Sequence[Footprint]) -> dict[int, int]:
         found |= each.spikes
     if not shared:
         return found
-    # Replays of several intervals at one moment meet what the others leave.
+    # Replays of several intervals at one moment run with what the others leave.
     return spikes(
         [replay for each in footprints for replay in each.replays],
         [one for each in footprints for one in each.passing],

@@ -1,7 +1,7 @@
-"""Plans: what a model's forward holds and recomputes, as plain data.
+"""Plans: the values that a model's forward holds and recomputes, as plain data.
 
 A plan names places by modules and values by operators, not by numbers of one measured
-step, so that it can be stored, read, compared, and applied again without measuring.
+step, so it can be stored, read, compared, and applied again without measuring.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ PLANS = plan_file("recoup plan", 2)
 """Files of plans."""
 
 _DEPTH = 64
-"""Spans inside spans, in a file."""
+"""The deepest nesting of spans in a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Place:
 
     Attributes:
         module: The path of the module in the model; empty for the model itself.
-        call: Which call of it in the step, from 0.
+        call: The number of its call in the step, from 0.
         entering: The call begins; False: it ends.
     """
 
@@ -50,7 +50,7 @@ class Held:
 
     Attributes:
         operator: The operator that makes it, as `aten.mm.default`.
-        nth: Which of the values that this operator makes in the span, from 0.
+        nth: Its number among the values that this operator makes in the span, from 0.
         bytes: Its size when it was measured.
         action: How it is held.
     """
@@ -69,10 +69,10 @@ class Span:
         start: Where it begins.
         stop: Where it ends.
         held: The values made in it that are held; the others are recomputed.
-        made: For each operator of which a value is held, how many it made when it was
+        made: For each operator with a held value, the number of values it made when
             measured.
         inner: Spans inside it, in order.
-        by_call: It is one call of a module, and recomputed by calling that again.
+        by_call: Whether it is one call of a module, recomputed by calling that again.
     """
 
     start: Place
@@ -87,7 +87,7 @@ class Span:
 class Plan:
     """The actions on all values that autograd would save in one step.
 
-    What is in no span is kept, as plain autograd keeps it.
+    Values outside all spans are kept, as by plain autograd.
 
     Attributes:
         spans: The regions of forward, in order.
@@ -96,12 +96,12 @@ class Plan:
         budget_bytes: The budget it was made for; 0: none.
         peak_bytes: The peak that the simulation predicts.
         seconds: The time of a step that the simulation predicts.
-        model_calls: How often the step calls the model before backward.
+        model_calls: The number of the model's calls before backward.
         roots: The paths of the modules that the step itself calls, in order; an empty
             path is the model itself.
-        passes: The plans of a step that has several passes, forward and backward, which
-            are not alike; it has no spans of its own then.
-        order: Which of the passes run, in order.
+        passes: The plans of the passes of a step that has several, forward and
+            backward, which differ; such a step has no spans of its own.
+        order: The passes in the order of execution.
 
     Examples:
         >>> plan = Plan((Span(Place("h.0", 0, True), Place("h.1", 0, True)),))
@@ -109,7 +109,7 @@ class Plan:
         True
         >>> Plan.from_json("{}")
         Traceback (most recent call last):
-        recoup.errors.PlanError: this is no plan of recoup: expected 'recoup plan' ...
+        recoup.errors.PlanError: this is not a plan of recoup: expected ...
     """
 
     spans: tuple[Span, ...] = ()
@@ -152,7 +152,7 @@ class Plan:
 
     @property
     def repeated_calls(self) -> int:
-        """How many calls of blocks are repeated in backward."""
+        """The number of block calls that are repeated in backward."""
         return sum(span.by_call for part in self.parts for span in part.spans)
 
     def to_json(self) -> str:
@@ -164,14 +164,14 @@ class Plan:
         """Return the plan that a JSON text describes; nothing in it is executed.
 
         Raises:
-            PlanError: The text is no plan, is damaged, or is of another version.
+            PlanError: The text is not a plan, is damaged, or has another version.
         """
         plan = PLANS.read(text, cls)
         check_plan(plan)
         return plan
 
     def count(self) -> dict[str, int]:
-        """Return how many values are kept and how many offloaded, by action."""
+        """Return the number of held values, by action."""
         total: Counter[str] = Counter()
         stack = [span for part in self.parts for span in part.spans]
         while stack:
@@ -182,7 +182,7 @@ class Plan:
 
 
 def signature_of(graph: Graph) -> str:
-    """Return a text that is equal for steps with the same operators and sizes.
+    """Return a digest that is equal for steps with the same operators and sizes.
 
     Examples:
         >>> signature_of(Graph((), 0, (), (), (), (), ()))
@@ -246,7 +246,7 @@ def plan_for_step(
 def locate(graph: Graph, plan: Plan) -> tuple[Segment, ...]:
     """Return the segments of a measured step that a plan describes.
 
-    It is the inverse of `plan_for`. Costs time in proportion to the operators.
+    The inverse of `plan_for`. Costs time in proportion to the operators.
 
     Raises:
         PlanError: The step has no such place.
@@ -265,7 +265,7 @@ def locate(graph: Graph, plan: Plan) -> tuple[Segment, ...]:
 
 
 def segments_of(graph: Graph, plan: Plan) -> tuple[Segment, ...] | None:
-    """Return a plan as segments of a measured step; None: it is of another step."""
+    """Return a plan as segments of a measured step; None if it is for another step."""
     try:
         return locate(graph, plan)
     except (PlanError, UsageError):
@@ -273,7 +273,7 @@ def segments_of(graph: Graph, plan: Plan) -> tuple[Segment, ...] | None:
 
 
 def measured_order(graph: Graph, plan: Plan) -> tuple[Place, ...]:
-    """Return the places of a plan in the order in which the measured step had them."""
+    """Return the places of a plan in the order of the measured step."""
     places: set[Place] = set()
     stack = list(plan.spans)
     while stack:
@@ -284,7 +284,7 @@ def measured_order(graph: Graph, plan: Plan) -> tuple[Place, ...]:
 
 
 def _places_in_order(graph: Graph) -> Iterator[Place]:
-    """Yield the places of a step; of those at one boundary, ends of calls first."""
+    """Yield the places of a step; at one boundary, ends of calls come first."""
     ends: dict[int, list[Place]] = {}
     begins: dict[int, list[Place]] = {}
     for call in graph.calls:
@@ -298,17 +298,18 @@ def _places_in_order(graph: Graph) -> Iterator[Place]:
 def displaced(
     plan: Plan, measured: Sequence[Place], reached: Sequence[Place]
 ) -> list[int] | None:
-    """Return the outermost spans of which a part ran elsewhere than in its region.
+    """Return the outermost spans of which a part ran outside its region.
 
-    The ends of calls of the step's own close what is open: their order is no matter.
+    The order of the ends of the step's own calls does not matter: they close any open
+    region.
 
     Args:
         plan: The plan.
         measured: Its places in the order of the measured step.
-        reached: The same in the order of a call.
+        reached: Its places in the order of a call.
 
     Returns:
-        Their numbers; None: the order is the measured one.
+        Their numbers; None if the order is the measured one.
 
     Examples:
         >>> a, b, c = (Place(name, 0, True) for name in "abc")
@@ -331,7 +332,7 @@ def displaced(
 
 
 def _spans_at(plan: Plan, places: Sequence[Place]) -> dict[Place, int | None]:
-    """Return which outermost span is open after each place."""
+    """Return the outermost span that is open after each place."""
     starts = {span.start: number for number, span in enumerate(plan.spans)}
     open_span: int | None = None
     found: dict[Place, int | None] = {}
@@ -348,14 +349,14 @@ def _segment(graph: Graph, span: Span, places: Mapping[Place, int]) -> Segment:
     for place in (span.start, span.stop):
         if place not in places:
             raise PlanError(
-                f"the plan speaks of '{place.label}', where this step can not be cut. "
-                "Make a plan for this model with recoup.fit."
+                f"expected a plan for this step, got '{place.label}', where it cannot "
+                "be cut; make a plan for this model with recoup.fit."
             )
     start, stop = places[span.start], places[span.stop]
     if start >= stop:
         raise PlanError(
-            f"the plan has a span from '{span.start.label}' to '{span.stop.label}', "
-            "which come in another order in this step. Make a plan for this model."
+            f"expected '{span.start.label}' before '{span.stop.label}' in the "
+            "step, as in the plan, got another order; make a plan for this model."
         )
     actions = {(held.operator, held.nth): held.action for held in span.held}
     seen: Counter[str] = Counter()
@@ -406,7 +407,7 @@ def _place(boundary: Boundary) -> Place:
 
 
 def check_plan(plan: Plan) -> None:
-    """Raise `PlanError` unless the parts of a plan that was read fit together."""
+    """Raise `PlanError` unless the parts of a plan from a file are consistent."""
     numbers = range(len(plan.passes))
     if plan.passes and not (plan.order and set(plan.order) <= set(numbers)):
         raise PLANS.damaged("the order of passes", plan.order)
@@ -421,7 +422,9 @@ def check_plan(plan: Plan) -> None:
 
 def _check_span(span: Span, depth: int) -> None:
     if depth > _DEPTH:
-        raise PlanError(f"this plan is nested more than {_DEPTH} deep. {PLANS.advice}")
+        raise PlanError(
+            f"expected spans nested at most {_DEPTH} deep, got more. {PLANS.advice}"
+        )
     if span.by_call and (depth or span.inner or span.held):
         raise PLANS.damaged("a span that is called again", span)
     if any(not count for _, count in span.made):

@@ -1,7 +1,7 @@
-"""Readings: what may come out of a file that anybody may have written.
+"""Readings: checked data from untrusted files.
 
-Text from a file is shown in terminals and pages, and amounts are added up and drawn:
-neither is to do more than that.
+Text from a file is shown in terminals and pages, and amounts are added up and drawn;
+neither must do anything else.
 """
 
 import dataclasses
@@ -29,11 +29,11 @@ Signed = NewType("Signed", int)
 Data = TypeVar("Data")
 
 MOST = 1 << 63
-"""More bytes, seconds or counts than any machine has; sums of them are still finite."""
+"""More bytes, seconds or counts than any machine has; their sums are still finite."""
 
 
 def is_printable(found: Any) -> TypeGuard[str]:
-    r"""Return whether something is text that a terminal shows and does not obey.
+    r"""Return whether an object is text without control characters.
 
     Examples:
         >>> is_printable("h.0.größe"), is_printable(""), is_printable(3)
@@ -45,7 +45,7 @@ def is_printable(found: Any) -> TypeGuard[str]:
 
 
 def is_amount(found: Any) -> TypeGuard[int]:
-    """Return whether something is a whole number of bytes, or a count.
+    """Return whether an object is a whole number of bytes, or a count.
 
     Examples:
         >>> is_amount(0), is_amount(-5), is_amount(10**400), is_amount(True)
@@ -56,7 +56,7 @@ def is_amount(found: Any) -> TypeGuard[int]:
 
 
 def is_duration(found: Any) -> TypeGuard[float]:
-    """Return whether something is a number of seconds.
+    """Return whether an object is a number of seconds.
 
     Examples:
         >>> is_duration(0.5), is_duration(2), is_duration(-1.0), is_duration(1e300)
@@ -87,17 +87,17 @@ _SOUND = {
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """Dataclasses in a JSON file that anybody may have written.
+    """Dataclasses in a JSON file from any author.
 
     Fields are checked by their types: text can be printed, whole numbers are amounts,
     the others durations. Nothing in a file is executed.
 
     Attributes:
-        format: What the file says that it is.
+        format: The name of the format in the file.
         version: The version of the format.
-        noun: What errors call it.
+        noun: The name of such a file in errors.
         error: The class of errors.
-        advice: What to do about a wrong file.
+        advice: The advice for a wrong file.
     """
 
     format: str
@@ -111,7 +111,7 @@ class DataFile:
 
         Args:
             value: The dataclass.
-            by_columns: Write rows of one class as a list for each field: much shorter.
+            by_columns: Write rows of one class as one list per field: much shorter.
             **layout: As for `json.dumps`.
         """
         head = {"format": self.format, "version": self.version}
@@ -121,12 +121,14 @@ class DataFile:
         """Return the dataclass that a JSON text describes.
 
         Raises:
-            RecoupError: It describes none; of the class `error`.
+            RecoupError: The text describes none; of the class `error`.
         """
         try:
             data = json.loads(text)
             if not isinstance(data, dict):
-                raise self._wrong(f"it is a {type(data).__name__}")
+                raise self._wrong(
+                    f"expected a JSON object, got a {type(data).__name__}"
+                )
             fields = cast("dict[str, Any]", data)
             found = fields.pop("format", None), fields.pop("version", None)
             if found != (self.format, self.version) or type(found[1]) is not int:
@@ -141,17 +143,17 @@ class DataFile:
             raise self._wrong(str(error)) from error
 
     def damaged(self, where: str, found: object) -> RecoupError:
-        """Return the error for a part that no such file has."""
+        """Return the error for a part that no valid file has."""
         return self.error(
             f"this {self.noun} is damaged: {where} is {found!r:.60}, where text can "
             f"be printed and amounts are from 0 to {MOST}. {self.advice}"
         )
 
     def _wrong(self, why: str) -> RecoupError:
-        return self.error(f"this is no {self.noun}: {why}. {self.advice}")
+        return self.error(f"this is not a {self.noun}: {why}. {self.advice}")
 
     def _read(self, data: Any, kind: Any, where: str) -> Any:
-        """Return data as the type that a field says it has."""
+        """Return data converted to the type of its field."""
         if dataclasses.is_dataclass(kind):
             if not isinstance(data, dict):
                 raise self.damaged(where, data)
@@ -201,7 +203,7 @@ class DataFile:
 
 
 def _written(value: Any, by_columns: bool) -> Any:  # noqa: FBT001 (passed on)
-    """Return a value as JSON has it."""
+    """Return a value as JSON data."""
     if dataclasses.is_dataclass(value):
         names = [field.name for field in dataclasses.fields(value)]
         return {name: _written(getattr(value, name), by_columns) for name in names}
@@ -218,12 +220,12 @@ def _written(value: Any, by_columns: bool) -> Any:  # noqa: FBT001 (passed on)
 
 @cache
 def _fields(kind: Any) -> tuple[dict[str, Any], frozenset[str]]:
-    """Return the types of a dataclass's fields, and those without a default."""
+    """Return the types of a dataclass's fields, and the fields without a default."""
     missing = (f for f in dataclasses.fields(kind) if f.default is dataclasses.MISSING)
     return get_type_hints(kind), frozenset(field.name for field in missing)
 
 
 def plan_file(file_format: str, version: int) -> DataFile:
-    """Return the files of one kind of plans."""
+    """Return the file format of one kind of plan."""
     advice = "Make it anew with recoup.fit(...).plan.to_json()."
     return DataFile(file_format, version, "plan of recoup", PlanError, advice)

@@ -1,4 +1,4 @@
-"""Replays: what running operators again in backward takes, alone and together."""
+"""Replays: the memory and time of running operators again in backward."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ class Replay:
         segment: The replayed segment.
         moment: The moment of backward before which it runs.
         operations: The operations in order.
-        peak_bytes: The most that its own values and workspaces take, and what it
-            starts from and frees.
+        peak_bytes: The peak of its own values and workspaces, and of the roots that
+            it frees.
         seconds: How long it takes.
-        left_bytes: Bytes still in use when it has run.
+        left_bytes: Bytes still in use after it.
         awaited_bytes: Bytes of the operator of that moment, after the replay.
-        depth: How many segments are around it.
-        fetched_bytes: Bytes it starts from that nobody needs after it: each is freed
-            at its last use.
+        depth: The number of segments around it.
+        fetched_bytes: Bytes of roots with no later use: each is freed at its last
+            use.
     """
 
     segment: Segment
@@ -43,8 +43,8 @@ class Passing(NamedTuple):
     Attributes:
         storage: Its number.
         bytes: Its size.
-        made: The moment of the replay that made it, and the depth of that.
-        gone: The moment of the replay that frees it, and the depth of that.
+        made: The moment and depth of the replay that made it.
+        gone: The moment and depth of the replay that frees it.
     """
 
     storage: int
@@ -67,9 +67,9 @@ def run_again(
         graph: The step.
         operations: The operations in order.
         wanted: The storages that outlive the replay.
-        fetched: Storages that are there when it begins and that nothing else needs.
-        by_call: What runs again is a call: its variables keep values alive as they did
-            in forward, not only until their last use.
+        fetched: Storages in use at its start that nothing else needs.
+        by_call: A call runs again: its variables keep values alive as in forward, not
+            only until their last use.
     """
     mentioned, storages = graph.mentioned, graph.storages
     last = {s: number for number in operations for s in mentioned[number]}
@@ -95,12 +95,12 @@ def run_again(
 
 
 def spikes(replays: Iterable[Replay], passing: Iterable[Passing]) -> dict[int, int]:
-    """Return what replays take at a moment beyond all that is in use there.
+    """Return the bytes of replays at a moment beyond all others in use there.
 
-    A segment is replayed after the one around it, whose values it starts from: what
-    the inner one leaves is not there yet when the outer one runs. Nothing is assumed
-    about the order of segments that lie side by side. All of them run before the
-    moment's operator, and meet nothing of what that takes.
+    A segment is replayed after the one around it, from whose values it starts: results
+    of the inner replay do not exist yet while the outer one runs. No order is assumed
+    among segments that are not nested. All replays run before the moment's operator,
+    without its memory.
     """
     at: dict[int, list[Replay]] = {}
     for replay in replays:

@@ -18,17 +18,17 @@ _THREAD = _Thread()
 
 
 class restoring:  # noqa: N801 (used as a verb: `with restoring(...):`)
-    """Call `restore` at the end of the block, also if an interrupt comes just then.
+    """Call `restore` at the end of the block, even if an interrupt arrives there.
 
-    `try` and `finally` have gaps, before the first line of each: an interrupt there
-    skips the cleanup, and one inside it cuts it short. Here the next one around it
-    does what was skipped before it restores its own; without one around, the object
-    does it when it dies, with the traceback of the interrupt.
+    `try` and `finally` have gaps before the first line of each: an interrupt there
+    skips the cleanup, and one inside the cleanup cuts it short. Here the enclosing
+    `restoring` makes up for it before it restores its own state; without one, the
+    object does so when it dies, with the traceback of the interrupt.
 
-    Subclasses change things in `__enter__`, after calling this one.
+    Subclasses change state in `__enter__`, after calling this one.
 
     Args:
-        restore: Puts things back; calling it twice does no harm.
+        restore: Restores the state; must be idempotent.
 
     Examples:
         >>> found = []
@@ -45,7 +45,7 @@ class restoring:  # noqa: N801 (used as a verb: `with restoring(...):`)
         self.is_due = False
 
     def __enter__(self) -> Any:
-        """Be due from now on."""
+        """Mark the cleanup as due."""
         entered = _THREAD.entered
         while entered and entered[-1]() is None:
             entered.pop()
@@ -54,7 +54,7 @@ class restoring:  # noqa: N801 (used as a verb: `with restoring(...):`)
         self.is_due = True
 
     def __exit__(self, *error: object) -> None:
-        """Restore what was skipped inside, then this."""
+        """Do skipped cleanups inside, then this one."""
         entered = _THREAD.entered
         place = self._place
         if place < len(entered) and entered[place]() is self:
@@ -63,7 +63,7 @@ class restoring:  # noqa: N801 (used as a verb: `with restoring(...):`)
                 if inner is not None:
                     inner.finish()
                 entered.pop()
-            # As `finish` does: replays wait for this.
+            # The body of `finish`, inlined: this is on the path of replays.
             try:
                 self.restore()
             except Exception:
@@ -71,11 +71,11 @@ class restoring:  # noqa: N801 (used as a verb: `with restoring(...):`)
                 raise
             self.is_due = False
             entered.pop()
-        else:  # one around it was first, or it ends on another thread
+        else:  # an enclosing one was first, or it ends on another thread
             self.finish()
 
     def finish(self) -> None:
-        """Restore if that is due; an error of `restore` itself is for the caller."""
+        """Restore if due; an error of `restore` itself is raised to the caller."""
         if self.is_due:
             try:
                 self.restore()
@@ -90,17 +90,17 @@ class restoring:  # noqa: N801 (used as a verb: `with restoring(...):`)
 
 
 class Removable(Protocol):
-    """A handle of something that can be taken off, more than once."""
+    """A handle whose `remove` may be called more than once."""
 
     def remove(self) -> object:
-        """Take it off."""
+        """Remove the hook."""
         ...
 
 
 class removing(restoring):  # noqa: N801 (used as a verb: `with removing() as handles:`)
-    """Give a list for handles of hooks; call `remove` of each at the end of the block.
+    """Return a list for hook handles; remove each of them at the end of the block.
 
-    Append a handle on the line that registers its hook: an interrupt comes between
+    Append a handle on the line that registers its hook: interrupts arrive between
     lines.
     """
 

@@ -1,4 +1,4 @@
-"""Segments: what a planner decides about an interval of forward."""
+"""Segments: the decisions of a planner on an interval of forward."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,14 +9,14 @@ from recoup.core.graph import Graph
 from recoup.errors import UsageError
 
 Interval = tuple[int, int]
-"""Two boundaries, and what lies between."""
+"""Two boundaries, and the operations between."""
 
 REGION_OPERATORS = 3
 """The cost of beginning and ending a region, in recorded operators."""
 
 NESTED_OPERATORS = 2
-"""How many recorded operators take the host as long as one that is recorded in a region
-inside another: 1.4 on the CPU, 1.8 to 2.2 with an H200."""
+"""The host time of recording an operator in a nested region, in operators recorded in
+an outermost one: 1.4 on the CPU, 1.8 to 2.2 with an H200."""
 
 
 class Action(Enum):
@@ -33,16 +33,16 @@ class Action(Enum):
 class Segment:
     """An interval of forward that runs as one region.
 
-    Segments are nested or disjoint. What is in no segment is kept, as plain autograd
-    keeps it.
+    Segments are nested or disjoint. Values outside all segments are kept, as by plain
+    autograd.
 
     Attributes:
         start: The boundary where it begins.
         stop: The boundary where it ends.
         actions: The actions on values made in it; the others are recomputed.
-        inner: Segments inside it, in order. What these hold, it may drop again.
-        by_call: It is one call of a block, and recomputed by calling the block again;
-            nothing is recorded. It is in no other segment, and none is inside it.
+        inner: Segments inside it, in order. It may drop the values that these hold.
+        by_call: Whether it is one call of a block, recomputed by calling the block
+            again; nothing is recorded. Such a segment is not nested.
     """
 
     start: int
@@ -65,18 +65,18 @@ def check_order(segments: Sequence[Segment], start: int, stop: int) -> None:
     for segment in segments:
         if not position <= segment.start < segment.stop <= stop:
             raise UsageError(
-                f"segments lie in order within boundaries {start} to {stop}: found "
-                f"one from {segment.start} to {segment.stop} after {position}."
+                f"expected segments in order between boundaries {start} and {stop}, "
+                f"got one from {segment.start} to {segment.stop} after {position}."
             )
         position = segment.stop
 
 
 def recorded_operators(count: int, depth: int = 0) -> int:
-    """Return how many operators take the host as long to record as one region's.
+    """Return the cost of recording a region, in operators of an outermost one.
 
     Args:
-        count: How many operators run in the region.
-        depth: How many regions are around it.
+        count: The number of operators in the region.
+        depth: The number of regions around it.
 
     Examples:
         >>> recorded_operators(10), recorded_operators(10, depth=1)
@@ -87,9 +87,9 @@ def recorded_operators(count: int, depth: int = 0) -> int:
 
 
 def within_calls(graph: Graph, segments: Sequence[Segment]) -> tuple[Segment, ...]:
-    """Return segments of which none goes over the end of a call of the model.
+    """Return segments split at the ends of the model's calls.
 
-    One that does is parted; what lies between the calls is then in none.
+    Operations between the calls are then in no segment.
 
     Examples:
         >>> from recoup.core.graph import Boundary

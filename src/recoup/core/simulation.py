@@ -1,7 +1,7 @@
 """The cost of a plan: the one definition of its peak and of its time.
 
-`recoup.core.footprint` says what segments hold and replay, and `recoup.core.memory_use`
-what that comes to at each moment.
+`recoup.core.footprint` defines what segments hold and replay, and
+`recoup.core.memory_use` the bytes of that at each moment.
 """
 
 from collections import Counter
@@ -31,7 +31,7 @@ class Simulation:
         replays: The replays.
         held_bytes: Bytes held on the device between forward and backward.
         host_bytes: Bytes copied to the host and back.
-        stall_seconds: The copying that does not hide behind computing.
+        stall_seconds: The time of copies that computation does not hide.
         step_seconds: The step without replays, stalls and recording.
         recording_seconds: The time that regions add to forward.
         host_seconds: The host's time with an accelerator.
@@ -66,7 +66,7 @@ class Simulation:
 
     @property
     def peak_moment(self) -> int:
-        """The first moment at which that many bytes are in use."""
+        """The first moment of the peak."""
         return self.bytes_at.index(self.peak_bytes)
 
     @property
@@ -92,7 +92,7 @@ class Simulation:
 
 
 def simulate(graph: Graph, segments: Sequence[Segment]) -> Simulation:
-    """Return what a step costs whose forward runs in these segments.
+    """Return the cost of a step whose forward runs in these segments.
 
     Costs time in proportion to the operators and saved tensors.
 
@@ -142,7 +142,7 @@ class Kept:
 
     Attributes:
         gradients: The bytes of the gradients of earlier backward passes, by parameter.
-        other_bytes: All else.
+        other_bytes: All other bytes.
     """
 
     gradients: Mapping[str, int]
@@ -150,7 +150,7 @@ class Kept:
 
 
 class LoopKept(NamedTuple):
-    """Memory that a training loop keeps in the parts of a step.
+    """Memory that a training loop keeps, by part of a step.
 
     Attributes:
         call: During the first call of the model.
@@ -163,7 +163,7 @@ class LoopKept(NamedTuple):
     backward: Kept
 
     def beyond(self, graph: Graph) -> "LoopKept":
-        """Return the same without the gradients that the measured step begins with.
+        """Return the same without gradients that exist at the measured step's start.
 
         Examples:
             >>> graph = Graph((), 0, (), (), (), (), (), gradients=(("w", BEFORE),))
@@ -186,11 +186,11 @@ class LoopKept(NamedTuple):
 def peak_with(graph: Graph, segments: Sequence[Segment], kept: LoopKept) -> int:
     """Return the peak of a step whose training loop keeps more than was measured.
 
-    A gradient that the measured step has at a moment is counted there already: later
-    passes add to it in place.
+    A gradient that exists at a moment of the measured step is already counted there:
+    later passes add to it in place.
 
     Examples:
-        One moment of forward, two of backward; the gradient of `w` is there at the
+        One moment of forward, two of backward; the gradient of `w` exists at the
         last.
 
         >>> from recoup.core.graph import Boundary, Operation
@@ -232,7 +232,7 @@ def _added(graph: Graph, kept: Kept) -> list[int]:
 
 
 def add_up(graph: Graph, total: Footprint) -> Simulation:
-    """Return what a step costs in which segments have this footprint together."""
+    """Return the cost of a step in which the segments have this total footprint."""
     half = len(graph.operations)
     use = MemoryUse(graph)
     spans = use.spans([total])
@@ -259,7 +259,7 @@ def add_up(graph: Graph, total: Footprint) -> Simulation:
 
 
 def host_seconds(graph: Graph, total: Footprint) -> float:
-    """Return what the host takes to issue a step, or 0 where it is the device."""
+    """Return the host time to launch a step; 0 where the host is the device."""
     host_costs = graph.host_costs
     if host_costs is None:
         return 0.0
@@ -268,10 +268,10 @@ def host_seconds(graph: Graph, total: Footprint) -> float:
 
 
 def stall_seconds(graph: Graph, host_bytes: int) -> float:
-    """Return how long the step waits for copies, out in forward and in in backward.
+    """Return the time that the step waits for copies to and from the host.
 
-    Copies overlap with the computation: what does not fit into a third of the step on
-    the way out (forward), or two thirds on the way in (backward), is waited for.
+    Copies overlap with computation. The step waits for copies that exceed a third of
+    its time on the way out (forward), or two thirds on the way in (backward).
     """
     if not host_bytes:
         return 0.0

@@ -1,6 +1,6 @@
-"""Segments without what saves nothing: idle actions, idle segments, idle ends.
+"""Remove parts of segments that save nothing: idle actions, segments and ends.
 
-A narrow segment is around no more of forward than what is recomputed and its uses.
+A trimmed segment covers only the operators that are recomputed, and the saves.
 """
 
 from bisect import bisect_right
@@ -18,17 +18,17 @@ from recoup.core.segments import (
 )
 
 _WORTH = 2 * REGION_OPERATORS
-"""Operators between two segments from which two segments cost less than one."""
+"""The gap in operators from which two segments cost less than one."""
 
 
 def narrowed(graph: Graph, segment: Segment) -> tuple[Segment, ...]:
-    """Return segments that recompute what one does, and record less of forward.
+    """Return segments with the same recomputation that record less of forward.
 
-    A region has to see a value being made that it recomputes, and being saved. What
-    lies before, after and between is kept there as it is without a region. Segments
-    with others inside, or that move values elsewhere, stay as they are.
+    A region must record the operators that make and save a value that it recomputes.
+    Values before, after and between are kept without a region. Segments that are
+    nested or offload values stay unchanged.
 
-    Costs time in proportion to what is recomputed.
+    Costs time in proportion to the recomputed operators.
     """
     if not _may_be_narrowed(segment):
         return (segment,)
@@ -48,7 +48,7 @@ def narrowed(graph: Graph, segment: Segment) -> tuple[Segment, ...]:
 
 
 def recorded_narrowly(graph: Graph, segment: Segment, found: Footprint) -> int:
-    """Return how much a segment records when it is narrowed, to one at the most."""
+    """Return the number of recorded operators of a segment trimmed to one interval."""
     if not _may_be_narrowed(segment):
         return found.recorded
     saves = _saves_of_recomputed(graph, segment)
@@ -82,7 +82,7 @@ def _around(
 
 
 def _saves_of_recomputed(graph: Graph, segment: Segment) -> list[int]:
-    """Return which saves in a segment are of values that it makes and does not hold."""
+    """Return the saves in a segment of values that it makes and does not hold."""
     claims, values, operations = graph.claims, graph.values, graph.operations
     first, last = graph.boundaries[segment.start], graph.boundaries[segment.stop]
     inside = range(first.operation, last.operation)
@@ -96,7 +96,7 @@ def _saves_of_recomputed(graph: Graph, segment: Segment) -> list[int]:
 
 
 def _touch(graph: Graph, stop: int, start: int) -> bool:
-    """Return whether two intervals overlap, or are too near each other to be two."""
+    """Return whether two intervals overlap, or are too close for two regions."""
     places = graph.boundaries
     between = places[start].operation - places[stop].operation
     return start < stop or between <= _WORTH
@@ -113,10 +113,10 @@ def _part(graph: Graph, segment: Segment, start: int, stop: int) -> Segment:
 
 
 def without_idle_actions(graph: Graph, segment: Segment) -> Segment:
-    """Return the segment without actions on values that nothing starts from.
+    """Return the segment without actions on values that are no roots of a replay.
 
-    Neither backward nor a replay needs these, but a region would hold them. What the
-    segment costs stays the same.
+    Neither backward nor a replay needs these, but a region would hold them. The cost of
+    the segment stays the same.
 
     Examples:
         >>> from recoup.core.graph import Boundary
@@ -142,12 +142,12 @@ def without_idle_actions(graph: Graph, segment: Segment) -> Segment:
 
 
 def is_idle(graph: Graph, segment: Segment) -> bool:
-    """Return whether a segment runs nothing again and moves nothing to the host.
+    """Return whether a segment replays nothing and offloads nothing.
 
-    Then it holds all that autograd would, for as long or longer, and records in vain.
+    Then it holds all that autograd would, at least as long, and records in vain.
     """
     inside = graph.operations_between(segment.start, segment.stop)
     if any(graph.values[one.value].producer in inside for one in graph.dropped):
-        return False  # autograd would hold what nobody asks for
+        return False  # autograd would hold values that backward does not use
     found = footprint(graph, segment)
     return not found.replays and not found.offloads

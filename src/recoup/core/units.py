@@ -173,7 +173,7 @@ def _parse_text(text: str) -> int:
 
 
 def _share_in(text: str) -> float | None:
-    """Return the share that a text says, of any size, or None if it is no share."""
+    """Return the share that a text gives, of any size; None if it gives no share."""
     stripped = text.strip()
     if "%" in stripped:
         try:

@@ -1,4 +1,4 @@
-"""The rules that people use, block by block: what a planner is compared with."""
+"""Common checkpointing rules, block by block: the baselines of planners."""
 
 import itertools
 import math
@@ -14,8 +14,8 @@ from recoup.errors import UsageError
 def blocks_of(graph: Graph) -> tuple[tuple[int, int], ...]:
     """Return the boundaries of each block, as pairs.
 
-    A graph without blocks is one block from its first boundary to its last. What lies
-    between two calls of the model is no block.
+    A graph without blocks is one block from its first boundary to its last. Operations
+    between two calls of the model are in no block.
 
     Examples:
         >>> from recoup.core.graph import Boundary
@@ -37,7 +37,7 @@ def blocks_of(graph: Graph) -> tuple[tuple[int, int], ...]:
 
 def store_all(graph: Graph) -> tuple[Segment, ...]:
     """Return the plan of plain autograd: no segments, nothing is recomputed."""
-    del graph  # the same answer for all
+    del graph  # the same result for all
     return ()
 
 
@@ -91,9 +91,9 @@ def square_root(graph: Graph) -> tuple[Segment, ...]:
 def greedy(graph: Graph, budget_bytes: int) -> tuple[Segment, ...]:
     """Return segments for the best blocks, as few as meet the budget.
 
-    Whole blocks are ranked by the bytes that autograd saves in them for each second of
-    recomputing. If even all of them do not meet the budget, all are returned. Costs one
-    simulation for each doubling of the number of blocks.
+    Whole blocks are ranked by saved bytes per second of recomputation. If even all of
+    them do not meet the budget, all are returned. Costs one simulation for each
+    doubling of the number of blocks.
     """
     ranked = sorted(
         blocks_of(graph), key=lambda block: -_bytes_per_second(graph, block)

@@ -1,8 +1,8 @@
-"""Compiled blocks: which values each may save, and the fastest choice for a budget.
+"""Compiled blocks: the values each may save, and the fastest choice for a budget.
 
 `saved_sets` finds the Pareto front of bytes and time of one captured block by minimum
-cuts; `choose_options` takes an option for each block by dynamic programming,
-`least_peak` those of the smallest peak.
+cuts; `choose_options` chooses an option for each block by dynamic programming,
+`least_peak` those of the minimum peak.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ Plans = tuple[tuple[Segment, ...], ...]
 
 
 def recomputed_bytes(graph: Graph, blocks: Sequence[str]) -> int:
-    """Estimate the bytes held if each block recomputes itself: for comparing blocks.
+    """Estimate the bytes held if each block recomputes itself, to compare blocks.
 
     Saved values that leave a block are held, and those inside one block at a time.
     """
@@ -40,7 +40,7 @@ def recomputed_bytes(graph: Graph, blocks: Sequence[str]) -> int:
 
 
 _TIE = 1e-5
-"""The price of all bytes, as a share of all time, that decides between equal times."""
+"""The price of all bytes, as a share of all time, that breaks ties of equal times."""
 
 
 def mixtures(
@@ -48,8 +48,8 @@ def mixtures(
 ) -> Iterator[tuple[Plans, tuple[str, ...]]]:
     """Yield parts of a plan that can be applied together with compiled blocks.
 
-    Each with the blocks to compile: what the plan does outside of all blocks, then all
-    of it, with the blocks that it leaves alone.
+    Each comes with the blocks to compile: the segments outside all blocks, then all
+    segments, with the blocks that they do not touch.
     """
     outside: list[tuple[Segment, ...]] = []
     touched: set[str] = set()
@@ -72,7 +72,7 @@ def mixtures(
 
 
 def _owners(graph: Graph, blocks: Sequence[str]) -> list[str]:
-    """Return the block that each operation of forward is in; empty: none."""
+    """Return the block of each operation of forward; empty: none."""
     return [
         next((b for b in blocks if path == b or path.startswith(f"{b}.")), "")
         for path in module_paths(graph)
@@ -83,14 +83,14 @@ def saved_sets(joint: JointForward, *, limit: int = 8) -> tuple[SavedSet, ...]:
     """Return the supported sets of saved values, from the fastest to the smallest.
 
     Each is a minimum cut of forward at some price of a byte: saving a value costs its
-    price and the time to write and read it, recomputing it the time of its operator,
-    and then what that reads is needed too. Operators that must not run twice have their
-    results saved in every set.
+    price and the time to write and read it, recomputing it the time of its operator and
+    the cost of that operator's inputs. Results of operators that must not run twice are
+    saved in every set.
 
     Args:
         joint: The block's forward.
-        limit: The most sets to return; those are dropped first that blocks with other
-            sets replace at the least cost.
+        limit: The maximum number of sets; sets that blocks with other sets replace at
+            the least cost are dropped first.
     """
     demand = Demand(
         joint.graph,
@@ -127,7 +127,7 @@ def _at(joint: JointForward, demand: Demand, price: float) -> SavedSet:
 
 
 def _fastest(joint: JointForward, demand: Demand) -> SavedSet:
-    """Return the fastest set, and of several the smallest."""
+    """Return the fastest set; among several, the smallest."""
     nbytes = sum(storage.bytes for storage in joint.graph.storages)
     return _at(joint, demand, _TIE * _all_seconds(joint) / max(nbytes, 1))
 
@@ -153,7 +153,7 @@ def _set_of(joint: JointForward, choice: Choice) -> SavedSet:
 
 
 def _pareto(sets: Iterable[SavedSet]) -> list[SavedSet]:
-    """Return the sets that no other one beats, from the fastest to the smallest."""
+    """Return the Pareto-optimal sets, from the fastest to the smallest."""
     kept: list[SavedSet] = []
     for item in sorted(sets, key=lambda s: (s.seconds, s.held_bytes)):
         if not kept or item.held_bytes < kept[-1].held_bytes:
@@ -197,8 +197,8 @@ def offloaded(
 ) -> BlockOption:
     """Return an option whose saved values are on the host between both directions.
 
-    Copies hide behind as much of the step as the block itself takes, a third of it in
-    forward. When its backward begins, the values are there again.
+    Copies overlap with an interval of the step as long as the block itself, a third of
+    it in forward. When its backward begins, the values are back.
     """
     copy_seconds = moved_bytes / link_bytes_per_second
     forward_seconds = option.seconds / 3
@@ -237,8 +237,8 @@ def choose_options(
     """Return the number of an option for each block, or None if nothing fits.
 
     A dynamic program over the blocks in the order of forward. While a block runs, only
-    what the blocks before it hold depends on choices, so a partial choice is described
-    by the bytes held and the seconds.
+    the bytes held by earlier blocks depend on choices, so a partial choice is described
+    by bytes held and seconds.
 
     Args:
         step: The step.
@@ -276,7 +276,7 @@ def choose_options(
 
 
 _WORTH = 0.005
-"""Options are left out of a choice that all together gain less of the step's time."""
+"""Options that together gain less than this share of the step's time are dropped."""
 
 
 def worth_measuring(
@@ -287,20 +287,20 @@ def worth_measuring(
 ) -> tuple[tuple[int, ...] | None, frozenset[KindOption]]:
     """Return the choice to take, or the options to measure before one is taken.
 
-    Measuring an option costs seconds: it is compiled. A choice of predicted options is
-    followed up for those that it needs to fit, or to be faster by a share of the step
-    than a choice without them.
+    Measuring an option costs seconds, since it is compiled. Of the predicted options in
+    a choice, only those are measured without which it does not fit, or is slower by a
+    share of the step.
 
     Args:
         step: The step.
         options: The options of each kind of block.
         budget_bytes: The most bytes of the step.
-        closed: Kinds of which enough has been measured to choose from: more is measured
-            if nothing fits without.
+        closed: Kinds with enough measured options to choose from: more are measured
+            only if nothing fits without.
 
     Returns:
         The fastest choice of measured options, None if nothing fits; and the predicted
-        options that are needed for a better one.
+        options that a better one needs.
     """
     every = {(k, n) for k, found in enumerate(options) for n in range(len(found))}
     usable = {(k, n) for k, n in every if options[k][n].is_measured}
@@ -330,9 +330,10 @@ def worth_measuring(
 def least_peak(
     step: BlockStep, options: Sequence[Sequence[BlockOption]]
 ) -> tuple[int, ...]:
-    """Return the number of an option for each block, such that the peak is smallest.
+    """Return the number of an option for each block, such that the peak is minimal.
 
-    Of options that hold as little, one that is measured is taken, then the fastest.
+    Among options that hold equally little, a measured one is preferred, then the
+    fastest.
     """
     choice = tuple(len(options[frame.kind]) - 1 for frame in step.frames)
     least = step.outside_bytes[0] - 1
@@ -354,7 +355,7 @@ def least_peak(
 def _holding_least(
     step: BlockStep, options: Sequence[Sequence[BlockOption]], budget_bytes: int
 ) -> tuple[int, ...] | None:
-    """Return a choice that fits a budget: each block holds the least it then can."""
+    """Return a choice within a budget in which each block holds as little as it can."""
     if step.outside_bytes[0] > budget_bytes:
         return None
     chosen: list[int] = []

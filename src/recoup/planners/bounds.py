@@ -1,11 +1,11 @@
-"""Lower bounds: what no plan can do without, however it is found.
+"""Lower bounds on the recomputation of any plan within a budget.
 
-At any moment, what backward needs later is either in memory or recomputed after that
-moment, with what that takes. So for a price of a byte, the minimum cut over the whole
-of forward less the price of the room is a lower bound of the recomputation; the best
-price is found by bisection. A knapsack, which ignores that operators need inputs, shows
-which moment to look at. Both hold for every plan that keeps the order of operators: any
-segments, nested or not, and any values held.
+At any moment, each value that backward needs later is either in memory or recomputed
+after that moment. So for a price of a byte, the minimum cut over the whole of forward
+less the price of the room is a lower bound of the recomputation; the best price is
+found by bisection. A knapsack, which ignores that operators need inputs, selects the
+moment. Both hold for every plan that keeps the order of operators: any segments, nested
+or not, and any values held.
 """
 
 from collections.abc import Iterator
@@ -47,7 +47,7 @@ def bound_seconds(
 
 
 def demand_at(graph: Graph, moment: int) -> tuple[Demand, int]:
-    """Return what is needed after a moment, and the bytes that are there anyway."""
+    """Return the values needed after a moment, and the bytes in use there anyway."""
     half = len(graph.operations)
     inside = range(min(moment + 1, half))
     there = {
@@ -87,9 +87,9 @@ def _bound(demand: Demand, room_bytes: int) -> float:
 def _bound_with_link(demand: Demand, room_bytes: int) -> float:
     """Return the best bound when bytes may also go to the host.
 
-    A byte that is copied saves its price. Copies hide for a third of a step; beyond
-    that each takes its time on the link, and beyond two thirds twice its time: at a
-    price above that, anything could be copied, and the bound says nothing.
+    Copying a byte saves its price. Copies are hidden for a third of a step; beyond that
+    each takes its time on the link, and beyond two thirds twice its time. At a higher
+    price anything could be copied, and the bound is empty.
     """
     graph = demand.graph
     byte_seconds = 1 / graph.link_bytes_per_second
@@ -108,7 +108,7 @@ def _bound_with_link(demand: Demand, room_bytes: int) -> float:
 
 
 def _priced(demand: Demand, room_bytes: int) -> Iterator[tuple[float, Choice]]:
-    """Yield prices of a byte and the best choice for each, closing in on some room."""
+    """Yield prices of a byte with the best choice for each, converging on some room."""
     left = evaluate(demand, demand.values)
     yield 0.0, left
     right = evaluate(demand, free_values(demand))

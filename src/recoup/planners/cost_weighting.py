@@ -14,26 +14,26 @@ from recoup.planners.partition import Partition, nested_reach
 from recoup.planners.places import ends_of_calls, narrow_places
 
 _EFFORT = 20_000
-"""Operators in intervals of two or three places: what the partition may look at."""
+"""The number of operators, in intervals of two or three places, for the partition."""
 
 _PLACES = 48
 
 _LEANING = 0.02
-"""How much recording counts where the host does not: of plans that give the device as
-much to do, the one that records less leaves more room for a host that falls behind."""
+"""The weight of recording where the host does not limit the step: among plans with
+equal device time, the one that records less leaves more room for a slower host."""
 
 
 class WeightedGraph:
     """A graph whose times are a weighted mean of device and host, and its planners.
 
-    Planners add up the times of recording and recomputing. With an accelerator there
-    are two sums of which the larger one counts, so they minimise a mean of both. Bytes
-    do not depend on the weight, so each plan is a plan of the step.
+    Planners sum the times of recording and recomputing. With an accelerator there are
+    two sums, of which the larger counts, so planners minimise a mean of both. Bytes do
+    not depend on the weight, so each plan is a plan of the step.
 
     Args:
         graph: One step.
         allow: Actions allowed on values besides recomputing them.
-        host_weight: How much the host's time counts, from 0 to 1.
+        host_weight: The weight of the host's time, from 0 to 1.
         memory: A cache of the costs of the step's intervals.
     """
 
@@ -51,7 +51,7 @@ class WeightedGraph:
         self._levels: dict[tuple[Interval, ...], OneLevel] = {}
 
     def level_of(self, intervals: Iterable[Interval]) -> OneLevel:
-        """Return all plans over some intervals, the same for the same ones."""
+        """Return all plans over some intervals; cached."""
         key = tuple(intervals)
         level = self._levels.get(key)
         if level is None:
@@ -60,7 +60,7 @@ class WeightedGraph:
 
     @cached_property
     def reach(self) -> int:
-        """Over how many places at most a segment goes."""
+        """The maximum number of places that a segment spans."""
         count = max(len(self.graph.operations), 1)
         return max(2, min(14, math.isqrt(_EFFORT // count)))
 

@@ -1,4 +1,4 @@
-"""Try everything, where there is little to try."""
+"""Exhaustive search, for small graphs."""
 
 from collections.abc import Iterator
 from itertools import chain, combinations, product
@@ -17,7 +17,7 @@ from recoup.planners.option import (
 )
 
 _MOST = 2000
-"""So many plans are tried at most."""
+"""The maximum number of plans to try."""
 
 
 def exhaustive(
@@ -34,9 +34,9 @@ def exhaustive(
 
     Args:
         graph: The step.
-        intervals: Where segments begin and end.
+        intervals: The intervals of the segments.
         budget_bytes: The most bytes in use.
-        most: How many plans are tried at most; with more there is no answer.
+        most: The maximum number of plans to try; None is returned if there are more.
     """
     found = _plans(graph, intervals, most)
     if found is None:

@@ -1,4 +1,4 @@
-"""The answer when nothing fits: how much would, where the peak is, what holds it."""
+"""The error when no plan fits: the floor, where its peak is, and what holds it."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ _SHOWN = 3
 def infeasible(
     graph: Graph, budget_bytes: int, floor: Sequence[Segment]
 ) -> InfeasibleError:
-    """Return the error for a budget below what the smallest plan takes."""
+    """Return the error for a budget below the peak of the smallest plan."""
     costs = simulate(graph, floor)
     moment = costs.peak_moment
     holders = _holders(graph, floor, moment)
@@ -47,7 +47,7 @@ def infeasible(
 def in_units_of(
     error: InfeasibleError, budget: str | float | None, plain_peak_bytes: int
 ) -> InfeasibleError:
-    """Return an error that speaks of shares if the budget was one.
+    """Return the error in shares of the plain peak if the budget was one.
 
     Examples:
         >>> error = InfeasibleError("no.", budget_bytes=1, floor_bytes=7, reason="Why.")
@@ -71,21 +71,21 @@ def in_units_of(
 
 
 def reworded(error: InfeasibleError, message: str, **changes: Any) -> InfeasibleError:
-    """Return an error that says the same in other words, or of another budget."""
+    """Return an error with another message, or of another budget."""
     names = ("advice", "budget_bytes", "floor_bytes", "reason", "moment", "holders")
     known = {name: getattr(error, name) for name in names}
     return InfeasibleError(message, **known | changes)
 
 
 def _place(graph: Graph, moment: int) -> str:
-    """Return where in the step a moment is, in words."""
+    """Return the position of a moment in the step, in words."""
     paths = module_paths(graph)
     if moment < len(graph.operations):
         return f"in forward, at {_named(graph, paths, moment)}"
     producer = next_needed(graph)[moment]
     if producer is None:
         return "at the end of backward"
-    return f"in backward, about to use what {_named(graph, paths, producer)} made"
+    return f"in backward, before using the result of {_named(graph, paths, producer)}"
 
 
 def _named(graph: Graph, paths: Sequence[str], operation: int) -> str:
@@ -98,7 +98,7 @@ def _named(graph: Graph, paths: Sequence[str], operation: int) -> str:
 def _holders(
     graph: Graph, floor: Sequence[Segment], moment: int
 ) -> tuple[tuple[str, int], ...]:
-    """Return what is in use at a moment of a plan, largest first."""
+    """Return the names and bytes in use at a moment of a plan, largest first."""
     half = len(graph.operations)
     costs = simulate(graph, floor)
     found: dict[str, int] = {}

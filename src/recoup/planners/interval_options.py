@@ -52,9 +52,9 @@ class PricedInterval:
         )
 
     def signature(self) -> object:
-        """Return what is equal for intervals of which all options cost the same memory.
+        """Return a key that is equal for intervals whose options use the same memory.
 
-        Times are not in it: those of equal operators are taken to be equal.
+        It is without times: those of equal operators are assumed to be equal.
         """
         graph, names, begins = self.graph, self.names, self.begins
         wiring: list[object] = []
@@ -86,7 +86,7 @@ class PricedInterval:
         return tuple(wiring), tuple(saved), tuple(values), own
 
     def shape_of(self, segment: Segment) -> tuple[object, ...]:
-        """Return where a segment and those inside it begin and end, in the interval."""
+        """Return the places of a segment and its inner ones, relative to here."""
         return (
             *self._place(segment.start),
             *self._place(segment.stop),
@@ -104,7 +104,7 @@ class PricedInterval:
         storage = graph.storages[found.storage]
         name = storages.setdefault(found.storage, len(storages))
         if storage.born not in inside:
-            # What comes from outside costs nothing here, unless it must be copied.
+            # Values from outside cost nothing here, unless they must be copied.
             spoilt_bytes = 0 if found.holdable else storage.bytes
             return name, found.producer in inside, spoilt_bytes
         dies: object = "later"
@@ -131,9 +131,9 @@ class Costs:
 
     Attributes:
         replays: The operations of each replay, counted from the first of the interval.
-        recorded: How many operators are recorded, by a narrow segment.
+        recorded: The number of recorded operators, for a trimmed segment.
         held_bytes: Bytes held at the end of forward.
-        use: The bytes in use at the rows of the interval, beyond what is there anyway.
+        use: The bytes in use at the rows of the interval, beyond those in any case.
     """
 
     replays: tuple[tuple[int, ...], ...]
@@ -142,7 +142,7 @@ class Costs:
     use: Floats
 
     def seconds(self, graph: Graph, first: int) -> float:
-        """Return the seconds of recomputing and of recording for it."""
+        """Return the seconds of recomputing and recording."""
         operations = graph.operations
         total = 0.0
         for replay in self.replays:
@@ -199,8 +199,8 @@ def _held_sets(graph: Graph, first: int, last: int) -> list[frozenset[int]]:
 def nestings(places: Sequence[int]) -> list[Segment]:
     """Return segments from the first place to the last with others inside.
 
-    They are: one segment between each two places; about as many segments as each has
-    places; and halves inside halves, which holds least and repeats most.
+    These are: one segment between each two places; about as many segments as places in
+    each; and recursive halves, which hold least and recompute most.
 
     Examples:
         >>> flat, square, halves = nestings([0, 1, 2, 3, 4])
@@ -246,11 +246,11 @@ class IntervalOption:
     """One option to run an interval.
 
     Attributes:
-        make: Returns what is done.
+        make: Returns the option.
         seconds: The time of recomputing and recording.
         held_bytes: Bytes held at the end of forward.
-        peak_bytes: The most in use while it runs and while its backward does, besides
-            what earlier intervals hold.
+        peak_bytes: The peak while it runs and while its backward does, besides bytes
+            that earlier intervals hold.
     """
 
     make: Make
@@ -260,11 +260,11 @@ class IntervalOption:
 
 
 class _Candidate(NamedTuple):
-    """Something that may be done with an interval.
+    """A candidate option of an interval.
 
     Attributes:
-        key: Identifies it among all that cost something else.
-        make: Returns it.
+        key: Equal for candidates of equal cost.
+        make: Returns the option.
     """
 
     key: object
@@ -298,13 +298,13 @@ class IntervalOptions:
         return int(self._natural.max(initial=0))
 
     def between(self, start: int, stop: int) -> list[IntervalOption]:
-        """Return the Pareto-optimal options to run what is between two places."""
+        """Return the Pareto-optimal options to run the interval between two places."""
         first, last = self.places[start], self.places[stop]
         if not self.graph.is_within_call(first, last) and stop > start + 1:
             return []
         interval, signature = self._memory.interval(self.graph, first, last)
         if not self.graph.is_within_call(first, last):
-            # What is in no call of the model is kept.
+            # Values outside calls of the model are kept.
             keep = partial(keep_all, self.graph, first, last)
             candidates = [_Candidate((signature, "kept"), keep)]
         else:
@@ -314,7 +314,7 @@ class IntervalOptions:
     def _candidates(
         self, interval: PricedInterval, signature: int, start: int, stop: int
     ) -> Iterator[_Candidate]:
-        """Yield what may be done."""
+        """Yield the candidates."""
         graph, first, last = self.graph, interval.first, interval.last
         if stop == start + 1:
             yield _Candidate((signature, "kept"), partial(keep_all, graph, first, last))
@@ -348,7 +348,7 @@ class IntervalOptions:
     def _options(
         self, interval: PricedInterval, candidates: Sequence[_Candidate]
     ) -> Iterator[IntervalOption]:
-        """Yield the candidates with what they cost."""
+        """Yield the candidates with their costs."""
         known = self._memory.costs
         for candidate in candidates:
             if candidate.key not in known:
@@ -364,11 +364,11 @@ class IntervalOptions:
             yield IntervalOption(candidate.make, seconds, cost.held_bytes, peak_bytes)
 
     def _costs(self, interval: PricedInterval, option: Option) -> Costs:
-        """Return what an option takes.
+        """Return the costs of an option.
 
-        What is read after the interval is charged here, once, whoever holds it; what is
-        read from before it has been charged there. What only an open region holds is
-        not counted: the plan as a whole is simulated in the end.
+        Values read after the interval are charged here, once, whoever holds them;
+        values read from before it are charged there. Values that only an open region
+        holds are not counted: the whole plan is simulated in the end.
         """
         storages, half = self.graph.storages, self._memory_use.half
         found, inside = option.footprint, interval.inside
@@ -405,7 +405,7 @@ def _by_producer(
 
 
 def _between(held: tuple[list[int], tuple[int, ...]], inside: range) -> tuple[int, ...]:
-    """Return those of some values that are made in an interval."""
+    """Return the values that are made in an interval."""
     producers, values = held
     low = bisect_left(producers, inside.start)
     return values[low : bisect_left(producers, inside.stop)]

@@ -1,16 +1,15 @@
-"""The programme across intervals: one option for each, as fast as the budget allows.
+"""The linear program across intervals: one option for each, within the budget.
 
-The bytes in use at a moment are, but for storages that two intervals hold, a sum over
-the options chosen. So the choice is a linear programme with one row for each moment
-that could be the peak; rows are added as they are broken.
+The bytes in use at a moment are a sum over the chosen options, except for storages that
+two intervals hold. So the choice is a linear program with one row for each moment that
+could be the peak; violated rows are added as they are found.
 
-The mixture has few intervals with more than one option. Each is rounded, what does not
-fit is repaired, and then options are exchanged, alone or two together, as long as that
-is faster. Exchanges that the search did not take by itself are forced on it one by one,
-those that the duals like best first. The cost of a column at these prices beyond the
-best of its interval is what it adds to the bound, at least: columns that reach what is
-known already are not tried. A general solver spends most of its time on the proof that
-nothing is better, and most often finds the same options.
+The LP relaxation has few intervals with more than one option. Each is rounded,
+violations are repaired, and then options are exchanged, singly or in pairs, while that
+is faster. Exchanges that the local search did not make are then forced on it one by
+one, by reduced cost. The reduced cost of a column is the least that it adds to the
+bound: columns that reach the best known cost are not tried. A general solver spends
+most of its time on proving optimality, and usually finds the same options.
 """
 
 import itertools
@@ -37,16 +36,16 @@ from recoup.planners.option import (
 )
 
 _KICKS = 48
-"""Exchanges that are forced on the search."""
+"""The number of exchanges that are forced on the search."""
 
 _COLUMNS = 160
-"""Columns that are exchanged in pairs after one was forced: the best at the prices."""
+"""The number of columns, by reduced cost, exchanged in pairs after one was forced."""
 
 _CLOSE = 1e-3
-"""A share of the seconds: what is this close to the bound is not searched further."""
+"""The relative gap to the bound below which the search ends."""
 
 _NOTHING = 1e-12
-"""Rows are in budgets: a violation below this is rounding."""
+"""Rows are scaled by the budget: a violation below this is rounding."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class System:
 
 
 def mixture(system: System) -> tuple[Floats, float, Floats] | None:
-    """Return the best x, what it costs, and the price of each upper row, or None."""
+    """Return the optimal x, its cost, and the dual of each upper row, or None."""
     found = cast(
         "Any",
         linprog(
@@ -102,12 +101,12 @@ class Guide:
 def near(system: System, guide: Guide) -> Integers | None:
     """Return a column for each interval, fast and within the limits.
 
-    None: none was found, which does not mean that there is none.
+    None if none was found, which does not prove that there is none.
 
     Args:
-        system: The programme; its last two columns are the seconds that are waited for
-            copies out and in, and its last two rows say so.
-        guide: Where to start, and what is worth trying.
+        system: The program; its last two columns are the seconds of waiting for copies
+            out and in, and its last two rows define them.
+        guide: The start, and the reduced costs.
 
     Costs some hundred passes over pairs of columns.
 
@@ -162,7 +161,7 @@ def near(system: System, guide: Guide) -> Integers | None:
 
 
 class Swaps:
-    """The columns of a programme, and exchanges of them."""
+    """The columns of a program, and exchanges of them."""
 
     def __init__(self, system: System) -> None:
         self.seconds = system.objective[:-2]
@@ -185,7 +184,7 @@ class Swaps:
         return result
 
     def others(self, column: int | None) -> NDArray[np.bool_]:
-        """Return which columns are of other intervals than one is; None: all."""
+        """Return the mask of columns of other intervals than a column's; None: all."""
         if column is None:
             return np.ones(len(self._owner), dtype=np.bool_)
         return self._owner != self._owner[column]
@@ -193,7 +192,7 @@ class Swaps:
     def repaired(self, now: Integers, forced: int | None = None) -> Integers | None:
         """Return a choice within the limits near another one, or None."""
         free = self.others(forced)
-        # Each exchange breaks the limits by less.
+        # Each exchange reduces the violation.
         while True:
             room = self._room(now)
             if bool((room >= 0).all()):
@@ -214,7 +213,7 @@ class Swaps:
             now = self.with_column(now, int(column))
 
     def improved(self, now: Integers, columns: NDArray[np.bool_]) -> Integers:
-        """Return what exchanges of one or two options make of a choice that fits."""
+        """Return a feasible choice improved by exchanges of one or two options."""
         places = np.flatnonzero(columns)
         owner, use = self._owner[places], self._use[:, places]
         while len(places):
@@ -241,7 +240,7 @@ class Swaps:
     def _pairs(
         self, now: Integers, places: Integers
     ) -> tuple[Integers, Integers, Floats]:
-        """Return exchanges of two at a time that save seconds, and how many."""
+        """Return the exchanges of two options that save seconds, and the savings."""
         owner = self._owner[places]
         old = now[owner]
         added = self.seconds[places] - self.seconds[old]
@@ -255,7 +254,7 @@ class Swaps:
         return first, second, together[first, second]
 
     def _added(self, now: Integers) -> Floats:
-        """Return what taking each column instead adds to the seconds."""
+        """Return the seconds that exchanging to each column adds."""
         old = now[self._owner]
         copied, change = self._copied(now, np.arange(len(old)), old)
         waited = self._stall(copied + change) - self._stall(np.array(copied))
@@ -270,7 +269,7 @@ class Swaps:
         return self._limits - self._use[:, now].sum(axis=1)
 
     def _stall(self, copied: Floats) -> Floats:
-        """Return what is waited for: beyond a third out, beyond two thirds back in."""
+        """Return the waiting time: beyond a third out, beyond two thirds back in."""
         beyond = np.maximum(copied - self._third, 0.0)
         return beyond + np.maximum(copied - 2 * self._third, 0.0)
 
@@ -282,11 +281,11 @@ _ROUNDS = 12
 
 @dataclass(frozen=True)
 class Relaxation:
-    """The best mixture of options.
+    """The solution of the LP relaxation: a mixture of options.
 
     Attributes:
         seconds: Its cost.
-        shares: How much of each option, interval by interval.
+        shares: The share of each option, interval by interval.
         prices: Seconds for one more byte at each watched moment.
         host_price: Seconds for one more byte copied to the host.
     """
@@ -302,7 +301,7 @@ class Programme:
 
     Args:
         graph: The step.
-        use: The memory of the step, with what is held outside of the intervals.
+        use: The memory of the step, including values held outside the intervals.
         floor: For each interval the option that holds least, as a start.
     """
 
@@ -335,7 +334,7 @@ class Programme:
                 uses[number] = np.concatenate([uses[number], spans.at(new)])
 
     def relaxed(self, budget_bytes: int) -> Relaxation | None:
-        """Return the best mixture that fits; None: there is none."""
+        """Return the best mixture that fits; None if there is none."""
         found = None
         for _ in range(_ROUNDS):
             found = self._solve_mixture(budget_bytes)
@@ -364,7 +363,7 @@ class Programme:
         return None
 
     def _excess(self, system: System, budget_bytes: int, relaxed: Relaxation) -> Floats:
-        """Return what columns cost beyond the best of their interval, at the prices."""
+        """Return the reduced cost of each column relative to its interval's best."""
         prices = relaxed.prices * max(budget_bytes, 1)
         cost = system.objective[:-2] + prices @ system.upper[: len(prices), :-2]
         copy_price = relaxed.host_price * self.graph.link_bytes_per_second
@@ -389,10 +388,10 @@ class Programme:
         return len(broken) > 0
 
     def _system(self, budget_bytes: int) -> System:
-        """Return the programme as numbers.
+        """Return the program as arrays.
 
-        The last two columns are the seconds that copies out and in are waited for.
-        Bytes are counted in budgets, for the sake of the solver's tolerances.
+        The last two columns are the seconds of waiting for copies out and in. Bytes are
+        in units of the budget, to suit the solver's tolerances.
         """
         every = [option for options in self.options for option in options]
         unit = float(max(budget_bytes, 1))
@@ -442,7 +441,7 @@ class Programme:
 
 
 def _held_from_outside(use: MemoryUse, floor: Sequence[Option]) -> Integers:
-    """Return until when storages are held that an interval takes from elsewhere."""
+    """Return the last moments of storages, with those that intervals hold."""
     graph = use.graph
     until = use.until.copy()
     for option in floor:

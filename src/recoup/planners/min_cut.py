@@ -1,7 +1,7 @@
 """Values to hold inside a segment: an exact minimum cut, for every price of a byte.
 
 A demanded value is either held, at its price, or its operator is replayed, at its
-seconds, and then what the operator reads is demanded too. The cheapest choice is a
+seconds, and the inputs of the operator are demanded too. The cheapest choice is a
 minimum cut (docs/design/planning.md); the prices at which it changes are found by
 bisection.
 """
@@ -33,10 +33,10 @@ class Demand:
         inside: The operations of the interval.
         values: The values made in it that backward needs.
         price_bytes: The price of holding a value, where it is not the bytes of its
-            storage: 0 for one that is in memory in any case.
+            storage: 0 if it is in memory in any case.
         operation_seconds: The cost of each replayed operation besides its time.
-        strict: Whether values that are written over later cannot be held. A bound that
-            holds for everyone must let them.
+        strict: Whether values that are overwritten later cannot be held. A valid lower
+            bound must allow them.
     """
 
     graph: Graph
@@ -52,7 +52,7 @@ class Demand:
         return Network(self)
 
     def bytes_of(self, value: int) -> int:
-        """Return what holding a value costs."""
+        """Return the price of holding a value."""
         found = self.price_bytes.get(value)
         return self.graph.bytes_of(value) if found is None else found
 
@@ -89,7 +89,7 @@ class Choice:
 def demand_between(
     graph: Graph, first: int, last: int, until: Sequence[int] | Integers
 ) -> Demand:
-    """Return what backward needs of an interval; what is there anyway is free.
+    """Return the values that backward needs of an interval; resident ones are free.
 
     Args:
         graph: The step.
@@ -112,9 +112,9 @@ def demand_between(
 
 
 def choose(demand: Demand, price: Callable[[int], float]) -> frozenset[int]:
-    """Return the values to hold for which prices and replayed seconds are least.
+    """Return the values to hold that minimise the sum of prices and replayed seconds.
 
-    Costs one maximum flow over the operations that what is demanded depends on.
+    Costs one maximum flow over the operations on which demanded values depend.
     """
     network = demand.network
     operations = demand.graph.operations
@@ -126,7 +126,7 @@ def choose(demand: Demand, price: Callable[[int], float]) -> frozenset[int]:
 
 
 def evaluate(demand: Demand, held: Iterable[int]) -> Choice:
-    """Return the cost of holding some values; unneeded ones are left out."""
+    """Return the cost of holding some values, without unneeded ones."""
     graph = demand.graph
     forced = demand.network.forced
     ends = forced.union(held)
@@ -189,18 +189,18 @@ def frontier_of(demand: Demand, *, limit: int = 24) -> tuple[Choice, ...]:
 
 
 def free_values(demand: Demand) -> list[int]:
-    """Return the values that are held for nothing."""
+    """Return the values that cost nothing to hold."""
     made = [v for n in demand.inside for v in demand.graph.operations[n].makes]
     return [v for v in made if demand.may_hold(v) and not demand.bytes_of(v)]
 
 
 def _width(left: Choice, right: Choice) -> float:
-    """Return how much there is between two choices; not positive: nothing."""
+    """Return the size of the gap between two choices; not positive: none."""
     return min(left.held_bytes - right.held_bytes, 1) * (right.seconds - left.seconds)
 
 
 def _hull(choices: Iterable[Choice]) -> tuple[Choice, ...]:
-    """Return the corners of the lower convex hull, by falling bytes."""
+    """Return the corners of the lower convex hull, by decreasing bytes."""
     hull: list[Choice] = []
     for choice in sorted(choices, key=lambda c: (-c.held_bytes, c.seconds)):
         while hull and choice.seconds <= hull[-1].seconds:
@@ -224,7 +224,7 @@ _SOURCE, _SINK = 0, 1
 
 
 class Network:
-    """The flow network of a demand: its prices change capacities alone.
+    """The flow network of a demand; prices change only its capacities.
 
     Attributes:
         values: All values that replays could need, by their place.
@@ -282,7 +282,7 @@ class Network:
     def held_at(
         self, prices: Sequence[float], seconds: Sequence[float]
     ) -> frozenset[int]:
-        """Return the values that the cheapest choice holds, but for forced ones."""
+        """Return the values that the cheapest choice holds, except forced ones."""
         costs = np.array([*prices, *seconds])
         is_finite = self._may_cut & (costs < inf)
         finite = np.where(is_finite, np.maximum(costs, 0.0), 0.0)
@@ -301,7 +301,7 @@ class Network:
 class _FlowGraph:
     """A graph in which flows from node 0 to node 1 are found for many capacities.
 
-    SciPy needs each edge in both directions; they are put in its order once.
+    SciPy needs each edge in both directions; they are sorted once.
     """
 
     def __init__(self, size: int, edges: Sequence[tuple[int, int]]) -> None:
@@ -317,8 +317,8 @@ class _FlowGraph:
         """Return the nodes that node 0 reaches in the residual graph of a maximum flow.
 
         Args:
-            capacities: Those of the first edges.
-            others: That of each other edge.
+            capacities: The capacities of the first edges.
+            others: The capacity of each other edge.
         """
         amounts = np.zeros(2 * self._edges, dtype=np.int32)
         amounts[self._places] = others
@@ -330,7 +330,7 @@ class _FlowGraph:
         return set(order.tolist())
 
     def _matrix(self, amounts: NDArray[np.int32]) -> Any:
-        # A copy of the order: SciPy changes it where it leaves zeros out.
+        # A copy of the order: SciPy modifies it when it eliminates zeros.
         order = (self._columns.copy(), self._rows.copy())
         size = len(self._rows) - 1
         return csr_array((amounts, *order), shape=(size, size))

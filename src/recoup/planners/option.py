@@ -1,4 +1,4 @@
-"""Options: what may be done with one interval of forward, and what each costs."""
+"""Options to run one interval of forward, and their costs."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class Option:
     Attributes:
         segments: Its segments; none: everything is kept.
         footprint: Their effect on memory and time.
-        recorded: How many operators are recorded, by narrow segments.
+        recorded: The number of recorded operators, for trimmed segments.
         recording_seconds: Time that this adds to forward.
     """
 
@@ -28,7 +28,7 @@ class Option:
 
     @cached_property
     def seconds(self) -> float:
-        """The seconds of recomputing and of recording for it."""
+        """The seconds of recomputing and recording."""
         replays = sum(replay.seconds for replay in self.footprint.replays)
         return replays + self.recording_seconds
 
@@ -61,7 +61,7 @@ def nested(graph: Graph, segment: Segment) -> Option:
 
 
 def kept_around(graph: Graph, intervals: Iterable[Interval]) -> Footprint:
-    """Return what autograd saves in none of some intervals: it is kept."""
+    """Return the footprint of values that autograd saves outside some intervals."""
     total = Footprint()
     position = 0
     for start, stop in intervals:

@@ -1,9 +1,9 @@
-"""Cuts of forward: a dynamic programme over the places where segments may begin.
+"""Cuts of forward: a dynamic program over the places where segments may begin.
 
 A plan is a path from the first place to the last; each step of it is an interval with
-one of a few options. While backward replays an interval, memory holds what the earlier
-intervals hold. So a label needs two figures only, bytes held and seconds, and the best
-labels form a Pareto front.
+one of a few options. While backward replays an interval, memory holds the values of the
+earlier intervals. So a label needs only bytes held and seconds, and the best labels
+form a Pareto front.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from recoup.planners.interval_options import IntervalOption, IntervalOptions, Me
 from recoup.planners.option import Option, segments_of
 
 Path = tuple[tuple[Interval, Option], ...]
-"""Intervals in order, and what is done with each."""
+"""Intervals in order, with the option of each."""
 
 _LABELS = 128
 _NOWHERE = np.iinfo(np.int64).max // 4
@@ -33,8 +33,8 @@ class Partition:
     Args:
         graph: The step.
         places: Boundaries, in order, where segments may begin and end.
-        reach: Over how many places at most a segment goes.
-        nest: Whether segments inside others are tried.
+        reach: The maximum number of places that a segment spans.
+        nest: Whether nested segments are tried.
         memory: A cache of the costs of the step's intervals.
     """
 
@@ -59,7 +59,7 @@ class Partition:
             self._steps.append([_Step(n, options.between(n, stop)) for n in starts])
 
     def best(self, budget_bytes: int) -> Path | None:
-        """Return the fastest path that fits as counted here, or None."""
+        """Return the fastest path that fits by the counts here, or None."""
         fronts: list[_Front] = [_Front.origin()]
         for steps in self._steps[1:]:
             fronts.append(_Front.reached(fronts, steps, budget_bytes))
@@ -68,7 +68,7 @@ class Partition:
         return self._walk_back(fronts)
 
     def lowest(self) -> int:
-        """Return the smallest budget for which there is a path, as counted here."""
+        """Return the smallest budget with a path, by the counts here."""
         every = [_joined(steps) for steps in self._steps[1:]]
         low, high = 0, self._highest
         while high - low > max(1, high // 10_000):
@@ -106,7 +106,7 @@ class _Step:
 
 
 def _joined(steps: Sequence[_Step]) -> tuple[Integers, Integers, Integers]:
-    """Return where all options to one place start, what they hold, and their peaks."""
+    """Return the starts of all options to one place, their held bytes and peaks."""
     starts = np.repeat([step.start for step in steps], [len(s.options) for s in steps])
     held = np.concatenate([step.held for step in steps])
     return starts, held, np.concatenate([step.peak for step in steps])
@@ -115,7 +115,7 @@ def _joined(steps: Sequence[_Step]) -> tuple[Integers, Integers, Integers]:
 def _is_enough(
     every: Sequence[tuple[Integers, Integers, Integers]], budget_bytes: int
 ) -> bool:
-    """Return whether there is a path: what holds least fits if anything does."""
+    """Return whether there is a path: the one that holds least fits if any does."""
     least = np.full(len(every) + 1, _NOWHERE)
     least[0] = 0
     for stop, (starts, held, peak) in enumerate(every, 1):
@@ -127,13 +127,13 @@ def _is_enough(
 
 @dataclass(frozen=True)
 class _Front:
-    """Labels of one place, none better than another in both figures.
+    """The Pareto-optimal labels of one place.
 
     Attributes:
-        held: Bytes held when forward has come so far.
+        held: Bytes held when forward reaches the place.
         seconds: The time of recomputing.
-        step: Which of the steps that lead here was the last.
-        choice: Which option of that interval is run.
+        step: The number of the last step to the place.
+        choice: The option of that interval.
         label: The label at its start.
     """
 
@@ -152,7 +152,7 @@ class _Front:
     def reached(
         fronts: Sequence["_Front"], steps: Sequence[_Step], budget_bytes: int
     ) -> "_Front":
-        """Return the labels that steps make of those where they start."""
+        """Return the labels at the end of steps, from those at their starts."""
         held: list[Integers] = [np.zeros(0, dtype=np.int64)]
         seconds: list[Floats] = [np.zeros(0)]
         numbers: list[Integers] = [np.zeros(0, dtype=np.int64)]
@@ -197,8 +197,8 @@ def lowest_plan(
 ) -> tuple[Segment, ...]:
     """Return the plan with the minimum peak that the planner finds.
 
-    Of plans with the same peak the one that runs the fewest operators again is taken.
-    Two measurements of one step give the same answer, though their times differ.
+    Among plans with equal peaks, the one that recomputes the fewest operators wins. So
+    two measurements of one step give the same result, though their times differ.
     """
     counted = timed_alike(graph)
     blocks = blocks_of(counted)
@@ -226,7 +226,7 @@ def lowest_plan(
 
 
 def nested_reach(reach: int) -> int:
-    """Return over how many places a segment goes that has others inside."""
+    """Return the maximum number of places that a nested segment spans."""
     return max(2, reach // 2)
 
 

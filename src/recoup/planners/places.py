@@ -1,4 +1,4 @@
-"""Places where a segment may well begin: where little of forward crosses."""
+"""Places where segments should begin: where few bytes of forward cross."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -31,12 +31,12 @@ def crossing_bytes(graph: Graph) -> Floats:
 def narrow_places(
     graph: Graph, *, most: int, always: Sequence[int] = ()
 ) -> tuple[int, ...]:
-    """Return boundaries at which less crosses than at most others near them.
+    """Return boundaries at which fewer bytes cross than at most others near them.
 
     Args:
         graph: The step.
-        most: About how many to return; the narrowest of each interval of equally many
-            saved bytes come first.
+        most: The approximate number to return; of each interval of equal saved bytes,
+            the narrowest comes first.
         always: Boundaries to return in any case.
     """
     crossing = crossing_bytes(graph)
@@ -71,7 +71,7 @@ def ends_of_calls(graph: Graph) -> tuple[int, ...]:
 
 
 def _torn(graph: Graph) -> set[int]:
-    """Return the boundaries between the making of a value and the write over it."""
+    """Return the boundaries between the production of a value and its overwrite."""
     spoilt = [v for v in graph.values if not v.holdable and v.producer >= 0]
     writes: dict[int, list[int]] = {}
     for value in graph.values:
@@ -93,7 +93,7 @@ def _ends(graph: Graph) -> tuple[int, int]:
 
 
 def _distinct(graph: Graph, first: int, last: int) -> list[int]:
-    """Return boundaries, one for each number of operations and saves before it."""
+    """Return one boundary for each distinct position in operations and saves."""
     found: dict[tuple[int, int], int] = {}
     for place in range(first, last + 1):
         boundary = graph.boundaries[place]
@@ -102,7 +102,7 @@ def _distinct(graph: Graph, first: int, last: int) -> list[int]:
 
 
 class Finer:
-    """Splits intervals where little crosses, into parts of about equal saved bytes."""
+    """Splits intervals where few bytes cross, into parts of about equal saved bytes."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
@@ -140,7 +140,7 @@ def _weights(graph: Graph) -> Floats:
 def _spread(
     graph: Graph, places: Sequence[int], crossing: Floats, most: int
 ) -> list[int]:
-    """Return the narrowest place of each of as many intervals of equal weight."""
+    """Return the narrowest place of each of `most` intervals of equal weight."""
     weights = _weights(graph)
     total = weights[-1] or 1.0
     best: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""The front door: from a budget in bytes to the fastest plan known that fits."""
+"""The entry point: from a budget in bytes to the fastest known plan that fits."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,18 +15,18 @@ from recoup.planners.search import FoundPlan, Search
 from recoup.planners.solution import Solution
 
 EXACT = frozenset({Action.KEEP, Action.OFFLOAD})
-"""The actions that leave every gradient as it is."""
+"""The actions that leave every gradient unchanged."""
 
 
 def plan(
     graph: Graph, budget_bytes: str | float, *, allow: frozenset[Action] = EXACT
 ) -> Solution:
-    """Return the fastest plan known whose peak is within a budget.
+    """Return the fastest known plan whose peak is within a budget.
 
-    For several budgets of one graph, `plan_with` a search that remembers is faster, and
-    never slower for more memory. Separate calls know nothing of each other: of two
-    neighbouring budgets the larger one may get a plan that is some tenths of a percent
-    slower (docs/design/planning.md).
+    For several budgets of one graph, `plan_with` and one search are faster, and never
+    slower for more memory. Separate calls share nothing: of two neighbouring budgets
+    the larger one may get a plan that is some tenths of a percent slower
+    (docs/design/planning.md).
 
     Args:
         graph: One step, as measured.
@@ -35,8 +35,8 @@ def plan(
         allow: Actions allowed on a value besides recomputing it.
 
     Raises:
-        InfeasibleError: No plan known fits; it names the smallest budget that does.
-        UsageError: This is no graph, or no budget.
+        InfeasibleError: No known plan fits; it names the smallest budget that does.
+        UsageError: The graph or the budget is not one.
 
     Costs a second or two for 100 blocks of 25 operators.
 
@@ -51,7 +51,7 @@ def plan(
             "measure one with recoup.measure."
         )
     search = Search(graph, allow)
-    # A step that uses nothing has a peak of 0 bytes, which is then its budget too.
+    # A step that uses no memory has a peak of 0 bytes, a valid budget then.
     budget = 0 if budget_bytes == 0 else parse_budget(budget_bytes)
     if isinstance(budget, float):
         budget = int(budget * search.plain_bytes)
@@ -67,13 +67,13 @@ def plan_with(
     """Return the fastest plan that a search knows or finds within a budget.
 
     Args:
-        search: Knows the step, and plans of it.
+        search: The search for the step, with its known plans.
         budget_bytes: The most bytes that may be in use at any moment.
-        until: The reading of `time.perf_counter` from which on a plan that fits will
-            do; what takes long is not begun after it.
+        until: The reading of `time.perf_counter` after which any plan that fits is
+            accepted; no long computation begins after it.
 
     Raises:
-        InfeasibleError: No plan known fits; it names the smallest budget that does.
+        InfeasibleError: No known plan fits; it names the smallest budget that does.
     """
     found: list[Solution] = []
     for each in search.passes:
@@ -86,13 +86,13 @@ def plan_with(
 
 
 def infeasible_with_search(search: Search, budget_bytes: int) -> InfeasibleError:
-    """Return the error for a budget below the floor, of the pass that needs most."""
+    """Return the error for a budget below the floor, for the pass that needs most."""
     most = max(search.passes, key=lambda each: each.floor.costs.peak_bytes)
     return infeasible(most.graph, budget_bytes, most.floor.segments)
 
 
 def with_times_of(solution: Solution, graph: Graph) -> Solution:
-    """Return a plan with what it costs in the same step with other times."""
+    """Return a plan with its costs in the same step with other times."""
     return joined(
         [
             replace(each, simulation=simulate(known, each.segments), others=())
@@ -109,9 +109,9 @@ def joined(passes: Sequence[Solution]) -> Solution:
 
 
 def plan_beside(search: Search, budget_bytes: int, known: Solution) -> Solution:
-    """Return the fastest plan that a search knows, or finds for another host.
+    """Return the fastest plan that a search knows, or finds for another host speed.
 
-    Quicker than `plan_with`: only what the host has a part in is planned anew.
+    Faster than `plan_with`: it replans only for the host's time.
     """
     return _plan_by(Search.solve_for_host, search, budget_bytes, known)
 
@@ -119,7 +119,7 @@ def plan_beside(search: Search, budget_bytes: int, known: Solution) -> Solution:
 def plan_by_calls(
     search: Search, budget_bytes: int, known: Solution
 ) -> Solution | None:
-    """Return a plan that repeats whole calls, and is else as known; None: none fits."""
+    """Return a plan like a known one that repeats whole calls; None: none fits."""
     found = _plan_by(Search.solve_by_calls, search, budget_bytes, known)
     return found if found.plans != known.plans else None
 
@@ -143,7 +143,7 @@ def _plan_by(
 
 
 def floor(graph: Graph, *, allow: frozenset[Action] = EXACT) -> Solution:
-    """Return the plan with the smallest peak that is known how to find.
+    """Return the plan with the minimum peak that the planners find.
 
     Examples:
         >>> floor(Graph((), 0, (), (), (), (), ())).simulation.peak_bytes
@@ -153,7 +153,7 @@ def floor(graph: Graph, *, allow: frozenset[Action] = EXACT) -> Solution:
 
 
 def floor_with(search: Search) -> Solution:
-    """Return the plan with the smallest peak that a search finds."""
+    """Return the plan with the minimum peak that a search finds."""
     floors = [_solution(each.floor, 0.0, perf_counter()) for each in search.passes]
     return joined(floors)
 
@@ -165,14 +165,13 @@ def frontier(
     allow: frozenset[Action] = EXACT,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Solution, ...]:
-    """Return plans from the smallest peak to that of plain training.
+    """Return plans from the minimum peak to that of plain training.
 
-    More memory never takes more time: a plan that another one beats in both is left
-    out.
+    They are Pareto-optimal: more memory never takes more time.
 
     Args:
         graph: One step, as measured.
-        points: For how many budgets, evenly spread, plans are looked for.
+        points: The number of budgets to plan for, evenly spread.
         allow: Actions allowed on a value besides recomputing it.
         progress: Progress callback: budgets done, and their total.
 
@@ -185,8 +184,8 @@ def frontier(
 
 
 def check_points(points: int) -> None:
-    """Raise `UsageError` unless it is a number of budgets to plan for."""
-    given: Any = points  # of any type, whatever the signature says
+    """Raise `UsageError` unless it is a valid number of budgets."""
+    given: Any = points  # callers may pass any type
     is_number = isinstance(given, int) and not isinstance(given, bool)
     if not is_number or points < 1:
         raise UsageError(f"expected points of at least 1, got {points!r}.")
@@ -198,9 +197,9 @@ def frontier_with(
     points: int = 12,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Solution, ...]:
-    """Return plans from the smallest peak to that of plain training.
+    """Return plans from the minimum peak to that of plain training.
 
-    What the search has found before is on the curve if nothing beats it.
+    Plans that the search found before are included if they are Pareto-optimal.
     """
     started = perf_counter()
     lowest, highest = search.floor_bytes, search.plain_bytes

@@ -1,4 +1,4 @@
-"""The last bytes: hold other values, one by one, until no other one fits."""
+"""Use the last bytes: hold further values, one by one, until none fits."""
 
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from recoup.core.segments import Action, Segment
 from recoup.planners.option import Option, footprints_of, kept_around, nested
 
 _FILLS = 24
-"""The number of values tried in place of one that is dropped."""
+"""The number of values tried in place of a dropped one."""
 
 _SWAPS = 32
 
@@ -21,12 +21,11 @@ _SWAPS = 32
 def refine(
     graph: Graph, segments: Sequence[Segment], budget_bytes: int, *, swaps: bool = True
 ) -> tuple[Segment, ...]:
-    """Return a plan that is not slower than another and fits into the same budget.
+    """Return a plan that is no slower than another and fits the same budget.
 
-    The results of more operators are held, those that take longest first, until the
-    result of no other one would fit. Before that, values that are cheap to make again
-    are dropped for others that take longer. Segments with others inside stay as they
-    are.
+    Results of more operators are held, the slowest operators first, until no further
+    result fits. Before that, values that are cheap to recompute are dropped for others
+    that take longer. Nested segments stay unchanged.
 
     Costs a footprint and the bytes at all moments for each value that may fit, and a
     few hundred of both for the exchange.
@@ -52,10 +51,10 @@ class _More(NamedTuple):
 
     Attributes:
         order: The negative seconds of the operator: the smallest is tried first.
-        values: Its results that something needs.
-        until: A moment of backward until which holding it changes nothing else.
-        storages: Where the values are.
-        least_bytes: The least bytes it takes, if nobody else holds the storages.
+        values: Its results that are needed.
+        until: A moment of backward before which holding them changes nothing else.
+        storages: The storages of the values.
+        least_bytes: The least bytes they add, if nothing else holds the storages.
     """
 
     order: float
@@ -75,15 +74,15 @@ class _Refiner:
     )
 
     def room_at(self, options: Sequence[Option]) -> Integers:
-        """Return what is left of the budget at each moment."""
+        """Return the unused bytes of the budget at each moment."""
         return self.budget_bytes - self.use.bytes_at(footprints_of(options))
 
     def filled(self, options: list[Option], *, most: int | None = None) -> list[Option]:
-        """Return options that hold more: as much as fits.
+        """Return options that hold as much as fits.
 
         Args:
             options: The options to begin with.
-            most: How many values are tried; None: until no other one fits.
+            most: The maximum number of values to try; None: until none fits.
         """
         tried = 0
         found = True
@@ -113,7 +112,7 @@ class _Refiner:
         keep: tuple[int, ...] = (),
         drop: int | None = None,
     ) -> list[Option]:
-        """Return options of which one holds some values more, or one less."""
+        """Return options with more values held in one, or one value less."""
         segment = options[number].segments[0]
         actions = {v: a for v, a in segment.actions.items() if v != drop}
         actions.update(dict.fromkeys(keep, Action.KEEP))
@@ -121,7 +120,7 @@ class _Refiner:
         return [*options[:number], option, *options[number + 1 :]]
 
     def recomputed(self, options: Sequence[Option]) -> list[tuple[_More, int]]:
-        """Return what operators make again, with the option, the longest first."""
+        """Return the results that are recomputed, with the option, slowest first."""
         found: list[tuple[_More, int]] = []
         for number, option in enumerate(options):
             if option.segments[0].inner or option.segments[0].by_call:
@@ -155,13 +154,13 @@ class _Refiner:
 
     @cached_property
     def _used(self) -> set[int]:
-        """The values that may be held and that something needs."""
+        """The values that may be held and that are needed."""
         graph = self.graph
         used = self._saved.union(*(each.reads for each in graph.operations))
         return {value for value in used if graph.values[value].holdable}
 
     def held(self, options: Sequence[Option]) -> list[tuple[int, int]]:
-        """Return values that are held, with their segments, the cheapest first."""
+        """Return the held values with their segments, the cheapest first."""
         graph = self.graph
         found = [
             (
@@ -179,7 +178,7 @@ class _Refiner:
 
 
 class _Room:
-    """A quick lower bound: what certainly does not fit."""
+    """A fast lower bound that rules out values that do not fit."""
 
     def __init__(
         self, refiner: _Refiner, options: Sequence[Option], room: Integers
@@ -212,7 +211,7 @@ class _Room:
 def _freed(graph: Graph, option: Option, saved: Set[int]) -> dict[int, int]:
     """Return the bytes that a segment may drop if an operator's results are held.
 
-    What only that operator, and those that lead to it, start from; at the most.
+    At most the roots that only that operator, and those that lead to it, start from.
     """
     ((_, roots),) = option.footprint.starts
     starts = {value: 0 for value in roots if value not in saved}

@@ -1,7 +1,7 @@
 """Plans in which whole calls of blocks are repeated in backward, and nothing else.
 
-They record nothing. Where operators are small, recording takes the host longer than
-what a cleverer plan saves the device.
+They record nothing. With small operators, recording takes more host time than a better
+plan saves on the device.
 """
 
 from bisect import bisect_left
@@ -12,11 +12,11 @@ from recoup.core.segments import Segment
 from recoup.core.simulation import simulate
 
 _TRIES = 32
-"""How many calls are tried to be left alone, one by one."""
+"""The number of calls that are tried, one by one, to remain unrepeated."""
 
 
 def repeatable_calls(graph: Graph) -> tuple[BlockCall, ...]:
-    """Return the calls that may be repeated: all that ran in them can run again."""
+    """Return the calls that may be repeated: all their operators can run again."""
     found: list[BlockCall] = []
     for call in graph.calls:
         inside = graph.operations_between(call.start, call.stop)
@@ -32,11 +32,11 @@ def repeatable_calls(graph: Graph) -> tuple[BlockCall, ...]:
 
 
 def repeat_calls(graph: Graph, budget_bytes: int) -> tuple[Segment, ...] | None:
-    """Return as few repeated calls as fit the budget; None: all of them do not.
+    """Return as few repeated calls as fit the budget; None if not even all do.
 
-    What the last calls hold is released first in backward, before earlier calls are
-    repeated. So the longest row of last calls that fits is left alone, and then any
-    other that fits besides.
+    Backward releases the values of the last calls first, before earlier calls are
+    repeated. So the longest suffix of calls that fits is not repeated, and then any
+    other call that fits besides.
 
     Examples:
         >>> repeat_calls(Graph((), 0, (), (), (), (), ()), 0) is None

@@ -1,4 +1,4 @@
-"""The search for plans of one graph: cheap planners first, dearer where it pays."""
+"""The search for plans of one graph: cheap planners first, costly ones if needed."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -33,14 +33,14 @@ _CLOSE = 0.005
 """A plan this close to the bound, as a share of the step, is not searched further."""
 
 _NEARLY = 0.003
-"""A plan of another planner that is slower by no more than this share is filled too."""
+"""A rival plan that is slower by at most this share is filled too."""
 
-_CLOSE_BESIDE_HOST = 0.03
+_CLOSE_WITH_HOST = 0.03
 """The same for CPU-bound steps: less work for the device would not show."""
 
 _FAR = 0.1
-"""A plan further from the bound than this is followed by nested ones: just above the
-smallest budget for which no nesting is needed it may still pay."""
+"""A plan further from the bound than this is followed by nested ones: they may pay just
+above the smallest budget that needs no nesting."""
 
 _TARGETS = 4
 
@@ -48,14 +48,13 @@ _REFINEMENTS = 8
 """The most refinements of a plan, as long as each makes it faster."""
 
 _HOST_WEIGHTS = (0.1, 0.5)
-"""How much the host's time counts in the weighted graphs for CPU-bound steps: as
-much as to record half for some tenths of a percent of the device's time; and enough to
-keep the host for nearly the least time there is."""
+"""The weights of the host's time for CPU-bound steps: enough to halve recording for
+some tenths of a percent of device time; and enough for nearly the least host time."""
 
 _HOST_MARGIN = 1.3
-"""By how much a host may be slower than measured: with an H200 the same step kept it
-for 15 to 30 % longer at one time than at another. A plan that it could then not keep up
-with gives way to one that leaves it this much room."""
+"""The factor by which a host may be slower than measured: with an H200, the host time
+of one step varied by 15 to 30 %. A plan that would then be CPU-bound loses to one with
+this margin."""
 
 
 class Search:
@@ -70,7 +69,7 @@ class Search:
         self._weighted_graphs: dict[float, WeightedGraph] = {}
 
     def bound_seconds(self, budget_bytes: int) -> float:
-        """Return what every plan within the budget adds to the step, at least."""
+        """Return a lower bound of the time that any plan within the budget adds."""
         device = replace(self.graph, host_costs=None)
         offload = Action.OFFLOAD in self.allow
         added = bound_seconds(device, budget_bytes, may_offload=offload)
@@ -81,13 +80,13 @@ class Search:
     def solve(
         self, budget_bytes: int, bound: float, *, until: float | None = None
     ) -> FoundPlan | None:
-        """Return the fastest plan found within a budget; None: there is none.
+        """Return the fastest plan found within a budget; None if there is none.
 
         Args:
             budget_bytes: The most bytes in use.
             bound: A lower bound of the time that a plan within the budget adds.
-            until: The reading of `time.perf_counter` from which on nothing dear is
-                begun any more, once there is a plan.
+            until: The reading of `time.perf_counter` after which nothing costly begins
+                once there is a plan.
         """
         if self.known[0].costs.peak_bytes <= budget_bytes:
             return self.known[0]
@@ -101,7 +100,7 @@ class Search:
         return self.best(budget_bytes)
 
     def solve_for_host(self, budget_bytes: int) -> FoundPlan | None:
-        """Look for plans that keep the host for less time, where that is what counts.
+        """Look for plans with less host time, where the step is CPU-bound.
 
         Returns the fastest plan known within the budget.
         """
@@ -121,11 +120,11 @@ class Search:
         return self.known[-1]
 
     def with_times_of(self, graph: Graph) -> "Search":
-        """Return a search for the same step with other times: it knows the same plans.
+        """Return a search for the same step with other times and the same plans.
 
         Args:
-            graph: The step. The host may take any other time; the times of the device
-                are others by one factor, which changes no plan for the device alone.
+            graph: The step. Host times may differ freely; device times by one factor,
+                which changes no plan for the device alone.
         """
         other = Search(replace(graph, others=()), self.allow)
         other.graph = graph
@@ -148,7 +147,7 @@ class Search:
         )
 
     def add(self, segments: Iterable[Segment], planner: str) -> Simulation:
-        """Remember a plan, without what is idle in it; return what it costs."""
+        """Remember a plan without its idle parts; return its cost."""
         plan, costs = self._tidied(segments)
         self.known.append(FoundPlan(plan, costs, planner))
         return costs
@@ -160,7 +159,7 @@ class Search:
 
     @property
     def plain_bytes(self) -> int:
-        """The peak of the plain step, in whichever pass it is."""
+        """The peak of the plain step over all passes."""
         return max(each.known[0].costs.peak_bytes for each in self.passes)
 
     @property
@@ -170,7 +169,7 @@ class Search:
 
     @property
     def floor_bytes(self) -> int:
-        """The smallest peak that is known how to reach: the one definition of it."""
+        """The minimum peak that the planners reach; defined here only."""
         return max(each.floor.costs.peak_bytes for each in self.passes)
 
     @cached_property
@@ -181,7 +180,7 @@ class Search:
         measurement of the same step has the same one.
         """
         found = self._lowest()
-        # Where nothing can be dropped, regions only add to what is held.
+        # If nothing can be dropped, regions only hold more.
         return min(found, self.known[0], key=lambda plan: plan.costs.peak_bytes)
 
     def _lowest(self) -> FoundPlan:
@@ -202,7 +201,7 @@ class Search:
     def _tidied(
         self, segments: Iterable[Segment]
     ) -> tuple[tuple[Segment, ...], Simulation]:
-        """Return a plan without what is idle in it, and what it costs."""
+        """Return a plan without its idle parts, and its cost."""
         graph = self.graph
         plan = tuple(
             without_idle_actions(graph, segment)
@@ -234,13 +233,13 @@ class Search:
     def _solve_for_device(
         self, budget_bytes: int, bound: float, until: float | None
     ) -> None:
-        """Look for the plan with which the device has the least to do."""
+        """Look for the plan with the least device time."""
         weighted = self._weighted(0.0)
         self._try_everything(weighted, budget_bytes)
         if not self._is_close(budget_bytes, bound, share=_CLOSE):
             self._solve_blocks(weighted, budget_bytes)
         waits = self._waits_for_host(budget_bytes)
-        close = _CLOSE_BESIDE_HOST if waits else _CLOSE
+        close = _CLOSE_WITH_HOST if waits else _CLOSE
         if not self._is_done(budget_bytes, bound, until, share=close):
             self._solve_partition(weighted, weighted.partition, budget_bytes)
         if self.best(budget_bytes) is None:
@@ -261,7 +260,7 @@ class Search:
         return until is not None and perf_counter() >= until
 
     def _is_close(self, budget_bytes: int, bound: float, *, share: float) -> bool:
-        """Return whether no plan gives the device much less to do than one known."""
+        """Return whether the device time of a known plan is close to the bound."""
         fitting = self._fitting(budget_bytes)
         if not fitting:
             return False
@@ -275,7 +274,7 @@ class Search:
         return best is not None and _paced(best.costs) > best.costs.device_seconds
 
     def _refine(self, budget_bytes: int, until: float | None) -> None:
-        """Hold more in the best plan, until nothing else fits, however late it is."""
+        """Hold more in the best plan until nothing else fits, even after `until`."""
         if Action.KEEP not in self.allow:
             return
         graph = self._weighted(0.0).graph
@@ -290,14 +289,14 @@ class Search:
             segments, costs, planner = best
             swaps = not round_ and not self._is_late(until)
             refined = refine(graph, segments, budget_bytes, swaps=swaps)
-            # Narrower segments hold values for less time, which leaves room again.
+            # Narrower segments hold values for less time, which frees room again.
             if self.add(refined, planner).device_seconds >= costs.device_seconds:
                 return
 
     def _rivals(self, budget_bytes: int) -> list[FoundPlan]:
         """Return plans of other planners that are nearly as fast as the best one.
 
-        Their room is elsewhere, so that filling it may make one of them the best.
+        Their free room is elsewhere, so filling it may make one of them the best.
         """
         best = self.best(budget_bytes)
         if best is None:
@@ -313,14 +312,14 @@ class Search:
         ]
 
     def _try_everything(self, weighted: WeightedGraph, budget_bytes: int) -> None:
-        """Look at all plans over the blocks, if there are few."""
+        """Try all plans over the blocks, if there are few."""
         if Action.KEEP in self.allow:
             found = exhaustive(weighted.graph, blocks_of(weighted.graph), budget_bytes)
             if found is not None:
                 self.add(found, "exhaustive")
 
     def _solve_blocks(self, weighted: WeightedGraph, budget_bytes: int) -> None:
-        """Decide what is held in each block: quick, and best where many repeat."""
+        """Choose the values to hold in each block: fast, good for repeated blocks."""
         found = weighted.level_of(blocks_of(weighted.graph)).solve(budget_bytes)
         if found is not None:
             self.add(segments_of(found), "blocks")
@@ -328,7 +327,7 @@ class Search:
     def _solve_partition(
         self, weighted: WeightedGraph, partition: Partition, budget_bytes: int
     ) -> None:
-        """Cut forward anew, and decide what is held in the intervals."""
+        """Cut forward anew, and choose the values to hold in the intervals."""
         paths: dict[float, Path] = {}
         target = budget_bytes
         for _ in range(_TARGETS):
@@ -340,7 +339,7 @@ class Search:
             paths[costs.device_seconds if room >= 0 else float("inf")] = path
             if 0 <= room <= budget_bytes // 500:
                 break
-            # The partition counts some bytes twice, so it may have more.
+            # The partition counts some bytes twice, so its target may be higher.
             target += room
         if not paths:
             return
@@ -355,12 +354,12 @@ class Search:
 def _is_no_worse(one: Simulation, other: Simulation) -> bool:
     """Return whether a plan takes no more bytes and no more time than another.
 
-    Times that are added up in another order may differ in their last digits.
+    Sums of times in another order may differ in their last digits.
     """
     same_seconds = other.seconds * (1 + 1e-9)
     return one.peak_bytes <= other.peak_bytes and one.seconds <= same_seconds
 
 
 def _paced(costs: Simulation) -> float:
-    """Return how long a step takes if the host is slower than it was measured."""
+    """Return the time of a step with a host slower than measured."""
     return max(costs.device_seconds, _HOST_MARGIN * costs.host_seconds)

@@ -10,15 +10,15 @@ from recoup.core.units import print_bytes, print_seconds
 
 @dataclass(frozen=True, repr=False)
 class Solution:
-    """A plan, what it costs, and how much better any other could be.
+    """A plan, its cost, and its optimality gap.
 
     Attributes:
-        segments: The plan; of several passes, that of the one with the highest peak.
+        segments: The plan; with several passes, that of the one with the highest peak.
         simulation: Its cost in that pass.
-        bound_seconds: No plan that fits and runs forward's operators in their order
-            recomputes and waits for less than this, whatever its segments.
+        bound_seconds: A lower bound of recomputation and waiting for any plan that fits
+            and keeps the order of forward's operators.
         planner: The algorithm that found it.
-        seconds_planning: How long the search took.
+        seconds_planning: The time of the search.
         others: The plans of the other passes of the step.
     """
 
@@ -54,7 +54,7 @@ class Solution:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes in use at any moment of the step, in whichever pass."""
+        """The peak of the step over all passes."""
         return max(each.simulation.peak_bytes for each in self.passes)
 
     @property
@@ -69,7 +69,7 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """By which part of its time the step could at best be shorter.
+        """The largest possible speedup of the step, as a share of its time.
 
         Examples:
             >>> costs = Simulation(
