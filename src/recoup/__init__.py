@@ -1,4 +1,4 @@
-"""Make PyTorch training fit in the memory there is.
+"""Make PyTorch training fit in the memory you have.
 
 The names are imported from `recoup.public` at their first use, so that reports, plans
 and the command line start without torch. Everything else is in the parts below.

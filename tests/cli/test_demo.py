@@ -1,4 +1,4 @@
-"""The demonstration tells equal runs from unequal ones, and ends well in any case."""
+"""The demonstration distinguishes equal from unequal runs, and always ends cleanly."""
 
 import functools
 import json
@@ -19,7 +19,7 @@ from recoup.errors import UsageError
 
 
 def row(output, name):
-    """The cells of the table's row that begins with `name`."""
+    """Return the cells of the table row that begins with `name`."""
     (line,) = (line for line in output.splitlines() if line.startswith(f"│ {name} "))
     return [cell.strip() for cell in line.strip("│").split("│")][1:]
 
@@ -58,7 +58,9 @@ def test_one_object_for_programs(capsys):
     ("load", "device", "is_busy"),
     [(0.0, "cpu", False), (1000.0, "cpu", True), (1000.0, "meta", False)],
 )
-def test_other_work_is_told_of_where_times_suffer(monkeypatch, load, device, is_busy):
+def test_other_programs_are_reported_where_they_disturb_timings(
+    monkeypatch, load, device, is_busy
+):
     monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
     warning = work.other_work(torch.device(device))
     assert ("load 1000.0" in warning) is is_busy
@@ -67,7 +69,7 @@ def test_other_work_is_told_of_where_times_suffer(monkeypatch, load, device, is_
 
 def test_a_wrong_gradient_is_shown_and_gives_status_one(capsys, monkeypatch):
     def wrong(settings, budget_bytes, model, optimizer, text):
-        # Right in forward, wrong in backward by the least there is.
+        # Right in forward, wrong in backward by the least possible difference.
         model.blocks[0].register_forward_hook(
             lambda block, args, out: (
                 out.register_hook(lambda g: g * (1 + 2**-20)) and None
@@ -90,9 +92,9 @@ def test_a_wrong_loss_is_shown_and_gives_status_one(capsys, monkeypatch):
     assert row(capsys.readouterr().out, "loss curves equal")[1] == "no"
 
 
-def test_a_kernel_that_does_not_repeat_is_noted(capsys, monkeypatch):
+def test_a_nondeterministic_kernel_is_reported(capsys, monkeypatch):
     def unrepeatable(settings, budget_bytes, model, optimizer, text):
-        # An operator that torch has in no repeatable form, on the CPU either.
+        # An operator without a deterministic kernel, even on the CPU.
         torch.zeros(4).put_(torch.tensor([0]), torch.ones(1), accumulate=False)
 
     monkeypatch.setattr(training, "fit_to_budget", unrepeatable)
@@ -102,7 +104,7 @@ def test_a_kernel_that_does_not_repeat_is_noted(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("steps", ["0", "-1", "many", "1.5"])
-def test_a_wrong_number_of_steps_is_refused_in_one_sentence(capsys, steps):
+def test_an_invalid_number_of_steps_is_refused_in_one_sentence(capsys, steps):
     assert run(["demo", f"--steps={steps}"]) == USAGE
     message = capsys.readouterr().err
     assert "--steps" in message
@@ -129,7 +131,7 @@ def test_an_error_is_one_sentence(capsys, monkeypatch, error, sentence, status):
 
 
 @pytest.mark.slow
-def test_an_interrupt_leaves_a_clean_terminal_and_status_130():
+def test_an_interrupt_leaves_a_clean_terminal_and_exits_with_130():
     screen, terminal = os.openpty()
     process = subprocess.Popen(
         [
@@ -144,7 +146,7 @@ def test_an_interrupt_leaves_a_clean_terminal_and_status_130():
         stdout=terminal,
         stderr=terminal,
         env={**os.environ, "TERM": "xterm", "PYTHONPATH": os.pathsep.join(sys.path)},
-        # A shell lets what it runs in the background ignore the interrupt.
+        # Background jobs of a shell ignore interrupts by default.
         preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     os.close(terminal)

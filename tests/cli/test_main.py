@@ -1,4 +1,4 @@
-"""Every command through its real entry point: what it prints, writes, and returns."""
+"""Every command through its real entry point: its output, files, and exit status."""
 
 import functools
 import json
@@ -188,7 +188,7 @@ def steps(tmp_path, monkeypatch):
 def recoup(
     *arguments: str, cwd: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run the program as its entry point does, in a process of its own."""
+    """Run the program through its entry point, in its own process."""
     return subprocess.run(
         [sys.executable, "-c", ENTRY, *arguments],
         cwd=cwd,
@@ -199,7 +199,7 @@ def recoup(
     )
 
 
-def test_the_entry_point_and_the_version_are_those_of_the_project():
+def test_the_entry_point_and_the_version_match_the_project():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["scripts"] == {"recoup": "recoup.cli.main:main"}
     assert project["version"] == VERSION
@@ -214,14 +214,14 @@ def test_help_names_every_command_and_every_exit_status():
         assert str(status) in text
 
 
-def test_asked_for_nothing_it_prints_its_help(capsys):
+def test_without_arguments_it_prints_its_help(capsys):
     assert run([]) == 0
     nothing = capsys.readouterr()
     assert run(["--help"]) == 0
     assert (nothing.out, nothing.err) == (capsys.readouterr().out, "")
 
 
-def test_help_is_quick_and_imports_no_torch():
+def test_help_is_fast_and_does_not_import_torch():
     code = (
         "import sys; from recoup.cli.main import run; run(['fit', '--help']);"
         "print('torch' in sys.modules, 'scipy' in sys.modules)"
@@ -236,7 +236,7 @@ def test_help_is_quick_and_imports_no_torch():
     )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.stdout.endswith("False False\n")
-    # Work of the CPU, not time on the clock: other programs do not count.
+    # CPU time, not wall-clock time: other programs do not count.
     spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     assert spent < 1.0
 
@@ -310,7 +310,7 @@ def test_fit_as_text_shows_the_step_the_blocks_and_the_rules(steps, capsys):
         assert words in text
 
 
-def test_a_quiet_machine_is_not_called_noisy(steps, capsys, monkeypatch):
+def test_an_idle_machine_is_not_reported_as_noisy(steps, capsys, monkeypatch):
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0,) * 3)
     assert run(["measure", "steps.py:make", "--budget", "0.8"]) == 0
     out = capsys.readouterr().out
@@ -338,11 +338,11 @@ VERDICTS = {
     "report": r"Fits: peak .* \(measured\) of a budget of ",
     "table": r"Least memory: .* of the baseline's memory and .* of its time\.",
 }
-"""How the first lines of each command that measures begin."""
+"""The beginnings of the first lines of each command that measures."""
 
 
 @pytest.mark.parametrize("command", TIMING)
-def test_a_command_that_times_begins_with_a_verdict_and_says_noise(
+def test_a_command_that_measures_starts_with_a_verdict_and_reports_noise(
     steps, capsys, monkeypatch, command
 ):
     """And no line is wider than 80 columns."""
@@ -360,7 +360,7 @@ def test_a_command_that_times_begins_with_a_verdict_and_says_noise(
     assert "load 1000.0" in json.loads(capsys.readouterr().out)["busy"]
 
 
-def test_every_command_is_held_to_a_verdict():
+def test_every_command_is_checked_for_a_verdict():
     names = {command.__name__.replace("_", "-") for command in COMMANDS}
     assert names - set(TIMING) == {"explain", "doctor"}  # which time nothing
 
@@ -395,7 +395,7 @@ def test_explain_and_report_need_no_torch(tmp_path):
         text=True,
         check=True,
     )
-    assert "everything is kept" in done.stdout
+    assert "all values are kept" in done.stdout
     assert done.stdout.endswith("False\n")
 
 
@@ -413,7 +413,7 @@ def test_measure_and_frontier_as_json(steps, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("function", ["make", "own_step"])
-def test_compare_measures_everybody_on_the_same_step(steps, capsys, function):
+def test_compare_measures_every_contender_on_the_same_step(steps, capsys, function):
     budgets = ["--budget", "80%", "--budget", "1KiB"]
     assert run(["compare", f"{steps}:{function}", "--json", *budgets]) == 0
     *others, fitted, impossible = json.loads(capsys.readouterr().out)["contenders"]
@@ -437,7 +437,7 @@ def test_measure_frontier_and_compare_as_text(steps, capsys):
 
 
 @pytest.mark.parametrize("function", ["make", "own_step", "moved"])
-def test_a_dry_measurement_says_the_bytes_of_the_real_one(steps, capsys, function):
+def test_a_dry_measurement_reports_the_bytes_of_the_real_one(steps, capsys, function):
     assert run(["measure", f"{steps}:{function}", "--json"]) == 0
     real = json.loads(capsys.readouterr().out)
     dry = ["--dry", "--device", "h100", "--json"]
@@ -464,7 +464,7 @@ def test_a_model_larger_than_this_machine_is_planned_for_another(steps, capsys):
 
 
 @pytest.mark.parametrize("function", ["make", "named", "moved_on"])
-def test_every_figure_counts_the_state_that_an_optimizer_will_have(
+def test_every_figure_includes_the_later_state_of_the_optimizer(
     steps, capsys, function
 ):
     def said(*arguments: str) -> dict[str, Any]:
@@ -483,7 +483,7 @@ def test_every_figure_counts_the_state_that_an_optimizer_will_have(
 
 
 @pytest.mark.parametrize("command", ["measure", "fit"])
-def test_the_floor_that_is_printed_is_the_smallest_budget(steps, capsys, command):
+def test_the_printed_floor_is_the_smallest_feasible_budget(steps, capsys, command):
     assert (
         run([command, f"{steps}:named", *(["--points", "2"] * (command == "fit"))]) == 0
     )
@@ -498,7 +498,7 @@ def test_the_floor_that_is_printed_is_the_smallest_budget(steps, capsys, command
     assert told == [f"{floor_bytes}"]
 
 
-def test_dry_measurements_say_that_their_times_are_estimates(steps, capsys):
+def test_dry_measurements_label_their_times_as_estimates(steps, capsys):
     dry = ["--dry", "--device", "a100"]
     assert run(["measure", f"{steps}:named", *dry, "--budget", "90%"]) == 0
     out = capsys.readouterr().out
@@ -508,7 +508,7 @@ def test_dry_measurements_say_that_their_times_are_estimates(steps, capsys):
     assert "estimates for a100" in capsys.readouterr().out
 
 
-def test_doctor_says_what_is_here(capsys):
+def test_doctor_reports_versions_and_devices(capsys):
     assert run(["doctor", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["works"] is True
@@ -523,7 +523,7 @@ def test_doctor_finds_a_device_that_does_not_work(monkeypatch, capsys):
     assert capsys.readouterr().out.rstrip().endswith("no")
 
 
-def test_demo_has_a_help_like_the_others(capsys):
+def test_demo_has_a_help_text(capsys):
     assert run(["demo", "--help"]) == 0
     text = capsys.readouterr().out
     assert "GPT" in text
@@ -531,7 +531,7 @@ def test_demo_has_a_help_like_the_others(capsys):
 
 
 @pytest.mark.parametrize("budget", ["0.9", "90%", "1Gi", "0.5G", "7.91MiB"])
-def test_budgets_are_taken_as_people_write_them(budget, steps, capsys):
+def test_budgets_are_accepted_in_common_notations(budget, steps, capsys):
     asked = ["fit", f"{steps}:make", "--budget", budget, "--json", "--points", "2"]
     assert run(asked) == 0
     said = json.loads(capsys.readouterr().out)
@@ -587,7 +587,7 @@ WRONG = [
     (["fit", "steps.py:strange"], TARGET, "a dictionary with net"),
     (["fit", "steps.py:number"], USAGE, "has no function 'number'"),
     (["fit", "steps.py:missing"], USAGE, "make"),
-    (["fit", "steps.py"], USAGE, "there is no function in"),
+    (["fit", "steps.py"], USAGE, "expected module:function, got"),
     (["fit", "nowhere.py:make"], USAGE, "there is no file 'nowhere.py'"),
     (["fit", "nowhere_at_all:make"], USAGE, "there is no module"),
     (["fit", "broken:make"], TARGET, "No module named 'no_such_thing'"),
@@ -623,7 +623,7 @@ WRONG = [
     (["compare", "steps.py:make", "--budget", "8 bananas"], USAGE, "bananas"),
     (["table", "steps.py:own_step"], USAGE, "not a step"),
     (["explain", "missing.json"], FILE, "cannot be read"),
-    (["explain", "steps.py"], USAGE, "no plan of recoup"),
+    (["explain", "steps.py"], USAGE, "not a plan of recoup"),
     (["report", "steps.json", "--memory", "memory.jpg"], USAGE, ".svg or .png"),
     (["report", "missing.json"], FILE, "cannot be read"),
     (["explain", "hostile-plan.json"], USAGE, r"module is '\ud800'"),
@@ -634,7 +634,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("arguments", "status", "said"), WRONG)
-def test_bad_input_ends_in_one_sentence(steps, capsys, arguments, status, said):
+def test_bad_input_prints_one_sentence(steps, capsys, arguments, status, said):
     assert run(arguments) == status
     out, err = capsys.readouterr()
     assert out == ""
@@ -644,12 +644,12 @@ def test_bad_input_ends_in_one_sentence(steps, capsys, arguments, status, said):
     assert "Traceback" not in err
 
 
-def test_a_step_that_exits_is_no_row_of_a_comparison(steps, capsys):
+def test_a_step_that_exits_ends_the_comparison(steps, capsys):
     assert run(["compare", f"{steps}:exits_in_forward"]) == TARGET
     assert "exits_in_forward raised SystemExit" in capsys.readouterr().err
 
 
-def test_an_error_is_json_too_if_asked_for(steps, capsys):
+def test_errors_are_json_with_the_json_option(steps, capsys):
     assert run(["fit", f"{steps}:raises", "--json"]) == TARGET
     said = json.loads(capsys.readouterr().out)
     assert said["status"] == TARGET
@@ -657,14 +657,14 @@ def test_an_error_is_json_too_if_asked_for(steps, capsys):
 
 
 @pytest.mark.parametrize("function", ["raises", "exits", "divides"])
-def test_a_traceback_comes_with_debug_only(steps, capsys, function):
+def test_a_traceback_is_shown_only_with_debug(steps, capsys, function):
     assert run(["fit", f"{steps}:{function}", "--debug"]) == TARGET
     err = capsys.readouterr().err
     assert "Traceback" in err
     assert f"in {'<lambda>' if function == 'divides' else function}\n" in err
 
 
-def test_a_fault_of_ours_says_so(steps, capsys, monkeypatch):
+def test_an_error_of_recoup_is_reported_as_such(steps, capsys, monkeypatch):
     def fault(_: str) -> None:
         raise KeyError("inside")
 
@@ -674,11 +674,13 @@ def test_a_fault_of_ours_says_so(steps, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("fault", [KeyError, AttributeError, AssertionError])
-def test_a_fault_of_ours_during_a_step_says_so(steps, capsys, monkeypatch, fault):
+def test_an_error_of_recoup_during_a_step_is_reported_as_such(
+    steps, capsys, monkeypatch, fault
+):
     def record_call(*_: object) -> None:
         raise fault("inside")
 
-    # As if it stood in the recorder, which the operators of a step call.
+    # As if raised in the recorder, which the operators of a step call.
     monkeypatch.setitem(
         record_call.__globals__, "__name__", "recoup.engine.recording.recorder"
     )
@@ -687,7 +689,7 @@ def test_a_fault_of_ours_during_a_step_says_so(steps, capsys, monkeypatch, fault
     assert "may be the fault of recoup" in capsys.readouterr().err
 
 
-def test_a_budget_that_cannot_be_met_still_writes_the_page(steps, tmp_path, capsys):
+def test_an_infeasible_budget_still_writes_the_page(steps, tmp_path, capsys):
     asked = ["fit", f"{steps}:named", "--budget", "5%", "--page", "why.html"]
     assert run(asked) == INFEASIBLE
     wrote, said = capsys.readouterr().err.splitlines()
@@ -696,7 +698,7 @@ def test_a_budget_that_cannot_be_met_still_writes_the_page(steps, tmp_path, caps
     assert "Does not fit" in (tmp_path / "why.html").read_text()
 
 
-def test_a_bad_command_in_a_process_of_its_own(steps, tmp_path):
+def test_a_failing_command_in_its_own_process(steps, tmp_path):
     done = recoup("fit", "steps.py:raises", "--page", "page.html", cwd=tmp_path)
     assert done.returncode == TARGET
     assert "the data is not there" in done.stderr
@@ -736,7 +738,7 @@ def test_an_interrupt_leaves_nothing_behind(tmp_path, command):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # A shell lets what it runs in the background ignore the interrupt.
+        # Background jobs of a shell ignore interrupts by default.
         preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None

@@ -1,4 +1,4 @@
-"""The cost of a step is what one computes by hand."""
+"""The cost of a step equals the one computed by hand."""
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ class Weight(nn.Module):
         self.weight = nn.Parameter(torch.ones(size, size, device=device))
 
 
-def test_bytes_are_those_of_autograd_and_the_loss():
+def test_bytes_equal_those_of_autograd_and_the_loss():
     model = Weight()
 
     def forward():
@@ -36,7 +36,7 @@ def test_bytes_are_those_of_autograd_and_the_loss():
     assert cost.peak_bytes == MATRIX + 5 * MATRIX + 2 * LOSS + MATRIX
 
 
-def test_saved_bytes_are_what_the_hooks_count_and_the_loss():
+def test_saved_bytes_equal_those_of_the_hooks_and_the_loss():
     model = nn.Sequential(
         nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16), nn.Softmax(-1)
     )
@@ -70,7 +70,7 @@ def test_a_region_shows_in_bytes_and_flops():
     assert (cost.saved_bytes, cost.flops) == (LOSS, 4 * product_flops)
 
 
-def test_what_is_named_resident_counts_on_the_cpu_and_is_not_saved():
+def test_resident_tensors_count_on_the_cpu_and_are_not_saved():
     model, table = Weight(), torch.ones(16, 16)
 
     def forward():
@@ -82,7 +82,7 @@ def test_what_is_named_resident_counts_on_the_cpu_and_is_not_saved():
     assert cost.saved_bytes == without.saved_bytes
 
 
-def test_the_step_runs_eight_times_without_the_gradients_of_before():
+def test_the_step_runs_eight_times_without_earlier_gradients():
     model, seen = Weight(), []
 
     def forward():
@@ -99,6 +99,6 @@ def test_every_device_is_measured(device):
     weight = model.weight
     cost = step_cost(model, lambda: (weight @ weight).exp().sum(), device=device)
     assert cost.flops == 3 * 2 * 64**3
-    # The allocator gives the loss a block of 512 bytes.
+    # The allocator rounds the loss up to a block of 512 bytes.
     assert cost.saved_bytes == 64 * 64 * 4 + (4 if device.type == "cpu" else 512)
     assert 0 < cost.host_seconds <= cost.seconds

@@ -51,7 +51,7 @@ def test_the_four_rows_as_text(steps, capsys):
     assert "computes in fp16" in said
 
 
-def test_blocks_are_recomputed_together_if_asked(steps, capsys):
+def test_segment_size_recomputes_blocks_together(steps, capsys):
     peaks = []
     for options in ([], ["--segment-size", "4"]):
         assert run(["table", f"{steps}:make", "--json", *options]) == 0
@@ -70,5 +70,5 @@ def test_blocks_are_recomputed_together_if_asked(steps, capsys):
         ["steps.py:make", "--segment-size", "0"],
     ],
 )
-def test_what_cannot_be_compared_is_refused(steps, arguments):
+def test_incomparable_targets_are_refused(steps, arguments):
     assert run(["table", *arguments]) == USAGE

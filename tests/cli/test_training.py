@@ -1,4 +1,4 @@
-"""The training of the demonstration repeats itself, and its checks see one bit."""
+"""The training of the demonstration is deterministic; its checks detect one bit."""
 
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ def test_both_runs_start_from_the_same_seed_and_learn():
     assert first.losses[-1] < first.losses[0]
 
 
-def test_one_bit_makes_gradients_differ():
+def test_a_flipped_bit_makes_gradients_differ():
     with Progress(disable=True) as progress:
         one = training.train(TINY, training.keep_plain, progress, label="one")
     first, *others = one.gradients
@@ -47,7 +47,7 @@ def test_a_batch_predicts_the_next_character():
 
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("strictly", [True, False])
-def test_torch_is_left_as_it_was_found(enabled, strictly):
+def test_the_settings_of_torch_are_restored(enabled, strictly):
     def state():
         return (
             torch.are_deterministic_algorithms_enabled(),

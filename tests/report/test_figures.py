@@ -1,4 +1,4 @@
-"""Pictures: one description of a chart; the PNG shows the shapes that the SVG shows."""
+"""Pictures: PNG and SVG show the shapes of one description."""
 
 import dataclasses
 import struct
@@ -63,11 +63,11 @@ def test_the_plans_and_rules_of_a_chart_are_the_findings():
 
 
 def time_at(corners: list[tuple[int, float]], peak_bytes: int) -> float:
-    """The height of a line of steps, at the right of its corners."""
+    """Return the height of a step line, to the right of its corners."""
     return min((s for b, s in corners if b <= peak_bytes), default=float("inf"))
 
 
-def test_no_rule_lies_below_the_line():
+def test_no_rule_is_below_the_line():
     found = small_findings()
     corners = frontier_steps(found)
     for rule in found.baselines:
@@ -84,20 +84,20 @@ def test_a_dominated_plan_is_above_the_line():
 
 
 @pytest.mark.parametrize("chart", [memory_chart, frontier_chart])
-def test_a_picture_is_saved_as_its_suffix_says(tmp_path, chart):
+def test_a_picture_is_saved_in_the_format_of_its_suffix(tmp_path, chart):
     made = chart(small_findings())
     assert made.save(tmp_path / "a.svg").read_text() == made.svg() == made._repr_svg_()
     wide, high = size_of(made.save(str(tmp_path / "a.PNG")).read_bytes())
     assert wide > high > 500
 
 
-def test_another_suffix_is_refused_and_nothing_written(tmp_path):
+def test_an_unknown_suffix_is_refused_and_nothing_is_written(tmp_path):
     with pytest.raises(UsageError, match=r"\.svg or \.png, got 'a\.jpg'"):
         memory_chart(small_findings()).save(tmp_path / "a.jpg")
     assert not list(tmp_path.iterdir())
 
 
-def test_without_matplotlib_a_png_is_one_clear_error(tmp_path, monkeypatch):
+def test_a_png_without_matplotlib_is_one_clear_error(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     picture = memory_chart(small_findings())
     with pytest.raises(UnsupportedError, match=r"or save the picture as \.svg"):
@@ -106,7 +106,7 @@ def test_without_matplotlib_a_png_is_one_clear_error(tmp_path, monkeypatch):
     picture.save(tmp_path / "a.svg")
 
 
-def test_charts_of_one_scale_can_be_compared():
+def test_charts_with_one_scale_are_comparable():
     found = small_findings()
     drawn = timeline(found.step, found.plan)
     top = 2 * drawn.peak_bytes

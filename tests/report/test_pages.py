@@ -1,4 +1,4 @@
-"""A page is whole, safe and self-contained; in a browser its slider moves the plan."""
+"""A page is complete, safe and self-contained; its slider moves the plan."""
 
 import base64
 import dataclasses
@@ -35,7 +35,7 @@ VOID = {"meta", "input", "link", "br", "hr", "img"}
 
 
 class Reader(HTMLParser):
-    """Collects tags, checks that they nest, and notes every address."""
+    """Collects tags, checks that they nest, and records every address."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def read(text: str) -> Reader:
     return reader
 
 
-def test_the_reader_finds_tags_that_do_not_nest():
+def test_the_checker_finds_tags_that_do_not_nest():
     with pytest.raises(AssertionError):
         read("<p><b></p></b>")
 
@@ -86,7 +86,7 @@ def test_a_page_is_well_formed_and_loads_nothing():
 NASTY = "<script>alert('x')</script>\"&`"
 
 
-def test_nothing_that_comes_from_a_name_is_markup():
+def test_names_are_escaped():
     known = Known(
         title=NASTY,
         environment=((NASTY, NASTY),),
@@ -103,7 +103,7 @@ def test_nothing_that_comes_from_a_name_is_markup():
     assert read(page(found)).tags.count("script") == scripts
 
 
-def test_a_chart_is_a_file_by_itself():
+def test_a_chart_is_a_self_contained_file():
     nasty = compose(named_graph(NASTY), known=Known(title=NASTY))
     for found in (small_findings(), nasty):
         for chart in (memory_chart(found), frontier_chart(found)):
@@ -112,7 +112,7 @@ def test_a_chart_is_a_file_by_itself():
 
 
 def data_in(text: str) -> str:
-    """The findings that a page carries, as JSON."""
+    """Return the findings that a page carries, as JSON."""
     (packed,) = re.findall(r'id="data">([^<]*)<', text)
     return zlib.decompress(base64.b64decode(packed)).decode()
 
@@ -122,7 +122,7 @@ def test_a_page_carries_its_findings():
     assert from_json(data_in(page(found))) == found
 
 
-def test_of_a_huge_step_a_page_carries_the_main_plans_only(monkeypatch):
+def test_a_page_of_a_huge_step_carries_only_the_main_plans(monkeypatch):
     found = small_findings()
     monkeypatch.setattr("recoup.report.pages.MOST_DATA_BYTES", 1000)
     carried = from_json(data_in(page(found)))
@@ -133,7 +133,7 @@ def test_of_a_huge_step_a_page_carries_the_main_plans_only(monkeypatch):
     assert [(view.peak_bytes, view.seconds) for view in carried.plans] == costs
 
 
-def test_findings_survive_a_file():
+def test_findings_round_trip_through_a_file():
     found = small_findings()
     assert from_json(to_json(found)) == found
 
@@ -185,7 +185,7 @@ def test_a_damaged_allocation_is_named(column, value, said):
     assert said in str(caught.value)
 
 
-def test_columns_of_different_lengths_are_damage():
+def test_columns_of_different_lengths_are_refused():
     data = json.loads(to_json(small_findings()))
     data["step"]["moments"]["part"].pop()
     with pytest.raises(UsageError, match="the columns of moments is"):
@@ -206,7 +206,7 @@ def test_findings_without_a_measurement_or_plans_are_shown():
 def browse(
     path: Path, actions: Sequence[Mapping[str, object]], *more: str
 ) -> dict[str, list]:
-    # `find_spec`, not an import: the browser lives in a process of its own.
+    # `find_spec`, not an import: the browser runs in its own process.
     from importlib.util import find_spec
 
     if find_spec("PyQt6") is None or find_spec("PyQt6.QtWebEngineCore") is None:
@@ -285,7 +285,7 @@ def test_in_a_browser_the_slider_moves_the_plan(page_file):
 
 
 @pytest.mark.slow
-def test_in_a_browser_every_moment_says_what_is_in_use(page_file):
+def test_in_a_browser_every_moment_shows_the_bytes_in_use(page_file):
     found = small_findings()
     graph = small_graph()
     expected = simulate(graph, small_solutions()[0].segments).bytes_at
@@ -312,7 +312,7 @@ def test_in_a_browser_every_moment_says_what_is_in_use(page_file):
 
 
 @pytest.mark.slow
-def test_in_a_browser_the_chart_zooms_pans_and_lays_plain_over(page_file):
+def test_in_a_browser_the_chart_zooms_pans_and_overlays_plain(page_file):
     count = small_graph().moments
     chart = "document.querySelector('#memory svg')"
     pinned = text_of("#place")
@@ -349,7 +349,7 @@ def test_in_a_browser_the_chart_zooms_pans_and_lays_plain_over(page_file):
 
 
 @pytest.mark.slow
-def test_in_a_browser_blocks_fold_and_are_searched(page_file):
+def test_in_a_browser_blocks_fold_and_can_be_searched(page_file):
     names = "[...document.querySelectorAll('#tree .name')].map(b => b.textContent)"
     focus = "document.querySelector('#tree .name').focus(); ''"
     marks = "document.querySelectorAll('#memory .marked').length"
@@ -388,7 +388,7 @@ def test_in_a_browser_blocks_fold_and_are_searched(page_file):
 
 
 @pytest.mark.slow
-def test_in_a_browser_the_page_fits_a_phone_the_dark_and_paper(page_file, tmp_path):
+def test_in_a_browser_the_page_fits_a_phone_dark_mode_and_print(page_file, tmp_path):
     paper = "getComputedStyle(document.body).backgroundColor"
     seen = browse(
         page_file,

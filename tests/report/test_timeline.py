@@ -72,7 +72,7 @@ def test_the_tensors_add_up_to_the_simulation_at_every_moment(name):
     assert tuple(sums) == simulate(graph, segments).bytes_at
 
 
-def test_the_passes_of_a_step_follow_each_other_and_the_highest_is_the_peak():
+def test_passes_are_shown_in_order_and_the_highest_has_the_peak():
     one = small_graph()
     larger = tuple(n + 10**6 for n in one.other_bytes)
     other = dataclasses.replace(one, other_bytes=larger)
@@ -90,7 +90,7 @@ def test_the_passes_of_a_step_follow_each_other_and_the_highest_is_the_peak():
     assert sums == [expected[moment] for moment in drawn.moments]
     assert found.plan.peak_bytes == max(expected)
     assert expected[found.plan.peak_moment] == max(expected)
-    # The plan of the second pass is not lost: that is the active one.
+    # The active plan is that of the second pass.
     assert found.plan.reruns
     assert all(rerun.moment >= one.moments for rerun in found.plan.reruns)
 
@@ -104,12 +104,12 @@ def test_every_operator_of_forward_has_its_module():
     ]
     inside = [pair for pair in named if pair[1]]
     kinds = ["aten.addmm.default", "aten.tanh.default", "aten.addmm.default"]
-    # Where the last layer of a block ends, so does the block: the graph has one place.
+    # The last layer of a block and the block end at one place of the graph.
     paths = [f"{n // 3}.{n % 3}" if n % 3 < 2 else f"{n // 3}" for n in range(15)]
     assert inside == [(kinds[n % 3], paths[n]) for n in range(15)]
 
 
-def test_no_band_is_negative_even_where_less_was_measured_than_accounted_for():
+def test_no_band_is_negative_where_fewer_bytes_were_measured_than_accounted_for():
     graph = dataclasses.replace(named_graph("mm"), other_bytes=(-50, -60, -40, 5))
     drawn = drawn_for(graph, (), resident=(("parameters", 30),))
     assert all(nbytes >= 0 for layer in drawn.layers for nbytes in layer.bytes_at)
@@ -119,14 +119,14 @@ def test_no_band_is_negative_even_where_less_was_measured_than_accounted_for():
     assert [sum(column) for column in columns] == [expected[m] for m in drawn.moments]
 
 
-def test_reserved_bytes_are_a_band_of_their_own():
+def test_reserved_bytes_have_their_own_band():
     graph = small_graph()
     reserved = drawn_for(graph, (), reserved_bytes=1000)
     assert reserved.peak_bytes == simulate(graph, ()).peak_bytes + 1000
 
 
 @pytest.mark.parametrize("name", [name for name, _ in plans()])
-def test_a_row_of_a_block_adds_up_to_what_autograd_saves_there(name):
+def test_rows_of_blocks_sum_to_the_bytes_that_autograd_saves(name):
     graph, segments = small_graph(), dict(plans())[name]
     found = found_for(graph, segments)
     rows = block_rows(found.step, found.plan)
@@ -141,10 +141,10 @@ def test_a_row_of_a_block_adds_up_to_what_autograd_saves_there(name):
     assert sum(row.operators for row in rows) == len(graph.operations)
 
 
-def test_rows_alike_are_one_with_their_sums():
+def test_equal_rows_are_merged_into_their_sum():
     found = found_for(small_graph(), recompute_all(small_graph()))
     rows = block_rows(found.step, found.plan)
-    joined = block_rows(found.step, found.plan, alike=True)
+    joined = block_rows(found.step, found.plan, merge=True)
     assert len(joined) < len(rows)
     for name in ("operators", "saved_bytes", "kept_bytes", "recomputed_bytes"):
         assert sum(getattr(r, name) for r in rows) == sum(
@@ -152,7 +152,7 @@ def test_rows_alike_are_one_with_their_sums():
         )
 
 
-def test_what_a_plan_keeps_is_told_from_what_it_recomputes():
+def test_the_action_distinguishes_keeping_from_recomputing():
     graph = small_graph()
 
     def rows(segments):

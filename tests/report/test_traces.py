@@ -1,4 +1,4 @@
-"""A trace says what the simulation says: its bytes at every moment, and its time."""
+"""A trace equals the simulation: its bytes at every moment, and its time."""
 
 import json
 import pickle
@@ -15,7 +15,7 @@ from tests.support.findings import small_findings, small_graph, small_solutions
 from tests.support.trace_format import faults
 
 
-def test_the_counter_of_a_trace_is_the_simulation_at_every_moment():
+def test_the_counter_of_a_trace_equals_the_simulation_at_every_moment():
     events = json.loads(trace(small_findings(), ".json"))["traceEvents"]
     counters = [event for event in events if event["ph"] == "C"]
     costs = simulate(small_graph(), small_solutions()[0].segments)
@@ -30,7 +30,7 @@ def test_the_counter_of_a_trace_is_the_simulation_at_every_moment():
         assert one["ts"] + one["dur"] <= after["ts"] + 1e-6  # one after the other
 
 
-def test_a_snapshot_has_the_peak_and_ends_with_nothing():
+def test_a_snapshot_has_the_peak_and_ends_empty():
     snapshot = pickle.loads(trace(small_findings(), ".pickle"))
     (entries,) = snapshot["device_traces"]
     in_use, peak, open_blocks = 0, 0, {}
@@ -43,12 +43,12 @@ def test_a_snapshot_has_the_peak_and_ends_with_nothing():
         peak = max(peak, in_use)
     assert peak == small_findings().plan.peak_bytes
     assert open_blocks == {}
-    # As torch's own viewer reads it.
+    # As read by torch's own viewer.
     assert "<html" in _memory_viz.trace_plot(snapshot).lower()
     assert f"\n{len(entries)} entries\n" in _memory_viz.trace(snapshot)
 
 
-def test_a_trace_is_of_the_format_that_perfetto_reads():
+def test_a_trace_has_the_format_that_perfetto_reads():
     text = trace(small_findings(), ".json").decode()
     assert faults(json.loads(text)) == []
     assert "NaN" not in text
@@ -61,7 +61,7 @@ THREAD = {**PROCESS, "name": "thread_name", "tid": 1}
 COUNTER = {"ph": "C", "name": "memory", "ts": 0, "pid": 1, "args": {"fixed": 3}}
 
 
-def test_a_good_trace_is_accepted():
+def test_a_valid_trace_is_accepted():
     nested = {**SLICE, "ts": 1.0, "dur": 2.0}
     assert faults({"traceEvents": [PROCESS, THREAD, SLICE, nested, COUNTER]}) == []
 

@@ -1,1 +1,1 @@
-"""Commands to be typed: the only part of recoup that prints."""
+"""The command line: the only part of recoup that prints."""

@@ -1,4 +1,4 @@
-"""Faults: whether what a step raised is the doing of the user's code or of recoup."""
+"""Faults: whether an error during a step is due to the user's code or to recoup."""
 
 import traceback
 from collections.abc import Callable, Generator
@@ -24,13 +24,13 @@ _REFUSALS = (RuntimeError, IndexError)
 
 @contextmanager
 def blaming_step(target: Target) -> Generator[None]:
-    """Turn what the user's own step raises inside the block into a sentence about it.
+    """Turn an error of the user's own step into a `CommandError` with one sentence.
 
-    Errors of recoup's, and what recoup itself may have done wrong, pass unchanged. So
-    does memory that ran out: there is other advice for that.
+    Errors of recoup, and errors that recoup may have caused, pass unchanged. So do
+    out-of-memory errors, which have their own advice.
 
     Raises:
-        CommandError: The step of the target raised, or wanted to exit.
+        CommandError: The step of the target raised, or tried to exit.
     """
     try:
         yield
@@ -49,10 +49,10 @@ def blaming_step(target: Target) -> Generator[None]:
 
 
 def is_of_step(error: BaseException, step: Callable[[], object] | None = None) -> bool:
-    """Return whether an error comes from the user's step, by where it was raised.
+    """Return whether an error comes from the user's step, by its traceback.
 
-    It does if recoup had called the step and was not itself at work in the end. An
-    operator that refuses what it is given is the step's, also where recoup runs it.
+    It does if recoup called the step and the last frame is not recoup's own. An
+    operator that refuses its arguments is the step's, even where recoup runs it.
 
     Examples:
         >>> try:

@@ -1,4 +1,4 @@
-"""Arguments of the commands: what each is called, and what it may be."""
+"""Arguments of the commands: their names, types and help."""
 
 from pathlib import Path
 from typing import Annotated
@@ -30,7 +30,7 @@ BudgetText = Annotated[
     typer.Option(
         "--budget",
         help="Peak bytes, everything counted: 8GiB, 8Gi, 8G, 600MB; or a share of the "
-        "plain peak: 60% or 0.6. By default what the device has.",
+        "plain peak: 60% or 0.6. Default: the memory of the device.",
         envvar="RECOUP_BUDGET",
     ),
 ]
@@ -38,14 +38,14 @@ Budgets = Annotated[
     list[str] | None,
     typer.Option(
         "--budget",
-        help="What recoup is given, as often as you like; by default the peaks of the "
-        "others.",
+        help="A budget for recoup; may be repeated. Default: the peaks of the other "
+        "contenders.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show a traceback on errors.")]
 Offload = Annotated[
-    bool, typer.Option("--offload", help="Values may also wait on the host.")
+    bool, typer.Option("--offload", help="Allow values to be offloaded to the host.")
 ]
 CompileText = Annotated[
     str | None,
@@ -60,42 +60,42 @@ Dry = Annotated[
     bool,
     typer.Option(
         "--dry",
-        help="Compute nothing: for a model that does not fit here, or a device that is "
-        "not here.",
+        help="Compute nothing: for a model that does not fit here, or a device that "
+        "this machine lacks.",
     ),
 ]
 DeviceName = Annotated[
     str | None,
     typer.Option(
         "--device",
-        help="With --dry: whose times are estimated: h200, h100, a100, rtx4090, or "
-        "this CPU.",
+        help="With --dry: the device to estimate times for: h200, h100, a100, rtx4090, "
+        "or cpu.",
     ),
 ]
-Points = Annotated[int, typer.Option(min=2, max=64, help="How many budgets to try.")]
-PagePath = Annotated[Path | None, typer.Option(help="Write the report page there.")]
-PlanPath = Annotated[Path | None, typer.Option(help="Write the plan there, as JSON.")]
+Points = Annotated[int, typer.Option(min=2, max=64, help="Number of budgets to try.")]
+PagePath = Annotated[Path | None, typer.Option(help="Write the report page here.")]
+PlanPath = Annotated[Path | None, typer.Option(help="Write the plan here, as JSON.")]
 FindingsPath = Annotated[
-    Path | None, typer.Option(help="Write all findings there, as JSON.")
+    Path | None, typer.Option(help="Write all findings here, as JSON.")
 ]
 ChartPath = Annotated[
-    Path | None, typer.Option(help="Write time against memory there, as .svg or .png.")
+    Path | None, typer.Option(help="Write time versus memory here, as .svg or .png.")
 ]
 MemoryPath = Annotated[
     Path | None,
-    typer.Option(help="Write the memory over the step there, as .svg or .png."),
+    typer.Option(help="Write the memory over the step here, as .svg or .png."),
 ]
 TracePath = Annotated[
     Path | None,
     typer.Option(
-        help="Write the step there for a viewer: .json for Perfetto, .pickle for "
+        help="Write the step here for a viewer: .json for Perfetto, .pickle for "
         "pytorch.org/memory_viz."
     ),
 ]
 
 
 def check_budget_text(text: str | None) -> None:
-    """Raise before any work if a text is no budget as `fit` takes it.
+    """Raise before any work if a text is not a budget that `fit` accepts.
 
     Examples:
         >>> for text in ("60%", "0.6", "8GiB", "7.91GiB", "8G"):
@@ -112,7 +112,7 @@ def check_compile(how: str | None) -> None:
 
 
 def check_device(device: str | None, *, dry: bool) -> None:
-    """Raise before any work if nothing is known of a device.
+    """Raise before any work if the figures of a device are unknown.
 
     Examples:
         >>> check_device("h100", dry=True)
@@ -121,8 +121,8 @@ def check_device(device: str | None, *, dry: bool) -> None:
         return
     if not dry:
         raise UsageError(
-            f"--device {device} is for estimates: give --dry as well, or leave it out "
-            "to measure where the model is."
+            f"expected --dry with --device {device}, which is for estimates; add it, "
+            "or drop --device to measure where the model is."
         )
     if device != "cpu":
         figures_of(device)

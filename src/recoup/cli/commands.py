@@ -1,4 +1,4 @@
-"""The commands of `recoup`, one function each; what needs torch is imported inside."""
+"""The commands of `recoup`, one function each; torch is imported inside."""
 
 import sys
 from dataclasses import asdict
@@ -62,7 +62,7 @@ def options(
         ),
     ] = False,
 ) -> None:
-    """Make PyTorch training fit in the memory there is."""
+    """Make PyTorch training fit in the memory you have."""
     del version
 
 
@@ -85,7 +85,7 @@ def demo(
     return demonstrate(steps, page, is_small=small, in_json=json)
 
 
-def fit(  # noqa: PLR0913 (one for each thing to be had)
+def fit(  # noqa: PLR0913 (one for each output)
     target: TargetName,
     *,
     budget: BudgetText = None,
@@ -98,7 +98,7 @@ def fit(  # noqa: PLR0913 (one for each thing to be had)
     json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Fit a model into a budget: measure, plan, check on a real step, and say so."""
+    """Fit a model into a budget: measure, plan, and check on a real step."""
     del debug  # read by `recoup.cli.main`
     check_budget_text(budget)
     check_compile(compile)
@@ -149,7 +149,7 @@ def measure(
     json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Measure one step: where its memory goes, and how little it could do with."""
+    """Measure one step: where its memory goes, and its smallest possible peak."""
     del debug
     check_budget_text(budget)
     check_device(device, dry=dry)
@@ -226,7 +226,7 @@ def largest_batch(
     print_texts(busy)
 
 
-def frontier(  # noqa: PLR0913 (one for each thing to be had)
+def frontier(  # noqa: PLR0913 (one for each output)
     target: TargetName,
     *,
     points: Points = 9,
@@ -237,7 +237,7 @@ def frontier(  # noqa: PLR0913 (one for each thing to be had)
     json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Work out the fastest plan for many budgets: time against memory."""
+    """Plan for many budgets: the fastest time for each amount of memory."""
     del debug
     check_device(device, dry=dry)
     check_figure(chart)
@@ -299,11 +299,11 @@ def table(
     target: TargetName,
     *,
     precision: Annotated[
-        str, typer.Option(help="What mixed precision computes in: bf16, fp16, auto.")
+        str, typer.Option(help="The dtype of mixed precision: bf16, fp16, auto.")
     ] = "auto",
     segment_size: Annotated[
         int | None,
-        typer.Option(help="Blocks to recompute together; by default each by itself."),
+        typer.Option(help="Number of blocks to recompute together; default 1."),
     ] = None,
     json: AsJson = False,
     debug: Debug = False,
@@ -336,7 +336,7 @@ def explain(
     json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Say in words what a plan does; needs neither torch nor the model."""
+    """Explain a plan in words; needs neither torch nor the model."""
     del debug
 
     from recoup.report.plan_text import plan_numbers, plan_text, read_plan
@@ -345,7 +345,7 @@ def explain(
     print(as_json(plan_numbers(plan)) if json else plan_text(plan))
 
 
-def report(  # noqa: PLR0913 (one for each thing to be had)
+def report(  # noqa: PLR0913 (one for each output)
     source: Annotated[
         str,
         typer.Argument(
@@ -362,7 +362,7 @@ def report(  # noqa: PLR0913 (one for each thing to be had)
     json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Write one self-contained HTML page, and its charts as files if you like."""
+    """Write one self-contained HTML page, and optionally its charts as files."""
     del debug
     check_budget_text(budget)
     check_writable(out)
@@ -398,8 +398,8 @@ def report(  # noqa: PLR0913 (one for each thing to be had)
         write_whole(trace, trace_of(found, trace.suffix.lower()))
         written.append(trace)
     if json:
-        said = {"page": str(out), "written": list(map(str, written)), "busy": busy}
-        print(as_json(said))
+        found_files = list(map(str, written))
+        print(as_json({"page": str(out), "written": found_files, "busy": busy}))
         return
     print_verdict(found)
     print_texts(busy)
@@ -408,7 +408,7 @@ def report(  # noqa: PLR0913 (one for each thing to be had)
 
 
 def doctor(*, json: AsJson = False, debug: Debug = False) -> int:
-    """Say what is here: versions, devices, links, and whether recoup works on them."""
+    """Show versions, devices and links, and check that recoup works on them."""
     del debug
 
     from recoup.cli.examination import examination_text, examination_verdict, examine

@@ -1,4 +1,4 @@
-"""Train a small GPT plainly and in half the memory, and show how the two compare."""
+"""Train a small GPT plainly and in half the memory, and compare the two."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -29,8 +29,8 @@ def demonstrate(steps: int, page: Path | None, *, is_small: bool, in_json: bool)
     """Run the demonstration; return 0 if both runs agree to the last bit, else 1.
 
     Args:
-        steps: How many steps each run trains.
-        page: Where to write a page about the plan.
+        steps: The number of training steps of each run.
+        page: The path of a page about the plan.
         is_small: Train a tiny model.
         in_json: Print one JSON object, not a table.
 
@@ -38,7 +38,7 @@ def demonstrate(steps: int, page: Path | None, *, is_small: bool, in_json: bool)
         CommandError: The device has too little memory.
     """
     settings = _settings(steps, is_small=is_small)
-    # With JSON, standard output is for that alone.
+    # With JSON, standard output is reserved for it.
     console = Console(stderr=in_json)
     busy = other_work(settings.device)
     try:
@@ -53,7 +53,7 @@ def demonstrate(steps: int, page: Path | None, *, is_small: bool, in_json: bool)
             plain, fitted, note = compare_repeatably(settings, progress)
     except torch.OutOfMemoryError:
         raise CommandError(
-            "the GPU has too little free memory: try again with --small", status=FAILED
+            "the GPU has too little free memory; try again with --small", status=FAILED
         ) from None
     same = losses_equal(plain, fitted) and gradients_equal(plain, fitted)
     if in_json:
@@ -68,14 +68,14 @@ def demonstrate(steps: int, page: Path | None, *, is_small: bool, in_json: bool)
             good,
         )
         console.print(comparison_table(settings, plain, fitted))
-    said = [busy, note and f"Some bits may differ by chance: {note}"]
+    lines = [busy, note and f"Some bits may differ by chance: {note}"]
     if fitted.report is not None:
-        said.insert(0, f"The plan: {fitted.report}")
+        lines.insert(0, f"The plan: {fitted.report}")
         if page is not None:
             found = fitted.report.findings(title="GPT of the demonstration")
             write_whole(page, page_of(found))
-            said.insert(1, f"The page: {page}")
-    for line in filter(None, said):
+            lines.insert(1, f"The page: {page}")
+    for line in filter(None, lines):
         console.print(line, highlight=False, markup=False)
     return 0 if same else 1
 
@@ -83,7 +83,7 @@ def demonstrate(steps: int, page: Path | None, *, is_small: bool, in_json: bool)
 def comparison_table(
     settings: Settings, plain: TrainingRun, fitted: TrainingRun
 ) -> Table:
-    """Lay both outcomes side by side."""
+    """Return a table of both runs."""
     shape = settings.shape
     table = Table(
         title=(
@@ -116,7 +116,7 @@ def comparison_table(
 def comparison_numbers(
     settings: Settings, plain: TrainingRun, fitted: TrainingRun
 ) -> dict[str, Any]:
-    """Return both outcomes side by side, for programs."""
+    """Return the numbers of both runs, for programs."""
     return {
         "device": device_name(settings.device),
         "steps": settings.steps,
@@ -129,7 +129,7 @@ def comparison_numbers(
 
 
 def device_name(device: torch.device) -> str:
-    """Return what a person calls the device."""
+    """Return the common name of the device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return "the CPU" if device.type == "cpu" else str(device)
@@ -154,5 +154,5 @@ def _print_flops(flops: int) -> str:
     return f"{flops / scale:.2f} {unit}"
 
 
-def _yes_or_no(claim: bool) -> str:  # noqa: FBT001 (it is the claim that is printed)
+def _yes_or_no(claim: bool) -> str:  # noqa: FBT001 (the printed claim)
     return "[green]yes[/]" if claim else "[red]no[/]"

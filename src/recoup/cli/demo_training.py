@@ -25,7 +25,7 @@ from recoup.measurement.timing.pace import synchronize
 
 
 def read_text() -> str:
-    """Return the text to train on: sonnets of Shakespeare's.
+    """Return the text to train on: sonnets by Shakespeare.
 
     Examples:
         >>> read_text().splitlines()[2]
@@ -36,7 +36,7 @@ def read_text() -> str:
 
 
 def encode(text: str) -> Tensor:
-    """Number the characters of a text by their place in its alphabet.
+    """Return the characters of a text as indices into its alphabet.
 
     Examples:
         >>> encode("abba")
@@ -68,10 +68,10 @@ class StepCost:
 
     Attributes:
         peak_bytes: The most bytes alive at any moment of the step.
-        saved_bytes: Bytes that forward left alive for backward, the loss included:
+        saved_bytes: Bytes that forward left alive for backward, including the loss:
             held by autograd or by a recoup region.
         seconds: Median time of the step, until the device has finished it.
-        host_seconds: Median time until the host has issued it.
+        host_seconds: Median time until the host has launched it.
         flops: Floating-point operations as `torch.utils.flop_counter` counts them:
             matrix products, convolutions and attention.
     """
@@ -104,12 +104,12 @@ def fit_to_budget(
     optimizer: torch.optim.Optimizer,
     text: Tensor,
 ) -> Fit | None:
-    """Make the model train within a budget, all of a step's memory counted."""
+    """Make the model train within a budget for all memory of a step."""
     state = torch.random.get_rng_state()
     batch = draw_batch(text, settings)
     torch.random.set_rng_state(state)
     if settings.device.type == "cpu":
-        # No allocator counts here, and the text is in memory all the time.
+        # No allocator counts on a CPU, and the text is in memory during every step.
         budget_bytes -= text.nbytes
     return fit(model, batch, budget_bytes, optimizer=optimizer, progress=False)[1]
 
@@ -121,7 +121,7 @@ def keep_plain(model: GPT, optimizer: torch.optim.Optimizer, text: Tensor) -> No
 def compare_repeatably(
     settings: Settings, progress: Progress
 ) -> tuple[TrainingRun, TrainingRun, str]:
-    """Compare with kernels that repeat, as far as torch has them.
+    """Compare with deterministic kernels, as far as torch has them.
 
     Returns:
         The plain run, the fitted one, and what may differ by chance; empty: nothing.
@@ -138,7 +138,7 @@ def compare_repeatably(
 
 
 def compare(settings: Settings, progress: Progress) -> tuple[TrainingRun, TrainingRun]:
-    """Train twice from the same seed: plainly, and in half the memory of that."""
+    """Train twice from the same seed: plainly, and in half of that memory."""
     plain = train(settings, keep_plain, progress, label="plain")
     fit_model = partial(fit_to_budget, settings, plain.cost.peak_bytes // 2)
     return plain, train(settings, fit_model, progress, label="fitted")
@@ -171,7 +171,7 @@ def train(
 
 
 def draw_batch(text: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
-    """Draw intervals of the text, and the same shifted by one as what to predict."""
+    """Return random intervals of the text as inputs, and shifted by one as targets."""
     context = settings.shape.context
     starts = torch.randint(len(text) - context, (settings.batch, 1)).to(text.device)
     tokens = text[starts + torch.arange(context + 1, device=text.device)]
@@ -179,27 +179,27 @@ def draw_batch(text: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
 
 
 def losses_equal(plain: TrainingRun, fitted: TrainingRun) -> bool:
-    """Return whether every loss of one run is the other's to the last bit."""
+    """Return whether the losses of two runs are bitwise equal."""
     return plain.losses == fitted.losses
 
 
 def gradients_equal(plain: TrainingRun, fitted: TrainingRun) -> bool:
-    """Return whether every gradient of the last step is the other's bit by bit."""
+    """Return whether the gradients of the last steps are bitwise equal."""
     return largest_difference(plain.gradients, fitted.gradients) == 0.0
 
 
 @contextmanager
 def repeatable(*, strictly: bool = True) -> Generator[None, None, None]:
-    """Ask torch for kernels that give the same bits twice.
+    """Make torch use deterministic kernels.
 
-    Strictly, a kernel that torch does not have in such a form is a `RuntimeError`;
-    otherwise the usual one runs. Attention repeats only if asked for strictly.
+    Strictly, an operator without such a kernel raises `RuntimeError`; otherwise the
+    usual kernel runs. Attention is deterministic only if strict.
     """
-    # Read by cuBLAS when it starts, and needed for matrix products that repeat.
+    # Read by cuBLAS when it starts; needed for deterministic matrix products.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     enabled = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    # Torch would also fill all new memory: time that has nothing to do with the bits.
+    # Torch would also fill all new memory, which takes time and changes no bit.
     fills: bool = _deterministic.fill_uninitialized_memory
     _deterministic.fill_uninitialized_memory = False
     torch.use_deterministic_algorithms(True, warn_only=not strictly)
@@ -236,17 +236,17 @@ def step_cost(
     device: torch.device,
     resident: Sequence[Tensor] = (),
 ) -> StepCost:
-    """Return the cost of a step, measured in eight runs of it.
+    """Return the cost of a step, measured in eight runs.
 
-    One fills caches, and regions are verified; five are timed; one runs under a memory
-    meter and one under a counter of operations, which slow the host down.
+    One is a warm-up, in which regions are verified; five are timed; one runs under a
+    memory meter and one under a counter of operations, which slow the host down.
 
     Args:
         model: The model; its gradients are dropped before each run.
         forward: Computes the loss.
-        device: Where the step computes and its memory is counted.
+        device: The device of the step and its memory.
         resident: Other tensors that exist before the step. An accelerator's allocator
-            counts them in any case; elsewhere they count if named here.
+            counts them in any case; elsewhere they count if given here.
     """
 
     def run() -> None:

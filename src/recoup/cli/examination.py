@@ -1,4 +1,4 @@
-"""An examination of this machine: what is here, and whether recoup works on it."""
+"""An examination of this machine: versions, devices, and whether recoup works."""
 
 import importlib.metadata
 from typing import Any
@@ -15,7 +15,7 @@ _OPTIONAL = ("numpy", "scipy", "jax", "autograd", "tensorboard", "transformers")
 
 
 def examine() -> dict[str, Any]:
-    """Return what is here; `works` says whether gradients came out bitwise equal.
+    """Return the findings; `works` is whether gradients were bitwise equal.
 
     Copies a little memory over each link and runs one small region on each device.
     """
@@ -29,7 +29,7 @@ def examine() -> dict[str, Any]:
 
 
 def examination_verdict(found: dict[str, Any]) -> str:
-    """Return whether recoup works here, and where it does not.
+    """Return whether recoup works here, and on which devices it does not.
 
     Examples:
         >>> devices = [{"name": "cpu", "gradients_equal": False}]
@@ -49,15 +49,15 @@ def examination_verdict(found: dict[str, Any]) -> str:
 
 def examination_text(found: dict[str, Any]) -> str:
     """Return an examination as text."""
-    said = {**found["environment"]}
-    del said["device"]
+    rows = {**found["environment"]}
+    del rows["device"]
     packages = {k: v or "not installed" for k, v in found["packages"].items()}
     return "\n".join(
         [
-            table(["what", "found"], [[k, v] for k, v in (said | packages).items()]),
+            table(["what", "found"], [[k, v] for k, v in (rows | packages).items()]),
             "",
             table(
-                ["device", "is", "link to the host", "recoup works"],
+                ["device", "name", "link to the host", "recoup works"],
                 [
                     [
                         device["name"],
@@ -73,7 +73,7 @@ def examination_text(found: dict[str, Any]) -> str:
 
 
 def gradients_equal(device: torch.device) -> bool:
-    """Return whether a region on a device gives the plain gradients, bit by bit.
+    """Return whether a region on a device gives bitwise the plain gradients.
 
     Examples:
         >>> gradients_equal(torch.device("cpu"))

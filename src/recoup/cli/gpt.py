@@ -19,8 +19,8 @@ class Shape:
         layers: Blocks.
         width: Features of each position.
         heads: Attention heads of each block; they divide the width.
-        vocabulary: Different tokens.
-        context: Positions it can see.
+        vocabulary: Number of distinct tokens.
+        context: Number of positions.
         dropout: The share of each branch's features that training sets to zero.
     """
 
@@ -33,7 +33,7 @@ class Shape:
 
 
 def run_plain(block: "Block", hidden: Tensor) -> Tensor:
-    """Call the block as it is."""
+    """Call the block without a region."""
     return block(hidden)
 
 
@@ -90,7 +90,7 @@ class Block(nn.Module):
 
     def _attend(self, hidden: Tensor) -> Tensor:
         heads = self.query_key_value(hidden).unflatten(2, (3, self.heads, -1))
-        # Batch, position, which, head, feature: attention wants the heads second.
+        # Batch, position, which, head, feature: attention needs the heads second.
         query, key, value = heads.transpose(1, 3).unbind(2)
         out = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.attention_out(out.transpose(1, 2).flatten(2))

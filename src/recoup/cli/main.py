@@ -1,6 +1,6 @@
-"""The command `recoup`: what is asked becomes calls of the rest, errors a sentence.
+"""The command `recoup`: parses arguments, runs a command, prints errors as a sentence.
 
-Nothing here imports torch: help and complaints come at once.
+Nothing here imports torch, so help and usage errors are fast.
 """
 
 import sys
@@ -47,7 +47,7 @@ def run(arguments: Sequence[str]) -> int:
         returned = _application()(list(arguments) or ["--help"], standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         returned = INTERRUPTED
-    except Exception as error:  # noqa: BLE001 (whatever it is, it ends in a sentence)
+    except Exception as error:  # noqa: BLE001 (any error ends as one sentence)
         if debug:
             traceback.print_exc()
         return _complain(_sentence(error), _status(error), arguments)
@@ -59,7 +59,7 @@ def run(arguments: Sequence[str]) -> int:
 def _application() -> typer.Typer:
     application = typer.Typer(
         name="recoup",
-        help="Make PyTorch training fit in the memory there is.",
+        help="Make PyTorch training fit in the memory you have.",
         epilog=_EPILOGUE,
         add_completion=False,
         pretty_exceptions_enable=False,
@@ -89,18 +89,18 @@ def _sentence(error: Exception) -> str:
         return complaint
     if _is_out_of_memory(error):
         return (
-            "the device has too little memory even for one measured step: try a "
-            "smaller batch, or free what else is on it"
+            "the device has too little memory even for one measured step; try a "
+            "smaller batch, or free other memory on it"
         )
     first = (str(error).strip().splitlines() or [""])[0]
     return (
-        f"{type(error).__name__}: {first}. This may be the fault of recoup: run it "
+        f"{type(error).__name__}: {first}. This may be the fault of recoup; run it "
         "again with --debug to see where"
     )
 
 
 def _complaint(error: Exception) -> str:
-    """Return what typer complains of; its errors have changing names."""
+    """Return the message of typer's usage errors; their class names vary."""
     words = getattr(error, "format_message", None)
     return str(words()) if words is not None else ""
 

@@ -1,4 +1,4 @@
-"""Outputs: files written whole or not at all, and results as text or JSON."""
+"""Outputs: files written atomically, and results as text or JSON."""
 
 import contextlib
 import json
@@ -26,17 +26,17 @@ def check_writable(path: Path | None) -> None:
     if not folder.is_dir():
         raise _unwritable(path, f"there is no folder {str(folder)!r}")
     if not os.access(folder, os.W_OK):
-        raise _unwritable(path, "its folder takes no files")
+        raise _unwritable(path, "its folder is not writable")
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file; if that is interrupted or fails, nothing is left behind."""
+    """Write a file atomically: an interrupt or a failure leaves nothing behind."""
     try:
         handle, name = tempfile.mkstemp(dir=path.resolve().parent, prefix=".recoup-")
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(content.encode() if isinstance(content, str) else content)
-            # mkstemp makes files that only their owner reads.
+            # Files of mkstemp are readable only by their owner.
             mask = os.umask(0)
             os.umask(mask)
             Path(name).chmod(0o666 & ~mask)
@@ -61,7 +61,7 @@ def check_figure(path: Path | None) -> None:
 
 
 def write_picture(path: Path, picture: "Picture") -> None:
-    """Write a picture as its suffix says, or nothing at all."""
+    """Write a picture in the format of its suffix, atomically."""
     write_whole(path, picture.encoded(path.suffix.lower()))
 
 
@@ -76,31 +76,31 @@ def read_text(path: Path) -> str:
         ) from error
 
 
-def print_verdict(said: "Findings | str", good: str = "-") -> None:
-    """Print the one sentence that a reader must not miss, in colour where there is.
+def print_verdict(verdict_of: "Findings | str", good: str = "-") -> None:
+    """Print the main result as one sentence, coloured in a terminal.
 
     Args:
-        said: The sentence, or findings that have one.
-        good: Of a sentence: "yes" and "no" have colours.
+        verdict_of: The sentence, or findings that have one.
+        good: The colour of a sentence: "yes", "no" or "-".
     """
     from rich.console import Console
     from rich.text import Text
 
     from recoup.report.texts import WIDTH, fits_words, verdict
 
-    if not isinstance(said, str):
-        peak_bytes = said.measured_peak_bytes or said.plan.peak_bytes
-        good = fits_words(peak_bytes, said.budget_bytes)
-        said = verdict(said)
+    if not isinstance(verdict_of, str):
+        peak_bytes = verdict_of.measured_peak_bytes or verdict_of.plan.peak_bytes
+        good = fits_words(peak_bytes, verdict_of.budget_bytes)
+        verdict_of = verdict(verdict_of)
     style = {"yes": "bold green", "no": "bold red", "-": "bold"}[good]
     console = Console()
-    lines = textwrap.fill(said, min(console.width, WIDTH))
+    lines = textwrap.fill(verdict_of, min(console.width, WIDTH))
     console.print(Text(lines, style), soft_wrap=True)
     console.print()
 
 
 def print_texts(*texts: str) -> None:
-    """Print texts with a line between them; a sentence is wrapped, a table is not."""
+    """Print texts separated by empty lines; sentences are wrapped, tables are not."""
     shown = [
         textwrap.fill(line, 80) if line.endswith(".") else line
         for text in filter(None, texts)

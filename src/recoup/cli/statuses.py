@@ -13,12 +13,10 @@ INTERRUPTED = 130
 
 MEANINGS = {
     DONE: "done",
-    FAILED: "something failed that none of the others names",
-    USAGE: "the command or what it was given cannot be understood",
+    FAILED: "another failure",
+    USAGE: "the command or its arguments are wrong",
     INFEASIBLE: "no plan fits into the budget",
-    TARGET: (
-        "your function or its step raised, or it returned something else than a step"
-    ),
+    TARGET: "your function or its step raised, or the function returned no step",
     FILE: "a file cannot be read or written",
     INTERRUPTED: "interrupted; nothing half-written is left behind",
 }

@@ -1,4 +1,4 @@
-"""Targets: the user's own function that returns a model and what it trains on."""
+"""Targets: the user's own function that returns a model and its training data."""
 
 import importlib
 import importlib.util
@@ -24,7 +24,7 @@ class Target:
     """The result of a user's function.
 
     Attributes:
-        name: How the user named it.
+        name: The name that the user gave.
         model: The model.
         batch: Its arguments.
         loss: Computes the loss from its output.
@@ -41,12 +41,12 @@ class Target:
 
 
 def load_target(name: str, *, dry: bool = False) -> Target:
-    """Import the user's function, call it, and return what it describes.
+    """Import the user's function, call it, and return its target.
 
     Args:
-        name: How the user named it.
-        dry: Try to have it make everything on the meta device, without memory. A
-            function that cannot do so is called as it is.
+        name: The name that the user gave.
+        dry: Try to call it on the meta device, without memory. A function that cannot
+            run there is called normally.
 
     Raises:
         CommandError: There is no such function, it raised, or it returned something
@@ -59,9 +59,9 @@ def load_target(name: str, *, dry: bool = False) -> Target:
 
 
 def load_sized_target(name: str) -> Callable[[int], Target]:
-    """Import the user's function of a batch size; return what calls it.
+    """Import the user's function of a batch size; return a function that calls it.
 
-    A step that it returns takes a batch: larger ones are for the first model.
+    A step that it returns must take a batch: larger batches use the first model.
     """
     function = _function(name)
 
@@ -82,7 +82,9 @@ def _function(name: str) -> Callable[..., object]:
     """Import the user's function."""
     place, colon, function_name = name.rpartition(":")
     if not colon or not place or not function_name:
-        raise CommandError(f"there is no function in {name!r}. {_FORM}", status=USAGE)
+        raise CommandError(
+            f"expected module:function, got {name!r}. {_FORM}", status=USAGE
+        )
     module = _module(place)
     function = getattr(module, function_name, None)
     if not callable(function):
@@ -108,14 +110,14 @@ def _called(name: str, function: Callable[..., object], *args: int) -> Target:
 
 
 def _without_memory(name: str, function: Callable[[], object]) -> Target | None:
-    """Return what a function describes if it can do so on the meta device."""
+    """Return the target of a function if it runs on the meta device."""
     torch = importlib.import_module("torch")
     try:
         with torch.device("meta"):
             described = _described(name, function())
-    except (Exception, SystemExit):  # noqa: BLE001 (then it is called again, and its errors shown)
+    except (Exception, SystemExit):  # noqa: BLE001 (called again below, errors shown)
         return None
-    # A step of its own has tensors in it that nothing can stand in for.
+    # A custom step refers to real tensors, which meta tensors cannot replace.
     return described if described.step is None else None
 
 
@@ -132,8 +134,7 @@ def _module(place: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name and (place == error.name or place.startswith(error.name + ".")):
             raise CommandError(
-                f"there is no module {place!r} here or among the installed ones. "
-                f"{_FORM}",
+                f"there is no module {place!r} in this folder or installed. {_FORM}",
                 status=USAGE,
             ) from error
         raise _import_failed(place, error) from error
@@ -180,7 +181,7 @@ def _described(name: str, returned: object) -> Target:
 
 
 def _checked(target: Target) -> Target:
-    """Return a target whose parts are what they are called."""
+    """Return the target if each of its parts has the right type."""
     parts = (
         ("model", _is_model(target.model)),
         ("loss", target.loss is None or callable(target.loss)),
@@ -201,7 +202,7 @@ def _is_model(model: object) -> bool:
 
 
 def _is_optimizer(optimizer: object) -> bool:
-    # By what is read of it: some wrap one of torch's without being one.
+    # By duck typing: some optimizers wrap one of torch without being one.
     return all(hasattr(optimizer, name) for name in ("state", "param_groups", "step"))
 
 
@@ -215,7 +216,7 @@ def _is_own(value: object, module: ModuleType) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    r"""Return the first line of what an error says, without a full stop.
+    r"""Return the first line of an error's message, without a full stop.
 
     Examples:
         >>> first_line(ValueError("too long.\nsee above"))

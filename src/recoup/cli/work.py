@@ -42,7 +42,7 @@ def fit_target(
     points: int,
     compile: str | None = None,  # noqa: A002 (the option's name)
 ) -> tuple[Fit | CompiledFit, Findings]:
-    """Fit the user's model, and return what was found."""
+    """Fit the user's model; return the fit and its findings."""
     with blaming_step(target):
         _, fitted = fit(
             target.model,
@@ -52,7 +52,7 @@ def fit_target(
             step=target.step,
             optimizer=target.optimizer,
             allow=_allowed(offload=offload),
-            # One of several, by what the user wrote: then the result is of either kind.
+            # A runtime value: the result is of either kind.
             compile=cast("Literal['auto']", compile or False),
         )
     with _status(f"planning for {points} other budgets"):
@@ -82,7 +82,7 @@ class MeasureMode:
     """The mode of a measurement.
 
     Attributes:
-        dry: Without computing it.
+        dry: Whether nothing is computed.
         device: The device whose times are estimated, if dry; None: this CPU.
     """
 
@@ -110,9 +110,9 @@ def measure_target(target: Target, mode: MeasureMode = _REAL) -> Graph:
 def measure_findings(
     target: Target, mode: MeasureMode, budget: str | None
 ) -> tuple[Graph, Findings]:
-    """Measure a step; return what is known of it, and of a plan if there is a budget.
+    """Measure a step; return its findings, with a plan if there is a budget.
 
-    All peaks, and the smallest budget, count the state that an optimizer will have.
+    All peaks, and the smallest budget, include the later state of an optimizer.
 
     Raises:
         InfeasibleError: No plan fits into the budget.
@@ -130,10 +130,10 @@ def measure_findings(
             try:
                 chosen = plan_with(search, asked_bytes - reserved_bytes).plans
             except InfeasibleError as error:
-                told = infeasible_with(
+                reworded = infeasible_with(
                     error, asked_bytes, device, reserved_bytes=reserved_bytes
                 )
-                raise in_units_of(told, budget, plain_bytes) from None
+                raise in_units_of(reworded, budget, plain_bytes) from None
     found = graph_findings(
         graph,
         target.model,
@@ -153,10 +153,10 @@ def _reserved_bytes(target: Target, mode: MeasureMode) -> int:
     device = device_of(target.model)
     missing_bytes = missing_state_bytes(target.optimizer, device)
     if device.type == "meta":
-        # That stands for the CPU, where some state is in any case.
+        # Meta stands for the CPU, which holds some state in any case.
         missing_bytes += missing_state_bytes(target.optimizer, torch.device("cpu"))
     if mode.dry or device.type == "cpu":
-        # No allocator counted what is there of it.
+        # No allocator counted the existing state.
         return missing_bytes + state_bytes(target.optimizer)
     return missing_bytes
 
@@ -164,9 +164,9 @@ def _reserved_bytes(target: Target, mode: MeasureMode) -> int:
 def frontier_findings(
     target: Target, points: int, *, offload: bool, mode: MeasureMode = _REAL
 ) -> Findings:
-    """Measure a step, and work out the fastest plans for many budgets.
+    """Measure a step, and find the fastest plans for many budgets.
 
-    All peaks count the state that an optimizer will have.
+    All peaks include the later state of an optimizer.
     """
     graph = measure_target(target, mode)
     with bar("planning") as show:
@@ -212,8 +212,8 @@ def table_target(
 
     if target.step is not None or batch is None:
         raise UsageError(
-            "the table runs steps of its own: it needs a model, a batch and a loss, "
-            "not a step. Return these from the function."
+            "expected a model, a batch and a loss for the table, which runs its own "
+            "steps, got a step; return these from the function, not a step."
         )
     if loss is not None and not takes_target(loss):
         batch, loss = (batch, None), loss_of_output
@@ -255,19 +255,19 @@ def _allowed(*, offload: bool) -> frozenset[Action]:
 
 
 def other_work(device: torch.device) -> str:
-    """Return a warning if the CPU works for other programs too, where times suffer."""
+    """Return a warning if other programs use the CPU, so that timings are noisy."""
     cores = os.cpu_count() or 1
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if device.type != "cpu" or load < cores / 2:
         return ""
     return (
         f"Noise: other programs were running when this began (load {load:.1f} on "
-        f"{cores} cores); the times say little."
+        f"{cores} cores); the times are not reliable."
     )
 
 
 def noise(target: Target) -> str:
-    """Return a warning if times that are measured now say little."""
+    """Return a warning if timings are noisy now."""
     return other_work(device_of(target.model))
 
 

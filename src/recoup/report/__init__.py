@@ -1,1 +1,1 @@
-"""Show: text, charts and pages, made of plain data and without torch."""
+"""Reports: text, charts and pages from plain data, without torch."""

@@ -1,4 +1,4 @@
-"""Charts: the memory of a step over time, and time against memory."""
+"""Charts: the memory of a step over time, and time versus memory."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -62,9 +62,9 @@ def timeline_chart(
 
 
 def frontier_chart(findings: Findings) -> Picture:
-    """Return time against memory of all plans and baselines.
+    """Return time versus memory of all plans and baselines.
 
-    The line is the time that a budget costs: that of the fastest plan within it.
+    The line is the time of the fastest plan within each budget.
     """
     points: list[PlanView | Baseline] = [*findings.plans, *findings.baselines]
     peaks = [point.peak_bytes for point in points]
@@ -98,14 +98,14 @@ def frontier_chart(findings: Findings) -> Picture:
             )
         )
     shapes.append(Words("time of a step", _LEFT, 18, colour="quiet"))
-    label = f"Time against memory of {len(findings.plans)} plans"
+    label = f"Time versus memory of {len(findings.plans)} plans"
     return Picture(tuple(shapes), _WIDTH, _HEIGHT, label)
 
 
 def frontier_steps(findings: Findings) -> list[tuple[int, float]]:
-    """Return the corners of the line that says what time each budget costs.
+    """Return the corners of the line of the fastest time within each budget.
 
-    No plan and no rule lies below it.
+    No plan and no rule is below it.
     """
     corners: list[tuple[int, float]] = []
     for view in findings.plans:
@@ -117,7 +117,7 @@ def frontier_steps(findings: Findings) -> list[tuple[int, float]]:
 
 
 def joined(rules: Sequence[Baseline]) -> list[Baseline]:
-    """Return rules with those of the same costs as one, under all their names.
+    """Return rules, those with the same costs as one under all their names.
 
     Examples:
         >>> rules = [

@@ -51,9 +51,9 @@ def compose_compiled(
 ) -> Findings:
     """Return the findings about a step with compiled blocks, and the plain eager one.
 
-    What happens inside a compiled block is not known: a moment is a block's forward or
+    The inside of a compiled block is unknown: a moment is a block's forward or
     backward, with the peak while it runs. Rules for eager steps are left out: their
-    times were measured operator by operator, and cannot be compared with these.
+    times were measured operator by operator, and are not comparable with these.
 
     Args:
         graph: The eager step, as measured.
@@ -95,7 +95,7 @@ def compose_compiled(
 
 
 def _plain_totals(graph: Graph, names: Sequence[str]) -> list[int]:
-    """Return the peak of the eager step in each section, in whichever pass."""
+    """Return the peak of the eager step in each section over all passes."""
     count = len(names)
     totals = [0] * (2 * count + 3)
     for each in graph.passes:
@@ -120,7 +120,7 @@ def _plain_totals(graph: Graph, names: Sequence[str]) -> list[int]:
 
 
 def _owner(path: str, names: Sequence[str]) -> int:
-    """Return the number of the block that a module is in, from 1; 0: none."""
+    """Return the number of the block around a module, from 1; 0: none."""
     for number, name in enumerate(names, 1):
         if path == name or path.startswith(f"{name}."):
             return number
@@ -128,7 +128,7 @@ def _owner(path: str, names: Sequence[str]) -> int:
 
 
 def _part(step: Step, name: str) -> Part:
-    """Return all that the eager step has in one block, or outside of them."""
+    """Return the eager step's operators in one block, or outside all, as one part."""
     mine = [part for part in step.parts if name and _owner(part.module, [name])]
     return Part(
         f"block {name}" if name.isdigit() else name or _OUTSIDE,
@@ -160,14 +160,14 @@ def _sections(step: Step, graph: Graph, base: int) -> Step:
 def _view(
     step: Step, totals: Sequence[int], held: Sequence[int], known: Known, base: int
 ) -> PlanView:
-    """Return a plan as totals of sections, and what blocks hold between theirs."""
+    """Return a plan from the totals of sections and the bytes that blocks hold."""
     count = len(held)
     left = [total - base for total in totals]
     allocations: list[Allocation] = []
     costs = [PartCost(0, 0, 0.0)]
     for number, wanted in enumerate(held, 1):
         first, last = number, 2 * count + 2 - number
-        # A section that took less than what was held then decides.
+        # A section that used fewer bytes than were held limits them.
         nbytes = min(wanted, *left[first : last + 1])
         if nbytes:
             part = Signed(number)

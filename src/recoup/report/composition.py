@@ -39,10 +39,10 @@ class Known:
     Attributes:
         title: The name of the measured step.
         budget_bytes: The budget; 0: none.
-        floor_bytes: The smallest budget that can be met; 0: the least peak shown.
+        floor_bytes: The smallest budget that can be met; 0: the smallest peak shown.
         measured_peak_bytes: The peak of a real step with the plan; 0: none ran.
         measured_seconds: The time of a real step with the plan; 0: none ran.
-        resident: Names and bytes of what is in memory all the time.
+        resident: Names and bytes of memory in use during the whole step.
         reserved_bytes: Memory to keep free.
         environment: Names and values to show.
         checks: The verified properties, and how.
@@ -92,7 +92,7 @@ def compose(
     for plans in ((), *(other.plans for other in others)):
         view = composer.view(plans)
         front.setdefault(_costs(view), view)
-    # Every rule is a plan too: where none of ours is as good, it is on the front.
+    # Every rule is a plan too: it is on the front where it beats ours.
     for name, plans in rules:
         costs = composer.costs(plans)
         if not any(
@@ -124,7 +124,7 @@ def compose(
 
 
 def rule_peaks(graph: Graph) -> tuple[int, ...]:
-    """Return the predicted peaks of the rules that people use, to plan for as well.
+    """Return the predicted peaks of the common rules, to plan for as well.
 
     Examples:
         >>> rule_peaks(Graph((), 0, (), (), (), (), ()))
@@ -158,7 +158,7 @@ class _Composer:
     def __init__(self, graph: Graph, known: Known) -> None:
         self._known = known
         self._graph = graph
-        # Passes that are equal run several times and are shown once.
+        # Equal passes run several times and are shown once.
         self._order = list(dict.fromkeys(graph.order)) or [0]
         self._order += [n for n in range(len(graph.passes)) if n not in self._order]
         names: dict[str, int] = {}
@@ -260,7 +260,7 @@ class _Composer:
 
 
 class _Pass:
-    """One pass of a step, at its place among the moments of all."""
+    """One pass of a step, at its offset among the moments of all."""
 
     def __init__(
         self, graph: Graph, start: int, numbers: dict[tuple[str, str], int]
@@ -311,7 +311,7 @@ class _Pass:
             )
 
     def add_costs(self, total: Footprint, costs: list[tuple[int, int, float]]) -> None:
-        """Add what a plan does in this pass."""
+        """Add the costs of a plan in this pass."""
         half = len(self.graph.operations)
         sent = {offload.storage for offload in total.offloads}
         for number in self._saved():
@@ -330,7 +330,7 @@ class _Pass:
                 costs[part] = (kept, offloaded, seconds)
 
     def reruns(self, total: Footprint) -> list[RecomputedOperator]:
-        """Return what a plan recomputes when."""
+        """Return the replays of a plan, with their moments."""
         return [
             RecomputedOperator(
                 self.start + replay.moment,
@@ -343,7 +343,7 @@ class _Pass:
         ]
 
     def allocations(self, total: Footprint) -> list[Allocation]:
-        """Return what a plan has in memory, and when."""
+        """Return the allocations of a plan, with their moments."""
         graph, half = self.graph, len(self.graph.operations)
         replayed = _first_replayed(total)
         found: list[Allocation] = []
@@ -355,7 +355,7 @@ class _Pass:
                 category = "recomputed" if source == REMADE else "workspace"
                 born = replayed.get(first, -1)
             else:
-                # What begins in backward has come back from the host.
+                # A storage whose span begins in backward was offloaded.
                 is_held = total.holds.get(source, -1) >= half or first >= half
                 category = "held" if is_held else "running"
                 born = graph.storages[source].born
@@ -373,7 +373,7 @@ class _Pass:
         return found
 
     def place(self, total: Footprint, moment: int) -> str:
-        """Return where in the step a moment is, in words."""
+        """Return the position of a moment in the step, in words."""
         if moment < len(self.graph.operations):
             return f"in forward, {self._within(moment)}, at {self._short(moment)}"
         replayed = _first_replayed(total)
@@ -404,7 +404,7 @@ class _Pass:
 
 
 def _first_replayed(total: Footprint) -> dict[int, int]:
-    """Return the first operation that is recomputed at each moment that does so."""
+    """Return the first recomputed operation of each moment that has any."""
     found: dict[int, int] = {}
     for replay in total.replays:
         if replay.operations:

@@ -81,12 +81,12 @@ Shape = Line | Area | Mark | Words
 
 @dataclass(frozen=True)
 class Picture:
-    """A chart; the last line of a notebook's cell shows it.
+    """A chart; notebooks show it as the last expression of a cell.
 
     Attributes:
         shapes: The shapes, bottom first; y grows downwards.
-        width: How wide it is.
-        height: How high it is.
+        width: The width.
+        height: The height.
         label: A description in words.
     """
 
@@ -96,7 +96,7 @@ class Picture:
     label: str
 
     def svg(self) -> str:
-        """Return it as SVG, which can be enlarged and needs nothing else."""
+        """Return it as self-contained, scalable SVG."""
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} '
             f'{self.height}" role="img" font-family="system-ui, sans-serif" '
@@ -113,7 +113,7 @@ class Picture:
         return stream.getvalue()
 
     def figure(self) -> Any:
-        """Return it as a figure of matplotlib."""
+        """Return it as a matplotlib figure."""
         # Not through pyplot, which keeps figures and chooses a window for them.
         size = (self.width / 100, self.height / 100)
         figure = check_painter().Figure(figsize=size, facecolor=COLOURS["paper"])
@@ -125,15 +125,15 @@ class Picture:
         return figure
 
     def encoded(self, kind: str) -> bytes:
-        """Return what a file of a kind, `.svg` or `.png`, has in it."""
+        """Return the content of a file of a kind, `.svg` or `.png`."""
         return self.png() if kind == ".png" else self.svg().encode()
 
     def save(self, path: str | Path) -> Path:
-        """Write it to a file; the suffix says in which form.
+        """Write it to a file; the suffix selects the format.
 
         Raises:
             UsageError: The suffix is neither .svg nor .png.
-            UnsupportedError: It is to be a PNG, and matplotlib is not installed.
+            UnsupportedError: The file is a PNG, and matplotlib is not installed.
 
         Examples:
             >>> Picture((), 1, 1, "nothing").save("memory.jpg")
@@ -169,20 +169,20 @@ def check_painter() -> Any:
         return importlib.import_module("matplotlib.figure")
     except ImportError as error:
         raise UnsupportedError(
-            "a PNG is drawn with matplotlib, which is not installed. Install it "
-            "(pip install recoup[png]), or save the picture as .svg."
+            "expected matplotlib for a PNG, got none; install it with "
+            "pip install recoup[png], or save the picture as .svg."
         ) from error
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """A linear map from numbers to places on the paper.
+    """A linear map from numbers to positions.
 
     Attributes:
         low: The number at the start.
         high: The number at the end.
-        start: Where the start is.
-        end: Where the end is.
+        start: The position of the start.
+        end: The position of the end.
     """
 
     low: float
@@ -191,7 +191,7 @@ class Scale:
     end: float
 
     def at(self, number: float) -> float:
-        """Return where a number is.
+        """Return the position of a number.
 
         Examples:
             >>> Scale(0, 10, 100, 0).at(5)
@@ -203,13 +203,13 @@ class Scale:
 
 
 def ticks(low: float, high: float, *, base: int = 10, count: int = 5) -> list[float]:
-    """Return round numbers between two numbers, about as many as asked for.
+    """Return about `count` round numbers between two numbers.
 
     Args:
-        low: The least.
-        high: The most.
+        low: The smallest.
+        high: The largest.
         base: Round in powers of this: 10, or 2 for bytes.
-        count: About how many.
+        count: The approximate number of them.
 
     Examples:
         >>> ticks(0, 10)
@@ -230,7 +230,7 @@ def ticks(low: float, high: float, *, base: int = 10, count: int = 5) -> list[fl
 
 
 def _css(colour: str) -> str:
-    """Return a colour that a page may redefine and a file by itself has."""
+    """Return a colour that a page may redefine, with a default."""
     return f"var(--{colour}, {COLOURS[colour]})"
 
 
@@ -272,7 +272,7 @@ def _places(points: Points) -> str:
 
 
 def _paint(axes: Any, shape: Shape) -> None:
-    """Draw a shape on axes of matplotlib whose units are those of the picture."""
+    """Draw a shape on matplotlib axes in the units of the picture."""
     per_unit = 72 / 100
     match shape:
         case Line(points, colour, width, dashes):

@@ -22,12 +22,12 @@ def from_json(text: str) -> Findings:
     """Return the findings that a JSON text describes; nothing in it is executed.
 
     Raises:
-        UsageError: The text is not what `to_json` writes, or of another version.
+        UsageError: The text is not from `to_json`, or has another version.
 
     Examples:
         >>> from_json("[]")
         Traceback (most recent call last):
-        recoup.errors.UsageError: this is no file of findings: it is a list. ...
+        recoup.errors.UsageError: this is not a file of findings: expected ...
     """
     found = FINDINGS.read(text, Findings)
     if not 0 <= found.chosen < len(found.plans):
@@ -37,7 +37,7 @@ def from_json(text: str) -> Findings:
 
 
 def _check_numbers(found: Findings) -> None:
-    """Raise unless all that is named by its number is there."""
+    """Raise unless all numbers refer to existing items."""
     step = found.step
     count, parts, names = len(step.moments), len(step.parts), len(step.operators)
     for moment in step.moments:

@@ -1,11 +1,11 @@
-"""Findings: everything that a report shows, as plain immutable data."""
+"""Findings: all data of a report, immutable."""
 
 from dataclasses import dataclass, field
 
 from recoup.core.readings import Signed
 
 CATEGORIES = ("fixed", "held", "running", "recomputed", "workspace")
-"""What bytes are there for: in every step, saved for backward, temporaries of forward,
+"""The purpose of bytes: in every step, saved for backward, temporaries of forward,
 recomputed for backward, temporaries of recomputing."""
 
 
@@ -16,8 +16,8 @@ class Part:
     Attributes:
         block: The block.
         module: The path of the innermost module; empty: the model itself.
-        operators: How many operators forward runs in it.
-        seconds: How long they take.
+        operators: The number of operators that forward runs in it.
+        seconds: Their time.
         saved_bytes: Bytes that plain autograd saves of the values made in it.
     """
 
@@ -35,10 +35,10 @@ class Moment:
     Attributes:
         operator: Its name, as an index into `Step.operators`. In backward: the operator
             of forward whose saved result is needed next.
-        part: Where that operator runs in forward, as an index into `Step.parts`.
-        other_bytes: Memory that no plan changes; less than nothing where fewer bytes
-            were measured than the tensors account for.
-        seconds: How long it takes; in backward an equal share of all of it.
+        part: The part of forward with that operator, as an index into `Step.parts`.
+        other_bytes: Memory that no plan changes; negative where fewer bytes were
+            measured than the tensors account for.
+        seconds: Its time; in backward an equal share of the total.
     """
 
     operator: int
@@ -56,8 +56,8 @@ class Step:
         parts: The modules of each block, in the order of forward.
         moments: The operators of forward and backward, in order.
         phases: Forward and backward of each pass: a name and the first moment.
-        resident: Names and bytes of what is in memory all the time.
-        reserved_bytes: Memory to keep free, as for an optimizer's state.
+        resident: Names and bytes of memory in use during the whole step.
+        reserved_bytes: Memory to keep free, for example for an optimizer's state.
     """
 
     operators: tuple[str, ...] = ()
@@ -73,13 +73,13 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """Bytes that a plan has in memory for a while.
+    """Bytes that a plan has in memory during an interval.
 
     Attributes:
         category: The purpose, as an index into `CATEGORIES`.
         part: Their producer, as an index into `Step.parts`; -1: none in this step.
         maker: The moment whose operator made them; -1: unknown, or before the step.
-        bytes: How many.
+        bytes: The number of bytes.
         first: The first moment at which they are in use.
         last: The last one.
     """
@@ -98,9 +98,9 @@ class RecomputedOperator:
 
     Attributes:
         moment: The moment before which they run.
-        part: Where the first of them runs in forward.
-        operators: How many they are.
-        seconds: How long they take.
+        part: The part of forward with the first of them.
+        operators: Their number.
+        seconds: Their time.
     """
 
     moment: int
@@ -116,7 +116,7 @@ class PartCost:
     Attributes:
         kept_bytes: Bytes that stay on the device, of those that plain autograd saves.
         offloaded_bytes: Bytes of these on the host; the rest is recomputed.
-        replay_seconds: How long recomputing takes.
+        replay_seconds: The time of recomputing.
     """
 
     kept_bytes: int
@@ -126,16 +126,16 @@ class PartCost:
 
 @dataclass(frozen=True, slots=True)
 class BlockRow:
-    """The effect of a plan on one block, or on several that it treats alike.
+    """The effect of a plan on one block, or on several that it treats the same.
 
     Attributes:
         name: The block.
-        operators: How many operators forward runs in it.
-        seconds: How long they take.
+        operators: The number of operators that forward runs in it.
+        seconds: Their time.
         saved_bytes: Bytes that plain autograd saves of the values made in it.
         kept_bytes: Bytes of these that stay on the device.
         offloaded_bytes: Bytes of these on the host.
-        replay_seconds: How long recomputing takes.
+        replay_seconds: The time of recomputing.
     """
 
     name: str
@@ -189,8 +189,8 @@ class PlanView:
         peak_bytes: Its peak.
         seconds: The time of a step.
         host_bytes: Bytes on the host between forward and backward.
-        peak_moment: The first moment with so many bytes.
-        peak_place: Where in the step that is, in words.
+        peak_moment: The first moment of the peak.
+        peak_place: The position of the peak in the step, in words.
         allocations: Memory in use, without the part that no plan changes.
         reruns: Recomputed operators by moment.
         costs: Its costs in each of `Step.parts`.
@@ -211,7 +211,7 @@ class PlanView:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """A rule that people use, on the same step.
+    """A common checkpointing rule, on the same step.
 
     Attributes:
         name: The rule.
@@ -230,11 +230,11 @@ class Entry:
 
     Attributes:
         name: The contender.
-        peak_bytes: The most bytes in use in a step; None: there is no such step.
-        seconds: The least time of some steps; None: there is no such step.
-        difference: How far its gradients are from the first contender's, at most; 0.0
-            if they are the same bits. None: there are none to compare.
-        failure: Why there is no such step; empty: there is.
+        peak_bytes: The peak of a step; None: no step ran.
+        seconds: The minimum time over some steps; None: no step ran.
+        difference: The maximum difference of its gradients to the first contender's;
+            0.0 if they are bitwise equal. None: there are none to compare.
+        failure: Why no step ran; empty: one did.
     """
 
     name: str
@@ -250,7 +250,7 @@ class Findings:
 
     Attributes:
         title: The name of the measured step.
-        budget_bytes: The budget; 0: none was named.
+        budget_bytes: The budget; 0: none was given.
         plain_peak_bytes: The predicted peak of the plain step.
         plain_seconds: The predicted time of the plain step.
         floor_bytes: The smallest budget that can be met.

@@ -1,4 +1,4 @@
-"""Modules: which block and which module each operator of forward belongs to."""
+"""Modules: the block and the module of each operator of forward."""
 
 from bisect import bisect_right
 from collections import Counter
@@ -13,7 +13,7 @@ from recoup.report.findings import BlockRow, Part, PartCost, PlanView, Step
 
 @dataclass(frozen=True, slots=True)
 class NamedBlock:
-    """A block of forward, or what runs before the first or after the last.
+    """A block of forward, or the operators before the first or after the last.
 
     Attributes:
         name: Its name.
@@ -27,7 +27,7 @@ class NamedBlock:
 
 
 def named_blocks(graph: Graph) -> tuple[NamedBlock, ...]:
-    """Return the blocks of a pass in order; together they are all of forward.
+    """Return the blocks of a pass in order; together they cover forward.
 
     Examples:
         >>> from recoup.core.graph import Operation
@@ -67,20 +67,20 @@ def block_of(blocks: Sequence[NamedBlock], operation: int) -> NamedBlock:
 
 
 def block_rows(
-    step: Step, view: PlanView, *, alike: bool = False
+    step: Step, view: PlanView, *, merge: bool = False
 ) -> tuple[BlockRow, ...]:
-    """Return what a plan does in each block, in the order of forward.
+    """Return the effect of a plan on each block, in the order of forward.
 
     Args:
         step: The step.
         view: The plan.
-        alike: Neighbours that save as much and are treated alike share a row.
+        merge: Merge neighbours with the same action and saved bytes into one row.
     """
     rows: list[BlockRow] = []
     pairs = zip(step.parts, view.costs, strict=True)
     for name, group in groupby(pairs, key=lambda pair: pair[0].block):
         rows.append(_row(name, list(group)))
-    if not alike:
+    if not merge:
         return tuple(rows)
     groups = groupby(rows, key=lambda row: (row.action, row.saved_bytes))
     return tuple(_joined(list(group)) for _, group in groups)
@@ -113,7 +113,7 @@ def _joined(rows: Sequence[BlockRow]) -> BlockRow:
 
 
 def _without_parent(name: str, other: str) -> str:
-    """Return the end of a path that another one begins like."""
+    """Return the last part of a path whose parent another path shares."""
     parent, dot, last = name.rpartition(".")
     return f".{last}" if dot and other.startswith(f"{parent}.") else name
 

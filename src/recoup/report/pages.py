@@ -1,4 +1,4 @@
-"""Pages: one self-contained HTML file for a run, and a piece of it for a notebook."""
+"""Pages: one self-contained HTML file for a run, and a fragment for a notebook."""
 
 import base64
 import zlib
@@ -28,17 +28,17 @@ from recoup.report.texts import (
 from recoup.report.timeline import timeline
 
 MOST_DATA_BYTES = 1_200_000
-"""The most data of a page, unless one plan alone has more."""
+"""The maximum data of a page, unless one plan alone has more."""
 
 _TEMPLATES = resources.files("recoup.report") / "templates"
 
 
 def page(findings: Findings) -> str:
-    """Return the findings as one HTML page that needs nothing else.
+    """Return the findings as one self-contained HTML page.
 
     It loads nothing from the network, follows the reader's light or dark setting, fits
-    a phone, can be used with the keyboard alone, and prints. Without JavaScript it
-    shows the active plan.
+    a phone, works with the keyboard alone, and prints. Without JavaScript it shows the
+    active plan.
     """
     found = timeline(findings.step, findings.plan)
     return _template("page.html").render(
@@ -78,7 +78,7 @@ def page(findings: Findings) -> str:
                 print_bytes(row.recomputed_bytes),
                 print_seconds(row.replay_seconds),
             )
-            for row in block_rows(findings.step, findings.plan, alike=True)
+            for row in block_rows(findings.step, findings.plan, merge=True)
         ],
         rules=rule_rows(findings),
         style=Markup(_file("page.css")),
@@ -88,7 +88,7 @@ def page(findings: Findings) -> str:
 
 
 def fragment(findings: Findings) -> str:
-    """Return the active plan as a piece of HTML, for a notebook."""
+    """Return the active plan as an HTML fragment, for a notebook."""
     return (
         f"<div><p><strong>{escape(findings.title)}</strong>: "
         f"{escape(verdict(findings))}</p>{memory_chart(findings).svg()}</div>"
@@ -96,7 +96,7 @@ def fragment(findings: Findings) -> str:
 
 
 def _data(findings: Findings) -> str:
-    """Return all findings, compressed; of a huge step only the main plans in full."""
+    """Return all findings, compressed; for a huge step only the main plans in full."""
     packed = _packed(findings)
     if len(packed) <= MOST_DATA_BYTES:
         return packed
@@ -120,7 +120,7 @@ def _numbers(findings: Findings) -> list[tuple[str, ...]]:
     ]
     if findings.measured_peak_bytes:
         measured = Baseline("", findings.measured_peak_bytes, findings.measured_seconds)
-        # The time of the plain step is a prediction: a ratio of the two means little.
+        # The plain step's time is predicted: a ratio of the two means little.
         rows.append(("plan, measured", *cost_words(findings, measured)[:-1], "-"))
     return rows
 

@@ -13,17 +13,17 @@ from recoup.report.texts import WIDTH
 
 
 def plan_text(plan: Plan | CompiledPlan) -> str:
-    """Return in words what a plan does, region by region; equal neighbours once.
+    """Return a plan in words, region by region; equal neighbours once.
 
     Examples:
         >>> print(plan_text(Plan()))
-        This plan recomputes nothing: everything is kept, as plain autograd does.
+        This plan recomputes nothing: all values are kept, as by plain autograd.
         >>> spans = [
         ...     Span(Place(f"h.{n}", 0, True), Place(f"h.{n}", 0, False))
         ...     for n in range(3)
         ... ]
         >>> print(plan_text(Plan(tuple(spans))).splitlines()[-1])
-        What is in none of these regions is kept, as plain autograd does.
+        Values outside these regions are kept, as by plain autograd.
         >>> print(plan_text(Plan(tuple(spans))).splitlines()[-3])
         - h.0, and 2 more up to h.2: keeps nothing, recomputes everything.
         >>> called = Span(Place("h.3", 0, True), Place("h.3", 0, False), by_call=True)
@@ -34,12 +34,12 @@ def plan_text(plan: Plan | CompiledPlan) -> str:
         return _compiled_text(plan)
     if not plan.regions:
         return (
-            "This plan recomputes nothing: everything is kept, as plain autograd does."
+            "This plan recomputes nothing: all values are kept, as by plain autograd."
         )
     kept = sum(held.bytes for _, span in _all(plan) for held in span.held)
     regions = (
-        f"Forward has {plan.regions} regions. Of what is made in them "
-        f"{print_bytes(kept)} are held; backward recomputes the rest, by region."
+        f"Forward has {plan.regions} regions. They hold {print_bytes(kept)} of the "
+        "values made in them; backward recomputes the rest, region by region."
     )
     made = f"Made for the step with the signature {plan.signature or 'unknown'}."
     lines = [_head(plan), regions, made, ""]
@@ -47,7 +47,7 @@ def plan_text(plan: Plan | CompiledPlan) -> str:
         if len(plan.parts) > 1:
             lines.append(f"Pass {number} (forward and backward) of {len(plan.parts)}:")
         lines += _spans_text(part.spans, 0)
-    lines += ["", "What is in none of these regions is kept, as plain autograd does."]
+    lines += ["", "Values outside these regions are kept, as by plain autograd."]
     return "\n".join(
         textwrap.fill(line, WIDTH) if line[:1] != " " else line for line in lines
     )
@@ -57,7 +57,7 @@ def read_plan(text: str) -> Plan | CompiledPlan:
     """Return the plan that a JSON text describes, of either kind.
 
     Raises:
-        PlanError: The text is no plan, is damaged, or is of another version.
+        PlanError: The text is not a plan, is damaged, or has another version.
 
     Examples:
         >>> read_plan(Plan().to_json()) == Plan()
@@ -115,12 +115,12 @@ def _compiled_text(plan: CompiledPlan) -> str:
     ):
         blocks = list(group)
         more = f", and {len(blocks) - 1} more up to {blocks[-1].module}"
-        said = f"{len(names)} results" if names else "nothing but their inputs"
+        saved = f"{len(names)} results" if names else "only their inputs"
         lines.append(
-            f"- {blocks[0].module}{more if len(blocks) > 1 else ''}: {said}, "
+            f"- {blocks[0].module}{more if len(blocks) > 1 else ''}: {saved}, "
             f"{print_bytes(nbytes)} each."
         )
-    lines.append("The other blocks run as they were written.")
+    lines.append("The other blocks run as written.")
     return "\n".join(textwrap.fill(line, WIDTH) for line in lines)
 
 
@@ -140,18 +140,18 @@ def _spans_text(spans: Sequence[Span], depth: int) -> list[str]:
     for _, group in groupby(
         spans, key=lambda span: (span.held, len(span.inner), span.by_call)
     ):
-        alike = list(group)
-        more = f", and {len(alike) - 1} more up to {_place(alike[-1].stop)}"
-        said = (
-            f"- {_extent(alike[0])}{more if len(alike) > 1 else ''}: "
-            f"{_held_words(alike[0], each=len(alike) > 1)}."
+        equal = list(group)
+        more = f", and {len(equal) - 1} more up to {_place(equal[-1].stop)}"
+        line = (
+            f"- {_extent(equal[0])}{more if len(equal) > 1 else ''}: "
+            f"{_held_words(equal[0], each=len(equal) > 1)}."
         )
         lines.append(
             textwrap.fill(
-                said, WIDTH, initial_indent=indent, subsequent_indent=f"{indent}  "
+                line, WIDTH, initial_indent=indent, subsequent_indent=f"{indent}  "
             )
         )
-        lines += _spans_text(alike[0].inner, depth + 1)
+        lines += _spans_text(equal[0].inner, depth + 1)
     return lines
 
 
@@ -175,9 +175,9 @@ def _held_words(span: Span, *, each: bool) -> str:
         return "keeps nothing, recomputes everything"
     counts = Counter((held.operator, held.action.value) for held in span.held)
     total = print_bytes(sum(held.bytes for held in span.held))
-    said = ", ".join(
+    held_words = ", ".join(
         f"{action}s {count} of {name.removeprefix('aten.').removesuffix('.default')}"
         for (name, action), count in counts.most_common(3)
     )
     rest = f", and {len(counts) - 3} more kinds" if len(counts) > 3 else ""
-    return f"holds {total}{' each' * each} ({said}{rest}), recomputes the rest"
+    return f"holds {total}{' each' * each} ({held_words}{rest}), recomputes the rest"

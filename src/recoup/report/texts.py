@@ -10,16 +10,16 @@ from recoup.report.modules import block_rows
 from recoup.report.timeline import Timeline, timeline
 
 WIDTH = 80
-"""The least number of columns of a terminal."""
+"""The minimum number of columns of a terminal."""
 
 _BARS = " ▁▂▃▄▅▆▇█"
 _LEAST_NAME = 16
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return rows in columns; all but the first column are aligned to the right.
+    """Return rows in columns; all but the first column are right-aligned.
 
-    Long cells of the first column are shortened where the table is too wide.
+    Long cells of the first column are shortened if the table is too wide.
 
     Examples:
         >>> print(table(["block", "saved"], [["h.0", "12 B"], ["h.10", "1 B"]]))
@@ -45,7 +45,7 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def verdict(findings: Findings) -> str:
-    """Return the one sentence that a reader must not miss.
+    """Return the main result in one sentence.
 
     Examples:
         >>> from recoup.core.graph import Graph
@@ -84,7 +84,7 @@ def verdict(findings: Findings) -> str:
 
 
 def timeline_text(found: Timeline, *, width: int = 66, height: int = 8) -> str:
-    """Return the memory of a step as a picture of characters.
+    """Return the memory of a step as a character plot.
 
     Examples:
         >>> from recoup.report.timeline import Layer
@@ -126,7 +126,7 @@ def timeline_text(found: Timeline, *, width: int = 66, height: int = 8) -> str:
 
 
 def alive_text(found: Timeline, *, most: int = 8) -> str:
-    """Return what the peak consists of, largest first; the rows add up to it.
+    """Return the parts of the peak, largest first; the rows add up to it.
 
     Examples:
         >>> alive = (("parameters", 2048), ("a", 600), ("b", 424))
@@ -151,7 +151,7 @@ def alive_text(found: Timeline, *, most: int = 8) -> str:
 
 
 def blocks_text(step: Step, view: PlanView) -> str:
-    """Return what a plan does in each block; neighbours alike share a line.
+    """Return the effect of a plan on each block; equal neighbours share a line.
 
     Examples:
         >>> from recoup.report.findings import Part, PartCost
@@ -174,7 +174,7 @@ def blocks_text(step: Step, view: PlanView) -> str:
             print_bytes(row.recomputed_bytes),
             print_seconds(row.replay_seconds),
         ]
-        for row in block_rows(step, view, alike=True)
+        for row in block_rows(step, view, merge=True)
     ]
     if not any(cost.offloaded_bytes for cost in view.costs):
         headings.remove("to host")
@@ -195,7 +195,7 @@ def frontier_text(findings: Findings) -> str:
 
 
 def rule_rows(findings: Findings) -> list[list[str]]:
-    """Return the active plan and the rules that people use, by prediction."""
+    """Return the active plan and the common rules, by prediction."""
     ours = (f"recoup, {findings.plan.name}", findings.plan)
     rules = [(rule.name, rule) for rule in findings.baselines]
     return [
@@ -209,13 +209,13 @@ def rule_rows(findings: Findings) -> list[list[str]]:
 
 
 def comparison_text(findings: Findings) -> str:
-    """Return the active plan and the rules that people use, by prediction."""
+    """Return the active plan and the common rules, by prediction, as a table."""
     headings = ["rule", "peak", "of plain", "step", "slower", "fits"]
     return table(headings, rule_rows(findings))
 
 
 def benchmark_text(entries: Sequence[Entry]) -> str:
-    """Return what contenders cost, compared with the first that ran.
+    """Return the costs of contenders, compared with the first that ran.
 
     Examples:
         >>> plain = Entry("plain", 2048, 1.0, 0.0)
@@ -235,12 +235,12 @@ def benchmark_text(entries: Sequence[Entry]) -> str:
     notes = list(dict.fromkeys(entry.failure for entry in entries if entry.failure))
     rows = [_contender(entry, base, notes) for entry in entries]
     headings = ["contender", "peak", "share", "step", "slower", "gradients"]
-    said = [f"{number}: {note}" for number, note in enumerate(notes, 1)]
-    return "\n\n".join([table(headings, rows), *said])
+    numbered = [f"{number}: {note}" for number, note in enumerate(notes, 1)]
+    return "\n\n".join([table(headings, rows), *numbered])
 
 
 def benchmark_verdict(entries: Sequence[Entry]) -> str:
-    """Return what the leanest plan of recoup and the leanest other tool cost.
+    """Return the costs of recoup's leanest plan and of the leanest other tool.
 
     Examples:
         >>> plain = Entry("plain", 2048, 1.0, 0.0)
@@ -251,22 +251,22 @@ def benchmark_verdict(entries: Sequence[Entry]) -> str:
         recoup in 1 KiB: 50% of the plain peak at +25.0% time, same bits
         every block: 50% at +50.0%, same bits.
         >>> benchmark_verdict([plain, rule])
-        'No plan of recoup ran; the notes say why.'
+        'No plan of recoup ran; see the notes.'
     """
     ran = [entry for entry in entries if entry.peak_bytes and entry.seconds]
     ours = [entry for entry in ran[1:] if entry.name.startswith("recoup")]
     if not ours:
-        return "No plan of recoup ran; the notes say why."
-    said: list[str] = []
+        return "No plan of recoup ran; see the notes."
+    parts: list[str] = []
     for group in (ours, [entry for entry in ran[1:] if entry not in ours]):
         if group:
             leanest = min(group, key=lambda entry: entry.peak_bytes or 0)
             _, _, share, _, slower, bits = _contender(leanest, ran[0], ())
-            words = ("", "") if said else (" of the plain peak", " time")
-            said.append(
+            words = ("", "") if parts else (" of the plain peak", " time")
+            parts.append(
                 f"{leanest.name}: {share}{words[0]} at {slower}{words[1]}, {bits}"
             )
-    return f"{'; '.join(said)}."
+    return f"{'; '.join(parts)}."
 
 
 def estimate_words(estimated_for: str) -> str:
@@ -276,18 +276,18 @@ def estimate_words(estimated_for: str) -> str:
         >>> estimate_words("")
         ''
         >>> estimate_words("h100")[:47]
-        'Times are estimates for h100: what it does at b'
+        'Times are estimates for h100 at peak throughput'
     """
     if not estimated_for:
         return ""
     return (
-        f"Times are estimates for {estimated_for}: what it does at best, so that real "
-        "steps take longer. Bytes are exact for the CPU."
+        f"Times are estimates for {estimated_for} at peak throughput: real steps take "
+        "longer. Bytes are exact for the CPU."
     )
 
 
 def floor_words(findings: Findings) -> str:
-    """Return the smallest budget, rounded to read and exact to be asked for.
+    """Return the smallest budget, rounded for reading and exact for copying.
 
     Examples:
         >>> from recoup.core.graph import Graph
@@ -300,7 +300,7 @@ def floor_words(findings: Findings) -> str:
 
 
 def summary_text(findings: Findings) -> str:
-    """Return what was found: predictions, measurement, peak and blocks."""
+    """Return the findings: predictions, measurement, peak and blocks."""
     view = findings.plan
     rows = [
         ["plain, predicted", findings.plain_peak_bytes, findings.plain_seconds],
@@ -343,7 +343,7 @@ def share_words(part: int, whole: int) -> str:
 
 
 def slower_words(seconds: float, plain_seconds: float) -> str:
-    """Return by how much a step is slower than the plain one.
+    """Return the slowdown of a step relative to the plain one.
 
     Examples:
         >>> slower_words(1.5, 1.0), slower_words(1.0, 0.0)
@@ -353,7 +353,7 @@ def slower_words(seconds: float, plain_seconds: float) -> str:
 
 
 def fits_words(peak_bytes: int, budget_bytes: int) -> str:
-    """Return whether a peak is within a budget; a dash: there is none.
+    """Return whether a peak is within a budget; a dash if there is none.
 
     Examples:
         >>> fits_words(3, 2), fits_words(2, 2), fits_words(2, 0)
@@ -391,7 +391,7 @@ def _contender(entry: Entry, base: Entry | None, notes: Sequence[str]) -> list[s
 
 
 def _shortened(cell: str, width: int) -> str:
-    """Return a cell that fits; what is left out in the middle is three dots."""
+    """Return a cell that fits; three dots replace its middle."""
     if len(cell) <= width:
         return cell
     head = (width - 3) // 2

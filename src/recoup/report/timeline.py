@@ -1,4 +1,4 @@
-"""The memory of a step over time: what is in use at each moment, and what for."""
+"""The memory of a step over time: the bytes at each moment, by purpose."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -7,10 +7,10 @@ from itertools import accumulate, pairwise
 from recoup.report.findings import CATEGORIES, Part, PlanView, Step
 
 COLUMNS = 240
-"""The most columns of a drawn timeline."""
+"""The maximum number of columns of a drawn timeline."""
 
 BANDS = 12
-"""The most bands for the blocks; neighbours are merged."""
+"""The maximum number of bands for the blocks; neighbours are merged."""
 
 REST = "gradients, optimizer state, batch and workspace"
 RESERVED = "room for the optimizer's state"
@@ -28,7 +28,7 @@ class Layer:
     Attributes:
         name: The purpose of the bytes.
         category: One of `CATEGORIES`.
-        bytes_at: How many there are in each column of the timeline.
+        bytes_at: The bytes in each column of the timeline.
     """
 
     name: str
@@ -42,12 +42,12 @@ class Timeline:
 
     Attributes:
         layers: The bands, from the lowest to the highest.
-        moments: The moment that each column shows: of several that share a column, the
-            one with most bytes.
+        moments: The moment that each column shows: among several that share a column,
+            the one with most bytes.
         phases: Forward and backward of each pass: a name and the first column.
         peak_bytes: The most bytes at any moment.
-        peak_moment: The first moment with that many.
-        peak_place: Where in the step that is, in words.
+        peak_moment: The first moment of the peak.
+        peak_place: The position of the peak in the step, in words.
         alive: The parts of the peak, largest first: a name and bytes.
     """
 
@@ -63,8 +63,8 @@ class Timeline:
 def timeline(step: Step, view: PlanView) -> Timeline:
     """Return the memory of a step with a plan as stacked bands.
 
-    In every column the bands add up to what `simulate` predicts for its moment, and
-    the reserved bytes. Costs time in proportion to the moments for each band.
+    In every column the bands add up to the prediction of `simulate` for its moment,
+    plus the reserved bytes. Costs time in proportion to the moments for each band.
 
     Examples:
         >>> view = PlanView("plain", 0, 0.0, 0, 0, "nowhere", (), (), ())
@@ -123,16 +123,16 @@ def _held_name(parts: Sequence[Part], part: int) -> str:
 
 
 def _held_words(name: str) -> str:
-    """Return what is said of bytes that a block made; `before h.0` is no maker."""
+    """Return the label of bytes that a block made; `before h.0` made none."""
     between = name.startswith(("before ", "after "))
     return f"saved {'from' if between else 'by'} {name}"
 
 
 def _settled(layers: Sequence[Layer]) -> list[Layer]:
-    """Return the bands without negative amounts; their sums stay.
+    """Return the bands without negative amounts; their sums stay the same.
 
-    Where fewer bytes were measured than the tensors account for, some of these were
-    freed before: what is missing is taken from the highest bands.
+    Where fewer bytes were measured than the tensors account for, some tensors were
+    freed earlier: the difference is subtracted from the highest bands.
     """
     columns = [list(layer.bytes_at) for layer in layers]
     for moment, amounts in enumerate(zip(*columns, strict=True)):

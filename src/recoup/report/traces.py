@@ -1,4 +1,4 @@
-"""Traces: a step with a plan, for viewers that people know: Perfetto, memory_viz."""
+"""Traces: a step with a plan, for known viewers: Perfetto, memory_viz."""
 
 import json
 import pickle
@@ -36,8 +36,8 @@ def check_trace(path: Path) -> None:
 def trace(findings: Findings, kind: str) -> bytes:
     """Return the step with the active plan as a file of a kind, by its suffix.
 
-    Operators of forward take the time that was measured; those of backward share theirs
-    equally; what is recomputed runs before the operator that needs it.
+    Operators of forward take their measured time; those of backward share theirs
+    equally; recomputed operators run before the operator that needs them.
     """
     step, view = findings.step, findings.plan
     if kind == ".pickle":
@@ -46,7 +46,7 @@ def trace(findings: Findings, kind: str) -> bytes:
 
 
 def trace_events(step: Step, view: PlanView, title: str) -> dict[str, Any]:
-    """Return operators as slices and memory as a counter, in the format of Chrome."""
+    """Return operators as slices and memory as a counter, in Chrome's trace format."""
     starts, reruns = _microseconds(step, view)
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": title}},
@@ -83,9 +83,9 @@ def trace_events(step: Step, view: PlanView, title: str) -> dict[str, Any]:
 
 
 def memory_snapshot(step: Step, view: PlanView) -> dict[str, Any]:
-    """Return allocations as torch's memory snapshots have them.
+    """Return allocations in the format of torch's memory snapshots.
 
-    What no plan changes is one block for each change of it.
+    Memory that no plan changes is one block for each change of it.
     """
     starts, _ = _microseconds(step, view)
     blocks: list[tuple[int, int, int, str, str]] = []  # first, last, bytes, what, where
@@ -111,7 +111,7 @@ def memory_snapshot(step: Step, view: PlanView) -> dict[str, Any]:
             block = {"addr": address, "size": nbytes, "stream": 0, "frames": frames}
             born = {**block, "action": "alloc", "time_us": int(starts[first])}
             entries.append(((first, 1), born))
-            # What ends with one moment goes before what begins with the next.
+            # Blocks that end with one moment are freed before the next one's are made.
             for action in ("free_requested", "free_completed"):
                 gone = {**block, "action": action, "time_us": int(starts[last])}
                 entries.append(((last + 1, 0), gone))
@@ -123,7 +123,7 @@ def memory_snapshot(step: Step, view: PlanView) -> dict[str, Any]:
 def _microseconds(
     step: Step, view: PlanView
 ) -> tuple[list[float], list[tuple[RecomputedOperator, float]]]:
-    """Return when each moment begins, and when each rerun does."""
+    """Return the start of each moment and of each replay."""
     before: dict[int, list[RecomputedOperator]] = {}
     for rerun in view.reruns:
         before.setdefault(rerun.moment, []).append(rerun)
@@ -138,7 +138,7 @@ def _microseconds(
 
 
 def _by_category(step: Step, view: PlanView) -> dict[str, list[int]]:
-    """Return the bytes in use at each moment, by what they are there for."""
+    """Return the bytes in use at each moment, by purpose."""
     changes = {name: [0] * (len(step.moments) + 1) for name in CATEGORIES[1:]}
     for each in view.allocations:
         changes[CATEGORIES[each.category]][each.first] += each.bytes

@@ -1,7 +1,7 @@
 "use strict";
 (async () => {
   const $ = (id) => document.getElementById(id);
-  if (typeof DecompressionStream === "undefined") return; // the page stays as written
+  if (typeof DecompressionStream === "undefined") return; // the static page remains
   const packed = Uint8Array.from(atob($("data").textContent), (c) => c.charCodeAt(0));
   const unpacked = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
   const found = JSON.parse(await new Response(unpacked).text());
@@ -132,7 +132,7 @@
     place.replaceChildren(svg);
     return svg;
   };
-  const frontier = prepare($("frontier"), "Time against memory: plans and rules");
+  const frontier = prepare($("frontier"), "Time versus memory: plans and rules");
   const chart = prepare($("memory"), "Memory over the step");
   frontier.removeAttribute("tabindex");
   frontier.setAttribute("role", "group");
@@ -177,7 +177,7 @@
       const key = `${rule.peak_bytes} ${rule.seconds}`;
       names.set(key, { ...rule, name: names.has(key) ? `${names.get(key).name}; ${rule.name}` : rule.name });
     }
-    // A label stands where it covers no other and not the line, or shows on pointing.
+    // A label is placed where it covers no other and not the line, or shows on hover.
     const taken = lines.map(([x1, y1, x2, y2]) => [Math.min(x1, x2) - 3, Math.min(y1, y2) - 3, Math.max(x1, x2) + 3, Math.max(y1, y2) + 3]);
     for (const view of plans) taken.push([x(view.peak_bytes) - 7, y(view.seconds) - 7, x(view.peak_bytes) + 7, y(view.seconds) + 7]);
     const isFree = ([x1, y1, x2, y2]) => x1 > LEFT && x2 < right && y1 > TOP - 8 && y2 < floor &&
@@ -207,7 +207,7 @@
     frontier.innerHTML = out;
   };
 
-  // Columns of the visible part: of the moments that share a column, the highest.
+  // Columns of the visible part: among moments that share a column, the highest.
   const columnsOf = (total, most) => {
     const first = Math.floor(from), size = Math.ceil(to) - first, wanted = Math.max(1, Math.min(size, most));
     const columns = [], starts = [];
@@ -435,15 +435,15 @@
     $("apply").hidden = !text;
     $("apply").querySelector("code").textContent = plan === plain ? "# The plain step: nothing to apply." :
       `import pathlib\nimport recoup${kind === "Plan" ? "" : ".results"}\n\nplan = recoup.${kind}.from_json(pathlib.Path("plan.json").read_text())\n` +
-      `applied = recoup.apply_plan(model, plan)  # applied.remove() takes it off\n\n` +
-      `# Or have it measured and checked here:\n# model, report = recoup.fit(model, batch, budget=${found.budget_bytes && plan === found.chosen ? found.budget_bytes : plans[plan].peak_bytes})`;
+      `applied = recoup.apply_plan(model, plan)  # applied.remove() removes it\n\n` +
+      `# Or measure and check it here:\n# model, report = recoup.fit(model, batch, budget=${found.budget_bytes && plan === found.chosen ? found.budget_bytes : plans[plan].peak_bytes})`;
     drawFrontier();
     drawChart();
     drawTree();
   };
 
   // Zoom and pan.
-  // The visible part may begin within a moment: what is under the pointer stays there.
+  // The visible part may begin within a moment: the point under the pointer stays.
   const zoom = (factor, around) => {
     const size = Math.max(Math.min(count, 4), Math.min(count, (to - from) * factor));
     const share = (around - from) / Math.max(to - from, 1);
@@ -582,7 +582,7 @@
     URL.revokeObjectURL(link.href);
   });
 
-  // Begin.
+  // Start.
   const legend = document.querySelector(".legend");
   legend.id = "legend-live";
   for (const place of document.querySelectorAll(".slider, .tools, #help, #tensors")) place.hidden = false;
