@@ -5,7 +5,16 @@ import weakref
 import pytest
 
 from recoup import CheckpointScope
-from tests.support.interrupted_steps import STEPS, X, faults, gradients, model
+from tests.support.interrupted_steps import (
+    STEPS,
+    WRITE_PLACES,
+    WRITES,
+    CaughtStep,
+    X,
+    faults,
+    gradients,
+    model,
+)
 from tests.support.interrupts import Interrupter, interruptions
 from tests.support.work import OURS
 
@@ -41,6 +50,23 @@ def test_an_interrupt_at_an_instruction_of_opening_and_closing_leaves_nothing():
             break
         tried += 1
         assert faults(step, expected) == [], interrupter.where
+    assert tried > 20
+
+
+WRITING = (
+    *("_in_place", "_special", "_unrecorded", "_before_writes", "_after_write"),
+    *("protect", "overwrite", "forget", "name_again", "name_results", "_born"),
+)
+
+
+@pytest.mark.parametrize("place", WRITE_PLACES)
+@pytest.mark.parametrize("name", WRITES)
+def test_the_region_goes_on_with_what_an_interrupted_operator_wrote(name, place):
+    step = CaughtStep(WRITES[name], place)
+    tried = 0
+    for where in interruptions(step, only=WRITING):
+        assert step.is_right(), where
+        tried += 1
     assert tried > 20
 
 

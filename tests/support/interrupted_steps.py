@@ -1,6 +1,8 @@
 """Steps that are interrupted in recoup's own code, and what must hold afterwards."""
 
+import contextlib
 from collections.abc import Callable, Sequence
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -130,6 +132,65 @@ STEPS: dict[str, Callable[[], Step]] = {
     "planned": planned_step,
     "applied": applied_step,
 }
+
+
+def write_view(y: Tensor) -> None:
+    y[:, 1:].copy_(y[:, :3].detach() * 2)
+
+
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "all": lambda y: y.mul_(3),
+    "view": write_view,
+    "random": lambda y: y.detach().normal_(),
+    "list": lambda y: torch._foreach_mul_([y], 2),
+    "copy": lambda y: y.detach().copy_(X),
+}
+
+
+WritePlace = Literal["own", "nested", "outside"]
+WRITE_PLACES: tuple[WritePlace, ...] = get_args(WritePlace)
+
+
+class CaughtStep:
+    """A step that goes on after an interrupt of a write inside its region.
+
+    Args:
+        write: Writes to a tensor.
+        place: Whether that is of the region, and written to in a region inside it.
+
+    Attributes:
+        found: The gradient by what was written to, if the step came to an end.
+        expected: What that is, by its contents.
+    """
+
+    def __init__(self, write: Callable[[Tensor], object], place: WritePlace) -> None:
+        self._write = write
+        self._place = place
+        self.found: Tensor | None = None
+        self.expected: Tensor | None = None
+
+    def __call__(self) -> None:
+        self.found = self.expected = None
+        y = X.clone().requires_grad_() * 1
+        with CheckpointScope("outer", verify="off"):
+            y = y @ torch.eye(4) if self._place != "outside" else y
+            y.detach().sin()
+            nested = self._place == "nested"
+            with (
+                contextlib.suppress(KeyboardInterrupt),
+                CheckpointScope("inner", enabled=nested, verify="off"),
+            ):
+                self._write(y)
+            again = y * 1
+            z = (again * again).sum()
+        expected = 2 * y.detach()
+        self.found, self.expected = torch.autograd.grad(z, y)[0], expected
+
+    def is_right(self) -> bool:
+        """Return whether the gradient is that of the contents, if there is one."""
+        if self.found is None or self.expected is None:
+            return True
+        return torch.equal(self.found, self.expected)
 
 
 def faults(step: Step, expected: Sequence[Tensor]) -> list[str]:

@@ -119,19 +119,25 @@ class Interrupter:
         return self._local
 
 
-def events_of(scenario: Callable[[], object], *, opcodes: bool = False) -> int:
+def events_of(
+    scenario: Callable[[], object], *, opcodes: bool = False, only: tuple[str, ...] = ()
+) -> int:
     """Return the number of events of a scenario that is not interrupted."""
-    counter = Interrupter(opcodes=opcodes)
+    counter = Interrupter(opcodes=opcodes, only=only)
     assert not counter.run(scenario), "nothing interrupts it"
     return counter.count
 
 
 def interruptions(
-    scenario: Callable[[], object], *, opcodes: bool = False, every: int = 1
+    scenario: Callable[[], object],
+    *,
+    opcodes: bool = False,
+    every: int = 1,
+    only: tuple[str, ...] = (),
 ) -> Iterator[str]:
     """Run a scenario once for each event, interrupted there; say where it was."""
-    for at in range(0, events_of(scenario, opcodes=opcodes), every):
-        interrupter = Interrupter(at, opcodes=opcodes)
+    for at in range(0, events_of(scenario, opcodes=opcodes, only=only), every):
+        interrupter = Interrupter(at, opcodes=opcodes, only=only)
         if interrupter.run(scenario):
             yield interrupter.where
 

@@ -8,7 +8,16 @@ import os
 import pytest
 
 from tests.support.interrupted_fits import Fitting
-from tests.support.interrupted_steps import STEPS, X, faults, gradients, model
+from tests.support.interrupted_steps import (
+    STEPS,
+    WRITE_PLACES,
+    WRITES,
+    CaughtStep,
+    X,
+    faults,
+    gradients,
+    model,
+)
 from tests.support.interrupts import interruptions, interruptions_of_lines
 
 pytestmark = [
@@ -26,6 +35,14 @@ def test_an_interrupt_anywhere_leaves_nothing_behind(name, opcodes):
     step()
     for where in interruptions(step, opcodes=opcodes, every=3 if opcodes else 1):
         assert faults(step, expected) == [], where
+
+
+@pytest.mark.parametrize("place", WRITE_PLACES)
+@pytest.mark.parametrize("name", WRITES)
+def test_the_region_goes_on_with_what_an_interrupted_operator_wrote(name, place):
+    step = CaughtStep(WRITES[name], place)
+    for where in interruptions(step):
+        assert step.is_right(), where
 
 
 @pytest.mark.parametrize("budget", [0.8, 0.05], ids=["met", "infeasible"])

@@ -105,10 +105,11 @@ class Recorder(OperatorMode):
             out = run_complex(kernel.run, args, kwargs)
         else:
             out = kernel.run(*args, **kwargs) if kwargs else kernel.run(*args)
+        tape.operations.append(operation)
         if kernel.quiet:
-            tape.append(operation, out, ragged=_seeds(out))
+            tape.name_results(operation, out, ragged=_seeds(out))
         else:
-            tape.append(operation, out, tainted=kernel.blank)
+            tape.name_results(operation, out, tainted=kernel.blank)
         return out
 
     def _on_wrappers(
@@ -231,8 +232,8 @@ class Recorder(OperatorMode):
         out = self._run(kernel, args, kwargs)
         if self._wrapped:
             increment_version(target)
-        tape.overwrite(target, operation, before, resized=False)
         tape.operations.append(operation)
+        tape.overwrite(target, operation, before, resized=False)
         return out
 
     def _with_statistics(
@@ -259,7 +260,8 @@ class Recorder(OperatorMode):
         out = self._run(kernel, args, kwargs)
         for target in targets:
             tape.forget(target)
-        tape.append(operation, out)
+        tape.operations.append(operation)
+        tape.name_results(operation, out)
         return out
 
     def _special(
@@ -303,24 +305,28 @@ class Recorder(OperatorMode):
             for target in targets:
                 self.tape.forget(target)
             return out
+        self.tape.operations.append(operation)
         for target, before in zip(targets, earlier, strict=True):
             self._after_write(facts, operation, target, before, filled=overwrites)
         ragged = facts.ragged
         if facts.random and operation.random is None:
             ragged = (*ragged, *_seeds(out))
-        self.tape.append(operation, out, tainted=facts.uninitialised, ragged=ragged)
+        self.tape.name_results(
+            operation, out, tainted=facts.uninitialised, ragged=ragged
+        )
         return out
 
     def _shape_only(
         self, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Record the making of a tensor like another, which a replay does without."""
-        like = args[0]
+        tape, like = self.tape, args[0]
         named = dict(kwargs, device=kwargs.get("device") or like.device)
-        operation = record_call(self.tape, kernel, (None, *args[1:]), named)
+        operation = record_call(tape, kernel, (None, *args[1:]), named)
         operation.args[0] = without_contents(like)
         out = self._run_random(operation, args, kwargs)
-        self.tape.append(operation, out, tainted=kernel.facts.uninitialised)
+        tape.operations.append(operation)
+        tape.name_results(operation, out, tainted=kernel.facts.uninitialised)
         return out
 
     def _must_keep(

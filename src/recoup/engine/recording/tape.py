@@ -207,7 +207,7 @@ class Tape:
         assert isinstance(value, TapeValue), "a view begins with its value"
         return value, value.layout(self.geometry(tensor))
 
-    def append(
+    def name_results(
         self,
         operation: TapeOperation,
         out: Any,
@@ -215,10 +215,13 @@ class Tape:
         tainted: bool = False,
         ragged: Sequence[int] = (),
     ) -> None:
-        """Put an operation on the tape with the new values among its results.
+        """Name the new values among the results of the last operation.
+
+        The operation is on the tape before any value names it: an interrupt in between
+        must leave no value whose producer is another one.
 
         Args:
-            operation: What ran.
+            operation: What ran. It is taken off again if it has made nothing.
             out: Its results.
             tainted: They are uninitialised memory.
             ragged: Places of results with parts that the kernel does not write.
@@ -231,16 +234,18 @@ class Tape:
             for place, element in enumerate(out):
                 if type(element) is Tensor or isinstance(element, Tensor):
                     self._born(operation, place, element)
-        if operation.outputs or operation.writes:
-            self.operations.append(operation)
-            if ragged:
-                self.unverified.update(
-                    value for value in operation.outputs if value.place in ragged
-                )
-            if tainted:
-                self.tainted.update(dict.fromkeys(operation.outputs))
-            elif self._watch is not None:
-                self._watch_outputs(operation, out)
+        if not operation.outputs:
+            if not operation.writes:
+                self.operations.pop()
+            return
+        if ragged:
+            self.unverified.update(
+                value for value in operation.outputs if value.place in ragged
+            )
+        if tainted:
+            self.tainted.update(dict.fromkeys(operation.outputs))
+        elif self._watch is not None:
+            self._watch_outputs(operation, out)
 
     def meet_wrapper(self, wrapper: Tensor, *, is_written: bool) -> None:
         """Watch the version of a wrapper whose inner tensors are from outside.
@@ -300,6 +305,9 @@ class Tape:
     ) -> None:
         """Prepare for a write: what the tape refers to must survive it.
 
+        From here on the storage has no name: an interrupt after the write must leave
+        none of what it was before.
+
         Args:
             tensor: What is written to.
             value: What it names, if that is known.
@@ -320,10 +328,12 @@ class Tape:
                 value.hold = None
             else:
                 self._supersede(value, hold, tensor)
-        if self.histories:
-            history = self.histories.get(storage_address(tensor))
-            if history is not None:
-                history.before_write(tensor, indices)
+        address = storage_address(tensor)
+        history = self.histories.get(address)
+        if history is not None:
+            history.before_write(tensor, indices)
+        if value.producer != OUTSIDE or value.hold is not None:
+            self.named[address] = None
 
     def _supersede(self, value: TapeValue, hold: Hold, tensor: Tensor) -> None:
         """Let the past keep a value from outside that is about to be written to."""
@@ -366,7 +376,7 @@ class Tape:
         filled: bool = False,
         resized: bool = True,
     ) -> None:
-        """Give the tensor's storage a new value, after a write by the next operation.
+        """Give the tensor's storage a new value, after a write by the last operation.
 
         Args:
             tensor: What was written to.
@@ -380,10 +390,10 @@ class Tape:
         geometry = before.geometry
         if resized and born is not None and born() is tensor:
             geometry = self.geometry(tensor)
-        value = TapeValue(len(self.operations), geometry)
+        value = TapeValue(len(self.operations) - 1, geometry)
         value.born = born
-        self.name_again(tensor, value)
         operation.writes = (*operation.writes, (before, value))
+        self.name_again(tensor, value)
         if tainted:
             self.tainted[value] = None
         elif before in self.tainted:
@@ -464,7 +474,10 @@ class Tape:
         if tensor.is_nested:
             raise NotImplementedError("a nested tensor is no view of its storage")
         value = TapeValue(OUTSIDE, None)
-        self.named[take_weak_reference(tensor.untyped_storage())] = value
+        address = take_weak_reference(tensor.untyped_storage())
+        if address in self.named:  # what an interrupted operator wrote to
+            free_weak_reference(address)
+        self.named[address] = value
         return value
 
     def _fill(self, before: TapeValue, after: TapeValue, filled: Tensor | None) -> None:
@@ -506,10 +519,11 @@ class Tape:
         if address in named:
             free_weak_reference(address)
             return
-        value = named[address] = TapeValue(len(self.operations), geometry)
+        value = TapeValue(len(self.operations) - 1, geometry)
         value.born = weakref.ref(tensor)
         value.place = place
         operation.outputs.append(value)
+        named[address] = value
         if self.placement.policy is not None:
             self.placement.place_output(operation.operator, value, tensor)
 
