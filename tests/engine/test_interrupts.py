@@ -1,5 +1,7 @@
 """After an interrupt anywhere in recoup's code the next step is as if nothing was."""
 
+import contextlib
+import sys
 import weakref
 
 import pytest
@@ -75,6 +77,27 @@ def test_the_interrupter_interrupts_where_it_says():
     places = list(interruptions(step, every=400))
     assert len(places) > 3
     assert all(place.startswith(OURS) for place in places)
+
+
+@pytest.mark.parametrize("opcodes", [False, True])
+def test_the_interrupter_lets_no_handled_error_stay(opcodes):
+    def scenario() -> None:
+        for _ in range(2):
+            with contextlib.suppress(ValueError), contextlib.ExitStack():
+                raise ValueError
+            try:
+                raise ValueError
+            except ValueError:
+                pass
+
+    tried = 0
+    while True:
+        interrupter = Interrupter(tried, opcodes=opcodes, within=__file__)
+        if not interrupter.run(scenario):
+            break
+        assert sys.exc_info() == (None, None, None), interrupter.where
+        tried += 1
+    assert tried > 8
 
 
 class Ended:

@@ -3,6 +3,7 @@
 import contextlib
 import dis
 import functools
+import itertools
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -13,15 +14,19 @@ from tests.support.work import OURS
 
 
 @functools.cache
-def ends_of_blocks(code: CodeType) -> frozenset[int]:
-    """Return where Python calls `__exit__` at the end of a block without an error.
+def out_of_reach(code: CodeType) -> frozenset[int]:
+    """Return where a trace function can come between, but no interrupt.
 
-    It looks for interrupts after calls and in loops. After the last call of the block,
-    which is inside, the next one is that of `__exit__`: nothing can come between. A
-    trace function can, and would leave any lock taken.
+    Python looks for interrupts after calls and in loops. After the last call of a
+    block, which is inside, the next one is that of `__exit__`: an error in between
+    would leave any lock taken. An error just before Python takes note that another is
+    being handled, or is not any more, would keep that other one.
     """
     found = list(dis.get_instructions(code))
-    ends: set[int] = set()
+    ends = {i.offset for i in found if i.opname in ("PUSH_EXC_INFO", "POP_EXCEPT")}
+    for one, following in itertools.pairwise(found):
+        if one.opname == "COPY" and following.opname == "POP_EXCEPT":
+            ends.add(one.offset)
     for place in range(len(found) - 3):
         nones = found[place : place + 3]
         call = next(i for i in found[place + 3 :] if i.opname != "PRECALL")
@@ -109,7 +114,7 @@ class Interrupter:
         return self._local
 
     def _local(self, frame: FrameType, event: str, _argument: Any) -> Any:
-        if event == self._event and frame.f_lasti not in ends_of_blocks(frame.f_code):
+        if event == self._event and frame.f_lasti not in out_of_reach(frame.f_code):
             if self.count == self._at:
                 code = frame.f_code
                 self.where = f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
@@ -182,7 +187,7 @@ class LineInterrupter:
         return self._local
 
     def _local(self, frame: FrameType, event: str, _argument: Any) -> Any:
-        if event != "line" or frame.f_lasti in ends_of_blocks(frame.f_code):
+        if event != "line" or frame.f_lasti in out_of_reach(frame.f_code):
             return self._local
         place = frame.f_code.co_filename, frame.f_lineno
         if self._at is None:
