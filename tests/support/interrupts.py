@@ -6,6 +6,7 @@ import functools
 import itertools
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any
@@ -155,14 +156,22 @@ class LineInterrupter:
     """Collects the lines that run in files below a folder, or raises at one of them.
 
     Args:
-        at: The line to raise at, the first time that it is reached; None: collect.
+        at: The line to raise at; None: collect.
+        time: Which time that it is reached.
         within: The folder.
+
+    Attributes:
+        lines: How often each line was reached.
+        is_done: It has raised.
     """
 
-    def __init__(self, at: Place | None = None, within: str = OURS) -> None:
+    def __init__(
+        self, at: Place | None = None, *, time: int = 1, within: str = OURS
+    ) -> None:
         self._at = at
+        self._time = time
         self._within = within
-        self.lines: dict[Place, None] = {}
+        self.lines: Counter[Place] = Counter()
         self.is_done = False
 
     def run(self, scenario: Callable[[], object]) -> bool:
@@ -190,11 +199,11 @@ class LineInterrupter:
         if event != "line" or frame.f_lasti in out_of_reach(frame.f_code):
             return self._local
         place = frame.f_code.co_filename, frame.f_lineno
-        if self._at is None:
-            self.lines[place] = None
-        elif place == self._at and not self.is_done:
-            self.is_done = True
-            raise KeyboardInterrupt
+        if self._at is None or place == self._at:
+            self.lines[place] += 1
+            if self.lines[place] == self._time and self._at is not None:
+                self.is_done = True
+                raise KeyboardInterrupt
         return self._local
 
 
@@ -205,7 +214,11 @@ def _has_line(code: CodeType, place: Place) -> bool:
 
 
 def interruptions_of_lines(
-    scenario: Callable[[], object], *, files: str = "", every: int = 1
+    scenario: Callable[[], object],
+    *,
+    files: str = "",
+    every: int = 1,
+    last: bool = False,
 ) -> Iterator[str]:
     """Run a scenario once for each line of recoup that it reaches, interrupted there.
 
@@ -213,10 +226,16 @@ def interruptions_of_lines(
         scenario: What to run; it may reach other lines each time.
         files: What the paths of the files match, if not all count.
         every: Take every n-th line.
+        last: When it is reached for the last time, not for the first; those that are
+            reached once are left out.
     """
     collector = LineInterrupter()
     assert not collector.run(scenario), "nothing interrupts it"
-    wanted = [place for place in collector.lines if re.search(files, place[0])]
-    for place in wanted[::every]:
-        if LineInterrupter(place).run(scenario):
-            yield f"{place[0]}:{place[1]}"
+    wanted = [
+        (place, times if last else 1)
+        for place, times in collector.lines.items()
+        if re.search(files, place[0]) and (times > 1 or not last)
+    ]
+    for place, time in wanted[::every]:
+        if LineInterrupter(place, time=time).run(scenario):
+            yield f"{place[0]}:{place[1]}, time {time}"

@@ -1,6 +1,7 @@
 """Steps interrupted at every line, and at every third instruction, of recoup's code.
 
-And fits interrupted at every line once. `RECOUP_FILES` chooses files by a pattern.
+And fits interrupted at every line, the first and the last time that it is reached.
+`RECOUP_FILES` chooses files by a pattern. Each prints how many interrupts there were.
 """
 
 import os
@@ -22,6 +23,7 @@ from tests.support.interrupts import interruptions, interruptions_of_lines
 
 pytestmark = [
     pytest.mark.sweep,
+    pytest.mark.timeout(7200),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
@@ -33,27 +35,35 @@ def test_an_interrupt_anywhere_leaves_nothing_behind(name, opcodes):
     expected = gradients(net, net(X))
     step = STEPS[name]()
     step()
+    tried = 0
     for where in interruptions(step, opcodes=opcodes, every=3 if opcodes else 1):
         assert faults(step, expected) == [], where
+        tried += 1
+    print(f"{tried} interrupts")
 
 
 @pytest.mark.parametrize("place", WRITE_PLACES)
 @pytest.mark.parametrize("name", WRITES)
 def test_the_region_goes_on_with_what_an_interrupted_operator_wrote(name, place):
     step = CaughtStep(WRITES[name], place)
+    tried = 0
     for where in interruptions(step):
         assert step.is_right(), where
+        tried += 1
+    print(f"{tried} interrupts")
 
 
+@pytest.mark.parametrize("last", [False, True], ids=["first", "last"])
 @pytest.mark.parametrize("budget", [0.8, 0.05], ids=["met", "infeasible"])
-def test_an_interrupt_at_any_line_of_fit_leaves_the_model_as_it_was(budget):
+def test_an_interrupt_at_any_line_of_fit_leaves_the_model_as_it_was(budget, last):
     fitting = Fitting(budget)
     files = os.environ.get("RECOUP_FILES", "")
     tried = 0
-    for where in interruptions_of_lines(fitting, files=files):
+    for where in interruptions_of_lines(fitting, files=files, last=last):
         assert fitting.faults() == [], where
         tried += 1
         if tried % 40 == 0:
             fitting()
             assert fitting.faults() == [], f"a second fit after {where}"
+    print(f"{tried} interrupts")
     assert tried
