@@ -142,7 +142,7 @@ WRITES: dict[str, Callable[[Tensor], object]] = {
     "all": lambda y: y.mul_(3),
     "view": write_view,
     "random": lambda y: y.detach().normal_(),
-    "list": lambda y: torch._foreach_mul_([y], 2),
+    "list": lambda y: torch.ops.aten._foreach_mul_([y], 2.0),
     "copy": lambda y: y.detach().copy_(X),
 }
 

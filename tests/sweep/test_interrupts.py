@@ -1,7 +1,7 @@
 """Steps interrupted at every line, and at every third instruction, of recoup's code.
 
 And fits interrupted at every line, the first and the last time that it is reached.
-`RECOUP_FILES` chooses files by a pattern. Each prints how many interrupts there were.
+`RECOUP_FILES` chooses files by a pattern. `--junitxml` counts the interrupts.
 """
 
 import os
@@ -30,7 +30,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("opcodes", [False, True])
 @pytest.mark.parametrize("name", STEPS)
-def test_an_interrupt_anywhere_leaves_nothing_behind(name, opcodes):
+def test_an_interrupt_anywhere_leaves_nothing_behind(name, opcodes, record_property):
     net = model()
     expected = gradients(net, net(X))
     step = STEPS[name]()
@@ -39,23 +39,27 @@ def test_an_interrupt_anywhere_leaves_nothing_behind(name, opcodes):
     for where in interruptions(step, opcodes=opcodes, every=3 if opcodes else 1):
         assert faults(step, expected) == [], where
         tried += 1
-    print(f"{tried} interrupts")
+    record_property("interrupts", tried)
 
 
 @pytest.mark.parametrize("place", WRITE_PLACES)
 @pytest.mark.parametrize("name", WRITES)
-def test_the_region_goes_on_with_what_an_interrupted_operator_wrote(name, place):
+def test_the_region_goes_on_with_what_an_interrupted_operator_wrote(
+    name, place, record_property
+):
     step = CaughtStep(WRITES[name], place)
     tried = 0
     for where in interruptions(step):
         assert step.is_right(), where
         tried += 1
-    print(f"{tried} interrupts")
+    record_property("interrupts", tried)
 
 
 @pytest.mark.parametrize("last", [False, True], ids=["first", "last"])
 @pytest.mark.parametrize("budget", [0.8, 0.05], ids=["met", "infeasible"])
-def test_an_interrupt_at_any_line_of_fit_leaves_the_model_as_it_was(budget, last):
+def test_an_interrupt_at_any_line_of_fit_leaves_the_model_as_it_was(
+    budget, last, record_property
+):
     fitting = Fitting(budget)
     files = os.environ.get("RECOUP_FILES", "")
     tried = 0
@@ -65,5 +69,5 @@ def test_an_interrupt_at_any_line_of_fit_leaves_the_model_as_it_was(budget, last
         if tried % 40 == 0:
             fitting()
             assert fitting.faults() == [], f"a second fit after {where}"
-    print(f"{tried} interrupts")
+    record_property("interrupts", tried)
     assert tried
