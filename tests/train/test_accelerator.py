@@ -1,4 +1,4 @@
-"""On an accelerator: no waiting, real memory, and the bits of the loop by hand."""
+"""On an accelerator: no waiting, real memory, and bitwise the hand-written loop."""
 
 import math
 import warnings
@@ -35,7 +35,7 @@ def make(*, fused: bool = False, **settings) -> Trainer:
 @pytest.mark.parametrize("precision", TYPES)
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
-def test_it_is_the_loop_by_hand(precision, recompute, fused):
+def test_it_equals_the_hand_written_loop(precision, recompute, fused):
     torch.manual_seed(0)
     model = Classifier(32).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
@@ -66,7 +66,7 @@ def test_it_is_the_loop_by_hand(precision, recompute, fused):
 
 @pytest.fixture
 def no_synchronisation() -> Iterator[None]:
-    """Make whatever waits for the device an error."""
+    """Turn every wait for the device into an error."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it is a prototype, torch says
         torch.cuda.set_sync_debug_mode("error")
@@ -97,7 +97,7 @@ def test_a_step_without_a_scaler_never_waits_for_the_device(
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("norm", [False, True], ids=["layer norm", "batch norm"])
-def test_a_step_with_a_fused_optimizer_waits_for_the_one_before_at_most(
+def test_a_step_with_a_fused_optimizer_waits_at_most_for_the_previous_one(
     recompute, norm, request
 ):
     torch.manual_seed(0)
@@ -114,7 +114,7 @@ def test_a_step_with_a_fused_optimizer_waits_for_the_one_before_at_most(
 
 
 @pytest.mark.parametrize("norm", [False, True], ids=["layer norm", "batch norm"])
-def test_an_overflow_that_only_the_device_knows_of_leaves_nothing_behind(norm):
+def test_an_overflow_known_only_to_the_device_leaves_nothing_behind(norm):
     torch.manual_seed(0)
     model = Classifier(32, dropout=0.0, norm=norm).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
@@ -131,7 +131,7 @@ def test_an_overflow_that_only_the_device_knows_of_leaves_nothing_behind(norm):
     assert trainer.skipped_steps == 1
 
 
-def test_an_overflow_leaves_nothing_behind_with_a_fused_optimizer_too():
+def test_an_overflow_with_a_fused_optimizer_leaves_nothing_behind():
     for fused in (False, True):
         trainer = make(fused=fused, precision="fp16", average_decay=0.9)
         trainer.step(on_device(16))
@@ -171,7 +171,7 @@ def little_memory() -> Iterator[int]:
     torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def test_a_step_that_does_not_fit_is_made_in_pieces(little_memory):
+def test_a_step_that_does_not_fit_is_computed_in_pieces(little_memory):
     # One block's activations: 200000 x 1024 x 4 bytes, twice: 1.5 GiB.
     batch = on_device(200_000)
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Exact resume and recovery from too little memory, in a loop of the user's own."""
+"""Exact resume and recovery from out of memory in a custom loop."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from recoup.train import ResumableRun, StepRecovery
 from tests.support.bits import tree_differences
 from tests.support.training import Ceiling
 
-# Torch says so where memory runs out in a hook that is always called.
+# Torch warns if memory runs out in a hook that is always called.
 pytestmark = pytest.mark.filterwarnings("ignore:module forward hook:UserWarning")
 
 
@@ -28,7 +28,7 @@ def blocks() -> nn.Module:
 
 
 class Loop:
-    """A loop as people write it, with dropout, a schedule and a shuffling loader.
+    """A typical loop with dropout, a schedule and a shuffling loader.
 
     Args:
         optimizers: How many optimizers it has, each with a schedule.
@@ -77,7 +77,7 @@ class Loop:
 
 @pytest.mark.parametrize("settings", [{}, {"optimizers": 2}, {"budget": 0.8}], ids=str)
 @pytest.mark.parametrize("save_at", [3, 5, 8])
-def test_a_resumed_loop_ends_with_the_bits_of_one_that_was_not_interrupted(
+def test_a_resumed_loop_ends_bitwise_equal_to_an_uninterrupted_one(
     tmp_path, save_at, settings
 ):
     whole = Loop(settings.get("optimizers", 1))  # without a plan
@@ -112,7 +112,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path):
 
 
 def gradients(limit_bytes: int, *, fitted: bool = False, carried: bool = False) -> Any:
-    """The gradients of a step under a ceiling, and how it was computed."""
+    """Return the gradients of a step under a memory limit, and its pieces."""
     model = blocks()
     batch = torch.arange(2048, dtype=torch.float64).reshape(512, 4).cos()
     report = None
@@ -178,7 +178,7 @@ def test_with_compiled_blocks_the_batch_is_computed_in_pieces():
     assert all(map(torch.allclose, found, gradients(UNLIMITED)[0]))
 
 
-def test_gradients_that_were_there_before_stay_if_memory_ran_out_in_forward():
+def test_earlier_gradients_stay_if_memory_ran_out_in_forward():
     expected, _, ceiling, *_ = gradients(UNLIMITED)
     found, pieces, *_ = gradients(int(0.1 * ceiling.peak_bytes), carried=True)
     assert pieces > 1
@@ -186,7 +186,7 @@ def test_gradients_that_were_there_before_stay_if_memory_ran_out_in_forward():
         assert torch.allclose(twice, 2 * once)
 
 
-def test_a_step_that_has_added_to_earlier_gradients_is_not_run_again():
+def test_a_step_that_has_added_to_earlier_gradients_is_not_retried():
     layer = nn.Linear(4, 1)
     layer(torch.ones(2, 4)).sum().backward()
     runs = []
@@ -202,7 +202,7 @@ def test_a_step_that_has_added_to_earlier_gradients_is_not_run_again():
     assert runs == [1.0]
 
 
-def test_what_does_not_fit_in_any_way_is_raised_with_the_reason():
+def test_a_step_that_cannot_fit_raises_with_the_reason():
     with pytest.raises(torch.OutOfMemoryError) as caught:
         gradients(10)
     assert "pieces" in caught.value.__notes__[-1]

@@ -1,4 +1,4 @@
-"""The average of parameters follows its formula and comes off again."""
+"""The average of parameters follows its formula and can be removed."""
 
 from contextlib import ExitStack
 
@@ -30,7 +30,7 @@ def test_it_is_the_exponential_average():
     assert all(map(torch.equal, average.parameters.values(), expected))
 
 
-def test_it_is_applied_inside_the_block_only_and_after_an_error_too():
+def test_it_is_applied_only_inside_the_block_even_after_an_error():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
     average = ParameterAverage(model, decay=0.5)
     with torch.no_grad():
@@ -57,7 +57,7 @@ def test_an_average_of_other_parameters_is_refused():
         average.load_state_dict(other.state_dict())
 
 
-def test_blocks_inside_blocks_come_off_one_by_one():
+def test_nested_blocks_are_removed_one_by_one():
     layer = nn.Linear(2, 2)
     average = ParameterAverage(layer, decay=0.5)
     with torch.no_grad():
@@ -75,7 +75,7 @@ def test_blocks_inside_blocks_come_off_one_by_one():
     average.update()
 
 
-def test_a_snapshot_written_with_averages_on_the_model_is_the_one_without(tmp_path):
+def test_a_snapshot_with_averages_applied_equals_the_one_without(tmp_path):
     trainer = make_trainer(average_decay=0.5)
     for batch in batches(3):
         trainer.step(batch)
@@ -90,7 +90,9 @@ def test_a_snapshot_written_with_averages_on_the_model_is_the_one_without(tmp_pa
 
 
 @pytest.mark.parametrize("what", ["step", "fit", "load"])
-def test_nothing_that_would_be_lost_is_done_with_averages_on_the_model(tmp_path, what):
+def test_changes_that_would_be_lost_are_refused_while_averages_are_applied(
+    tmp_path, what
+):
     trainer = make_trainer(average_decay=0.5)
     data = batches(2)
     trainer.save(tmp_path / "run")
@@ -107,7 +109,7 @@ def test_nothing_that_would_be_lost_is_done_with_averages_on_the_model(tmp_path,
     assert list(tree_differences(before, remains(trainer), where="")) == []
 
 
-def test_averages_that_are_left_on_the_model_while_it_is_fitted_are_noticed():
+def test_averages_left_applied_during_fit_are_detected():
     trainer = make_trainer(average_decay=0.5)
     average = trainer.average
     assert average is not None

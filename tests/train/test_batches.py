@@ -1,4 +1,4 @@
-"""Batches are counted, split and given to models as one would by hand."""
+"""Batches are counted, split and passed to models as by hand."""
 
 from collections import UserDict
 
@@ -19,7 +19,7 @@ from recoup.train.data.batches import (
 
 
 @given(count=st.integers(1, 40), pieces=st.integers(1, 40))
-def test_pieces_are_all_of_it_in_order_and_nearly_equal(count, pieces):
+def test_pieces_cover_the_batch_in_order_and_are_nearly_equal(count, pieces):
     batch = {"x": torch.arange(count), "y": (torch.arange(count) * 2, "same")}
     if pieces > count:
         with pytest.raises(UsageError, match=f"{count} samples"):
@@ -55,11 +55,11 @@ def test_a_batch_of_unequal_tensors_has_no_count_and_no_pieces():
         ((torch.ones(0), torch.ones(3, 2)), 3),
     ],
 )
-def test_a_batch_of_unequal_tensors_has_a_size_all_the_same(batch, size):
+def test_a_batch_of_unequal_tensors_has_a_size(batch, size):
     assert batch_size(batch) == size
 
 
-def test_names_and_numbers_of_samples_are_cut_with_them():
+def test_names_and_numbers_of_samples_are_split_with_them():
     names, sizes = ["a", "b", "c", "d"], (224, 224)
     batch = torch.arange(4), {"names": names, "sizes": sizes, "few": tuple("wxyz")}
     assert [
@@ -72,10 +72,10 @@ def test_names_and_numbers_of_samples_are_cut_with_them():
 
 
 class Encoding(UserDict[str, torch.Tensor]):
-    """A mapping that is no dict, as those of transformers are."""
+    """A mapping that is not a dict, like those of transformers."""
 
 
-def test_mappings_of_any_class_are_looked_into_and_stay_what_they_are():
+def test_mappings_of_any_class_are_walked_and_keep_their_class():
     batch = Encoding(x=torch.arange(4), y=torch.arange(4))
     assert sample_count(batch) == 4
     first, second = split_batch(batch, 2)
@@ -87,7 +87,7 @@ def test_mappings_of_any_class_are_looked_into_and_stay_what_they_are():
     assert not batch["x"].is_meta
 
 
-def test_what_moves_by_itself_is_moved():
+def test_objects_with_a_method_to_are_moved():
     class Graphs:
         place = "here"
 
@@ -102,7 +102,7 @@ def test_what_moves_by_itself_is_moved():
     assert to_device(Graphs(), device).place == device
 
 
-def test_a_batch_that_is_there_is_not_moved():
+def test_a_batch_on_the_device_is_not_moved():
     tensor = torch.ones(2)
     batch = to_device({"a": tensor, "b": 3}, torch.device("cpu"))
     assert batch["a"] is tensor
@@ -110,7 +110,7 @@ def test_a_batch_that_is_there_is_not_moved():
 
 
 class Sums(nn.Module):
-    """Adds whatever it is given."""
+    """Adds its arguments."""
 
     def forward(self, first, second=0.0):
         return (first + second).sum()
@@ -125,18 +125,18 @@ class Sums(nn.Module):
     ],
     ids=["tuple", "list", "mapping"],
 )
-def test_a_model_is_called_as_its_batch_says(batch):
+def test_a_model_is_called_by_the_structure_of_its_batch(batch):
     assert compute_loss(Sums(), batch).item() == 4.0
 
 
 class Output:
-    """What transformers return."""
+    """An output like those of transformers."""
 
     loss = torch.ones(())
 
 
 @pytest.mark.parametrize("result", [Output(), {"loss": torch.ones(())}, torch.ones(1)])
-def test_a_loss_is_found_where_models_put_it(result):
+def test_a_loss_is_found_in_common_model_outputs(result):
     class Model(nn.Module):
         def forward(self, x):
             return result
@@ -145,7 +145,7 @@ def test_a_loss_is_found_where_models_put_it(result):
 
 
 @pytest.mark.parametrize("result", [3.0, torch.ones(2), None, {"scores": 1}])
-def test_anything_else_is_no_loss(result):
+def test_anything_else_is_refused_as_a_loss(result):
     class Model(nn.Module):
         def forward(self, x):
             return result

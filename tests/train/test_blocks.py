@@ -1,4 +1,4 @@
-"""Blocks get regions where models repeat themselves, once, and lose them again."""
+"""Repeated blocks get regions once, and lose them again."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def stages() -> nn.Module:
     )
 
 
-def test_regions_are_put_on_once_and_taken_off_again():
+def test_regions_are_applied_once_and_removed():
     model = stages()
     blocks = checkpoint_blocks(model)
     assert [type(block) for block in blocks].count(Residual) == 5
@@ -41,7 +41,7 @@ class Classifier(nn.Module):
 
 
 @pytest.mark.parametrize("make", [stages, Classifier])
-def test_what_comes_once_is_left_out_if_only_repeated_blocks_are_wanted(make):
+def test_only_repeated_leaves_out_blocks_that_occur_once(make):
     model = make()
     repeated = checkpoint_blocks(model, only_repeated=True)
     rest = checkpoint_blocks(model)
@@ -49,7 +49,7 @@ def test_what_comes_once_is_left_out_if_only_repeated_blocks_are_wanted(make):
     assert len(rest) == (1 if make is stages else 2)
 
 
-def test_a_model_in_which_nothing_repeats_has_all_its_parts_recomputed():
+def test_a_model_without_repeated_blocks_has_all_its_parts_recomputed():
     model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), Residual(4))
     assert len(checkpoint_blocks(model, only_repeated=True)) == 2
 
@@ -67,5 +67,5 @@ def test_a_block_that_is_used_twice_gets_one_region():
     ],
     ids=["layer", "layers"],
 )
-def test_single_layers_get_none(model):
+def test_single_layers_get_no_region(model):
     assert checkpoint_blocks(model) == []

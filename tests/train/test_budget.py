@@ -1,4 +1,4 @@
-"""A budget in the settings: the step stays under it, with the bits of the plain run."""
+"""A budget in the settings: steps stay below it, bitwise equal to the plain run."""
 
 import pytest
 import torch
@@ -80,7 +80,7 @@ def test_every_step_stays_under_the_budget_with_the_same_bits(precision):
     assert list(leftovers()) == []
 
 
-def test_a_budget_below_the_floor_is_refused_before_anything_happens():
+def test_a_budget_below_the_floor_is_refused_before_any_change():
     with pytest.raises(InfeasibleError) as caught:
         run(budget="20KiB")
     assert caught.value.floor_bytes > 20 * 1024

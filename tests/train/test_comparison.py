@@ -1,4 +1,4 @@
-"""The four-row table: less memory in each way, and nothing left behind."""
+"""The four-row table: each configuration saves memory, and state is restored."""
 
 import copy
 
@@ -56,7 +56,7 @@ def test_regions_are_verified_once_not_at_every_step():
     assert max(peaks[1][2:]) < min(peaks[0])
 
 
-def test_everything_is_as_it_was():
+def test_all_state_is_restored():
     model = Classifier(8, norm=True)
     optimizer = torch.optim.AdamW(model.parameters())
     model(samples(8)[0]).sum().backward()
@@ -78,7 +78,7 @@ def test_everything_is_as_it_was():
     assert list(leftovers()) == []
 
 
-def test_the_text_has_a_line_for_each_with_its_share():
+def test_the_text_has_a_line_with_the_share_of_each_configuration():
     lines = str(table(Classifier(8), precision="fp16")).splitlines()
     assert len(lines) == 5
     assert lines[1].startswith("Baseline (FP32)")
@@ -87,7 +87,7 @@ def test_the_text_has_a_line_for_each_with_its_share():
 
 
 class Hungry(nn.Module):
-    """Has no memory for full precision."""
+    """Runs out of memory in full precision."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ def test_segments_are_measured_where_blocks_are_recomputed():
 
 
 @pytest.mark.parametrize("size", [0, 1.5, True])
-def test_a_segment_size_that_is_none_is_refused_before_anything_is_measured(size):
+def test_an_invalid_segment_size_is_refused_before_measuring(size):
     class Never(Classifier):
         def forward(self, x):
             raise AssertionError("measured")

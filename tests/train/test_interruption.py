@@ -18,7 +18,7 @@ def test_the_first_signal_is_a_request(number):
     assert signal.getsignal(number) is before
 
 
-def test_the_second_interrupt_does_not_wait():
+def test_the_second_interrupt_raises():
     def twice():
         with Interruption():
             signal.raise_signal(signal.SIGINT)
@@ -30,7 +30,7 @@ def test_the_second_interrupt_does_not_wait():
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_other_threads_do_without():
+def test_other_threads_install_no_handlers():
     seen = []
 
     def work():

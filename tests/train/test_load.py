@@ -1,4 +1,4 @@
-"""The trainer under load: memory stays flat, and it costs next to nothing itself."""
+"""The trainer under load: memory stays constant, and overhead is small."""
 
 import copy
 import cProfile
@@ -33,7 +33,7 @@ def test_10_000_steps_leave_nothing_behind():
     data = [(torch.randn(2, 4), torch.randn(2, 4))] * 500
     before, after = (objects_after(trainer, data, epochs=n) for n in (2, 18))
     assert trainer.steps == 10_000
-    # The collector is off: an object a step would be 9000 more.
+    # The collector is off: one leaked object per step would be 9000.
     assert after - before < 50
 
 
@@ -55,7 +55,7 @@ def test_steps_with_everything_leave_nothing_behind():
     ],
     ids=["plain", "fp16", "budget", "checkpointed", "segments"],
 )
-def test_a_trainer_that_nobody_has_is_gone_at_once(settings):
+def test_an_unreferenced_trainer_is_freed_without_the_collector(settings):
     # The first one imports half of torch, and frames of imports are cycles.
     torch.optim.AdamW([torch.ones(1)])
     trainer = make_trainer(**settings)
@@ -80,7 +80,7 @@ def test_no_memory_of_a_step_outlives_it():
 
 
 class ByHand:
-    """The loop that the trainer is compared with, on a model of its own."""
+    """The hand-written loop to compare with, on its own model."""
 
     def __init__(self, model, precision, *, fused=False):
         self.model = copy.deepcopy(model)
@@ -114,7 +114,7 @@ def operators_of(step):
 
 
 @pytest.mark.parametrize("precision", TYPES)
-def test_a_step_runs_the_operators_of_one_by_hand_and_no_other(precision):
+def test_a_step_runs_exactly_the_operators_of_a_hand_written_one(precision):
     by_hand, trainer = contenders(precision)
     for _ in range(3):
         expected, found = operators_of(by_hand.step), operators_of(trainer.step)
@@ -125,7 +125,7 @@ def test_a_step_runs_the_operators_of_one_by_hand_and_no_other(precision):
         assert found == expected
 
 
-def test_with_a_fused_optimizer_one_flag_more_is_read():
+def test_a_fused_optimizer_adds_one_flag_to_read():
     by_hand, trainer = contenders("fp16", fused=True)
     for contender in (by_hand, trainer):
         contender.step(BATCH)
@@ -133,13 +133,13 @@ def test_with_a_fused_optimizer_one_flag_more_is_read():
     assert more == {"detach": 1, "gt": 1, "_local_scalar_dense": 1}
 
 
-def test_where_a_device_decides_the_host_reads_nothing():
+def test_the_host_reads_nothing_if_the_device_decides():
     by_hand, trainer = contenders("fp16", fused=True)
     trainer._stepper.learns_late = True  # as on an accelerator
     for contender in (by_hand, trainer):
         contender.step(BATCH)
         contender.step(BATCH)
-    # One is for the step before, which is known by now.
+    # One is for the previous step, which is known by now.
     more = operators_of(trainer.step) - operators_of(by_hand.step)
     scale = {"clone": 1, "clamp_": 1}  # which only the device knows
     overflows = {"gt": 2, "add": 1}
@@ -159,7 +159,7 @@ def checkpointed_contenders():
     return by_hand, Trainer(model, optimizer, settings, functional.mse_loss)
 
 
-def test_checkpointing_by_the_trainer_costs_what_it_costs_by_hand():
+def test_checkpointing_by_the_trainer_costs_as_much_as_by_hand():
     by_hand, trainer = checkpointed_contenders()
     for contender in (by_hand, trainer):
         contender.step(BATCH)  # verifies
@@ -169,7 +169,7 @@ def test_checkpointing_by_the_trainer_costs_what_it_costs_by_hand():
 
 
 @pytest.mark.parametrize("precision", TYPES)
-def test_regions_are_verified_once_whoever_names_them(precision, monkeypatch):
+def test_regions_are_verified_once_under_any_name(precision, monkeypatch):
     verified = []
     real = region.check_for
 
@@ -213,7 +213,7 @@ def calls_of(step):
 
 
 @pytest.mark.parametrize(("precision", "limit"), [("fp32", 60), ("fp16", 150)])
-def test_a_step_makes_few_calls_more_than_one_by_hand(precision, limit):
+def test_a_step_makes_few_more_calls_than_a_hand_written_one(precision, limit):
     by_hand, trainer = contenders(precision)
     # Most take a tenth of a microsecond. By hand there are 213 and 274.
     assert calls_of(trainer.step) - calls_of(by_hand.step) < limit

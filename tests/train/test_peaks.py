@@ -1,4 +1,4 @@
-"""The peak of a step: the right figure, and no reading that nobody asked for."""
+"""The peak of a step: the right figure, and no unnecessary reads."""
 
 import weakref
 
@@ -11,7 +11,7 @@ from recoup.train.run_results import Peak, Peaks
 MEBIBYTE = 1 << 20
 
 
-def test_a_peak_that_is_read_at_once_does_not_see_what_comes_later():
+def test_a_peak_read_at_the_end_of_its_step_excludes_later_memory():
     with Peak(StorageMeter(), at_once=True) as peak:
         ones = torch.ones(100)
     more = torch.ones(1000)
@@ -25,7 +25,7 @@ def test_without_a_meter_there_is_no_figure():
     assert peak.bytes is None
 
 
-def test_what_existed_before_counts():
+def test_tensors_from_before_the_step_count():
     weight = torch.ones(1000)
     peaks = Peaks(torch.device("cpu"), wanted=True, existing=lambda: [weight])
     with peaks.next() as peak:
@@ -33,7 +33,7 @@ def test_what_existed_before_counts():
     assert peak.bytes == 4 * (weight.numel() + ones.numel())
 
 
-def test_a_peak_keeps_no_meter_once_it_is_known():
+def test_a_known_peak_keeps_no_meter():
     meter = StorageMeter()
     found = weakref.ref(meter)
     with Peak(meter, at_once=True) as peak:
@@ -65,7 +65,7 @@ def on_accelerator(**options):
 
 
 @pytest.mark.cuda
-def test_an_allocator_is_read_only_for_who_asks(reads):
+def test_the_allocator_is_read_only_on_access(reads):
     peaks, device = on_accelerator(wanted=None)
     for _ in range(3):
         with peaks.next() as peak:
@@ -79,7 +79,7 @@ def test_an_allocator_is_read_only_for_who_asks(reads):
 
 
 @pytest.mark.cuda
-def test_a_result_that_somebody_keeps_has_its_own_figure():
+def test_a_referenced_result_keeps_its_own_peak():
     peaks, device = on_accelerator(wanted=None)
     kept = []
     for size in (8, 2, 4):
@@ -94,7 +94,7 @@ def test_a_result_that_somebody_keeps_has_its_own_figure():
 
 
 @pytest.mark.cuda
-def test_who_asks_for_measuring_gets_the_figure_of_the_step_alone():
+def test_measure_memory_gives_the_peak_of_the_step_alone():
     peaks, device = on_accelerator(wanted=True)
     with peaks.next() as peak:
         torch.ones(MEBIBYTE, device=device)
@@ -104,7 +104,7 @@ def test_who_asks_for_measuring_gets_the_figure_of_the_step_alone():
 
 
 @pytest.mark.cuda
-def test_a_peak_that_was_settled_does_not_see_what_comes_later(reads):
+def test_a_settled_peak_excludes_later_memory(reads):
     peaks, device = on_accelerator(wanted=None)
     with peaks.next() as peak:
         torch.ones(MEBIBYTE, device=device)

@@ -1,4 +1,4 @@
-"""What can be gone through, and the order it was gone through in."""
+"""Data that can be iterated, and the order of iteration."""
 
 import logging
 
@@ -38,17 +38,17 @@ class Stream(IterableDataset):
         yield from zip(*samples(13), strict=True)
 
 
-def test_a_dataset_to_iterate_over_is_gone_through_in_its_order():
+def test_an_iterable_dataset_is_read_in_its_order():
     order = [targets for _, targets in make_loader(Stream(), 5)]
     assert torch.equal(torch.cat(order), samples(13)[1])
 
 
-def test_a_loader_without_a_length_is_trained_on():
+def test_a_loader_without_a_length_is_accepted():
     result = make_trainer().fit(DataLoader(Stream(), batch_size=5), epochs=2)
     assert (result.steps, result.epochs) == (6, 2)
 
 
-def test_data_that_is_too_short_leaves_the_random_states(seed):
+def test_data_that_is_too_short_restores_the_random_states(seed):
     loader = DataLoader(DATA, batch_size=2, shuffle=True)
     position = Position(CPU)
     iterator = position.open(loader)
@@ -61,12 +61,12 @@ def test_data_that_is_too_short_leaves_the_random_states(seed):
 
 
 @pytest.mark.parametrize("data", [iter([1]), 3, (x for x in [1])])
-def test_what_can_be_gone_through_once_is_refused(data):
-    with pytest.raises(UsageError, match="gone through again"):
+def test_data_that_can_be_iterated_only_once_is_refused(data):
+    with pytest.raises(UsageError, match="cannot be iterated again"):
         make_loader(data, None)
 
 
-def test_distributed_samplers_are_told_the_epoch():
+def test_set_epoch_of_distributed_samplers_is_called():
     sampler = DistributedSampler(DATA, num_replicas=2, rank=0, shuffle=True)
     loader = DataLoader(DATA, batch_size=2, sampler=sampler)
     position, orders = Position(CPU), []
@@ -82,7 +82,7 @@ def test_distributed_samplers_are_told_the_epoch():
     ("share", "size", "batches", "lost"),
     [(2.0, 3, 4, 0), (1.0, 3, 2, 0), (0.5, 3, 1, 0), (0.5, 2, 2, 1)],
 )
-def test_another_number_of_processes_stands_at_the_same_sample(
+def test_another_number_of_processes_resumes_at_the_same_sample(
     caplog, share, size, batches, lost
 ):
     # Two batches of three samples in each of `share` processes for one now.

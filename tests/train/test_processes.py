@@ -1,4 +1,4 @@
-"""Two processes: DDP and FSDP2 give what one process gives, and nobody hangs."""
+"""Two processes: DDP and FSDP2 give the results of one process, without deadlocks."""
 
 from functools import partial
 
@@ -26,7 +26,7 @@ def close(one, other, tolerance=1e-6):
 
 @pytest.mark.parametrize("kind", ["replicated", "static", "unused", "sharded"])
 @pytest.mark.parametrize("norm", [False, True], ids=["layer norm", "batch norm"])
-def test_the_trainer_is_the_loop_by_hand_in_every_way(tmp_path, kind, norm):
+def test_the_trainer_equals_the_hand_written_loop_in_every_mode(tmp_path, kind, norm):
     options = {"norm": norm, "dropout": 0.2}
     expected = together(cases.train_by_hand, tmp_path, kind, options)
     for name, settings in WAYS.items():
@@ -39,7 +39,7 @@ def test_the_trainer_is_the_loop_by_hand_in_every_way(tmp_path, kind, norm):
                 assert other[what] == value, (name, what)
 
 
-def test_no_segment_reaches_over_units_that_are_sharded_one_by_one(tmp_path):
+def test_segments_across_separately_sharded_units_are_refused(tmp_path):
     settings, options = WAYS["segments"], {"dropout": 0.2}
     for answer in together(cases.train, tmp_path, "sharded", settings, options):
         assert "UnsupportedError" in answer
@@ -70,7 +70,7 @@ FP16 = {"precision": "fp16", "initial_loss_scale": 1024.0}
     ids=["plain", "regions and clipping", "accumulation", "fp16", "fp16 with all"],
 )
 @pytest.mark.parametrize("kind", ["replicated", "static", "sharded"])
-def test_two_processes_end_where_one_does(tmp_path, kind, settings):
+def test_two_processes_give_the_result_of_one(tmp_path, kind, settings):
     options = {"dropout": 0.0}
     found = together(cases.train, tmp_path, kind, settings, options)
     assert found[0]["parameters"] == found[1]["parameters"]
@@ -91,7 +91,9 @@ def test_two_processes_end_where_one_does(tmp_path, kind, settings):
 
 
 @pytest.mark.parametrize("kind", ["replicated", "sharded"])
-def test_two_processes_end_where_one_does_with_all_samples_in_a_batch(tmp_path, kind):
+def test_two_processes_give_the_result_of_one_with_all_samples_in_a_batch(
+    tmp_path, kind
+):
     # In fp16 this holds to 2.4e-5 only, in torch alone too: gradients of 12 samples are
     # rounded to 16 bits once, those of 6 and 6 samples twice.
     settings, options = {"max_gradient_norm": 0.3}, {"dropout": 0.0}
@@ -127,12 +129,12 @@ def test_processes_agree_on_one_plan_for_the_smallest_budget(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["replicated", "sharded"])
-def test_room_is_left_for_the_state_of_a_process_and_no_more(tmp_path, kind):
+def test_memory_is_reserved_for_the_state_of_one_process_only(tmp_path, kind):
     for told, found in together(cases.state_bytes_told_and_found, tmp_path, kind):
         assert told == found
 
 
-def test_a_plan_for_units_inside_units_is_refused(tmp_path):
+def test_a_plan_for_nested_units_is_refused(tmp_path):
     found = together(
         cases.train_in_budget, tmp_path, "sharded nested", ["1GiB", "1GiB"]
     )
@@ -182,9 +184,7 @@ def test_when_one_process_fails_the_other_does_not_wait(tmp_path, kind, at):
 
 
 @pytest.mark.parametrize("kind", ["replicated", "sharded"])
-def test_a_process_that_is_lost_while_saving_is_named_and_the_old_file_stays(
-    tmp_path, kind
-):
+def test_a_process_lost_while_saving_is_reported_and_the_old_file_stays(tmp_path, kind):
     path = tmp_path / "run"
     first, second = together(cases.lose_a_peer_while_saving, tmp_path, kind, path)
     assert second == ENDED
@@ -192,13 +192,13 @@ def test_a_process_that_is_lost_while_saving_is_named_and_the_old_file_stays(
     assert read_snapshot(path)["steps"] == 1
 
 
-def test_a_trainer_says_that_its_processes_have_parted(tmp_path):
+def test_a_trainer_reports_that_its_process_groups_were_destroyed(tmp_path):
     for said in together(cases.go_on_alone, tmp_path):
         assert "destroy_process_group after the last step" in said
 
 
 @pytest.mark.parametrize("kind", ["static", "sharded"])
-def test_recovery_that_is_asked_for_and_not_possible_is_refused_at_once(tmp_path, kind):
+def test_impossible_recovery_is_refused_at_construction(tmp_path, kind):
     settings = {"recover_from_out_of_memory": True}
     found = together(cases.train, tmp_path, kind, settings, {})
     assert all("UnsupportedError" in each for each in found)
@@ -237,7 +237,7 @@ def test_a_process_without_samples_does_not_count(tmp_path, kind):
     [(4, 6), (None, 10)],
     ids=["in the middle of an epoch", "at the end of an epoch"],
 )
-def test_every_process_goes_on_with_its_own_order(tmp_path, every, stop_at):
+def test_every_process_resumes_with_its_own_order(tmp_path, every, stop_at):
     run = partial(together, cases.fit_in_own_order, tmp_path)
     whole = run(tmp_path / "whole", every, 0)
     run(tmp_path / "run", every, stop_at)
@@ -245,7 +245,7 @@ def test_every_process_goes_on_with_its_own_order(tmp_path, every, stop_at):
 
 
 @pytest.mark.parametrize("kind", ["replicated", "sharded"])
-def test_a_run_resumes_in_as_many_processes_as_there_are(tmp_path, kind):
+def test_a_run_resumes_in_any_number_of_processes(tmp_path, kind):
     whole = together(cases.fit, tmp_path, kind, tmp_path / "whole")
     assert whole[0]["steps"] == 16
     path = tmp_path / "run"

@@ -1,4 +1,4 @@
-"""Out of memory: recompute more, then split the batch, and the same gradients."""
+"""Out of memory: recompute more, then split the batch; the gradients are the same."""
 
 import logging
 
@@ -38,7 +38,7 @@ class Wide(nn.Module):
 
 
 def trained(limit_bytes, *, count=512, steps=3, **settings):
-    """Train under a ceiling; return what is left, the results, and the ceiling."""
+    """Train under a memory limit; return the state, the results, and the limit."""
     torch.manual_seed(0)
     model = Wide().double()
     # Plain SGD: the updates show the gradients.
@@ -58,7 +58,7 @@ def trained(limit_bytes, *, count=512, steps=3, **settings):
 UNLIMITED = 1 << 40
 
 
-def test_a_step_that_does_not_fit_is_made_with_its_blocks_recomputed(caplog):
+def test_a_step_that_does_not_fit_is_retried_with_blocks_recomputed(caplog):
     expected, _, free, plain = trained(UNLIMITED)
     assert not any(is_checkpointed(block) for block in plain.blocks)
     found, results, ceiling, model = trained(free.peak_bytes // 2)
@@ -70,12 +70,12 @@ def test_a_step_that_does_not_fit_is_made_with_its_blocks_recomputed(caplog):
     assert "every block is recomputed" in caplog.text
 
 
-def test_a_step_that_still_does_not_fit_is_made_in_pieces(caplog):
+def test_a_step_that_still_does_not_fit_is_computed_in_pieces(caplog):
     expected, whole, free, _ = trained(UNLIMITED)
     found, results, ceiling, _ = trained(free.peak_bytes // 8)
     assert ceiling.raised >= 2
     assert results[0].parts > 1
-    # The next steps begin with what has turned out to fit.
+    # The next steps start with the measures that made it fit.
     assert {result.parts for result in results} == {results[0].parts}
     for one, other in zip(expected, found, strict=True):
         # Sums over 512 samples in another order, in 53 bits.
@@ -86,7 +86,7 @@ def test_a_step_that_still_does_not_fit_is_made_in_pieces(caplog):
     assert list(leftovers()) == []
 
 
-def test_memory_of_the_failed_attempt_is_gone_before_the_next():
+def test_memory_of_a_failed_attempt_is_freed_before_the_next():
     _, _, free, _ = trained(UNLIMITED)
     limit = free.peak_bytes // 8
     _, _, ceiling, _ = trained(limit)
@@ -94,13 +94,13 @@ def test_memory_of_the_failed_attempt_is_gone_before_the_next():
     assert ceiling.peak_bytes < 2 * limit
 
 
-def test_whether_to_recover_is_a_choice():
+def test_recovery_can_be_switched_off():
     _, _, free, _ = trained(UNLIMITED)
     with pytest.raises(torch.OutOfMemoryError):
         trained(free.peak_bytes // 2, recover_from_out_of_memory=False)
 
 
-def test_when_nothing_is_left_the_error_says_why_and_nothing_has_changed():
+def test_without_measures_left_the_error_has_the_reason_and_nothing_changed():
     trainer = make_trainer()
     batch = batches(1)[0]
     trainer.step(batch)
@@ -119,7 +119,7 @@ def test_batches_of_a_model_with_batch_statistics_are_not_split():
     assert "batch normalisation" in caught.value.__notes__[0]
 
 
-def test_batches_that_cannot_be_split_are_not():
+def test_batches_that_cannot_be_split_stay_whole():
     model = Classifier()
     trainer = Trainer(
         model,
@@ -131,7 +131,7 @@ def test_batches_that_cannot_be_split_are_not():
     assert "different lengths" in caught.value.__notes__[0]
 
 
-def test_a_step_that_fails_half_way_leaves_no_half_gradients():
+def test_a_step_that_fails_halfway_leaves_no_partial_gradients():
     # The second of two accumulated batches is too large: the first one's gradients
     # are there by then, and must not count twice.
     pairs = batches(1)[0], samples(400)
@@ -153,7 +153,7 @@ def test_a_step_that_fails_half_way_leaves_no_half_gradients():
         assert torch.allclose(one, other, rtol=0, atol=2**-48)
 
 
-def test_other_errors_are_not_taken_for_missing_memory(caplog):
+def test_other_errors_are_not_treated_as_out_of_memory(caplog):
     def broken(outputs, targets):
         raise ZeroDivisionError
 
@@ -164,7 +164,7 @@ def test_other_errors_are_not_taken_for_missing_memory(caplog):
     assert trainer.steps == 0
 
 
-def test_the_pieces_are_remembered_in_a_snapshot(tmp_path):
+def test_the_number_of_pieces_is_saved_in_a_snapshot(tmp_path):
     trainer = make_trainer(dropout=0.0)
     batch = samples(400)
     with Ceiling(40_000):

@@ -1,4 +1,4 @@
-"""A step in parts has the gradients of one whole, however its loss reduces."""
+"""A step in parts has the gradients of the whole for any reduction of its loss."""
 
 import functools
 import logging
@@ -27,7 +27,7 @@ ROUNDING = 1e-14
 
 
 class Limited(nn.Module):
-    """Runs out of memory for more samples than so many."""
+    """Runs out of memory above a number of samples."""
 
     def __init__(self, inner: nn.Module, most: int) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def stepped(loss_fn, *parts, most=11, **options):
 
 
 def largest_difference(expected, found):
-    """Return by how much any parameter differs."""
+    """Return the largest difference of any parameter."""
     pairs = zip(expected, found, strict=True)
     return max(float((one - other).abs().max()) for one, other in pairs)
 
@@ -122,14 +122,14 @@ def test_a_batch_is_split_down_to_single_samples():
 
 
 @pytest.mark.parametrize("loss_fn", [summed, contrasted])
-def test_a_batch_whose_parts_are_something_else_is_not_split(loss_fn):
+def test_a_batch_whose_loss_is_not_a_mean_is_not_split(loss_fn):
     with pytest.raises(torch.OutOfMemoryError) as caught:
         stepped(loss_fn, (INPUTS, TARGETS), most=6)
-    assert "its loss is no mean over its samples" in caught.value.__notes__[0]
+    assert "its loss is not a mean over its samples" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize("loss_fn", [summed, contrasted])
-def test_batches_whose_parts_are_something_else_are_warned_of_once(loss_fn, caplog):
+def test_batches_whose_loss_is_not_a_mean_are_warned_about_once(loss_fn, caplog):
     torch.manual_seed(0)
     limited = Limited(Classifier(dropout=0.0).double(), 11)
     optimizer = torch.optim.SGD(limited.parameters(), lr=0.1)
@@ -144,7 +144,7 @@ def test_batches_whose_parts_are_something_else_are_warned_of_once(loss_fn, capl
         trainer.step(*parts)
 
 
-def test_a_loss_that_draws_random_numbers_draws_the_same_and_is_not_judged(caplog):
+def test_a_loss_that_draws_random_numbers_draws_the_same_and_is_not_checked(caplog):
     def noisy(outputs, targets):
         del targets
         return (outputs + torch.randn_like(outputs)).square().mean()
@@ -160,7 +160,7 @@ def test_a_loss_that_draws_random_numbers_draws_the_same_and_is_not_judged(caplo
     assert "other gradients" not in caplog.text
 
 
-def test_labels_that_are_ignored_weigh_nothing_where_the_model_returns_its_loss():
+def test_ignored_labels_have_no_weight_if_the_model_returns_its_loss():
     class Labelled(nn.Module):
         def __init__(self):
             super().__init__()

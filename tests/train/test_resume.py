@@ -1,4 +1,4 @@
-"""Resuming: killed at any moment, a run ends with the bits of one that was not."""
+"""Resuming: a run killed at any moment ends bitwise equal to an uninterrupted one."""
 
 import contextlib
 import random
@@ -30,11 +30,11 @@ from tests.support.training import (
 
 
 class AskedError(Exception):
-    """Raised by who is told of a step."""
+    """Raised by `on_step`."""
 
 
 def read_losses(folder: Path) -> dict[int, str]:
-    """Read the losses by step; those of steps made twice must be the same."""
+    """Return the losses by step; those of repeated steps must be equal."""
     losses: dict[int, str] = {}
     for line in (folder / "losses").read_text().splitlines():
         number, *loss = line.split()
@@ -43,7 +43,7 @@ def read_losses(folder: Path) -> dict[int, str]:
     return losses
 
 
-def test_killed_at_many_random_moments_the_loss_curve_is_the_same(tmp_path, seed):
+def test_a_run_killed_at_random_moments_has_the_same_loss_curve(tmp_path, seed):
     context = forker()
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     whole.mkdir()
@@ -81,7 +81,7 @@ def _modified(folder: Path) -> float:
 
 
 @pytest.mark.parametrize("stop_at", [1, 6, 13])
-def test_steps_after_loading_have_the_bits_of_steps_without(tmp_path, stop_at):
+def test_steps_after_loading_are_bitwise_those_without(tmp_path, stop_at):
     data = batches(14)
     options = {"average_decay": 0.9, "precision": "fp16", "norm": True}
     first, second = make_trainer(**options), make_trainer(seed=99, **options)
@@ -128,7 +128,7 @@ class Augmented(TensorDataset):
 
 @pytest.mark.parametrize("name", LOADERS)
 @pytest.mark.parametrize("kind", [TensorDataset, Augmented])
-def test_loaders_of_every_kind_go_on_where_they_were(tmp_path, name, kind):
+def test_loaders_of_every_kind_resume(tmp_path, name, kind):
     def run(trainer, *, stop_at=None, **options):
         losses = []
 
@@ -157,7 +157,7 @@ def test_loaders_of_every_kind_go_on_where_they_were(tmp_path, name, kind):
 
 @pytest.mark.parametrize("name", LOADERS)
 @pytest.mark.parametrize("killed_at", [None, 12])
-def test_the_order_goes_on_after_a_snapshot_at_the_end_of_an_epoch(
+def test_the_order_resumes_after_a_snapshot_at_the_end_of_an_epoch(
     tmp_path, name, killed_at
 ):
     def run(trainer, epochs, **options):
@@ -188,7 +188,7 @@ def test_the_order_goes_on_after_a_snapshot_at_the_end_of_an_epoch(
     assert rest == expected[9:]
 
 
-def test_a_file_of_version_2_is_gone_on_with(tmp_path):
+def test_a_file_of_version_2_can_be_resumed(tmp_path):
     path = {"snapshot_path": tmp_path / "run"}
 
     def run(trainer, *, resume=False, stop_at=None):
@@ -215,7 +215,7 @@ def test_a_file_of_version_2_is_gone_on_with(tmp_path):
     assert run(make_trainer(seed=5, **path), resume=True) == expected[13:]
 
 
-def test_settings_are_those_of_now_and_the_state_is_that_of_the_snapshot(tmp_path):
+def test_settings_are_the_present_ones_and_state_is_the_snapshots(tmp_path):
     data = batches(5)
     before = {"precision": "fp16", "initial_loss_scale": 1024.0, "average_decay": 0.5}
     first = make_trainer(**before, loss_scale_growth_interval=100)
@@ -243,7 +243,7 @@ def test_settings_are_those_of_now_and_the_state_is_that_of_the_snapshot(tmp_pat
     assert not fixed.scaler.is_dynamic
 
 
-def test_resuming_a_finished_run_finds_it_finished(tmp_path):
+def test_resuming_a_finished_run_does_nothing(tmp_path):
     data = batches(3)
     make_trainer(snapshot_path=tmp_path / "run").fit(data, epochs=2, resume=True)
     again = make_trainer(seed=1, snapshot_path=tmp_path / "run")
@@ -332,7 +332,7 @@ def test_a_loader_that_became_shorter_is_refused(tmp_path):
         other.fit(batches(2), resume=True)
 
 
-def test_a_file_of_something_else_is_refused(tmp_path):
+def test_another_kind_of_file_is_refused(tmp_path):
     write_snapshot(tmp_path / "run", {"version": 77})
     with pytest.raises(SnapshotError, match="this version's trainer"):
         make_trainer().load(tmp_path / "run")
@@ -341,9 +341,7 @@ def test_a_file_of_something_else_is_refused(tmp_path):
 @pytest.mark.parametrize("goes_on", ["in this process", "from a file"])
 @pytest.mark.parametrize("accumulation_steps", [1, 3])
 @pytest.mark.parametrize("stop_at", [1, 3, 4])
-def test_who_is_told_of_a_step_may_save_or_raise_there(
-    tmp_path, stop_at, accumulation_steps, goes_on
-):
+def test_on_step_may_save_or_raise(tmp_path, stop_at, accumulation_steps, goes_on):
     data = TensorDataset(*samples(37))
 
     def run(trainer, **options):
@@ -374,7 +372,7 @@ def test_who_is_told_of_a_step_may_save_or_raise_there(
     assert list(tree_differences(found, expected, where="")) == []
 
 
-def test_a_first_step_that_fails_leaves_the_order_of_its_epoch():
+def test_a_failed_first_step_keeps_the_order_of_its_epoch():
     data = TensorDataset(*samples(20))
     fails = True
 
@@ -401,7 +399,7 @@ def test_a_first_step_that_fails_leaves_the_order_of_its_epoch():
 
 
 @pytest.mark.parametrize("workers_later", [0, 1])
-def test_persistent_workers_do_not_change_the_order_of_a_run_that_goes_on(
+def test_persistent_workers_do_not_change_the_order_of_a_resumed_run(
     tmp_path, workers_later
 ):
     data = TensorDataset(*samples(20))
@@ -438,7 +436,7 @@ def test_persistent_workers_do_not_change_the_order_of_a_run_that_goes_on(
 
 
 class NumpySampler(Sampler[int]):
-    """Draws its order from a generator of its own, of NumPy or of Python."""
+    """Draws its order from its own generator, of NumPy or Python."""
 
     def __init__(self, count: int, own: Any) -> None:
         self.count = count
@@ -454,7 +452,7 @@ class NumpySampler(Sampler[int]):
 
 
 class Noisy(TensorDataset):
-    """Adds noise from a generator of its own."""
+    """Adds noise from its own generator."""
 
     def __init__(self, *tensors: Tensor, seed: int) -> None:
         super().__init__(*tensors)
@@ -476,9 +474,7 @@ OWN_GENERATORS = {
 
 @pytest.mark.parametrize("own", OWN_GENERATORS)
 @pytest.mark.parametrize("stop_at", [3, 4, 6])
-def test_generators_of_a_sampler_and_a_dataset_go_on_where_they_were(
-    tmp_path, own, stop_at
-):
+def test_generators_of_a_sampler_and_a_dataset_resume(tmp_path, own, stop_at):
     """Stopped within an epoch, at its end, and in the second."""
 
     def run(stop: int | None, *, resume: bool) -> list[float]:
@@ -505,7 +501,7 @@ def test_generators_of_a_sampler_and_a_dataset_go_on_where_they_were(
 
 
 def test_resume_counts_the_epochs_of_all_calls(tmp_path):
-    """As many calls of one epoch as one likes, then a resume to a total of five."""
+    """Any number of calls of one epoch, then a resume to a total of five."""
     data = batches(3)
     first = make_trainer(snapshot_path=tmp_path / "run")
     for _ in range(4):
@@ -520,7 +516,7 @@ def test_resume_counts_the_epochs_of_all_calls(tmp_path):
     assert again.fit(data, epochs=2).epochs == 7
 
 
-def test_a_program_of_two_calls_ends_where_it_would_whichever_was_stopped(tmp_path):
+def test_a_program_of_two_calls_ends_the_same_whichever_was_stopped(tmp_path):
     data = batches(3)
 
     def program(stop: int | None) -> Trainer:

@@ -1,4 +1,4 @@
-"""A run is stopped by its callback, keeps its last snapshots, outlives a full disk."""
+"""A run is stopped by its callback, keeps snapshots, and survives a full disk."""
 
 import errno
 import shutil
@@ -23,7 +23,7 @@ from tests.support.training import batches, make_trainer, remains, samples, seed
 
 
 class TestStop:
-    def test_a_callback_ends_the_run_after_its_step_and_it_goes_on_the_same(self):
+    def test_a_callback_ends_the_run_after_its_step_and_it_can_continue(self):
         data = batches(8)
         whole, halves = make_trainer(), make_trainer()
         with seeded(1):
@@ -51,7 +51,7 @@ class TestStop:
             assert rest.fit(data, resume=True).steps == 3
         assert list(tree_differences(remains(whole), remains(rest), where="")) == []
 
-    def test_it_is_refused_where_nothing_runs(self):
+    def test_it_is_refused_outside_fit(self):
         trainer = make_trainer()
         with pytest.raises(UsageError, match="on_step"):
             trainer.stop()
@@ -61,7 +61,7 @@ class TestStop:
 
 
 class TestKeepLast:
-    def test_the_last_ones_are_there_under_the_numbers_of_their_steps(self, tmp_path):
+    def test_the_last_ones_are_kept_under_the_numbers_of_their_steps(self, tmp_path):
         (tmp_path / "run.notes").write_text("mine")
         path = tmp_path / "run"
         trainer = make_trainer(
@@ -76,7 +76,7 @@ class TestKeepLast:
         # The same file, not a second one: its bytes are on the disk once.
         assert path.samefile(tmp_path / "run.11")
 
-    def test_an_earlier_one_is_gone_back_to(self, tmp_path):
+    def test_an_earlier_one_can_be_resumed(self, tmp_path):
         path = tmp_path / "run"
         settings = {
             "snapshot_path": path,
@@ -92,7 +92,7 @@ class TestKeepLast:
         assert list(tree_differences(remains(first), remains(second), where="")) == []
         assert {each.name for each in tmp_path.iterdir()} == {"run", "run.4", "run.6"}
 
-    def test_where_there_are_no_links_it_is_copied(self, tmp_path, monkeypatch):
+    def test_without_links_it_is_copied(self, tmp_path, monkeypatch):
         def refuse(*_: object) -> None:
             raise OSError(errno.EPERM, "no links here")
 
@@ -110,9 +110,7 @@ class TestKeepLast:
 
 
 class TestFailedWrites:
-    def test_a_folder_that_is_gone_for_a_while_does_not_end_the_run(
-        self, tmp_path, caplog
-    ):
+    def test_a_temporarily_missing_folder_does_not_end_the_run(self, tmp_path, caplog):
         folder, away = tmp_path / "folder", tmp_path / "away"
         folder.mkdir()
         plain = make_trainer()
@@ -131,10 +129,10 @@ class TestFailedWrites:
         assert result.steps == 9
         assert list(tree_differences(remains(plain), remains(trainer), where="")) == []
         assert [each.levelname for each in caplog.records] == ["ERROR", "ERROR"]
-        assert "goes on without this snapshot" in caplog.text
+        assert "continues without this snapshot" in caplog.text
         assert read_snapshot(folder / "run")["steps"] == 9
 
-    def test_a_last_snapshot_that_failed_is_an_error_after_the_training(self, tmp_path):
+    def test_a_failed_last_snapshot_raises_after_the_training(self, tmp_path):
         folder = tmp_path / "folder"
         folder.mkdir()
         trainer = make_trainer(snapshot_path=folder / "run")
@@ -144,7 +142,7 @@ class TestFailedWrites:
         assert trainer.epoch == 1
         trainer.save(tmp_path / "elsewhere")
 
-    def test_a_state_that_can_never_be_written_ends_it_at_once(self, tmp_path):
+    def test_a_state_that_cannot_be_written_ends_the_run(self, tmp_path):
         trainer = make_trainer(snapshot_path=tmp_path / "run", snapshot_every_steps=1)
         trainer.optimizer.param_groups[0]["mine"] = object()
         with pytest.raises(SnapshotError, match="mine"):
@@ -152,11 +150,11 @@ class TestFailedWrites:
         assert trainer.steps == 1
 
 
-def test_two_processes_go_on_and_stop_together(tmp_path):
+def test_two_processes_resume_and_stop_together(tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()
     found = together(work_in_process, tmp_path, str(folder))
-    # One process asked to stop at step 4: all end after the next one.
+    # One process requested a stop at step 4: all end after the next one.
     assert found == [(5, "SnapshotWriteError")] * 2
 
 
@@ -180,7 +178,7 @@ def work_in_process(rank: int, folder: str) -> tuple[int, str]:
 
 
 class Stream(IterableDataset[Any]):
-    """Samples one after the other; counts those that are read."""
+    """Samples in order; counts reads."""
 
     def __init__(self) -> None:
         self.read = 0
@@ -202,7 +200,7 @@ class Stream(IterableDataset[Any]):
 
 
 class CustomLoader:
-    """The protocol by hand: batches in an order of its own, drawn for each epoch."""
+    """A minimal stateful loader: batches in its own order, drawn for each epoch."""
 
     def __init__(self, data: Any) -> None:
         del data
@@ -269,7 +267,7 @@ STATEFUL: dict[str, Any] = {
 @pytest.mark.parametrize("stop_at", [4, 9, 13])
 @pytest.mark.parametrize("name", STATEFUL)
 class TestStatefulLoaders:
-    """What has `state_dict` and `load_state_dict` continues without reading over."""
+    """Loaders with `state_dict` and `load_state_dict` resume without skipping."""
 
     def run(
         self, trainer: Trainer, name: str, stop_at: int | None = None, **options: Any
@@ -296,7 +294,7 @@ class TestStatefulLoaders:
         assert begun + rest == expected
         assert first.read + second.read == whole.read, "read once"
 
-    def test_a_loop_of_ones_own_too(self, tmp_path, name, stop_at):
+    def test_a_custom_loop_resumes_too(self, tmp_path, name, stop_at):
         def loop(stop: int | None, *, resume: bool) -> list[Any]:
             torch.manual_seed(21)
             _, loader = STATEFUL[name]()
@@ -319,8 +317,8 @@ class TestStatefulLoaders:
         assert found == expected
 
 
-def test_a_loader_that_is_ahead_after_a_failed_step_is_read_over(tmp_path):
-    """The loader has yielded a batch that no step was made of."""
+def test_a_loader_that_is_ahead_after_a_failed_step_skips_batches(tmp_path):
+    """The loader has yielded a batch that no step used."""
     torch.manual_seed(0)
     expected: list[float] = []
     make_trainer().fit(

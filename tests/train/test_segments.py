@@ -1,4 +1,4 @@
-"""The trainer's segment size: so many blocks share a region, and no bit changes."""
+"""The segment size of the trainer: blocks share a region, and no bit changes."""
 
 import pytest
 import torch
@@ -78,7 +78,7 @@ def regions_of(run) -> int:
         (3, 8, 1),
     ],
 )
-def test_so_many_blocks_are_one_region_and_gradients_those_of_none(
+def test_segments_group_blocks_and_gradients_equal_the_plain_ones(
     layers, size, regions
 ):
     batch = double_batches(1)[0]
@@ -115,7 +115,7 @@ def test_each_layer_is_computed_once_more_at_any_size():
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("norm", [False, True], ids=["layer norm", "batch norm"])
-def test_a_run_with_accumulation_is_that_of_the_plain_trainer(precision, norm):
+def test_a_run_with_accumulation_equals_that_of_the_plain_trainer(precision, norm):
     ends = []
     for settings in ({}, SEGMENTS):
         trainer = make_trainer(
@@ -143,9 +143,7 @@ def test_a_run_with_accumulation_is_that_of_the_plain_trainer(precision, norm):
     [SEGMENTS, {"use_gradient_checkpointing": True}],
     ids=["after segments", "after blocks"],
 )
-def test_a_run_resumes_to_the_same_bits_with_the_settings_it_has(
-    tmp_path, before, after
-):
+def test_a_run_resumes_to_the_same_bits_with_its_settings(tmp_path, before, after):
     data = batches(8)
     whole = make_trainer(norm=True)
     with seeded(1):
@@ -198,7 +196,7 @@ def test_a_step_that_does_not_fit_gives_the_segments_up(tmp_path, caplog):
     assert isinstance(model, Classifier)
     assert not is_checkpointed(model)
     assert all(is_checkpointed(block) for block in model.blocks)
-    assert "every block is recomputed in backward by itself" in caplog.text
+    assert "every block is recomputed in backward on its own" in caplog.text
     trainer.save(tmp_path / "run")
     assert read_snapshot(tmp_path / "run")["gave_up_segments"] is True
     other = wide_trainer(**size)
@@ -210,12 +208,14 @@ def test_a_step_that_does_not_fit_gives_the_segments_up(tmp_path, caplog):
     assert not any(is_checkpointed(block) for block in other.model.modules())
 
 
-def test_a_model_that_is_no_chain_of_blocks_is_refused():
+def test_a_model_without_a_chain_of_blocks_is_refused():
     for model in (
         nn.Sequential(nn.Linear(4, 3)),
         nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 3)),
     ):
-        with pytest.raises(UsageError, match="checkpoint_segment_size=2 recomputes"):
+        with pytest.raises(
+            UsageError, match="blocks for checkpoint_segment_size=2, got"
+        ):
             Trainer(
                 model,
                 torch.optim.SGD(model.parameters()),
@@ -224,7 +224,7 @@ def test_a_model_that_is_no_chain_of_blocks_is_refused():
         assert not any(is_checkpointed(part) for part in model.modules())
 
 
-def test_a_model_that_has_segments_or_regions_is_refused_others():
+def test_a_model_with_segments_or_regions_is_refused_further_ones():
     model = Classifier()
     optimizer = torch.optim.SGD(model.parameters())
     checkpoint_module(model, segment_size=2)

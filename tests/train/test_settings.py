@@ -1,4 +1,4 @@
-"""Settings are checked when they are made, and stay as they are."""
+"""Settings are checked at construction and immutable."""
 
 import dataclasses
 import math
@@ -9,7 +9,7 @@ from recoup import TrainerSettings
 from recoup.errors import UsageError
 
 
-def test_the_seeds_settings_have_the_seeds_values():
+def test_the_settings_of_the_original_guide_have_its_values():
     settings = TrainerSettings()
     assert settings.enable_mixed_precision is False
     assert settings.initial_loss_scale == 65536.0

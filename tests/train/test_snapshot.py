@@ -1,4 +1,4 @@
-"""Snapshots: what goes in comes out, whole or not at all, and no code runs."""
+"""Snapshots: data round-trips, atomically, and no code runs."""
 
 import contextlib
 import json
@@ -47,7 +47,7 @@ trees = st.recursive(
 
 @settings(max_examples=50)
 @given(tree=trees)
-def test_plain_values_come_back_as_they_were(tmp_path_factory, tree):
+def test_plain_values_round_trip(tmp_path_factory, tree):
     path = tmp_path_factory.mktemp("snapshot") / "run"
     write_snapshot(path, tree)
     assert list(tree_differences(tree, read_snapshot(path), where="")) == []
@@ -55,7 +55,7 @@ def test_plain_values_come_back_as_they_were(tmp_path_factory, tree):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 3), (2, 3, 4)], ids=str)
-def test_tensors_come_back_bit_by_bit(tmp_path, dtype, shape):
+def test_tensors_round_trip_bitwise(tmp_path, dtype, shape):
     raw = torch.randint(0, 2, (*shape, dtype.itemsize), dtype=torch.uint8)
     tensor = raw.view(dtype).reshape(shape)
     write_snapshot(tmp_path / "run", {"t": tensor})
@@ -65,13 +65,13 @@ def test_tensors_come_back_bit_by_bit(tmp_path, dtype, shape):
     assert torch.equal(*same)
 
 
-def test_nan_and_infinity_come_back(tmp_path):
+def test_nan_and_infinity_round_trip(tmp_path):
     values = torch.tensor([math.nan, math.inf, -math.inf, -0.0])
     write_snapshot(tmp_path / "run", values)
     assert not list(tree_differences(values, read_snapshot(tmp_path / "run"), where=""))
 
 
-def test_views_come_back_as_what_they_show(tmp_path):
+def test_views_round_trip_as_their_contents(tmp_path):
     base = torch.arange(12.0).view(3, 4)
     tree = [base.T, base[1:, ::2], base.expand(2, 3, 4), torch.conj(base + 1j)]
     write_snapshot(tmp_path / "run", tree)
@@ -88,7 +88,7 @@ def test_a_tensor_that_occurs_twice_is_written_once(tmp_path):
     assert torch.equal(*read_snapshot(tmp_path / "twice"))
 
 
-def test_a_new_one_takes_the_place_of_the_old_and_nothing_else_stays(tmp_path):
+def test_a_new_file_replaces_the_old_one_and_leaves_nothing_else(tmp_path):
     for number in range(3):
         write_snapshot(tmp_path / "run", {"number": number})
     assert read_snapshot(tmp_path / "run") == {"number": 2}
@@ -96,7 +96,7 @@ def test_a_new_one_takes_the_place_of_the_old_and_nothing_else_stays(tmp_path):
 
 
 @pytest.mark.parametrize("bad", [object(), {1, 2}, b"bytes", lambda: 0])
-def test_what_is_no_data_is_refused_by_name_and_the_old_file_stays(tmp_path, bad):
+def test_other_objects_are_refused_by_name_and_the_old_file_stays(tmp_path, bad):
     write_snapshot(tmp_path / "run", {"fine": 1})
     with pytest.raises(SnapshotError, match=r"snapshot\['state'\]\[1\]"):
         write_snapshot(tmp_path / "run", {"state": [torch.ones(3), bad]})
@@ -104,7 +104,7 @@ def test_what_is_no_data_is_refused_by_name_and_the_old_file_stays(tmp_path, bad
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_keys_that_are_no_text_or_number_are_refused(tmp_path):
+def test_keys_other_than_texts_and_integers_are_refused(tmp_path):
     with pytest.raises(SnapshotError, match="has a key"):
         write_snapshot(tmp_path / "run", {(1, 2): 3})
 
@@ -114,7 +114,7 @@ def test_sparse_tensors_are_refused(tmp_path):
         write_snapshot(tmp_path / "run", torch.eye(3).to_sparse())
 
 
-def test_a_file_that_is_cut_off_anywhere_is_refused(tmp_path):
+def test_a_truncated_file_is_refused(tmp_path):
     write_snapshot(tmp_path / "run", {"weight": torch.randn(20), "step": 3})
     whole = (tmp_path / "run").read_bytes()
     for length in range(len(whole)):
@@ -123,7 +123,7 @@ def test_a_file_that_is_cut_off_anywhere_is_refused(tmp_path):
             read_snapshot(tmp_path / "cut")
 
 
-def test_a_file_with_any_bit_turned_is_refused(tmp_path):
+def test_a_file_with_any_flipped_bit_is_refused(tmp_path):
     write_snapshot(tmp_path / "run", {"weight": torch.randn(4), "step": 3})
     whole = (tmp_path / "run").read_bytes()
     for place in range(len(whole)):
@@ -135,7 +135,7 @@ def test_a_file_with_any_bit_turned_is_refused(tmp_path):
 
 
 class Bomb:
-    """Goes off when it is unpickled."""
+    """Runs code when unpickled."""
 
     def __reduce__(self) -> Any:
         return os.mkdir, ("went-off",)
@@ -161,7 +161,7 @@ DATA = b"\0" * 16
 
 
 def forge(path: Path, contents: Any, data: bytes = DATA) -> None:
-    """Write a file whose checksums are right, whatever its table of contents says."""
+    """Write a file with valid checksums for any table of contents."""
     table = contents if isinstance(contents, bytes) else json.dumps(contents).encode()
     end = struct.pack(
         "<QQI12s", len(BEGIN + data), len(table), zlib.crc32(table), b"end of file\n"
@@ -189,17 +189,17 @@ def entry(**changed: Any) -> dict[str, Any]:
         ({"shape": 4}, ["tensor", 0], "impossible shape"),
         ({"shape": [1 << 62, 1 << 62]}, ["tensor", 0], "impossible shape"),
         ({"shape": [0, 1 << 62, 1 << 62]}, ["tensor", 0], "impossible shape"),
-        ({"start": -5}, ["tensor", 0], "where a tensor lies"),
+        ({"start": -5}, ["tensor", 0], "lacks the position of a tensor"),
         ({"start": 3}, ["tensor", 0], "overlap"),
-        ({"crc32": None}, ["tensor", 0], "where a tensor lies"),
+        ({"crc32": None}, ["tensor", 0], "lacks the position of a tensor"),
         ({}, ["exec", "print()"], "does not know"),
         ({}, ["tensor", 7], "does not know"),
         ({}, ["tensor", -1], "does not know"),
         ({}, ["tensor"], "does not know"),
         ({}, [], "without a kind"),
         ({}, {"list": 1}, "without a kind"),
-        ({}, ["dict", 3], "no pair"),
-        ({}, ["dict", [["list"], 3]], "no pair"),
+        ({}, ["dict", 3], "not a pair"),
+        ({}, ["dict", [["list"], 3]], "not a pair"),
     ],
 )
 def test_a_forged_table_of_contents_is_refused(tmp_path, changed, tree, words):
@@ -223,14 +223,14 @@ def test_a_forged_table_of_contents_is_refused(tmp_path, changed, tree, words):
     ],
     ids=lambda table: str(table[:20]),
 )
-def test_what_is_no_table_of_contents_is_refused(tmp_path, table):
+def test_an_invalid_table_of_contents_is_refused(tmp_path, table):
     forge(tmp_path / "run", table)
     with pytest.raises(SnapshotError, match="cannot be read"):
         read_snapshot(tmp_path / "run")
 
 
 def test_entries_may_not_share_bytes(tmp_path):
-    """Else a small file asks for any amount of memory."""
+    """Otherwise a small file could request any amount of memory."""
     forge(tmp_path / "run", {"tree": None, "tensors": [entry()] * 2})
     with pytest.raises(SnapshotError, match="overlap"):
         read_snapshot(tmp_path / "run")
@@ -256,7 +256,7 @@ JUNK = st.recursive(
 
 @settings(max_examples=400)
 @given(junk=JUNK, place=st.sampled_from(["all", "tree", "tensors", "entry", "node"]))
-def test_any_table_of_contents_is_read_or_refused(folder, junk, place):
+def test_any_table_of_contents_is_parsed_or_refused(folder, junk, place):
     contents: Any = {"tree": ["tensor", 0], "tensors": [entry()]}
     match place:
         case "all":
@@ -281,7 +281,7 @@ def test_any_table_of_contents_is_read_or_refused(folder, junk, place):
 @given(
     place=st.integers(0, 10_000), piece=st.binary(max_size=8), cut=st.integers(0, 12)
 )
-def test_a_file_with_a_piece_replaced_is_the_same_or_refused(folder, place, piece, cut):
+def test_a_file_with_a_replaced_piece_is_equal_or_refused(folder, place, piece, cut):
     path = folder / "run"
     tree = {"weight": torch.arange(20.0), "names": ["a", "b"], "step": 3}
     write_snapshot(path, tree)
@@ -340,7 +340,7 @@ def test_a_link_at_the_place_of_the_new_file_is_not_followed(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["run", "victim"]
 
 
-def test_a_full_disk_is_one_error_and_the_old_file_stays(tmp_path):
+def test_a_full_disk_raises_one_error_and_the_old_file_stays(tmp_path):
     write_snapshot(tmp_path / "run", {"number": 1})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
@@ -353,12 +353,12 @@ def test_a_full_disk_is_one_error_and_the_old_file_stays(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_a_folder_that_was_removed_is_one_error(tmp_path):
+def test_a_removed_folder_raises_one_error(tmp_path):
     with pytest.raises(SnapshotError, match=r"cannot be written: .*No such file"):
         write_snapshot(tmp_path / "missing" / "run", {"number": 1})
 
 
-def test_what_is_nested_too_deeply_is_refused(tmp_path):
+def test_deeply_nested_data_is_refused(tmp_path):
     tree: Any = 1
     for _ in range(2000):
         tree = [tree]

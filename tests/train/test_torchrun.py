@@ -1,4 +1,4 @@
-"""torchrun starts what we promise it starts."""
+"""torchrun starts the documented programs."""
 
 import os
 import subprocess

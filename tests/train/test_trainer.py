@@ -1,4 +1,4 @@
-"""The trainer: the hand-written loop bit by bit, and steps that never were."""
+"""The trainer: bitwise the hand-written loop, and skipped steps leave no trace."""
 
 import logging
 import math
@@ -29,7 +29,7 @@ from tests.support.twin import leftovers
 def by_hand(
     data, *, precision=None, clip=None, decay=None, norm=False, epochs=1, seed=0
 ):
-    """The loop that a careful person writes with torch alone."""
+    """The hand-written loop with torch alone."""
     torch.manual_seed(seed)
     model = Classifier(norm=norm)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -61,7 +61,7 @@ def by_hand(
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("norm", [False, True], ids=["layer norm", "batch norm"])
-def test_it_is_the_hand_written_loop_bit_by_bit(precision, checkpointed, norm):
+def test_it_is_bitwise_the_hand_written_loop(precision, checkpointed, norm):
     data = batches(6)
     dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     model, optimizer, losses, average = by_hand(
@@ -89,7 +89,7 @@ def test_it_is_the_hand_written_loop_bit_by_bit(precision, checkpointed, norm):
     assert list(tree_differences(expected, found, where="")) == []
 
 
-def test_a_step_says_what_happened():
+def test_a_step_returns_its_result():
     trainer = make_trainer(precision="fp16", max_gradient_norm=1.0, measure_memory=True)
     result = trainer.step(batches(1)[0])
     assert result.number == 1
@@ -107,7 +107,7 @@ def test_a_step_says_what_happened():
     assert result.peak_bytes >= 4 * parameters
 
 
-def test_without_a_scaler_there_is_no_scale_and_nothing_is_measured_for_nobody():
+def test_without_a_scaler_there_is_no_scale_and_nothing_is_measured():
     result = make_trainer().step(batches(1)[0])
     assert (result.scale, result.gradient_norm, result.peak_bytes) == (None, None, None)
 
@@ -118,7 +118,7 @@ def test_without_a_scaler_there_is_no_scale_and_nothing_is_measured_for_nobody()
     [{"precision": "fp16"}, {"skip_nonfinite": True}],
     ids=["fp16", "fp32 that skips"],
 )
-def test_a_step_with_bad_gradients_leaves_nothing_behind(bad, settings):
+def test_a_step_with_nonfinite_gradients_leaves_nothing_behind(bad, settings):
     good, spoilt = batches(4), batches(1, seed=9)[0]
     spoilt[0][3, 1] = bad
     trainer = make_trainer(norm=True, average_decay=0.9, **settings)
@@ -133,13 +133,13 @@ def test_a_step_with_bad_gradients_leaves_nothing_behind(bad, settings):
 
 
 def fused_trainer(*, norm: bool, dropout: float) -> Trainer:
-    """Make a trainer whose optimizer decides by itself whether it steps."""
+    """Return a trainer whose optimizer decides on the device whether to step."""
     torch.manual_seed(0)
     model = Classifier(norm=norm, dropout=dropout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
     settings = TrainerSettings(precision="fp16", initial_loss_scale=1024.0)
     trainer = Trainer(model, optimizer, settings, functional.cross_entropy)
-    # As on an accelerator; here the host knows at once.
+    # As on an accelerator; here the host knows immediately.
     trainer._stepper.learns_late = True
     return trainer
 
@@ -147,7 +147,7 @@ def fused_trainer(*, norm: bool, dropout: float) -> Trainer:
 @pytest.mark.parametrize("norm", [False, True], ids=["layer norm", "batch norm"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_a_step_that_only_the_device_knows_to_be_bad_leaves_nothing_behind(
+def test_a_nonfinite_step_known_only_to_the_device_leaves_nothing_behind(
     norm, dropout, bad, caplog
 ):
     good, spoilt = batches(4), batches(1, seed=9)[0]
@@ -157,7 +157,7 @@ def test_a_step_that_only_the_device_knows_to_be_bad_leaves_nothing_behind(
     trainer.step(good[1])
     before = remains(trainer)
     result = trainer.step(spoilt)
-    # Who draws random numbers must know at once whether to draw them again.
+    # With random numbers, the host must know whether to draw them again.
     assert result.outcome.is_known == (dropout > 0)
     assert list(tree_differences(before, remains(trainer), where="")) == []
     assert not trainer.step(good[2]).outcome.is_known or dropout > 0
@@ -166,7 +166,7 @@ def test_a_step_that_only_the_device_knows_to_be_bad_leaves_nothing_behind(
     assert (result.stepped, result.skipped, trainer.skipped_steps) == (False, True, 1)
 
 
-def test_the_progress_of_steps_that_only_the_device_knows_is_shown(capsys):
+def test_the_progress_of_steps_known_only_to_the_device_is_shown(capsys):
     spoilt = batches(1, seed=9)[0]
     spoilt[0][0] = math.inf
     trainer = fused_trainer(norm=True, dropout=0.0)
@@ -176,7 +176,7 @@ def test_the_progress_of_steps_that_only_the_device_knows_is_shown(capsys):
 
 
 @pytest.mark.parametrize("place", [0, 2, 5])
-def test_a_run_with_a_skipped_step_ends_as_the_run_without_it(place):
+def test_a_run_with_a_skipped_step_equals_the_run_without_it(place):
     data, spoilt = batches(6), batches(1, seed=9)[0]
     spoilt[0][0] = math.inf
     ends = []
@@ -235,7 +235,7 @@ def test_accumulated_batches_of_any_sizes_make_the_gradients_of_one():
         assert whole == pytest.approx(summed, rel=1e-12, abs=1e-14)
 
 
-def test_the_loop_groups_batches_and_keeps_the_rest():
+def test_the_loop_groups_batches_and_trains_on_the_rest():
     trainer = make_trainer(accumulation_steps=4)
     parts = []
     result = trainer.fit(batches(10), on_step=lambda step: parts.append(step.parts))
@@ -243,7 +243,7 @@ def test_the_loop_groups_batches_and_keeps_the_rest():
     assert result.steps == 3
 
 
-def test_weights_may_be_something_else_than_samples():
+def test_weights_may_differ_from_sample_counts():
     inputs, targets = samples(8)
     inputs = inputs.double()
     targets[5:] = -100  # ignored by the loss
@@ -271,7 +271,7 @@ def test_weights_may_be_something_else_than_samples():
 
 
 def to_points(scores, targets):
-    """Compare with numbers that are no classes: what counts is the samples."""
+    """Compare with numbers that are not classes: samples count."""
     return functional.mse_loss(scores[:, 0], targets.float())
 
 
@@ -294,7 +294,7 @@ def test_a_batch_without_samples_changes_nothing(loss_fn, pieces, place):
     assert list(tree_differences(remains(without), remains(trainer), where="")) == []
 
 
-def test_a_step_of_no_samples_at_all_is_refused_and_changes_nothing():
+def test_a_step_without_samples_is_refused_and_changes_nothing():
     trainer = make_trainer()
     nothing = torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64)
     before = remains(trainer)
@@ -305,7 +305,7 @@ def test_a_step_of_no_samples_at_all_is_refused_and_changes_nothing():
     assert list(tree_differences(before, remains(trainer), where="")) == []
 
 
-def test_gradients_do_not_add_up_from_step_to_step():
+def test_gradients_do_not_accumulate_over_steps():
     trainer = make_trainer()
     batch = batches(1)[0]
     for parameter in trainer.model.parameters():
@@ -315,7 +315,7 @@ def test_gradients_do_not_add_up_from_step_to_step():
     assert all(p.grad is None for p in trainer.model.parameters())
 
 
-def test_gradients_left_by_others_do_not_count():
+def test_gradients_left_by_other_code_do_not_count():
     ends = []
     for dirty in (False, True):
         trainer = make_trainer()
@@ -328,7 +328,7 @@ def test_gradients_left_by_others_do_not_count():
     assert list(tree_differences(*ends, where="")) == []
 
 
-def test_parameters_that_the_optimizer_gets_later_are_trained_like_the_others():
+def test_parameters_added_to_the_optimizer_later_are_trained():
     data, ends = batches(4), []
     for trained in (True, False):
         torch.manual_seed(0)
@@ -352,7 +352,7 @@ def test_parameters_that_the_optimizer_gets_later_are_trained_like_the_others():
     assert list(tree_differences(*ends, where="")) == []
 
 
-def test_a_run_whose_snapshots_have_no_folder_is_refused_before_it_begins(tmp_path):
+def test_a_missing_folder_for_snapshots_is_refused_before_the_run(tmp_path):
     trainer = make_trainer(snapshot_path=tmp_path / "missing" / "run")
     with pytest.raises(UsageError, match="no folder"):
         trainer.fit(batches(2))
@@ -360,12 +360,12 @@ def test_a_run_whose_snapshots_have_no_folder_is_refused_before_it_begins(tmp_pa
 
 
 @pytest.mark.parametrize("epochs", [0, 1.5, "3", True])
-def test_epochs_that_cannot_be_counted_are_refused(epochs):
+def test_an_invalid_number_of_epochs_is_refused(epochs):
     with pytest.raises(UsageError, match="expected epochs to be an integer"):
         make_trainer().fit(batches(1), epochs)
 
 
-def test_data_that_is_empty_or_at_its_end_is_refused():
+def test_empty_or_exhausted_data_is_refused():
     class Once:
         def __init__(self):
             self.left = iter(batches(2))
@@ -417,14 +417,14 @@ def test_all_precisions_reach_the_same_accuracy(seed, record_property):
         assert abs(accuracies[precision] - accuracies["fp32"]) < 0.05, accuracies
 
 
-def test_the_schedule_of_epochs_moves_once_an_epoch():
+def test_an_epoch_schedule_advances_once_an_epoch():
     trainer = make_trainer(schedule_each="epoch")
     trainer.fit(batches(5), epochs=3)
     assert trainer.scheduler is not None
     assert trainer.scheduler.get_last_lr() == [pytest.approx(0.05 * 0.9**3)]
 
 
-def test_fit_goes_on_for_as_many_epochs_as_it_is_told_each_time():
+def test_each_call_of_fit_adds_its_number_of_epochs():
     trainer = make_trainer()
     data = batches(3)
     assert trainer.fit(data, epochs=2).epochs == 2
@@ -448,7 +448,7 @@ def test_mixed_precision_is_announced_in_the_log(caplog):
     assert caplog.messages == ["Mixed Precision Training enabled: torch.bfloat16"]
 
 
-def test_an_interrupt_ends_the_run_after_its_step_and_it_goes_on_the_same():
+def test_an_interrupt_ends_the_run_after_its_step_and_it_can_continue():
     data = batches(8)
     whole = make_trainer(average_decay=0.9)
     with seeded(1):
@@ -472,7 +472,7 @@ def test_an_interrupt_ends_the_run_after_its_step_and_it_goes_on_the_same():
     assert list(tree_differences(remains(whole), remains(halves), where="")) == []
 
 
-def test_an_error_in_the_model_leaves_the_run_as_it_was():
+def test_an_error_in_the_model_does_not_change_the_run():
     trainer = make_trainer(norm=True)
     good, bad = batches(2), (torch.randn(4, 4), torch.tensor([0, 1, 2, 99]))
     trainer.step(good[0])
@@ -494,7 +494,7 @@ def test_a_progress_bar_shows_epochs_and_losses(capsys):
 
 
 class Unclosed(torch.optim.SGD):
-    """An optimizer that insists on a closure."""
+    """An optimizer that requires a closure."""
 
     def step(self, closure):  # pyright: ignore[reportIncompatibleMethodOverride]
         return closure()
@@ -505,7 +505,7 @@ class Unclosed(torch.optim.SGD):
     [
         (
             lambda m: Trainer(nn.ReLU(), torch.optim.SGD(m.parameters())),
-            "no parameters",
+            "with parameters to train, got ReLU",
         ),
         (
             lambda m: Trainer(m, torch.optim.SGD(nn.Linear(2, 2).parameters())),
@@ -513,9 +513,9 @@ class Unclosed(torch.optim.SGD):
         ),
         (
             lambda m: Trainer(m, torch.optim.LBFGS(m.parameters())),
-            "from a closure",
+            "which needs a closure",
         ),
-        (lambda m: Trainer(m, Unclosed(m.parameters())), "from a closure"),
+        (lambda m: Trainer(m, Unclosed(m.parameters())), "which needs a closure"),
         (
             lambda m: Trainer(
                 m.half(),
@@ -533,25 +533,28 @@ class Unclosed(torch.optim.SGD):
         ),
     ],
 )
-def test_what_cannot_be_trained_together_is_refused(make, words):
+def test_incompatible_models_and_optimizers_are_refused(make, words):
     with pytest.raises(UsageError, match=words):
         make(Classifier())
 
 
-def test_schedules_that_do_not_fit_are_refused():
+def test_incompatible_schedulers_are_refused():
     model = Classifier()
     optimizer = torch.optim.SGD(model.parameters())
     other = torch.optim.SGD(model.parameters())
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
     elsewhere = torch.optim.lr_scheduler.ExponentialLR(other, 0.9)
-    for scheduler, words in ((plateau, "measure of progress"), (elsewhere, "another")):
+    for scheduler, words in (
+        (plateau, "measure of progress"),
+        (elsewhere, "got one of another"),
+    ):
         with pytest.raises(UsageError, match=words):
             Trainer(model, optimizer, scheduler=scheduler)
 
 
 def test_a_model_without_blocks_is_refused_checkpointing():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3))
-    with pytest.raises(UsageError, match="found none"):
+    with pytest.raises(UsageError, match=r"repeated blocks .* got none"):
         Trainer(
             model,
             torch.optim.SGD(model.parameters()),
@@ -559,13 +562,13 @@ def test_a_model_without_blocks_is_refused_checkpointing():
         )
 
 
-def test_batches_that_do_not_fit_are_refused():
+def test_invalid_batches_are_refused():
     trainer = make_trainer()
     with pytest.raises(UsageError, match="expected at least one batch"):
         trainer.step()
     with pytest.raises(UsageError, match="pair of inputs and targets"):
         trainer.step(torch.ones(3, 4))
-    with pytest.raises(UsageError, match="gone through again"):
+    with pytest.raises(UsageError, match="cannot be iterated again"):
         trainer.fit(iter(batches(2)))
     with pytest.raises(UsageError, match="at least 1"):
         trainer.fit(batches(2), epochs=0)
@@ -573,7 +576,7 @@ def test_batches_that_do_not_fit_are_refused():
         trainer.fit(batches(2), resume=True)
 
 
-def test_a_loss_of_many_numbers_is_refused():
+def test_a_loss_of_several_elements_is_refused():
     trainer = make_trainer(loss_fn=lambda outputs, targets: outputs.sum(1))
     with pytest.raises(UsageError, match="one element"):
         trainer.step(batches(1)[0])
@@ -599,7 +602,7 @@ class TestTrainingMode:
         ):
             assert torch.equal(mine, other)
 
-    def test_parts_that_were_put_in_evaluation_mode_stay_there(self):
+    def test_parts_in_evaluation_mode_stay_there(self):
         trainer = make_trainer(norm=True)
         norms = [m for m in trainer.model.modules() if isinstance(m, nn.BatchNorm1d)]
         for norm in norms:
@@ -649,7 +652,7 @@ class TestSeveralOptimizers:
         ],
         ids=str,
     )
-    def test_two_are_one_with_two_groups(self, settings):
+    def test_two_optimizers_equal_one_with_two_groups(self, settings):
         data = batches(6)
         one, two = self.make(joint=False, **settings), self.make(joint=True, **settings)
         results = [trainer.fit(data, epochs=2) for trainer in (one, two)]
@@ -659,7 +662,7 @@ class TestSeveralOptimizers:
         ):
             assert torch.equal(mine, other)
 
-    def test_they_resume_where_they_were(self, tmp_path):
+    def test_their_states_resume(self, tmp_path):
         data = batches(6)
         whole = self.make(joint=True)
         whole.fit(data, epochs=2)
@@ -686,7 +689,7 @@ class TestSeveralOptimizers:
         with pytest.raises(SnapshotError, match=r"CountedSchedule\+CountedSchedule"):
             self.make(joint=False).load(tmp_path / "run")
 
-    def test_what_does_not_belong_together_is_refused(self):
+    def test_incompatible_optimizers_are_refused(self):
         model = nn.Linear(2, 2)
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
         with pytest.raises(UsageError, match="is in two optimizers"):

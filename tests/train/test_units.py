@@ -1,4 +1,4 @@
-"""Levels of recomputation for units: the lowest that fits, found on real steps."""
+"""Levels of recomputation for units: the lowest that fits, by real steps."""
 
 import math
 
@@ -36,7 +36,7 @@ def test_the_level_is_the_lowest_that_fits(growths, share):
     assert len(asked) == len(set(asked))
 
 
-def test_few_levels_are_tried():
+def test_only_a_few_levels_are_tried():
     asked = []
 
     def peak_at(level):
@@ -120,7 +120,7 @@ def test_a_plan_that_is_refused_leaves_nothing_on_the_units():
     assert not any(is_checkpointed(unit) for unit in units)
 
 
-def test_it_can_be_tightened_until_all_is_recomputed():
+def test_it_can_be_tightened_until_everything_is_recomputed():
     units, _, measure = problem()
     plan = UnitPlan(units)
     plan.settle(measure(), measure, 0)

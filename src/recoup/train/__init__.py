@@ -1,7 +1,4 @@
-"""The trainer, and the parts of it that serve any training loop.
-
-Uses everything below; nothing below imports it.
-"""
+"""The trainer, and its parts that serve any training loop."""
 
 from recoup.train.budgeting.comparison import compare_configurations
 from recoup.train.budgeting.recovery import StepRecovery

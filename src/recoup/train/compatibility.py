@@ -1,4 +1,4 @@
-"""Models, optimizers and schedulers: joined, or refused before the first step."""
+"""Models, optimizers and schedulers: checked and joined before the first step."""
 
 import inspect
 import logging
@@ -37,49 +37,56 @@ def check_parts(
         joint = joined(several)
     except ValueError as error:
         raise UsageError(
-            f"{error}: a step would move it twice. Give each optimizer parameters of "
-            "its own."
+            f"{error}: a step would update it twice; give each optimizer its own "
+            "parameters."
         ) from None
     for each in several:
         _check_optimizer(model, each)
     for scheduler in schedulers:
         if isinstance(scheduler, ReduceLROnPlateau):
             raise UsageError(
-                "ReduceLROnPlateau needs a measure of progress, which the trainer does "
-                "not have: call scheduler.step(measure) yourself between epochs."
+                "expected a scheduler without a metric, got ReduceLROnPlateau, which "
+                "needs a measure of progress; call scheduler.step(measure) between "
+                "epochs."
             )
         if all(scheduler.optimizer is not each for each in several):
-            raise UsageError("the scheduler is of another optimizer than the trainer.")
+            raise UsageError(
+                "expected a scheduler of the trainer's optimizer, got one of another."
+            )
     return joint
 
 
 def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     parameters = {id(parameter) for parameter in model.parameters()}
     if not parameters:
-        raise UsageError(f"this {type(model).__name__} has no parameters to train.")
+        raise UsageError(
+            f"expected a model with parameters to train, got {type(model).__name__} "
+            "without any."
+        )
     if parameters.isdisjoint(map(id, parameters_of(optimizer))):
         raise UsageError(
-            "the optimizer has none of the model's parameters: make it from "
-            "model.parameters() after moving, wrapping or sharding the model."
+            "expected an optimizer of the model's parameters, got one with none of "
+            "the model's parameters; make it from model.parameters() after moving, "
+            "wrapping or sharding the model."
         )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UsageError(
-            f"{type(optimizer).__name__} computes the loss several times a step, from "
-            "a closure. The trainer computes it once: use another optimizer."
+            "expected an optimizer that needs the loss once a step, got "
+            f"{type(optimizer).__name__}, which needs a closure; use another."
         )
 
 
 def enter_training_mode(model: nn.Module) -> None:
-    """Put a model in training mode if no part of it is in it.
+    """Put a model in training mode if no part of it is.
 
-    Parts in evaluation mode among others that are not were put there on purpose, as
-    normalization layers that keep their statistics.
+    If only some parts are in evaluation mode, that is on purpose, for example for
+    normalization layers with frozen statistics.
     """
     if not any(module.training for module in model.modules()):
         _log.warning(
             "the model was in evaluation mode, in which dropout and batch statistics "
-            "are off, and is put in training mode"
+            "are off; it is put in training mode"
         )
         model.train()
 
@@ -90,8 +97,8 @@ def check_types(model: nn.Module, scaler: GradientScaler | None) -> None:
         return
     if any(parameter.dtype is torch.float16 for parameter in model.parameters()):
         raise UsageError(
-            "fp16 needs its parameters in float32, or small updates are lost: found "
-            "some in float16. Leave out model.half(); or use bf16."
+            "expected parameters in float32 with fp16, or small updates are lost, got "
+            "some in float16; leave out model.half(), or use bf16."
         )
 
 
@@ -115,7 +122,7 @@ class JointScheduler:
         return {"members": [member.state_dict() for member in self.members]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the states of schedulers like these."""
+        """Load the states of schedulers of the same kinds."""
         for member, state in zip(self.members, state_dict["members"], strict=True):
             member.load_state_dict(state)
 
@@ -123,7 +130,7 @@ class JointScheduler:
 def as_schedulers(
     given: LRScheduler | Sequence[LRScheduler] | None,
 ) -> list[LRScheduler]:
-    """Return schedulers as a list, which has none without any."""
+    """Return schedulers as a list, empty without any."""
     if given is None:
         return []
     return list(given) if isinstance(given, Sequence) else [given]

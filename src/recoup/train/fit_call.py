@@ -23,10 +23,10 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interruption:
-    """Turns the first interrupt in the block into a request, which can be asked for.
+    """Turns the first interrupt in the block into a request.
 
-    A second Ctrl-C raises `KeyboardInterrupt` at once. Handlers are installed in the
-    main thread only, the one thread that gets signals, and put back at the end.
+    A second Ctrl-C raises `KeyboardInterrupt`. Handlers are installed in the main
+    thread only, the one that gets signals, and restored at the end.
 
     Examples:
         >>> with Interruption() as interruption:
@@ -63,12 +63,11 @@ _SECONDS_BETWEEN_READS = 0.5
 class ProgressBar:
     """Shows epoch, steps, loss and skipped steps on standard error.
 
-    The device is asked for numbers at most twice a second: asking makes the host wait
-    for it.
+    The device is read at most twice a second: reading makes the host wait for it.
 
     Args:
         enabled: False shows nothing.
-        console: Where to show it, instead of standard error.
+        console: The console to use instead of standard error.
     """
 
     def __init__(self, *, enabled: bool, console: Console | None = None) -> None:
@@ -88,7 +87,7 @@ class ProgressBar:
         self._read_at = -_SECONDS_BETWEEN_READS
 
     def begin_epoch(self, number: int, *, steps: int | None, done: int) -> None:
-        """Start counting the steps of an epoch, of which some are done already."""
+        """Start counting the steps of an epoch, some of which may be done."""
         if self._progress is not None:
             self._progress.reset(
                 self._task, total=steps, completed=done, description=f"epoch {number}"
@@ -135,7 +134,7 @@ class FitCall:
 
     @property
     def is_ending(self) -> bool:
-        """Whether a signal or `Trainer.stop` asked to end after this step."""
+        """Whether a signal or `Trainer.stop` requested the end after this step."""
         return self.is_stopped or self.interruption.is_requested
 
     def take(self, result: StepResult) -> None:
@@ -155,7 +154,7 @@ def groups(batches: Iterator[Any], size: int) -> Iterator[list[Any]]:
 
 
 def step_count(loader: Iterable[Any], size: int) -> int | None:
-    """Return how many steps an epoch has, if the loader knows its length."""
+    """Return the number of steps of an epoch, if the loader has a length."""
     if not isinstance(loader, Sized):
         return None
     try:

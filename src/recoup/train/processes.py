@@ -1,4 +1,4 @@
-"""Several processes that train one model: who they are, and what they agree on."""
+"""The processes that train one model: their ranks, and their agreement."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -24,11 +24,11 @@ class Report:
 
     Attributes:
         weight: The weight of its batches.
-        batches: How many it has; none at the end of its data.
-        stop: Whether it was asked to stop.
+        batches: The number of its batches; 0 at the end of its data.
+        stop: Whether it was requested to stop.
         is_new: Whether batches of these shapes are new to it.
         is_empty: Whether its batches have no samples.
-        failed: 0 if all went well, 1 if it ran out of memory, 2 if it failed.
+        failed: 0 on success, 1 if it ran out of memory, 2 if it failed otherwise.
     """
 
     weight: float = 0.0
@@ -42,7 +42,7 @@ class Report:
 class Processes:
     """The processes that train a model together, or the one that trains it alone.
 
-    Agreement goes over a group of its own on the hosts: it costs the accelerators
+    They communicate over their own group on the hosts: this costs the accelerators
     nothing and the hosts a fraction of a millisecond.
 
     Args:
@@ -62,7 +62,7 @@ class Processes:
         self.count = distributed.get_world_size() if shared else 1
         self.rank = distributed.get_rank() if shared else 0
         self._group: ref[Any] | None = None
-        # torch fails on a first backward that does not synchronise a static graph.
+        # torch fails if the first backward of a static graph does not synchronise.
         self._may_accumulate = not getattr(model, "static_graph", False)
         self.may_recover = self.count == 1 or (
             self.is_replicated
@@ -73,12 +73,12 @@ class Processes:
     def connect(self) -> None:
         """Connect to the others; all must call it together.
 
-        A process that refuses to train does so before: one that ends while others
-        connect to it leaves them with an error that names no reason.
+        A process must refuse to train before this: one that exits while others connect
+        leaves them with an unspecific error.
         """
         if self.count > 1:
             # Torch keeps it until all groups are destroyed. A group that outlives that,
-            # in a trainer that outlives it, can abort the interpreter when it ends.
+            # held by a trainer, can abort the interpreter at exit.
             self._group = ref(distributed.new_group(backend="gloo"))
 
     @property
@@ -101,7 +101,7 @@ class Processes:
         return [_as_report(each.tolist()) for each in gathered]
 
     def gather(self, thing: Any) -> list[Any]:
-        """Return what every process has, to every process."""
+        """Return the objects of all processes to each of them."""
         if self.count == 1:
             return [thing]
         things: list[Any] = [None] * self.count
@@ -110,7 +110,7 @@ class Processes:
         return things
 
     def watching(self) -> AbstractContextManager[None]:
-        """Say it plainly if another process goes away in the block."""
+        """Raise `PeerError` if another process disappears in the block."""
         return _ALONE if self.count == 1 else _watching()
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[None]:
@@ -128,7 +128,7 @@ class Processes:
         self._may_accumulate = self._may_accumulate or last
 
     def average_gradients(self, parameters: Sequence[Tensor]) -> None:
-        """Exchange gradients that were computed without: their mean over processes.
+        """Average gradients over processes that were computed without exchange.
 
         A parameter that no process used keeps no gradient; where only some did, the
         others count as zero.
@@ -148,8 +148,8 @@ class Processes:
         group = None if self._group is None else self._group()
         if group is None:
             raise PeerError(
-                "the processes of this run are no longer connected: their groups were "
-                "destroyed. Call destroy_process_group after the last step."
+                "expected the processes of this run to be connected, but their groups "
+                "were destroyed; call destroy_process_group after the last step."
             )
         return group
 
@@ -162,13 +162,13 @@ def _watching() -> Iterator[None]:
         if not any(words in str(error) for words in _LOST_PEER):
             raise
         raise PeerError(
-            "another process of this run is gone: see what it wrote last. "
-            "This process cannot go on without it."
+            "another process of this run is gone; see its last output. This process "
+            "cannot continue without it."
         ) from error
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside its wrappers, whose names appear in its state."""
+    """Return the model inside its wrappers, without their prefixes in its state."""
     if isinstance(model, DistributedDataParallel):
         model = model.module
     original = getattr(model, "_orig_mod", model)
@@ -176,12 +176,12 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _refuse_old_sharding(model: nn.Module) -> None:
-    # A model cannot be of a class that nobody has imported, and it is slow to import.
+    # Checked only if the module is imported: importing it is slow.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None and isinstance(model, fsdp.FullyShardedDataParallel):
         raise UnsupportedError(
-            "FullyShardedDataParallel needs a scaler and clipping of its own: shard "
-            "the model with torch.distributed.fsdp.fully_shard instead."
+            "expected a model sharded with torch.distributed.fsdp.fully_shard, got "
+            "FullyShardedDataParallel, which needs its own scaler and clipping."
         )
 
 

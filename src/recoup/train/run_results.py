@@ -49,18 +49,19 @@ class Peak:
 
 
 class Peaks:
-    """Measures every step, at the price that its figure is worth.
+    """Measures every step, at low cost by default.
 
-    An allocator counts anyway, but reading it takes the host as long as some ten
-    operators. So it is read when a step's peak is asked for, or when the next step
-    begins and somebody still has the result of the last. What runs between the end of
-    the step and that moment counts as well, unless measuring was asked for: then it
-    is read when the step ends.
+    An allocator counts anyway, but reading it takes as much host time as some ten
+    operators. So it is read when a step's peak is read, or when the next step begins
+    while the last result is referenced. Memory used between the end of the step and
+    that moment counts as well, unless measuring was requested: then it is read when the
+    step ends.
 
     Args:
-        device: Where the steps compute.
+        device: The device of the steps.
         wanted: Whether to measure; by default on accelerators only.
-        existing: Returns what exists before a step, which only an allocator knows of.
+        existing: Returns the tensors that exist before a step, for devices without an
+            allocator that counts.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class Peaks:
 class StepOutcome:
     """Whether a step was skipped: known, or still to come from the device.
 
-    Reading it waits for the step, and for nothing that was issued after it.
+    Reading it waits for the step, and for nothing launched after it.
 
     Examples:
         >>> outcome = StepOutcome(torch.tensor([True]))
@@ -110,7 +111,7 @@ class StepOutcome:
 
     __slots__ = ("_arrived", "_copy", "_skipped", "flag")
 
-    def __init__(self, skipped: bool | Tensor) -> None:  # noqa: FBT001 (it is the outcome)
+    def __init__(self, skipped: bool | Tensor) -> None:  # noqa: FBT001 (the outcome)
         self._skipped: bool | None = None
         self._arrived: torch.Event | None = None
         self.flag: Tensor | None = None
@@ -125,7 +126,7 @@ class StepOutcome:
 
     @property
     def is_known(self) -> bool:
-        """Whether the host knows it already."""
+        """Whether the host already knows it."""
         return self._skipped is not None
 
     @property
@@ -143,12 +144,11 @@ class StepOutcome:
 class StepResult:
     """The result of one step of a `Trainer`.
 
-    Numbers that a device computed are read when they are asked for, and only then
-    does the host wait for it.
+    Numbers that a device computed are read on access, and only then does the host wait.
 
     Attributes:
-        number: Which step it was, from 1; skipped ones count.
-        parts: How many pieces the step's batches were computed in.
+        number: The number of the step, from 1; skipped ones count.
+        parts: The number of pieces in which the step's batches were computed.
         seconds: The host's time. It does not wait for an accelerator.
     """
 
@@ -163,21 +163,21 @@ class StepResult:
 
     @property
     def stepped(self) -> bool:
-        """Whether the parameters moved; False if the gradients overflowed."""
+        """Whether the parameters were updated; False if the gradients overflowed."""
         return not self.outcome.skipped
 
     @property
     def skipped(self) -> bool:
-        """Whether the parameters stayed as they were."""
+        """Whether the parameters stayed unchanged."""
         return self.outcome.skipped
 
     @property
     def peak_bytes(self) -> int | None:
-        """The most bytes alive on the device at a moment of the step, if measured.
+        """The peak bytes of the step on the device, if measured.
 
-        With `measure_memory=True` it is exactly that. By default an accelerator is
-        asked when this is, and at the latest when the next step begins: what else ran
-        there since the step counts too.
+        With `measure_memory=True` it is exact. By default an accelerator is read on
+        access, or at the latest when the next step begins: other work on it since the
+        step counts too.
         """
         return self.peak.bytes
 
@@ -188,7 +188,7 @@ class StepResult:
 
     @property
     def gradient_norm(self) -> float | None:
-        """The norm of all gradients before clipping, if something asked for it."""
+        """The norm of all gradients before clipping, if it was computed."""
         if self.norm_tensor is None:
             return None
         return float(whole(self.norm_tensor).item())
@@ -204,11 +204,11 @@ class RunResult:
     """The result of `Trainer.fit`.
 
     Attributes:
-        epochs: Epochs that are finished, of earlier runs too.
-        steps: Steps of this run, skipped ones included.
-        skipped: Skipped ones among them.
+        epochs: The number of finished epochs, including those of earlier runs.
+        steps: The number of steps of this run, including skipped ones.
+        skipped: The number of skipped ones.
         seconds: The time of this run.
-        interrupted: Whether it was asked to stop before the end.
+        interrupted: Whether it was requested to stop before the end.
         last: The last step of this run.
     """
 

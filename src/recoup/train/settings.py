@@ -16,41 +16,41 @@ class TrainerSettings:
     """The settings of a `Trainer`.
 
     Attributes:
-        epochs: Passes over the data that `fit` makes.
-        batch_size: Samples a batch, if `fit` is given a dataset instead of a loader.
+        epochs: The number of passes over the data of `fit`.
+        batch_size: Samples per batch, if `fit` gets a dataset instead of a loader.
         enable_mixed_precision: Compute in 16 bits where that is safe.
         precision: The format: `"bf16"`, `"fp16"`, `"fp32"` or `"auto"`. By default
             `"auto"` with mixed precision and `"fp32"` without; a format of 16 bits
             enables mixed precision by itself.
         initial_loss_scale: The first loss scale; used with fp16 only.
-        loss_scale_growth_interval: Good steps before the loss scale doubles.
-        dynamic_loss_scale: False keeps the loss scale as it is.
+        loss_scale_growth_interval: Finite steps before the loss scale doubles.
+        dynamic_loss_scale: False keeps the loss scale constant.
         use_gradient_checkpointing: Recompute the repeated blocks of the model in
             backward: its layers, not its embedding, stem or head.
-        checkpoint_segment_size: How many of these blocks, one after the other, are
-            recomputed together and hold one input; by default each by itself.
+        checkpoint_segment_size: The number of consecutive blocks that are recomputed
+            together and hold one input; by default 1.
         budget: The peak bytes that a step may use on the device, as a number or as
             in `"8GiB"`; `fit` then plans what to keep and what to recompute.
-        compile: Who runs the blocks within the budget, as for `recoup.fit`; for one
-            process.
+        compile: The executor of the blocks within the budget, as for `recoup.fit`; for
+            one process.
         accumulation_steps: Batches whose gradients make one step.
         max_gradient_norm: Clip gradients to this norm.
         average_decay: Keep an exponential average of the parameters with this decay.
         schedule_each: Advance the schedule after each `"step"` or each `"epoch"`.
-        skip_nonfinite: Skip steps whose gradients are not finite in fp32 and bf16
-            too, which synchronises once a step; in fp16 they always are.
+        skip_nonfinite: Skip steps with nonfinite gradients in fp32 and bf16 too, which
+            synchronises once a step; in fp16 they are always skipped.
         recover_from_out_of_memory: Recompute more, then split the batch, when a step
-            does not fit. By default wherever it is possible; True refuses a model of
-            which one process cannot go back alone: sharded, of a static graph, or with
+            does not fit. By default wherever it is possible; True refuses a model for
+            which one process cannot retry alone: sharded, with a static graph, or with
             batch statistics over processes.
         measure_memory: Measure every step's peak bytes. By default on accelerators,
-            which are asked when a result's `peak_bytes` is; True asks at the end of
-            each step. Elsewhere it takes some ten microseconds an operator.
-        snapshot_path: Where `fit` writes what is needed to resume.
-        snapshot_every_steps: How often; by default at the end of each epoch.
-        snapshot_keep: How many snapshots `fit` keeps: the last ones are also under
-            `snapshot_path` with the number of their step, as `run.1200`. By default
-            only the last one is there.
+            which are read when a result's `peak_bytes` is; True reads at the end of
+            each step. Elsewhere it takes some ten microseconds per operator.
+        snapshot_path: The file to which `fit` writes snapshots for resuming.
+        snapshot_every_steps: Steps between snapshots; by default one per epoch.
+        snapshot_keep: The number of snapshots that `fit` keeps: the last ones are also
+            at `snapshot_path` with the number of their step, as `run.1200`. By default
+            only the last one is kept.
         show_progress: Show a progress bar.
 
     Raises:
@@ -115,8 +115,8 @@ class TrainerSettings:
             _check_between("max_gradient_norm", self.max_gradient_norm, 0.0, math.inf)
             if self.max_gradient_norm == 0:
                 raise UsageError(
-                    "max_gradient_norm=0 would make every gradient zero. Leave it out "
-                    "to clip nothing."
+                    "expected max_gradient_norm above 0, got 0, which would make every "
+                    "gradient zero; leave it out to clip nothing."
                 )
         if self.average_decay is not None:
             _check_between("average_decay", self.average_decay, 0.0, 1.0)
@@ -138,7 +138,7 @@ class TrainerSettings:
             check_precision(self.precision)
         if self.precision == "fp32" and self.enable_mixed_precision:
             raise UsageError(
-                "enable_mixed_precision=True contradicts precision='fp32'. Leave one "
+                "enable_mixed_precision=True contradicts precision='fp32'; leave one "
                 "of them out."
             )
         if self.checkpoint_segment_size is not None:
@@ -153,8 +153,8 @@ class TrainerSettings:
             parse_bytes(self.budget)
             if self.use_gradient_checkpointing:
                 raise UsageError(
-                    "budget= plans what to recompute, use_gradient_checkpointing=True "
-                    "recomputes every block. Give one of them."
+                    "expected budget= or use_gradient_checkpointing=True, got both: a "
+                    "budget plans what to recompute. Give one of them."
                 )
         for name in ("snapshot_every_steps", "snapshot_keep"):
             if getattr(self, name) is not None and self.snapshot_path is None:
@@ -163,15 +163,13 @@ class TrainerSettings:
     def _check_segment_size(self) -> None:
         if self.budget is not None:
             raise UsageError(
-                "budget= plans by itself what is recomputed together, "
-                f"checkpoint_segment_size={self.checkpoint_segment_size} says it. Give "
-                "one of them."
+                "expected budget= or checkpoint_segment_size, got both: a budget plans "
+                "by itself what is recomputed together. Give one of them."
             )
         if not self.use_gradient_checkpointing:
             raise UsageError(
-                f"checkpoint_segment_size={self.checkpoint_segment_size} is how many "
-                "blocks are recomputed together, and none is: it needs "
-                "use_gradient_checkpointing=True."
+                f"checkpoint_segment_size={self.checkpoint_segment_size} needs "
+                "use_gradient_checkpointing=True; set it, or leave the size out."
             )
 
 
@@ -184,7 +182,7 @@ _MAY_BE_LEFT_OUT = (
 
 
 def check_count(name: str, value: object) -> None:
-    """Raise unless a setting is a whole number from 1, or may be left out and is.
+    """Raise unless a setting is a positive integer, or is optional and None.
 
     Examples:
         >>> check_count("epochs", 3)

@@ -1,4 +1,4 @@
-"""One training step, in the right order, undone if it must not count."""
+"""One training step: forward, backward, update, and its undoing if it is skipped."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -34,21 +34,20 @@ from recoup.train.settings import TrainerSettings
 OUT_OF_MEMORY, FAILED = 1, 2
 
 _CANNOT_GO_BACK = (
-    "With a model that is sharded, of a static graph, or with batch statistics over "
+    "With a model that is sharded, has a static graph, or batch statistics over "
     "processes, a process that runs out of memory cannot go back: the others wait for "
     "it inside forward or backward. Set budget=, or a smaller batch, instead."
 )
 
 
 class Stepper:
-    """Computes gradients and moves parameters; knows nothing of data and files.
+    """Computes gradients and updates parameters, independent of data and files.
 
     The order is: scale the loss, backward, unscale, clip, step if all gradients are
-    finite, update the scale. Whatever comes after a step (schedule, average) asks
-    `StepResult.stepped`.
+    finite, update the scale. Schedule and average then depend on `StepResult.stepped`.
 
     Attributes:
-        learns_late: The host need not know at once whether a device took a step.
+        learns_late: Whether the host may learn later that a device skipped a step.
     """
 
     def __init__(
@@ -103,10 +102,10 @@ class Stepper:
         return parameters_of(self._optimizer)
 
     def report(self, batches: Sequence[Any], *, stop: bool = False) -> Report:
-        """Return what the other processes must know of the next step."""
+        """Return the report on the next step for the other processes."""
         several = self.processes.count > 1
         if len(batches) == 1 and not several:
-            # Alone it has all the weight, whatever that is.
+            # Alone it has the full weight.
             is_empty = not has_samples(batches[0])
             return Report(batches=1, stop=stop, is_empty=is_empty)
         return Report(
@@ -120,18 +119,18 @@ class Stepper:
     def with_samples(
         self, batches: Sequence[Any], reports: Sequence[Report]
     ) -> Sequence[Any]:
-        """Return the batches that a step is made of: a mean leaves out the empty ones.
+        """Return the batches of a step: a mean leaves out the empty ones.
 
-        Several processes compute theirs all the same, with no weight: each must do what
-        the others wait for.
+        With several processes they are computed anyway, with no weight: the other
+        processes wait for each one's collectives.
 
         Raises:
             UsageError: No process has a sample.
         """
         if all(report.is_empty for report in reports):
             raise UsageError(
-                "a step needs samples: its batches have none. Leave empty batches out "
-                "of the data, or accumulate them with others."
+                "a step needs samples, got batches without any; leave empty batches "
+                "out of the data, or accumulate them with others."
             )
         if self.processes.count > 1:
             return batches
@@ -143,22 +142,22 @@ class Stepper:
         """Make one step of several batches that all processes have reported.
 
         Raises:
-            torch.OutOfMemoryError: It does not fit, and nothing is left to give
-                up. Gradients, buffers and random states are as before.
+            torch.OutOfMemoryError: It does not fit, and no measure is left.
+                Gradients, buffers and random states are restored.
             PeerError: Another process has failed.
         """
         start = time.perf_counter()
         if self._is_broken:
             raise UnsupportedError(
                 "an earlier step failed while a sharded model was accumulating "
-                "gradients, which cannot be taken off it. Resume in a new process."
+                "gradients, which cannot be removed from it; resume in a new process."
             )
         careful = (
             self.processes.count > 1
             and self._may_recover
             and any(report.is_new for report in reports)
         )
-        # Others may have left some. At the end they go again, before the next forward.
+        # Clear gradients of others first; after the step, before the next forward.
         self._clear_gradients()
         if self._may_undo:
             self._before.take()
@@ -181,28 +180,29 @@ class Stepper:
         )
 
     def rehearse(self, batches: Sequence[Any]) -> None:
-        """Compute gradients as a step would, of two parts at most, and leave them.
+        """Compute gradients as a step would, of at most two parts, and leave them.
 
-        With the gradients of a part alive the next one needs as much memory as all
-        that follow. Processes with a model each exchange nothing; those with shards of
+        With the gradients of a part alive, the next one needs as much memory as all
+        later ones. Processes with a model each exchange nothing; those with shards of
         one must call it together.
         """
         parts = self.recovery.cut(batches)[:2]
-        # Gradients that a sharded model keeps to itself could not be taken off it.
+        # Gradients that a sharded model accumulates could not be removed from it.
         self._attempt(parts, total=0.0, synchronise=self.processes.is_sharded)
 
     def _decide_recovery(self) -> bool:
         wanted = self._settings.recover_from_out_of_memory
         if wanted and not self.processes.may_recover:
             raise UnsupportedError(
-                f"recover_from_out_of_memory=True was set. {_CANNOT_GO_BACK}"
+                f"expected a model that one process can retry alone with "
+                f"recover_from_out_of_memory=True. {_CANNOT_GO_BACK}"
             )
         return wanted is not False and self.processes.may_recover
 
     def _gradients(
         self, batches: Sequence[Any], reports: Sequence[Report], *, careful: bool
     ) -> tuple[Tensor, int]:
-        """Compute gradients, giving up more and more until they fit in memory."""
+        """Compute gradients, with further measures until they fit in memory."""
         total = reports[0].weight
         if len(reports) > 1:
             total = sum(report.weight for report in reports) / len(reports)
@@ -216,7 +216,7 @@ class Stepper:
     def _try(
         self, batches: Sequence[Any], total: float, *, careful: bool
     ) -> tuple[Tensor, int] | None:
-        """Compute gradients; return nothing if memory ran out and more was given up."""
+        """Compute gradients; return None if memory ran out and a measure was taken."""
         parts = self.recovery.cut(batches)
         failed, loss = 0, None
         try:
@@ -231,7 +231,7 @@ class Stepper:
             if not memory or not (careful or self._relieve(batches, error)):
                 raise
             failed = OUT_OF_MEMORY
-        # Here the exception is gone, and with it what its frames kept alive.
+        # The exception, and the values that its frames kept alive, are gone here.
         if careful:
             failed = self._agree(batches, failed)
         if failed or loss is None:
@@ -257,7 +257,7 @@ class Stepper:
                 part = to_device(part, self.device)
                 with self.precision:
                     loss = self._loss(part, several=len(parts) > 1 or count > 1)
-                # Multiplying by one would change no bit, and add to the graph.
+                # Multiplying by one changes no bit, but adds to the graph.
                 weighted = loss if share == 1.0 else loss * share
                 scaled = self.scaler.scale(weighted) if self.scaler else weighted
                 scaled.backward()
@@ -266,7 +266,7 @@ class Stepper:
         return reduction.combine(losses, weights)
 
     def _loss(self, part: Any, *, several: bool) -> Tensor:
-        """Return the loss of a part; the first time, see whether it may be one."""
+        """Return the loss of a part; check the first one if batches are split."""
         proof = self._proof
         if proof is None or proof.is_over or not several:
             return compute_loss(self._model, part, self._loss_fn)
@@ -276,10 +276,10 @@ class Stepper:
         return loss
 
     def _take_back(self, outcome: StepOutcome) -> None:
-        """Undo what forward changed, if the step was skipped.
+        """Restore buffers and random states if the step was skipped.
 
-        What only the device knows so far it undoes by itself: the host need not wait
-        for it, and issues the next step meanwhile.
+        If only the device knows so far, it restores by itself: the host need not wait
+        and launches the next step meanwhile.
         """
         flag = outcome.flag
         if flag is not None and self._before.can_restore_on(flag.device):
@@ -327,7 +327,7 @@ class Stepper:
         return None
 
     def _relieve(self, batches: Sequence[Any], error: BaseException) -> bool:
-        """Give up more, or say with the error why that is not possible."""
+        """Take the next measure, or add the reason for having none to the error."""
         if not self._may_recover:
             if self._settings.recover_from_out_of_memory is None:
                 error.add_note(f"recoup: {_CANNOT_GO_BACK}")
@@ -338,20 +338,20 @@ class Stepper:
         return False
 
     def _agree(self, batches: Sequence[Any], failed: int) -> int:
-        """Hear how the others fared; give up more together if one ran out of memory."""
+        """Exchange outcomes; take a measure together if a process ran out of memory."""
         worst = max(
             each.failed for each in self.processes.exchange(Report(failed=failed))
         )
         if worst == FAILED:
             self._undo()
             raise PeerError(
-                "another process of this run has failed: see what it wrote. This step "
-                "was undone here."
+                "another process of this run has failed; see its output. This step was "
+                "undone here."
             )
         if worst == OUT_OF_MEMORY and self.recovery.relieve(batches) is None:
             self._undo()
             raise torch.OutOfMemoryError(
-                "a process ran out of memory, and nothing is left to give up: "
+                "a process ran out of memory, and no measure is left: "
                 f"{self.recovery.why_not(batches)}"
             )
         return worst

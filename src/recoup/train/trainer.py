@@ -1,4 +1,4 @@
-"""The trainer: a loop that steps right, survives, resumes, and says what it did."""
+"""The trainer: a loop with correct steps, recovery, exact resume and results."""
 
 import logging
 import time
@@ -41,7 +41,7 @@ from recoup.train.stepper import Stepper
 _log = logging.getLogger(__name__)
 _VERSION = 3
 _READABLE = (2, _VERSION)
-"""Version 2 has the place in the data of the first process only."""
+"""Version 2 has only the data position of the first process."""
 _NEEDED = frozenset(
     {"processes", "steps", "skipped", "pieces", "position", "recomputes"}
     | {"kinds", "model", "optimizer", "random", "scheduler", "scaler", "average"}
@@ -53,29 +53,29 @@ class Trainer:
     """Trains a model; the loop is in `fit`, one step of it in `step`.
 
     A step that overflows is undone: parameters, optimizer, schedule, average, buffers
-    and random states are as if it had not been. A step that does not fit in memory is
-    made again, with blocks recomputed, then with the batch in pieces. A run that is
-    interrupted or killed goes on where its last snapshot was written, and ends with
-    the same bits on the CPU.
+    and random states stay as before it. A step that does not fit in memory is retried
+    with blocks recomputed, then with the batch in pieces. A run that is interrupted or
+    killed resumes from its last snapshot, with bitwise the same result on the CPU.
 
     A model of which no part is in training mode, as `from_pretrained` returns it, is
     put in training mode, and that is logged. One with some parts in evaluation mode
-    stays as it is.
+    is not changed.
 
     The model may be wrapped in `DistributedDataParallel` or sharded with
     `fully_shard`; start such programs with `torchrun`.
 
     Args:
-        model: The model, on the device where it is to be trained.
+        model: The model, on the device of the training.
         optimizer: Made from the model's parameters; or several, which step together.
         settings: By default `TrainerSettings()`.
         loss_fn: Called as `loss_fn(outputs, targets)` on batches that are pairs; by
             default the model is called with the batch and returns its loss.
         scheduler: Advanced after each step that was not skipped, or each epoch; or
             several, each of one of the optimizers.
-        weight_fn: The weight of a batch among those of a step. By default what torch's
-            cross entropy divides by; with other functions and models that return their
-            loss, targets or labels that are whole numbers and not -100; else samples.
+        weight_fn: The weight of a batch among those of a step. By default the
+            denominator of torch's cross entropy; with other functions and models that
+            return their loss, the number of integer targets or labels other than -100;
+            else the number of samples.
 
     Raises:
         UsageError: The parts do not fit together.
@@ -156,12 +156,12 @@ class Trainer:
 
     @property
     def steps(self) -> int:
-        """Steps so far, skipped ones and those before a resume included."""
+        """The number of steps, including skipped ones and those before a resume."""
         return self._steps
 
     @property
     def skipped_steps(self) -> int:
-        """Steps so far that were skipped because gradients were not finite.
+        """The number of steps that were skipped because of nonfinite gradients.
 
         Waits for the last step of a fused optimizer in float16.
         """
@@ -170,23 +170,23 @@ class Trainer:
 
     @property
     def epoch(self) -> int:
-        """Epochs that are finished."""
+        """The number of finished epochs."""
         return self._position.epoch
 
     def step(self, *batches: Any) -> StepResult:
-        """Make one step, of one batch or of several whose gradients are accumulated.
+        """Make one step of one batch, or of several with accumulated gradients.
 
-        Batches are weighted by `weight_fn`, so that the gradients are those of one
-        batch with all their samples; one without samples is left out. Under several
+        Batches are weighted by `weight_fn`, so that the gradients equal those of one
+        batch with all their samples; batches without samples are left out. With several
         processes all must call it together.
 
         Returns:
-            What happened.
+            The result of the step.
 
         Raises:
             UsageError: No batch was given, or none that has samples; or the averages
                 are applied.
-            torch.OutOfMemoryError: The step does not fit, however it is computed.
+            torch.OutOfMemoryError: The step does not fit even with all measures.
         """
         if not batches:
             raise UsageError("expected at least one batch, got none.")
@@ -201,28 +201,28 @@ class Trainer:
         resume: bool = False,
         on_step: Callable[[StepResult], object] | None = None,
     ) -> RunResult:
-        """Go through the data, a number of times.
+        """Train for a number of epochs.
 
-        Ctrl-C, SIGTERM or `stop` ends it after the step that is running, with a
-        snapshot if there is a path for one; calling `fit` again goes on from there, in
-        this process or with `resume=True` in another. A snapshot that cannot be written
-        is logged, and training goes on.
+        Ctrl-C, SIGTERM or `stop` ends it after the current step, with a snapshot if
+        there is a path for one; calling `fit` again continues from there, in this
+        process or with `resume=True` in another. If a snapshot cannot be written, that
+        is logged and training continues.
 
         Args:
             data: A loader, a list of batches, or a dataset.
-            epochs: How often; by default what the settings say. A call that goes on
-                with an interrupted one counts the epochs which that has finished. With
-                `resume`, the number of epochs of the whole training, those in the
-                snapshot included, however many calls made them.
+            epochs: The number of epochs; by default that of the settings. A call that
+                continues an interrupted one counts the epochs that one has finished.
+                With `resume`, the number of epochs of the whole training, including
+                those in the snapshot, over any number of calls.
             resume: Load the snapshot first, if there is one.
             on_step: Called after each step with its result. It may call `stop`.
 
         Returns:
-            What happened.
+            The result of the run.
 
         Raises:
-            UsageError: The data cannot be gone through or is empty, there is no
-                folder for the snapshots, or the averages are applied.
+            UsageError: The data cannot be iterated or is empty, the folder for the
+                snapshots does not exist, or the averages are applied.
             SnapshotError: The snapshot does not fit this trainer.
             SnapshotWriteError: The last snapshot could not be written. Training has
                 ended and the model has its parameters: `save` elsewhere.
@@ -252,7 +252,7 @@ class Trainer:
         if run.is_unwritten or interrupted:
             self._write()
         if position.epoch == end:
-            # After the snapshot: who resumes a finished run finds it finished.
+            # After the snapshot, so that a resumed finished run is finished.
             position.first_epoch = position.epoch
         return RunResult(
             epochs=position.epoch,
@@ -264,10 +264,9 @@ class Trainer:
         )
 
     def stop(self) -> None:
-        """End `fit` after the step that is running; for `on_step` to call.
+        """End `fit` after the current step; call it in `on_step`.
 
-        With several processes it is enough that one calls it: all end after the
-        next step.
+        With several processes one call suffices: all end after the next step.
 
         Raises:
             UsageError: `fit` is not running.
@@ -280,16 +279,16 @@ class Trainer:
         self._run.is_stopped = True
 
     def save(self, path: str | Path) -> None:
-        """Write everything that is needed to go on from here to a file, atomically.
+        """Write everything needed to resume from here to a file, atomically.
 
-        While averages are applied, the parameters themselves are written. Under several
+        While averages are applied, the parameters themselves are written. With several
         processes all must call it together; the first one writes.
 
         Raises:
-            SnapshotError: The state of the scheduler or optimizer is no plain data.
+            SnapshotError: The state of the scheduler or optimizer is not plain data.
             SnapshotWriteError: The file cannot be written.
             PeerError: Another process is gone.
-            UsageError: There is no such folder.
+            UsageError: The folder does not exist.
         """
         check_folder(path)
         self._save(path)
@@ -307,16 +306,18 @@ class Trainer:
             save_run(path, own, self._position, *self._state())
 
     def load(self, path: str | Path) -> None:
-        """Stand where the run stood that wrote the file. Nothing in it is executed.
+        """Restore the run that wrote the file. Nothing in it is executed.
 
         Raises:
-            SnapshotError: The file is damaged, or of another model or trainer.
+            SnapshotError: The file is damaged, or from another model or trainer.
             UsageError: The averages are applied.
         """
         refuse_applied(self.average, "load")
         state = read_snapshot(path)
         if not isinstance(state, dict) or state.get("version") not in _READABLE:
-            raise SnapshotError(f"{path} was not written by this version's trainer.")
+            raise SnapshotError(
+                f"expected a file of this version's trainer, got {path}."
+            )
         load_run(path, state, _NEEDED, self._position, *self._state())
         self._steps, self._known_skips = state["steps"], state["skipped"]
         self._unknown = None
@@ -324,7 +325,7 @@ class Trainer:
         self._regions.load_state_dict(state)
 
     def release(self) -> None:
-        """Take off the model what was put on it: regions around blocks, or a plan."""
+        """Remove regions around blocks, or the plan, from the model."""
         self._regions.take_off()
         if self._fitted is not None:
             self._fitted.remove()
@@ -340,7 +341,7 @@ class Trainer:
         self._prepare(batches)
         result = self._stepper.step(batches, reports, number=self._steps + 1)
         self._steps += 1
-        # The one before: by now its result is there, or the device is a step behind.
+        # The previous step: its result has arrived, or the device lags by a step.
         self._settle()
         self._unknown = result.outcome
         if self.average is not None and result.stepped:
@@ -351,7 +352,7 @@ class Trainer:
         return result
 
     def _settle(self) -> None:
-        """Count the last step among the skipped ones, if it was."""
+        """Count the last step as skipped, if it was."""
         outcome, self._unknown = self._unknown, None
         if outcome is not None and outcome.skipped:
             self._known_skips += 1
@@ -359,7 +360,7 @@ class Trainer:
                 _ = self.scaler.skipped_updates  # which logs it
 
     def _run_epoch(self, loader: Iterable[Any], run: FitCall) -> bool:
-        """Go through the data once; return False if asked to stop before its end."""
+        """Run one epoch; return False if stopped before its end."""
         position, processes = self._position, self._stepper.processes
         size = self.settings.accumulation_steps
         run.bar.begin_epoch(
@@ -372,9 +373,9 @@ class Trainer:
             reports = processes.exchange(report)
             if len({each.batches for each in reports}) > 1 or not report.batches:
                 break
-            run.last = None  # a result that nobody has needs no reading of its peak
+            run.last = None  # without a reference, its peak is not read
             result = self._step(group, reports)
-            # First: the callback may save, or raise and go on later.
+            # First: the callback may save, or raise and continue later.
             position.advance(group)
             run.take(result)
             every = self.settings.snapshot_every_steps
@@ -409,13 +410,13 @@ class Trainer:
         if isinstance(self._fitted, CompiledFit):
             return None  # the batch is split
         if self._fitted is not None and self._fitted.tighten():
-            return "a tenth less memory is planned for"
+            return "the plan is for a tenth less memory"
         if self.settings.budget is None and self._regions.recompute_every_block():
-            return "every block is recomputed in backward by itself"
+            return "every block is recomputed in backward on its own"
         return None
 
     def _state(self) -> tuple[nn.Module, Optimizer, dict[str, Any], Processes]:
-        """Return what has a state, and the processes that have it together."""
+        """Return everything that has a state, and the processes that share it."""
         parts = {
             "scheduler": self.scheduler,
             "scaler": self.scaler,
@@ -427,7 +428,7 @@ class Trainer:
         """Load the snapshot, and return whether there was one."""
         path = self.settings.snapshot_path
         if path is None:
-            raise UsageError("resume=True needs snapshot_path in the settings.")
+            raise UsageError("expected snapshot_path in the settings with resume=True.")
         if not Path(path).exists():
             return False
         self.load(path)
@@ -443,10 +444,10 @@ class Trainer:
             keep_last(path, self._steps, keep)
 
     def _write_between(self, run: FitCall) -> None:
-        """Write a snapshot that the run can do without."""
+        """Write a snapshot; a failure is logged, since a later one may succeed."""
         try:
             self._write()
         except SnapshotWriteError as error:
-            _log.error("%s Training goes on without this snapshot.", error)
+            _log.error("%s Training continues without this snapshot.", error)
         else:
             run.is_unwritten = False

@@ -1,4 +1,4 @@
-"""Regions around the blocks of a model: put on, taken off, and known to a trainer."""
+"""Regions around the blocks of a model: applied, removed, and known to a trainer."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,16 +19,16 @@ from recoup.train.budgeting.process_budget import sharded_parts
 def checkpoint_blocks(
     model: nn.Module, *, only_repeated: bool = False
 ) -> list[nn.Module]:
-    """Put a region around every block that has none; return those that got one.
+    """Put a region around every block that has none; return these blocks.
 
-    Blocks are what `fit` would cut the model between, single layers excepted: a region
+    Blocks are those that `fit` cuts the model into, except single layers: a region
     around one of these saves nothing. Costs one more forward of the blocks in
-    backward; saves what they would keep.
+    backward; saves the values that they would keep.
 
     Args:
         model: The model.
-        only_repeated: Leave out what comes once, such as a stem, an embedding or a
-            head, where the model has blocks that come several times.
+        only_repeated: Leave out blocks that occur once, such as a stem, an embedding
+            or a head, if the model has repeated blocks.
 
     Examples:
         >>> layers = [nn.TransformerEncoderLayer(8, 2) for _ in range(3)]
@@ -50,16 +50,16 @@ def checkpoint_blocks(
 
 
 def segment_blocks(model: nn.Module, size: int) -> int:
-    """Put regions around a model's repeated blocks, so many in each; return how many.
+    """Put regions around groups of `size` repeated blocks; return the block count.
 
-    Costs what `checkpoint_blocks` costs, and holds one input for each region. Take them
-    off with `uncheckpoint_module(model)`.
+    Costs as much as `checkpoint_blocks`, and holds one input for each region. Remove
+    them with `uncheckpoint_module(model)`.
 
     Returns:
-        How many blocks there are in these regions.
+        The number of blocks in these regions.
 
     Raises:
-        UsageError: There are not several blocks.
+        UsageError: There are fewer than two blocks.
         UnsupportedError: The model is compiled, or sharded in several units.
 
     Examples:
@@ -71,30 +71,30 @@ def segment_blocks(model: nn.Module, size: int) -> int:
     """
     if sharded_parts(model):
         raise UnsupportedError(
-            f"checkpoint_segment_size={size} was set for a model that is sharded in "
-            "several units: a region that reaches over some of them would need the "
-            "parameters of all when it is replayed. Leave it out, or shard the model "
-            "as a whole."
+            f"expected a model sharded as a whole with checkpoint_segment_size={size}, "
+            "got several sharded units: replaying a region across units would need the "
+            "parameters of all of them; leave checkpoint_segment_size out, or shard "
+            "the model as a whole."
         )
     count = len(free_blocks(model))
     if count < 2:
         raise UsageError(
-            f"checkpoint_segment_size={size} recomputes repeated blocks of a model "
-            f"together: found {count} without a region in this one. Leave it out, mark "
-            "parts with checkpoint_module, or set budget= instead."
+            f"expected repeated blocks for checkpoint_segment_size={size}, got {count} "
+            "without a region; leave it out, mark parts with checkpoint_module, or set "
+            "budget= instead."
         )
     checkpoint_module(model, segment_size=size)
     return count
 
 
 def uncheckpoint_blocks(blocks: list[nn.Module]) -> None:
-    """Take the regions off again."""
+    """Remove the regions."""
     for block in blocks:
         uncheckpoint_module(block)
 
 
 class BlockRegions:
-    """Knows which blocks are recomputed, each by itself or several together.
+    """Knows which blocks are recomputed, singly or in groups.
 
     Examples:
         >>> layers = [nn.Sequential(nn.Linear(2, 2), nn.Tanh()) for _ in range(4)]
@@ -114,10 +114,10 @@ class BlockRegions:
         self._gave_up_segments = False
 
     def put_on(self, segment_size: int | None) -> None:
-        """Recompute the repeated blocks, so many of them together.
+        """Recompute the repeated blocks, in groups of `segment_size`.
 
         Raises:
-            UsageError: The model has no such blocks.
+            UsageError: The model has no repeated blocks.
             UnsupportedError: They cannot be recomputed together.
         """
         if segment_size is not None and segment_size > 1:
@@ -126,13 +126,12 @@ class BlockRegions:
         self._alone = checkpoint_blocks(self._model, only_repeated=True)
         if not self._alone:
             raise UsageError(
-                "use_gradient_checkpointing=True recomputes the repeated blocks of a "
-                "model: found none in this one. Mark them with checkpoint_module, or "
-                "set budget= instead."
+                "expected repeated blocks for use_gradient_checkpointing=True, got "
+                "none; mark them with checkpoint_module, or set budget= instead."
             )
 
     def recompute_every_block(self) -> bool:
-        """Give every block a region of its own; say whether any had none."""
+        """Give every block its own region; return whether any had none."""
         blocks = checkpoint_blocks(self._model)
         self._alone += blocks
         if blocks and self._together:
@@ -141,20 +140,20 @@ class BlockRegions:
         return bool(blocks)
 
     def take_off(self) -> None:
-        """Take all regions off again."""
+        """Remove all regions."""
         uncheckpoint_blocks(self._alone)
         self._alone = []
         self._take_off_segments()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a snapshot says of them."""
+        """Return the state for a snapshot."""
         return {
             "recomputes": self._together + len(self._alone),
             "gave_up_segments": self._gave_up_segments,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Recompute every block if that had turned out to be needed."""
+        """Recompute every block if that had become necessary."""
         gave_up = self._together > 0 and state.get("gave_up_segments", False)
         if gave_up or state["recomputes"] > self._together + len(self._alone):
             self.recompute_every_block()

@@ -1,4 +1,4 @@
-"""Full precision, mixed precision, checkpointing, both: what each costs a model."""
+"""Full precision, mixed precision, checkpointing, both: the cost of each."""
 
 import copy
 import functools
@@ -38,8 +38,7 @@ class ComparisonRow:
 
     Attributes:
         name: The configuration.
-        peak_bytes: The most bytes alive at a moment of the step; None if that was
-            more than there is.
+        peak_bytes: The peak of the step; None if it ran out of memory.
         seconds: Median time of the step; None if it did not fit.
     """
 
@@ -110,23 +109,23 @@ def compare_configurations(  # noqa: PLR0913 (options by keyword)
 ) -> Comparison:
     """Measure a training step in four configurations, on this machine.
 
-    A step is forward, backward and the optimizer's step. The model, the optimizer and
-    the random generators are afterwards as they were. Costs about `4 * (repeats + 3)`
-    steps, and a copy of all state in host memory.
+    A step is forward, backward and the optimizer's step. The state of the model, the
+    optimizer and the random generators is restored afterwards. Costs about
+    `4 * (repeats + 3)` steps, and a copy of all state in host memory.
 
     Args:
-        model: The model, where it is to be trained.
-        batch: A batch as `Trainer.step` takes it.
+        model: The model, on the device of the training.
+        batch: A batch for `Trainer.step`.
         optimizer: By default AdamW.
         loss_fn: As for `Trainer`.
         precision: The format of mixed precision.
-        checkpoint_segment_size: As in `TrainerSettings`, for the two rows that
-            recompute.
-        repeats: Timed steps of each.
+        checkpoint_segment_size: As in `TrainerSettings`, for the two rows with
+            checkpointing.
+        repeats: The number of timed steps per configuration.
 
     Raises:
-        UsageError: The model has no blocks to recompute, the segment size is no whole
-            number from 1, or `precision` is none of 16 bits.
+        UsageError: The model has no blocks to recompute, the segment size is not a
+            positive integer, or `precision` does not have 16 bits.
 
     Examples:
         >>> layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)]
@@ -177,7 +176,7 @@ def _measure(
 ) -> ComparisonRow:
     trainer: Trainer | None = None
     try:
-        # On the CPU measuring memory takes time: each has steps of its own.
+        # On the CPU measuring memory takes time: time and memory have separate steps.
         trainer = make(settings=settings)
         for _ in range(2):
             step(trainer)
@@ -200,10 +199,10 @@ def _measure(
 def _untouched(
     model: nn.Module, optimizer: Optimizer, device: torch.device
 ) -> Iterator[Callable[[], None]]:
-    """Put parameters, buffers, optimizer and generators back at the end.
+    """Restore parameters, buffers, optimizer and generators at the end.
 
-    Yields a function that puts the generators back at once: a model that leaves blocks
-    out at random shall leave out the same ones in every step that is compared.
+    Yields a function that restores the generators: a model that skips blocks at random
+    must skip the same ones in every compared step.
     """
     parameters = list(model.parameters())
     copies = [parameter.detach().to("cpu", copy=True) for parameter in parameters]

@@ -1,4 +1,4 @@
-"""A plan for a budget that all processes of a run agree on, sharded units included."""
+"""A plan for a budget that all processes agree on, including sharded units."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -32,44 +32,42 @@ Measure = Callable[[], int]
 
 
 def sharded_parts(model: nn.Module) -> list[nn.Module]:
-    """Return the parts of a model, but not itself, that `fully_shard` has sharded."""
+    """Return the submodules of a model that `fully_shard` has sharded."""
     parts = (part for part in model.modules() if part is not model)
     return [part for part in parts if is_sharded(type(part))]
 
 
 def units_of(model: nn.Module) -> list[nn.Module]:
-    """Return the parts of a model that `fully_shard` gathers one at a time.
+    """Return the submodules that `fully_shard` gathers one at a time.
 
     Raises:
-        UnsupportedError: One lies inside another. A region around the outer one would
-            be replayed while the parameters of the inner one are not there.
+        UnsupportedError: Units are nested. A region around the outer one would be
+            replayed without the parameters of the inner one.
     """
     units = sharded_parts(model)
     for unit in units:
         if sharded_parts(unit):
             raise UnsupportedError(
-                "budget= was set for a model with a sharded part inside a sharded part "
-                f"({type(unit).__name__}): regions must lie inside one that is "
-                "gathered as a whole. Shard the blocks and the model around them, or "
-                "set use_gradient_checkpointing=True instead."
+                "expected sharded units that are not nested with budget=, got one "
+                f"inside another ({type(unit).__name__}); shard the blocks and the "
+                "model around them, or set use_gradient_checkpointing=True instead."
             )
     return units
 
 
 class UnitPlan:
-    """Which units of a sharded model are recomputed, and how much of each.
+    """The units of a sharded model that are recomputed, and how much of each.
 
-    A region that reaches over several units would need the parameters of all at once
-    when it is replayed, and gathering them would need all processes at the same
-    moment. So regions lie inside units here, and what there is to choose is a level:
-    in a number of units, from the first on, all but the costly results is recomputed,
-    and in further ones everything.
+    Replaying a region across several units would need the parameters of all of them,
+    gathered by all processes at the same time. So regions stay inside units, and the
+    choice is a level: a number of units, from the first on, recompute all but costly
+    results; at higher levels, units recompute everything.
 
     Attributes:
         level: How much is recomputed, from 0 to `levels`.
         budget_bytes: The budget that the level was chosen for.
         measured_peak_bytes: The largest peak of a step at this level, in any process.
-        trials: How many levels were tried on real steps.
+        trials: The number of levels tried on real steps.
     """
 
     def __init__(self, units: Sequence[nn.Module]) -> None:
@@ -92,11 +90,11 @@ class UnitPlan:
     def settle(self, budget_bytes: int, measure: Measure, reserved_bytes: int) -> None:
         """Choose the minimum level whose step stays within the budget.
 
-        Costs two steps for each level that is tried, about twice the logarithm of
-        their number, beginning with the one that needs least memory.
+        Costs two steps for each tried level, about twice the logarithm of their number,
+        starting with the one that needs least memory.
 
         Raises:
-            InfeasibleError: The step takes more with every unit recomputed.
+            InfeasibleError: The step needs more with every unit recomputed.
         """
         self.budget_bytes = budget_bytes
 
@@ -116,7 +114,7 @@ class UnitPlan:
             raise
 
     def tighten(self) -> bool:
-        """Recompute in a tenth of the units more; say whether that was possible."""
+        """Recompute in a tenth more of the units; return whether that was possible."""
         if self.level == self.levels:
             return False
         self.level = min(self.levels, self.level + max(1, self.levels // 10))
@@ -124,7 +122,7 @@ class UnitPlan:
         return True
 
     def remove(self) -> None:
-        """Take all regions off the units."""
+        """Remove all regions of the units."""
         self.level = 0
         for unit in self._units:
             uncheckpoint_module(unit)
@@ -135,7 +133,7 @@ class UnitPlan:
             f"budget {print_bytes(self.budget_bytes)}: measured peak "
             f"{print_bytes(self.measured_peak_bytes)}; of {len(choices)} units "
             f"{choices.count('recompute')} are recomputed, "
-            f"{choices.count('keep costly')} but for costly results "
+            f"{choices.count('keep costly')} except costly results "
             f"({self.trials} levels tried)"
         )
 
@@ -168,7 +166,7 @@ def lowest_level(
     """Return the minimum level whose peak is within a budget, and that peak.
 
     Starts at the highest level, which needs least, and goes down in strides that
-    double as long as the peak, by its last growth, is going to fit.
+    double while the peak, extrapolated by its last growth, fits.
 
     Raises:
         InfeasibleError: The highest level does not fit.
@@ -181,7 +179,7 @@ def lowest_level(
     if peak > budget_bytes:
         raise InfeasibleError(
             f"a budget of {print_bytes(budget_bytes)} cannot be met: with every "
-            f"unit recomputed a step takes {print_bytes(peak)}.",
+            f"unit recomputed a step takes {print_bytes(peak)}; use a smaller batch.",
             budget_bytes=budget_bytes,
             floor_bytes=peak,
         )
@@ -213,17 +211,17 @@ def fit_together(  # noqa: PLR0913 (as `fit`)
 ) -> Fit | CompiledFit | UnitPlan:
     """Fit a model into a budget, the same in all processes.
 
-    The budget is the smallest that any process has, the floor the largest, and the
-    plan is the first process's. All must call it together. Costs what `fit` costs.
-    A model that is sharded in several units gets regions inside these.
+    The budget is the smallest of any process, the floor the largest, and the plan is
+    that of the first process. All must call it together. Costs as much as `fit`. A
+    model that is sharded in several units gets regions inside these.
 
     Args:
         model: The model itself, without its wrapper.
         run: Runs forward and backward once, through the wrapper.
         budget: The most bytes on the device at any moment of a step, as for `fit`;
-            several processes and sharded units take bytes alone, not a share.
-        optimizer: Room is left for its state.
-        processes: Those that train the model.
+            several processes and sharded units need bytes, not a share.
+        optimizer: Memory is reserved for its state.
+        processes: The processes that train the model.
         accumulate: As for `fit`.
         allow: As for `fit`; sharded units keep or recompute.
         compile: As for `fit`; one process alone.
@@ -231,9 +229,9 @@ def fit_together(  # noqa: PLR0913 (as `fit`)
 
     Raises:
         InfeasibleError: No plan fits in one of the processes.
-        UnsupportedError: The model has sharded units inside sharded units.
-        UsageError: The budget is a share, or blocks are to be compiled, and there are
-            several processes.
+        UnsupportedError: The model has nested sharded units.
+        UsageError: The budget is a share, or blocks are to be compiled, with several
+            processes.
     """
     if processes.count > 1 and compile:
         raise UsageError(
@@ -253,7 +251,7 @@ def fit_together(  # noqa: PLR0913 (as `fit`)
         run()
 
     try:
-        executor: Any = compile  # for a type checker it is one of the overloads
+        executor: Any = compile  # matches one of the overloads at run time
         _, fitted = fit(
             model,
             budget=agreed,
@@ -282,14 +280,14 @@ def fit_together(  # noqa: PLR0913 (as `fit`)
             fitted.remove()
         raise InfeasibleError(
             f"a budget of {print_bytes(agreed)} cannot be met in every process: "
-            f"the smallest that can is {print_bytes(floor_bytes)}.",
+            f"the smallest that can is {print_bytes(floor_bytes)}; give that.",
             budget_bytes=agreed,
             floor_bytes=floor_bytes,
         )
     plan = processes.gather(fitted.plan.to_json())[0]
     if not processes.is_first:
         fitted.adopt(Plan.from_json(plan))
-    # A plan is verified when it first runs, which takes memory: not in training.
+    # A plan is verified when it first runs, which takes memory: do it before training.
     with untouched(step) as repeated:
         repeated.run()
     return fitted
@@ -307,17 +305,17 @@ def _agreed(
         found = min(processes.gather(found))
     if isinstance(found, float) and (processes.count > 1 or in_bytes):
         raise UsageError(
-            f"expected a budget in bytes, got a share, {budget!r}; processes and units "
-            "differ in the peak that it is a share of. Give bytes, such as '8GiB'."
+            f"expected a budget in bytes, got a share, {budget!r}; the peak that it is "
+            "a share of differs among processes and units. Give bytes, such as '8GiB'."
         )
     return found
 
 
 def _follow(step: TrainingStep, processes: Processes) -> None:
-    """Run along until every process has measured enough.
+    """Run steps until every process has finished measuring.
 
-    A sharded model exchanges parameters in forward: who is done earlier has to take
-    part in the steps of the others.
+    A sharded model exchanges parameters in forward: processes that finish early must
+    take part in the steps of the others.
     """
     if processes.count == 1:
         return
@@ -341,8 +339,8 @@ def _fit_units(
     plan = UnitPlan(units)
 
     def measure() -> int:
-        # The regions lie outside: `untouched` restores the attributes of modules, and
-        # those that `checkpoint_module` sets are among them.
+        # Regions are applied outside this block: `untouched` restores the attributes
+        # of modules, including those that `checkpoint_module` sets.
         with untouched(step) as repeated:
             run_step(repeated)
             cost = run_step(repeated, resident=moments)

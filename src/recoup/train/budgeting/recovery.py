@@ -1,4 +1,4 @@
-"""When a step does not fit: recompute more, then compute the batch in pieces."""
+"""Recovery from out of memory: recompute more, then split the batch."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -22,13 +22,13 @@ _BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
 class Recovery:
-    """Knows what has been given up so far to make steps fit.
+    """Tracks the measures taken so far to make steps fit.
 
     Args:
         model: The model; with batch normalisation in training its batches are never
             split, because statistics of a piece are not those of the batch.
-        tighten: Make the model need less memory at the price of time; returns in
-            words what was done, or nothing if nothing is left to do.
+        tighten: Makes the model need less memory at the price of time; returns the
+            measure in words, or None if there is none left.
     """
 
     def __init__(self, model: nn.Module, tighten: Callable[[], str | None]) -> None:
@@ -38,9 +38,9 @@ class Recovery:
         self._reason: str | None = None
 
     def cut(self, batches: Sequence[Any]) -> list[Any]:
-        """Return the batches in as many pieces as have turned out to fit.
+        """Return the batches in the number of pieces that fits.
 
-        Those that have no samples to split by stay whole.
+        Batches without samples to split along stay whole.
         """
         if self.pieces == 1:
             return list(batches)
@@ -51,9 +51,9 @@ class Recovery:
         return parts
 
     def relieve(self, batches: Sequence[Any]) -> str | None:
-        """Give up a little more; return what in words, or nothing if all is given up.
+        """Take the next measure; return it in words, or None if none is left.
 
-        Costs nothing but what is given up: nothing is computed here.
+        Computes nothing itself.
         """
         done = self._tighten()
         if done is None and self._may_split(batches):
@@ -64,16 +64,16 @@ class Recovery:
         return done
 
     def refuse_to_split(self, finding: str) -> None:
-        """Compute batches whole from now on, because their parts are something else.
+        """Compute batches whole from now on: their loss is not a mean of parts.
 
         Raises:
-            torch.OutOfMemoryError: They are in pieces, because whole they do not fit.
+            torch.OutOfMemoryError: They are split, because whole they do not fit.
         """
         pieces, self.pieces = self.pieces, 1
         self._reason = (
-            "the batch is not split because its loss is no mean over its samples: "
-            f"{finding}. Let it average; or pass weight_fn=, what a batch weighs in "
-            "the mean"
+            "the batch is not split because its loss is not a mean over its samples: "
+            f"{finding}. Use a mean; or pass weight_fn=, the weight of a batch in the "
+            "mean"
         )
         if pieces > 1:
             raise torch.OutOfMemoryError(
@@ -81,13 +81,13 @@ class Recovery:
             )
         _log.warning(
             "A step of several batches has other gradients than one of all their "
-            "samples: of a batch %s. Let the loss average; or pass weight_fn=, what a "
-            "batch weighs in the mean",
+            "samples: of a batch %s. Use a mean as loss; or pass weight_fn=, the "
+            "weight of a batch in the mean",
             finding,
         )
 
     def why_not(self, batches: Sequence[Any]) -> str:
-        """Say why nothing is left to give up."""
+        """Return why no measure is left."""
         if _has_batch_statistics(self._model):
             return (
                 "the batch is not split because the model has batch normalisation, "
@@ -119,7 +119,7 @@ def _has_batch_statistics(model: nn.Module) -> bool:
 
 
 def weakly(method: Callable[[], str | None]) -> Callable[[], str | None]:
-    """Return a method that does not keep its object alive, which may keep this one."""
+    """Return a function that calls a method without keeping its object alive."""
     weak = WeakMethod(method)
 
     def call() -> str | None:
@@ -130,25 +130,25 @@ def weakly(method: Callable[[], str | None]) -> Callable[[], str | None]:
 
 
 _CHANGED = (
-    "recoup did not run the step again: it had added to gradients that were there "
-    "before it. Drop them (zero_grad(set_to_none=True)) before the step."
+    "recoup did not retry the step: it had added to gradients from before. Drop them "
+    "(zero_grad(set_to_none=True)) before the step."
 )
 
 
 class StepRecovery:
-    """Runs steps of a training loop again, with less memory, when memory runs out.
+    """Retries steps of a training loop with less memory when memory runs out.
 
-    First more is recomputed: a tenth less memory is planned for, or without a plan
-    every block is recomputed. Then the batch is computed in 2, 4, 8 pieces, with
-    compiled blocks at once. What has turned out to be needed stays so for later steps.
+    First more is recomputed: a plan for a tenth less memory, or without a plan every
+    block. Then the batch is computed in 2, 4, 8 pieces; with compiled blocks it is
+    split directly. Measures stay in effect for later steps.
 
     Args:
-        model: The model. One with batch normalisation in training is not computed in
-            pieces: the statistics of a piece are not those of the batch.
+        model: The model. With batch normalisation in training its batches are not
+            split: the statistics of a piece are not those of the batch.
         report: The report of `recoup.fit`, if the model has a plan.
 
     Raises:
-        UnsupportedError: Several processes train the model: one cannot go back alone.
+        UnsupportedError: Several processes train the model: one cannot retry alone.
 
     Examples:
         >>> model = nn.Linear(4, 1)
@@ -165,7 +165,7 @@ class StepRecovery:
         if Processes(model).count > 1:
             raise UnsupportedError(
                 "expected a model that one process trains, got one of several; use "
-                "recoup.Trainer, whose processes go back together."
+                "recoup.Trainer, whose processes retry together."
             )
         self._model = model
         self._report = report
@@ -174,25 +174,25 @@ class StepRecovery:
 
     @property
     def pieces(self) -> int:
-        """In how many pieces batches are computed by now."""
+        """The number of pieces in which batches are computed now."""
         return self._recovery.pieces
 
     def run(self, compute: Callable[[Any, float], object], batch: Any) -> int:
         """Run forward and backward of a batch, in pieces if it does not fit whole.
 
-        Before a step runs again, gradients, buffers and random generators are restored,
-        those of the model and of what else `compute` refers to.
+        Before a retry, gradients, buffers and random generators of the model and of
+        all other objects that `compute` refers to are restored.
 
         Args:
             compute: Runs forward and backward of a part of the batch, with a loss that
-                is its mean over samples times the share it is given.
+                is its mean over samples times the given share.
             batch: The batch; tensors in any structure, samples along their first axis.
 
         Returns:
-            In how many pieces it was computed.
+            The number of pieces.
 
         Raises:
-            torch.OutOfMemoryError: It does not fit, however it is computed.
+            torch.OutOfMemoryError: It does not fit even with all measures.
         """
         device = next(iter(self._model.parameters())).device
         before = StepSnapshot(compute, self._model, devices=[device])
@@ -211,20 +211,20 @@ class StepRecovery:
                 if self._recovery.relieve([batch]) is None:
                     error.add_note(f"recoup: {self._recovery.why_not([batch])}.")
                     raise
-            # Here the exception is gone, and with it what its frames kept alive.
+            # The exception, and the values that its frames kept alive, are gone here.
             if device.type != "cpu":
                 torch.accelerator.empty_cache()
 
     def release(self) -> None:
-        """Take off the blocks what was put on them; a plan stays."""
+        """Remove the regions that recovery put on blocks; a plan stays."""
         self._regions.take_off()
 
     def _tighten(self) -> str | None:
         if isinstance(self._report, Fit):
             if self._report.tighten():
-                return "a tenth less memory is planned for"
+                return "the plan is for a tenth less memory"
         elif self._report is None and self._regions.recompute_every_block():
-            return "every block is recomputed in backward by itself"
+            return "every block is recomputed in backward on its own"
         return None
 
 

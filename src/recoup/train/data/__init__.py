@@ -1,4 +1,1 @@
-"""Batches: counted, moved, split into parts, and where in the data a run is.
-
-How the losses of parts make the loss of the whole.
-"""
+"""Batches: counted, moved, split; reduction of losses; the position in the data."""

@@ -1,4 +1,4 @@
-"""Batches: how many samples, moved to a device, cut into pieces, given to a model."""
+"""Batches: their samples, moving, splitting, and the loss of a model on them."""
 
 import itertools
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
@@ -19,7 +19,7 @@ LossFunction = Callable[[Any, Any], Tensor]
 
 
 def sample_count(batch: Any) -> int | None:
-    """Return how many samples a batch has: the length all its tensors begin with.
+    """Return the number of samples of a batch: the common length of its tensors.
 
     Returns:
         The count, or None if the tensors do not agree on one.
@@ -36,11 +36,11 @@ def sample_count(batch: Any) -> int | None:
 
 
 def batch_size(batch: Any) -> int:
-    """Return how many samples a batch has, or seems to have.
+    """Return the number of samples of a batch, or the best guess.
 
-    Where its tensors do not agree, as inputs of (samples, tokens) do not with targets
-    of all tokens in a row, the first one that has any length decides. A batch without
-    such a tensor is one sample.
+    If its tensors do not agree, as inputs of (samples, tokens) and flat targets of all
+    tokens, the first tensor with a nonzero length decides. A batch without such a
+    tensor is one sample.
 
     Examples:
         >>> batch_size((torch.ones(4, 6), torch.ones(24)))
@@ -53,7 +53,7 @@ def batch_size(batch: Any) -> int:
 
 
 def has_samples(batch: Any) -> bool:
-    """Return whether a batch has any sample; asked of every batch, so it asks little.
+    """Return whether a batch has any sample; fast, since it runs for every batch.
 
     Examples:
         >>> has_samples((torch.ones(1, 6), "a")), has_samples((torch.ones(0, 6), "a"))
@@ -68,12 +68,12 @@ def has_samples(batch: Any) -> bool:
 
 
 def split_batch(batch: Any, pieces: int) -> list[Any]:
-    """Cut a batch into pieces along its samples, as equal as can be; without copying.
+    """Split a batch along its samples into pieces of about equal size, without copies.
 
-    Lists of names or numbers are cut too, if they are as long: one for each sample.
+    Lists of names or numbers with one item per sample are split too.
 
     Raises:
-        UsageError: It has no samples to split by, or fewer than pieces.
+        UsageError: It has no samples to split along, or fewer than pieces.
 
     Examples:
         >>> [piece.tolist() for piece in split_batch(torch.arange(5), 2)]
@@ -82,7 +82,7 @@ def split_batch(batch: Any, pieces: int) -> list[Any]:
     count = sample_count(batch)
     if count is None or count < pieces:
         raise UsageError(
-            f"a batch was to be split into {pieces}: found "
+            f"expected a batch that can be split into {pieces}, got "
             + (
                 "tensors of different lengths."
                 if count is None
@@ -105,9 +105,9 @@ def split_batch(batch: Any, pieces: int) -> list[Any]:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Move the tensors of a batch, without waiting where their memory is pinned.
+    """Move the tensors of a batch, asynchronously from pinned memory.
 
-    What is no structure of tensors but can be moved, such as a batch of graphs, is.
+    Other objects with a method `to`, such as a batch of graphs, are moved too.
     """
     found = tensors_in(batch)
     if {tensor.device for tensor in found} == {device}:
@@ -127,13 +127,13 @@ def compute_loss(
 ) -> Tensor:
     """Return the loss of a model on a batch.
 
-    With a loss function the batch is a pair: what the model is called with, and what
-    the loss function gets besides its outputs. Without one the model is called
-    with the whole batch and returns the loss, or something with a `loss` in it.
-    A tuple is spread over positional arguments, a mapping over keywords.
+    With a loss function the batch is a pair: the arguments of the model, and the second
+    argument of the loss function. Without one the model is called with the whole batch
+    and returns the loss, or an object with a `loss` in it. A tuple is passed as
+    positional arguments, a mapping as keywords.
 
     Raises:
-        UsageError: The batch is no pair, or no loss of one number comes out.
+        UsageError: The batch is not a pair, or the loss is not a single number.
 
     Examples:
         >>> model = nn.Linear(2, 1, bias=False)
@@ -157,8 +157,8 @@ def compute_loss(
 def tensors_in(batch: Any) -> list[Tensor]:
     """Return the tensors of a batch.
 
-    torch's own walk through nested structures is general, slow, and leaves a cycle of
-    references behind each time.
+    torch's own walk of pytrees is general, slow, and leaves a reference cycle behind
+    each time.
     """
     if isinstance(batch, Tensor):
         return [batch]
@@ -174,8 +174,7 @@ def _map(
 ) -> Any:
     """Return a batch in the same structure, with its leaves changed.
 
-    Mappings are looked into whatever their class: torch's own walk stops at those of
-    transformers.
+    Mappings of any class are walked: torch's own walk stops at those of transformers.
     """
     if isinstance(batch, Mapping):
         parts = {key: _map(change, part, is_leaf) for key, part in batch.items()}

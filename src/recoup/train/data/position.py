@@ -24,25 +24,24 @@ _log = logging.getLogger(__name__)
 
 
 class Position:
-    """Which epoch a run is in, how many batches it has seen, and in which order.
+    """The epoch of a run, the number of batches it has seen, and their order.
 
-    The order of a shuffling loader is drawn from random generators when an epoch
-    begins: the global ones, and those that the loader, its samplers and its dataset
-    have as attributes, torch's, NumPy's or Python's. Their states are kept, so that the
-    order can be drawn again: resuming means drawing it again and reading over the
-    batches that were seen already. Between two epochs there is nothing to read over,
-    but a loader's own generators have moved on by then, and the next order is drawn
-    from where they are.
+    A shuffling loader draws its order from random generators when an epoch begins: the
+    global ones, and those that are attributes of the loader, its samplers and its
+    dataset, of torch, NumPy or Python. Their states are saved, so that a resumed run
+    can draw the same order and skip the batches that were already seen. Between two
+    epochs there is nothing to skip, but a loader's own generators have advanced by
+    then, and the next order is drawn from their current states.
 
     A loader with `state_dict` and `load_state_dict`, such as torchdata's
-    `StatefulDataLoader`, continues an epoch by itself: its state is kept too, and no
-    batch is read over. Between two epochs it begins anew, as other loaders do.
+    `StatefulDataLoader`, resumes an epoch by itself: its state is saved too, and no
+    batch is skipped. Between two epochs it starts afresh, like other loaders.
 
     Attributes:
-        epoch: Epochs that are finished.
-        batches: Batches of this epoch that are finished.
+        epoch: The number of finished epochs.
+        batches: The number of finished batches of this epoch.
         samples: Samples in them.
-        first_epoch: The epoch that the current run of `fit` began with.
+        first_epoch: The first epoch of the current call of `fit`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -60,14 +59,14 @@ class Position:
         self._continuation: dict[str, Any] | None = None
 
     def open(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Begin the epoch, or go on with it where it was left.
+        """Begin the epoch, or continue it where it was interrupted.
 
         Raises:
-            SnapshotError: The loader has fewer batches than were seen, or of other
-                sizes.
+            SnapshotError: The loader has fewer batches than were seen, or batches of
+                other sizes.
         """
-        _tell_epoch(loader, self.epoch)
-        # Before the generators of this loader take the place of the earlier ones.
+        _set_epoch(loader, self.epoch)
+        # Before the generators of this loader replace the earlier ones.
         continuation = self._continuation or self._loader_state()
         self._continuation = None
         self._generators = generators_of(_sources(loader))
@@ -102,7 +101,7 @@ class Position:
             return iterator
         iterator = iter(loader)
         if not self.batches:
-            # Most loaders draw their order when the first batch is asked for.
+            # Most loaders draw their order with the first batch.
             return iterator
         try:
             if self._seen_elsewhere:
@@ -114,7 +113,7 @@ class Position:
         return iterator
 
     def advance(self, batches: Sequence[Any]) -> None:
-        """Count batches that are finished."""
+        """Count finished batches."""
         self.batches += len(batches)
         self.samples += sum(batch_size(batch) for batch in batches)
 
@@ -122,9 +121,9 @@ class Position:
         """End the epoch."""
         if not self.batches:
             raise UsageError(
-                f"there is nothing to train on: epoch {self.epoch + 1} has no batch. "
-                "Data that can be gone through only once is at its end; so is a loader "
-                "that drops a last batch which is its first."
+                f"expected data to train on, got no batch: epoch {self.epoch + 1} has "
+                "no batch. An iterator is exhausted after one epoch; a loader with "
+                "drop_last drops its only batch."
             )
         self.epoch += 1
         self.batches = self.samples = 0
@@ -143,33 +142,33 @@ class Position:
         }
 
     def load_state_dict(self, state: dict[str, Any], *, share: float = 1.0) -> None:
-        """Stand where another run stood.
+        """Restore the position of another run.
 
         Args:
             state: Its position.
-            share: How many processes there were for each one now: with fewer now,
-                each has gone through more samples.
+            share: Its number of processes divided by the present one: with fewer now,
+                each has seen more samples.
         """
         self.epoch = state["epoch"]
         self.first_epoch = state["first_epoch"]
         self._beginning = state["beginning"]
-        # Files of before version 3 do not have them.
+        # Files before version 3 lack them.
         self._generators, self._left_at = (), list(state.get("generators", ()))
         self.batches, self.samples = state["batches"], state["samples"]
         self._seen_elsewhere = 0 if share == 1.0 else int(self.samples * share)
         self._loader, self._continuation = None, state.get("continuation")
 
     def _between_epochs(self) -> list[Any]:
-        """Return where the loader's own generators stand, if no epoch is begun."""
+        """Return the states of the loader's own generators between two epochs."""
         if self._beginning is not None:
             return []
         return self._left_at or generator_states(self._generators)
 
     def _loader_state(self) -> dict[str, Any] | None:
-        """Return the state of a loader that has one, in the middle of an epoch.
+        """Return the state of a stateful loader within an epoch.
 
-        A step that failed leaves the loader ahead of the run; then batches are read
-        over, as with other loaders.
+        A failed step leaves the loader ahead of the run; then batches are skipped, as
+        with other loaders.
         """
         is_between = self._beginning is None
         if self._loader is None or is_between or self._yielded != self.batches:
@@ -191,19 +190,20 @@ class Position:
             batch = next(iterator, _NOTHING)
             if batch is _NOTHING:
                 raise SnapshotError(
-                    f"the run has seen {self.batches} batches of this epoch, the "
-                    f"loader has {seen}. Resume with the same data and batch size."
+                    f"expected a loader with the {self.batches} batches of this epoch "
+                    f"that the run has seen, got one where the loader has {seen}; "
+                    "resume with the same data and batch size."
                 )
             samples += batch_size(batch)
         if samples != self.samples:
             raise SnapshotError(
-                f"the run has seen {self.samples} samples in {self.batches} batches of "
-                f"this epoch, here they have {samples}. Resume with the same data and "
-                "batch size."
+                f"expected a loader with the same batches; the run has seen "
+                f"{self.samples} samples in {self.batches} batches of this epoch, here "
+                f"they have {samples}; resume with the same data and batch size."
             )
 
     def _read_over_samples(self, iterator: Iterator[Any]) -> None:
-        """Read over what other processes than these have seen, whole batches of it."""
+        """Skip whole batches that cover the samples seen by other processes."""
         wanted, self._seen_elsewhere = self._seen_elsewhere, 0
         self.batches = self.samples = 0
         while self.samples < wanted:
@@ -226,12 +226,12 @@ def _is_stateful(loader: Any) -> bool:
 
 
 def own_position(positions: Any, rank: int, count: int) -> dict[str, Any]:
-    """Return where a process stood; the first, if there were more or fewer than now.
+    """Return the position of a process; that of the first if their number changed.
 
     Args:
-        positions: Those of all processes; in files of version 2 the first one's.
-        rank: Which process asks.
-        count: How many there are now.
+        positions: Those of all processes; in files of version 2 that of the first.
+        rank: The rank of the process.
+        count: The number of processes now.
 
     Examples:
         >>> own_position([{"samples": 3}, {"samples": 4}], 1, 2)
@@ -245,20 +245,20 @@ def own_position(positions: Any, rank: int, count: int) -> dict[str, Any]:
 
 
 _NOTHING = object()
-"""Stands for the end of an iterator."""
+"""The end of an iterator."""
 
 
 def make_loader(data: Any, batch_size: int | None) -> Iterable[Any]:
-    """Return batches to iterate over, any number of times.
+    """Return batches that can be iterated repeatedly.
 
     Args:
-        data: A loader, a list of batches, or a dataset, which is shuffled unless it
-            is one to iterate over.
+        data: A loader, a list of batches, or a dataset, which is shuffled unless it is
+            an `IterableDataset`.
         batch_size: For a dataset.
 
     Raises:
-        UsageError: The data can be gone through only once, or is a dataset and has
-            no batch size, or is a loader and has another.
+        UsageError: The data can be iterated only once, is a dataset without a batch
+            size, or is a loader with another one.
 
     Examples:
         >>> pairs = [(torch.ones(2), torch.ones(1)) for _ in range(6)]
@@ -269,20 +269,21 @@ def make_loader(data: Any, batch_size: int | None) -> Iterable[Any]:
     if isinstance(data, Dataset) and not isinstance(data, DataLoader):
         if batch_size is None:
             raise UsageError(
-                "a dataset was given, and no batch_size. Set it in the settings, or "
-                "give a DataLoader."
+                "expected batch_size with a dataset, got no batch_size; set it in the "
+                "settings, or give a DataLoader."
             )
         shuffle = not isinstance(data, IterableDataset)
         return DataLoader(data, batch_size=batch_size, shuffle=shuffle)
     if isinstance(data, DataLoader) and batch_size not in (None, data.batch_size):
         raise UsageError(
-            f"batch_size={batch_size} was set, the loader has {data.batch_size}. Leave "
-            "batch_size out, or give the dataset."
+            f"expected the loader's batch size, got batch_size={batch_size}, but the "
+            f"loader has {data.batch_size}; leave batch_size out, or give the dataset."
         )
     if isinstance(data, Iterator) or not isinstance(data, Iterable):
         raise UsageError(
-            f"fit goes through the data once per epoch: a {type(data).__name__} cannot "
-            "be gone through again. Give a DataLoader, a dataset or a list of batches."
+            f"expected data for several epochs, got a {type(data).__name__}, which "
+            "cannot be iterated again; give a DataLoader, a dataset or a list of "
+            "batches."
         )
     return data
 
@@ -295,13 +296,12 @@ def _samplers(loader: Any) -> list[Any]:
 
 
 def _sources(loader: Any) -> list[Any]:
-    """Return what may draw from generators of its own in this process.
+    """Return the objects that may draw from their own generators in this process.
 
-    The loader, its samplers, the dataset and those inside it, and what puts batches
-    together.
+    These are the loader, its samplers, its nested datasets, and `collate_fn`.
     """
     found = _samplers(loader)
-    for each in found:  # which grows: a dataset may be a part of another
+    for each in found:  # grows: a dataset may be part of another
         for name in ("dataset", "data_source", "collate_fn"):
             inner = getattr(each, name, None)
             if inner is not None and all(inner is not other for other in found):
@@ -309,7 +309,7 @@ def _sources(loader: Any) -> list[Any]:
     return found
 
 
-def _tell_epoch(loader: Any, epoch: int) -> None:
+def _set_epoch(loader: Any, epoch: int) -> None:
     called: set[int] = set()
     for each in _samplers(loader):
         set_epoch = getattr(each, "set_epoch", None)

@@ -1,4 +1,4 @@
-"""Reduction: how a loss makes one number of a batch and its parts, tried out once."""
+"""Reduction: how a loss reduces a batch and its parts to one number; checked once."""
 
 import functools
 import math
@@ -35,12 +35,12 @@ _WHOLE = frozenset({torch.int64, torch.int32, torch.int16, torch.int8})
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """The reduction of a batch's loss from the losses of its parts.
+    """How the loss of a batch follows from the losses of its parts.
 
     Attributes:
         weight_fn: The weight of a batch in the mean.
-        sums: The losses of the parts are added up, and weigh nothing.
-        is_known: It is torch's own, and need not be tried out.
+        sums: Whether the losses of the parts are summed, without weights.
+        is_known: Whether it is torch's own, which needs no check.
 
     Examples:
         >>> reduction_of(functional.cross_entropy).weigh(
@@ -54,19 +54,18 @@ class Reduction:
     is_known: bool = False
 
     def weigh(self, batch: Any) -> float:
-        """Return what a batch weighs in the mean; nothing if it has no samples."""
+        """Return the weight of a batch in the mean; 0 if it has no samples."""
         return self.weight_fn(batch) if has_samples(batch) else 0.0
 
     def shares(
         self, weights: Sequence[float], total: float | None, processes: int
     ) -> list[float]:
-        """Return what each part's loss is multiplied with.
+        """Return the factor of each part's loss.
 
         Args:
             weights: The weights of this process's parts.
-            total: The mean over the processes of what theirs weigh; None if there is
-                one process.
-            processes: Their number: what each computes is divided by it afterwards.
+            total: The mean weight over the processes; None if there is one process.
+            processes: Their number: results are divided by it afterwards.
         """
         if self.sums:
             return [float(processes)] * len(weights)
@@ -74,13 +73,13 @@ class Reduction:
         return [weight / (own or 1.0) for weight in weights]
 
     def combine(self, losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-        """Return the loss of this process's parts together."""
+        """Return the total loss of this process's parts."""
         if len(losses) == 1:
             return losses[0]
         if self.sums:
             return torch.stack(list(losses)).sum()
         total = sum(weights)
-        # The mean of nothing is not a number, and counts for nothing.
+        # The mean over no samples is NaN, and is left out.
         parts = [
             loss * (weight / total)
             for loss, weight in zip(losses, weights, strict=True)
@@ -92,16 +91,16 @@ class Reduction:
 def reduction_of(
     loss_fn: LossFunction | None, weight_fn: WeightFunction | None = None
 ) -> Reduction:
-    """Return how a loss function reduces, as far as it can be seen.
+    """Return the reduction of a loss function, as far as it can be inferred.
 
-    `reduction="sum"` is seen on torch's losses, and in a `functools.partial`. The means
-    of cross entropy and of negative log likelihood leave out a class and may weigh the
-    others. Other functions of whole numbers, and models that return their loss, are
-    taken to leave out targets or labels of -100, as is the custom; anything else for a
-    mean over samples.
+    `reduction="sum"` is recognised on torch's losses, and in a `functools.partial`. The
+    means of cross entropy and negative log likelihood ignore a class and may weight
+    the others. Other functions of integers, and models that return their loss, are
+    assumed to ignore targets or labels of -100, the convention; anything else is
+    assumed to be a mean over samples.
 
     Raises:
-        UsageError: Weights were given for a loss that sums.
+        UsageError: `weight_fn` was given for a loss that sums.
 
     Examples:
         >>> reduction_of(nn.MSELoss(reduction="sum")).sums
@@ -111,8 +110,8 @@ def reduction_of(
     if options.get("reduction") == "sum":
         if weight_fn is not None:
             raise UsageError(
-                "weight_fn weighs batches in a mean: this loss function sums. Leave "
-                "weight_fn out, or let it average."
+                "expected weight_fn with a loss that is a mean, but this loss function "
+                "sums; leave weight_fn out, or use a mean."
             )
         return Reduction(_count_samples, sums=True, is_known=True)
     if weight_fn is not None:
@@ -128,7 +127,7 @@ def reduction_of(
 
 
 def _options(loss_fn: Any) -> Mapping[str, Any]:
-    """Return what a loss function of torch's was made with."""
+    """Return the options of one of torch's loss functions."""
     if isinstance(loss_fn, functools.partial):
         return loss_fn.keywords
     if not isinstance(loss_fn, nn.Module):
@@ -168,7 +167,7 @@ def _targets(batch: Any) -> Any:
 
 
 def _count_classes(ignored: int, weight: Tensor | None, batch: Any) -> float:
-    """Return what the mean over a batch divides by; reads targets on a device."""
+    """Return the denominator of the mean over a batch; reads targets on a device."""
     targets = _targets(batch)
     if not isinstance(targets, Tensor):
         return _count_samples(batch)
@@ -187,21 +186,21 @@ _COARSE = 0.02
 
 
 class Proof:
-    """A loss function that is tried out on the halves of the first batch it gets.
+    """A loss function that is checked on the halves of its first batch.
 
     A batch may be computed in parts only if its loss is the mean of theirs: a loss that
-    compares samples with each other, or averages over something else, has other
-    gradients then. Two calls without a graph on what the model has returned already
-    show, once; nothing else is computed, and the device is waited for.
+    compares samples with each other, or averages over something else, would get other
+    gradients. Two calls without a graph, on outputs that the model has already
+    returned, show this once; the host waits for the device.
 
     Args:
         loss_fn: The loss function.
-        reduction: How it is thought to reduce.
+        reduction: Its assumed reduction.
         device: The device whose generators it may draw from; then nothing is known.
 
     Attributes:
-        is_over: Nothing is left to be tried out.
-        finding: A description, if the loss is no such mean.
+        is_over: Whether the check is done.
+        finding: A description, if the loss is not such a mean.
 
     Examples:
         >>> from recoup.train.data.reduction import reduction_of
@@ -223,7 +222,7 @@ class Proof:
         self.finding: str | None = None
 
     def loss(self, batch: Any, outputs: Any, targets: Any) -> Tensor:
-        """Return the loss of a batch, and try the function out on its halves."""
+        """Return the loss of a batch, and check the function on its halves."""
         loss = self._loss_fn(outputs, targets)
         count = sample_count(batch)
         if count is None or count < 2 or sample_count(outputs) != count:

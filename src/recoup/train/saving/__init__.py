@@ -1,4 +1,4 @@
-"""Snapshots of a run: one file of plain data, written whole or not at all.
+"""Snapshots of a run: one file of plain data, written atomically.
 
-Collects and restores state; when to save is the trainer's decision.
+State is collected and restored here; the trainer decides when to save.
 """

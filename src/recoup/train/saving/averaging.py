@@ -1,4 +1,4 @@
-"""An exponential average of a model's parameters, which often tests better."""
+"""An exponential moving average of a model's parameters, which often tests better."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ class ParameterAverage:
 
     Args:
         model: The model.
-        decay: How much of the average stays at each update.
+        decay: The weight of the average at each update.
 
     Examples:
         >>> layer = nn.Linear(1, 1, bias=False)
@@ -47,7 +47,7 @@ class ParameterAverage:
             name: parameter.detach().clone()
             for name, parameter in self._parameters.items()
         }
-        # What the parameters themselves are, for each block that applies averages.
+        # The parameters themselves, for each block that applies averages.
         self._taken_off: list[list[list[Tensor]]] = []
 
     @property
@@ -61,7 +61,7 @@ class ParameterAverage:
         return dict(self._averages)
 
     def update(self) -> None:
-        """Take the parameters as they are now into the average.
+        """Update the average with the present parameters.
 
         Raises:
             UsageError: The averages are applied.
@@ -73,11 +73,11 @@ class ParameterAverage:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Give the model its averages inside the block, and take them off again.
+        """Give the model its averages inside the block, then restore its parameters.
 
-        Nothing is trained in the block: a trainer refuses to step, to fit and to load
-        there. It may save, and saves the parameters. Costs one more copy of the
-        parameters while the block runs.
+        No training in the block: a trainer refuses to step, fit and load there. It may
+        save, and saves the parameters. Costs one more copy of the parameters while the
+        block runs.
         """
         self._taken_off.append(self._values())
         try:
@@ -97,25 +97,25 @@ class ParameterAverage:
             return
         applied = self._values()
         try:
-            # The first block took off the parameters, others in it took off averages.
+            # The first block replaced the parameters, nested ones replaced averages.
             self._put(self._taken_off[0])
             yield
         finally:
             self._put(applied)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the averages; with a sharded model all processes must ask together."""
+        """Return the averages; with a sharded model all processes must call it."""
         return {"decay": self._decay, "averages": whole_tree(self._averages)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load averages of the same parameters.
 
         Raises:
-            UsageError: They are of others.
+            UsageError: They belong to other parameters.
         """
         if set(state["averages"]) != set(self._averages):
             raise UsageError(
-                "an average of other parameters was given: "
+                "expected averages of this model's parameters, got others: "
                 f"{sorted(set(state['averages']) ^ set(self._averages))} differ."
             )
         with torch.no_grad():
@@ -123,7 +123,7 @@ class ParameterAverage:
                 average.copy_(shard_like(average, state["averages"][name]))
 
     def _values(self) -> list[list[Tensor]]:
-        """Return copies of what the parameters hold now."""
+        """Return copies of the present parameters."""
         return [
             [parameter.detach().clone() for parameter in parameters]
             for _, parameters in self._groups()
@@ -146,10 +146,10 @@ class ParameterAverage:
 
 
 def refuse_applied(average: ParameterAverage | None, what: str) -> None:
-    """Raise if a model has its averages now."""
+    """Raise if a model has its averages applied."""
     if average is not None and average.is_applied:
         raise UsageError(
-            f"{what} was called while the model has its averages: what it does to the "
-            "parameters would be lost at the end of `with average.applied()`. Call it "
-            "after the block."
+            f"{what} was called while averages are applied: changes of the parameters "
+            "would be lost at the end of `with average.applied()`; call it after the "
+            "block."
         )

@@ -20,12 +20,12 @@ _NEEDED = frozenset({"processes", "position", "model", "optimizer", "random", "k
 
 
 class ResumableRun:
-    """A training loop of your own that goes on where it was saved, bit by bit.
+    """Makes your own training loop resume bitwise where it was saved.
 
-    Saved are the model, the optimizer, schedule and scaler, all random generators, and
-    the position in the data: which epoch, how many batches of it were taken, and from
-    which states of the generators its order was drawn. A resumed run draws the same
-    order and reads over the batches that were taken.
+    A file has the model, the optimizer, schedule and scaler, all random generators, and
+    the position in the data: the epoch, the number of its batches that were taken, and
+    the states of the generators from which its order was drawn. A resumed run draws the
+    same order and skips the batches that were taken.
 
     Under several processes all must call `save` and `load` together.
 
@@ -69,17 +69,17 @@ class ResumableRun:
 
     @property
     def epoch(self) -> int:
-        """Epochs that are finished."""
+        """The number of finished epochs."""
         return self._position.epoch
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Yield the batches of an epoch, or those that are left of it after `load`.
+        """Yield the batches of an epoch, or its remaining ones after `load`.
 
         A batch counts as taken when it is yielded: save after the optimizer's step.
 
         Raises:
-            SnapshotError: The loader has fewer batches than were taken, or of other
-                sizes.
+            SnapshotError: The loader has fewer batches than were taken, or batches of
+                other sizes.
             UsageError: The loader has no batch.
         """
         for batch in self._position.open(loader):
@@ -88,14 +88,14 @@ class ResumableRun:
         self._position.close()
 
     def save(self, path: str | Path) -> None:
-        """Write everything that is needed to go on from here to a file, atomically.
+        """Write everything needed to resume from here to a file, atomically.
 
         Gradients are not saved: call it between two steps of the optimizer.
 
         Raises:
-            SnapshotError: A state is no plain data, or the file cannot be written.
+            SnapshotError: A state is not plain data, or the file cannot be written.
             PeerError: Another process is gone.
-            UsageError: There is no such folder.
+            UsageError: The folder does not exist.
         """
         check_folder(path)
         save_run(path, {"version": _VERSION}, self._position, *self._state)
@@ -104,12 +104,12 @@ class ResumableRun:
         """Restore the state in a file. Nothing in it is executed.
 
         Raises:
-            SnapshotError: The file is damaged, or of another model or optimizer.
+            SnapshotError: The file is damaged, or from another model or optimizer.
         """
         state = read_snapshot(path)
         if not isinstance(state, dict) or state.get("version") != _VERSION:
             raise SnapshotError(
-                f"expected a file that ResumableRun.save wrote, got {path}; a snapshot "
-                "of recoup.Trainer is read by its own load."
+                f"expected a file that ResumableRun.save wrote, got {path}; read a "
+                "snapshot of recoup.Trainer with its own load."
             )
         load_run(path, state, _NEEDED, self._position, *self._state)

@@ -18,7 +18,7 @@ from recoup.train.saving.snapshot import write_snapshot
 
 
 def whole(tensor: Any) -> Any:
-    """Return a sharded tensor as one on every process; anything else as it is.
+    """Return a sharded tensor gathered on every process; anything else unchanged.
 
     All processes must call it together for a sharded one.
     """
@@ -26,7 +26,7 @@ def whole(tensor: Any) -> Any:
 
 
 def whole_tree(tree: Any) -> Any:
-    """Return a tree with its tensors detached and whole, sharded ones on the CPU."""
+    """Return a tree with its tensors detached and gathered, sharded ones on the CPU."""
 
     def change(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -38,12 +38,12 @@ def whole_tree(tree: Any) -> Any:
 
 
 def shard_like(own: Any, value: Any) -> Any:
-    """Return a whole tensor sharded as another of its shape; otherwise as it is."""
+    """Return a tensor sharded like another of its shape; anything else unchanged."""
     if not isinstance(value, Tensor) or not hasattr(own, "full_tensor"):
         return value
     if value.shape != own.shape:
         return value
-    # Slow to import, and needed only where it has been imported already.
+    # Slow to import, and needed only where it is already imported.
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(value.to(own.device), own.device_mesh, own.placements)
@@ -60,8 +60,8 @@ def collect_state(
 ) -> dict[str, Any]:
     """Return the state of everything that has one; all processes take part.
 
-    Tensors that are sharded over processes come back whole, so that the state does
-    not depend on how many there are. Their memory is on the CPU.
+    Tensors that are sharded over processes are gathered on the CPU, so that the state
+    does not depend on the number of processes.
     """
     device = next(iter(model.parameters())).device
     return {
@@ -74,10 +74,10 @@ def collect_state(
 
 
 def write_state(path: str | Path, state: dict[str, Any], processes: Processes) -> None:
-    """Write a state to a file; the first process does it, and all learn how it went.
+    """Write a state to a file; the first process writes, and all get the outcome.
 
     Raises:
-        SnapshotError: The state is no plain data; in every process.
+        SnapshotError: The state is not plain data; in every process.
         SnapshotWriteError: The file cannot be written; in every process.
         PeerError: Another process is gone.
     """
@@ -96,7 +96,7 @@ def write_state(path: str | Path, state: dict[str, Any], processes: Processes) -
         kind = SnapshotError if first.failed > 1 else SnapshotWriteError
         raise kind(
             f"expected the first process to write {path}, got an error there; see "
-            "what it logged."
+            "its log."
         )
 
 
@@ -107,13 +107,13 @@ def apply_state(
     parts: Parts,
     processes: Processes,
 ) -> None:
-    """Put the state back, sharded as the model is now.
+    """Restore the state, sharded as the model is now.
 
-    Scaler and average keep the settings that they were made with. With other processes
-    than before, each that is new begins with random numbers of its own.
+    Scaler and average keep their own settings. If there are more processes than before,
+    each new one gets its own random numbers.
 
     Raises:
-        SnapshotError: It is the state of another model or optimizer, or of other
+        SnapshotError: The state belongs to another model or optimizer, or to other
             parts. Nothing has been changed.
     """
     _check_parts(state, {**parts, "optimizer": optimizer})
@@ -155,7 +155,7 @@ def save_run(  # noqa: PLR0913 (all that has a state)
     parts: Parts,
     processes: Processes,
 ) -> None:
-    """Write a run to a file: what it has of its own, its place in the data, its state.
+    """Write a run to a file: its own data, its position in the data, its state.
 
     All processes take part; the first one writes.
     """
@@ -179,10 +179,12 @@ def load_run(  # noqa: PLR0913 (all that has a state)
     parts: Parts,
     processes: Processes,
 ) -> None:
-    """Restore position and state from what `save_run` wrote to a file."""
+    """Restore position and state from a file of `save_run`."""
     missing = sorted(needed - state.keys())
     if missing:
-        raise SnapshotError(f"{path} has no {missing[0]!r}: it is not a whole run.")
+        raise SnapshotError(
+            f"expected a whole run in {path}, got one without {missing[0]!r}."
+        )
     apply_state(state, model, optimizer, parts, processes)
     position.load_state_dict(
         own_position(state["position"], processes.rank, processes.count),
@@ -191,7 +193,7 @@ def load_run(  # noqa: PLR0913 (all that has a state)
 
 
 def _kinds(parts: Parts) -> dict[str, str]:
-    """Return the classes of the parts that there are."""
+    """Return the classes of the existing parts."""
     return {name: _kind(part) for name, part in parts.items() if part is not None}
 
 
@@ -203,28 +205,28 @@ def _kind(part: Any) -> str:
 def _check_parts(state: dict[str, Any], parts: Parts) -> None:
     """Refuse a state of other parts than this run has, or of parts of other classes.
 
-    Many would take over the state of another class without a word.
+    Many classes would silently load the state of another class.
     """
     for name, part in parts.items():
         has, had = part is not None, state[name] is not None
         if has != had:
             raise SnapshotError(
-                f"the snapshot was written {_WITH[had]} the part {name!r}, this "
-                f"trainer is made {_WITH[has]} it. Make the trainer as it was."
+                f"expected a snapshot {_WITH[has]} the part {name!r}, as this trainer, "
+                f"got one {_WITH[had]} it; make the trainer as it was."
             )
     saved = state["kinds"]
     for name, kind in _kinds(parts).items():
         if saved[name] != kind:
             raise SnapshotError(
                 f"the snapshot's {name} is of the class {saved[name]}, this trainer's "
-                f"of {kind}. Make the trainer as it was."
+                f"of {kind}; make the trainer as it was."
             )
 
 
 def _apply_random(states: list[Any], device: torch.device, rank: int) -> None:
     restore_random_states(RandomStates.of_plain(states[rank % len(states)]), device)
     if rank >= len(states):
-        # A new process must not repeat what another draws.
+        # A new process must not repeat the numbers of another.
         torch.manual_seed(torch.initial_seed() + rank)
 
 
@@ -239,7 +241,7 @@ def _check_model(saved: dict[str, Any], own: dict[str, Any]) -> None:
     ]
     if differing:
         raise SnapshotError(
-            "the snapshot is of another model: "
+            "expected a snapshot of this model, got one of another model: "
             f"{', '.join(differing[:4])}{' ...' if len(differing) > 4 else ''} differ."
         )
 
@@ -249,6 +251,6 @@ def _check_optimizer(saved: dict[str, Any], optimizer: Optimizer) -> None:
     own = [len(group["params"]) for group in optimizer.param_groups]
     if sizes != own:
         raise SnapshotError(
-            f"the snapshot's optimizer has groups of {sizes} parameters, this one has "
-            f"{own}."
+            f"expected an optimizer state with groups of {own} parameters, got groups "
+            f"of {sizes}."
         )

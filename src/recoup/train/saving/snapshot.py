@@ -1,8 +1,8 @@
 """Snapshots: a tree of tensors and plain values in one file that is data, not code.
 
-A file is the words `recoup snapshot 1`, the bytes of the tensors one after the other,
-a table of contents in JSON, and a fixed-size end that says where the table is and
-what its checksum is. A file without its end is not a snapshot.
+A file is the words `recoup snapshot 1`, the bytes of the tensors one after the other, a
+table of contents in JSON, and a fixed-size trailer with the position and checksum of
+the table. A file without its trailer is not a snapshot.
 """
 
 import json
@@ -33,36 +33,36 @@ _DTYPES = {
 
 
 def check_folder(path: str | Path | None) -> None:
-    """Raise unless there is a folder for a file, which may not be wanted at all.
+    """Raise unless the folder of a file exists; None needs none.
 
     Raises:
-        UsageError: There is none: better known before hours of training than after.
+        UsageError: It does not exist: fail before hours of training, not after.
 
     Examples:
         >>> check_folder("run.snapshot")
     """
     if path is not None and not Path(path).parent.is_dir():
         raise UsageError(
-            f"snapshots were to be written to {str(path)!r}: there is no folder "
-            f"{str(Path(path).parent)!r}. Make it first."
+            f"expected a folder for snapshots at {str(path)!r}, but there is no folder "
+            f"{str(Path(path).parent)!r}; make it first."
         )
 
 
 def write_snapshot(path: str | Path, tree: Any) -> None:
-    """Write a tree to a file, so that at every moment the file is whole.
+    """Write a tree to a file atomically.
 
     The new file is written next to the old one, as `.partial`, synchronised to the
-    disk, and takes its place in one move: a reader finds the old or the new one,
-    whenever the machine stops. A link at either name is replaced, never followed.
+    disk, and renamed to replace it: a reader finds the old or the new one, whenever the
+    machine stops. A link at either name is replaced, never followed.
 
     Args:
         path: The file; its folder must exist.
         tree: Dictionaries, lists and tuples of tensors, numbers, texts and None.
 
     Raises:
-        SnapshotError: Something in the tree is none of these.
-        SnapshotWriteError: The file cannot be written, as on a full disk. The old file
-            is unchanged.
+        SnapshotError: The tree contains something else.
+        SnapshotWriteError: The file cannot be written, for example on a full disk. The
+            old file is unchanged.
 
     Examples:
         >>> import tempfile
@@ -74,7 +74,7 @@ def write_snapshot(path: str | Path, tree: Any) -> None:
     path = Path(path)
     partial = path.with_name(path.name + ".partial")
     try:
-        # What a killed process left, or a link that somebody put there.
+        # Left by a killed process, or a link that somebody put there.
         partial.unlink(missing_ok=True)
         with partial.open("xb") as file:
             try:
@@ -87,21 +87,21 @@ def write_snapshot(path: str | Path, tree: Any) -> None:
                 raise
     except OSError as error:
         raise SnapshotWriteError(
-            f"{path} cannot be written: {error}. What was there before is unchanged."
+            f"{path} cannot be written: {error}. The previous file is unchanged."
         ) from error
     except RecursionError:
         raise SnapshotError(
-            f"{path} cannot be written: what it should hold is nested too deeply."
+            f"{path} cannot be written: its content is nested too deeply."
         ) from None
     _sync_folder(path.parent)
 
 
 def keep_last(path: str | Path, step: int, count: int) -> None:
-    """Keep a snapshot under the number of its step too, and only the last of these.
+    """Keep a snapshot under the number of its step as well, and only the last of these.
 
-    The file is linked, so that it takes its bytes once; where links are impossible it
-    is copied. The last ones are those written last: a run that went back to an earlier
-    step keeps what it writes from there on.
+    The file is linked, so it takes its bytes once; where links are impossible it is
+    copied. The last ones are those written last: a run that went back to an earlier
+    step keeps the ones it writes from there on.
 
     Raises:
         SnapshotWriteError: The file cannot be linked, copied or removed.
@@ -133,7 +133,7 @@ def keep_last(path: str | Path, step: int, count: int) -> None:
             each.unlink()
     except OSError as error:
         raise SnapshotWriteError(
-            f"{kept} cannot be kept: {error}. {path} itself is whole."
+            f"{kept} cannot be kept: {error}. {path} itself is complete."
         ) from error
 
 
@@ -141,10 +141,10 @@ def read_snapshot(path: str | Path) -> Any:
     """Read a tree from a file, tensors on the CPU. Nothing in the file is executed.
 
     The tensors take no more memory than the file, and the rest at most 64 times the
-    bytes of the file's table of contents, whatever the file says.
+    bytes of the file's table of contents, for any content.
 
     Raises:
-        SnapshotError: The file is no snapshot, or is damaged.
+        SnapshotError: The file is not a snapshot, or is damaged.
     """
     try:
         with Path(path).open("rb") as file:
@@ -173,14 +173,17 @@ def _write(file: BinaryIO, tree: Any) -> None:
             case dict():
                 return ["dict", *_pairs(value, where)]
         raise SnapshotError(
-            f"{where} is a {type(value).__name__}: a snapshot holds tensors, numbers, "
-            "texts, None, and lists, tuples and dictionaries of them."
+            f"expected tensors, numbers, texts, None, and lists, tuples and "
+            f"dictionaries of them, got a {type(value).__name__} at {where}."
         )
 
     def _pairs(mapping: dict[Any, Any], where: str) -> list[Any]:
         for key in mapping:
             if not isinstance(key, str | int):
-                raise SnapshotError(f"{where} has a key {key!r}: no text or number.")
+                raise SnapshotError(
+                    f"expected texts and integers as keys, but {where} has a key "
+                    f"{key!r}."
+                )
         return [[key, encode(v, f"{where}[{key!r}]")] for key, v in mapping.items()]
 
     contents = {"tree": encode(tree, "snapshot"), "tensors": tensors}
@@ -205,7 +208,7 @@ def _write_tensor(
     key = (tensor.data_ptr(), *geometry)
     if tensor.numel() and key in known:
         return known[key]
-    # A copy to the CPU of lazily conjugated or negated memory would copy the laziness.
+    # Resolve first: copying a lazily conjugated or negated tensor keeps it lazy.
     flat = tensor.resolve_conj().resolve_neg().cpu().contiguous()
     memory = memory_of(flat)
     tensors.append(
@@ -217,7 +220,7 @@ def _write_tensor(
         }
     )
     file.write(memory)
-    # Only what stays alive while we write keeps its address for itself.
+    # Only tensors that stay alive while writing keep their address to themselves.
     known[key] = len(tensors) - 1
     return known[key]
 
@@ -243,7 +246,7 @@ def _read(file: BinaryIO) -> Any:
         return _decode(contents.get("tree"), tensors)
     except RecursionError:
         raise SnapshotError("its table of contents is nested too deeply.") from None
-    except ValueError as error:  # of JSON: no text, no JSON, a number too long
+    except ValueError as error:  # of JSON: not text, not JSON, a number too long
         raise SnapshotError(f"its table of contents is damaged: {error}.") from None
 
 
@@ -259,9 +262,9 @@ class _Entry:
 
 
 def _entries(contents: Any, *, end: int) -> list[_Entry]:
-    """Check where the tensors lie, all of them before memory is taken for any.
+    """Check the positions of all tensors before memory is allocated for any.
 
-    No two share a byte, so all together are no larger than the file.
+    No two share a byte, so their total is no larger than the file.
     """
     found = contents.get("tensors") if isinstance(contents, dict) else None
     if not isinstance(found, list):
@@ -270,7 +273,7 @@ def _entries(contents: Any, *, end: int) -> list[_Entry]:
     last = len(_BEGIN)
     for entry in sorted(entries, key=lambda entry: (entry.start, entry.nbytes)):
         if entry.start < last:
-            raise SnapshotError("two tensors in it overlap, or one its beginning.")
+            raise SnapshotError("two tensors in it overlap, or one overlaps its start.")
         last = entry.start + entry.nbytes
         if last > end:
             raise SnapshotError("a tensor in it is cut off.")
@@ -279,7 +282,7 @@ def _entries(contents: Any, *, end: int) -> list[_Entry]:
 
 def _entry(found: Any) -> _Entry:
     if not isinstance(found, dict):
-        raise SnapshotError("an entry of its table of contents is no dictionary.")
+        raise SnapshotError("an entry of its table of contents is not a dictionary.")
     name, shape = found.get("dtype"), found.get("shape")
     dtype = _DTYPES.get(name) if isinstance(name, str) else None
     if dtype is None:
@@ -291,7 +294,7 @@ def _entry(found: Any) -> _Entry:
     if math.prod(size or 1 for size in shape) * dtype.itemsize >= 1 << 63:
         raise SnapshotError(f"it holds a tensor of an impossible shape {shape!r:.40}.")
     if not _is_count(start) or not _is_count(checksum):
-        raise SnapshotError("its table of contents does not say where a tensor lies.")
+        raise SnapshotError("its table of contents lacks the position of a tensor.")
     nbytes = math.prod(shape) * dtype.itemsize
     return _Entry(dtype, tuple(shape), start, nbytes, checksum)
 
@@ -310,7 +313,7 @@ def _read_tensor(file: BinaryIO, entry: _Entry) -> Tensor:
         raise SnapshotError("a tensor in it is damaged: its checksum differs.")
     try:
         return tensor.view(entry.dtype).reshape(entry.shape)
-    except RuntimeError as error:  # a type or a shape that this torch does not take
+    except RuntimeError as error:  # a type or a shape that this torch refuses
         raise SnapshotError(f"a tensor in it cannot be made: {error}.") from None
 
 
@@ -337,11 +340,11 @@ def _pair(pair: Any, tensors: list[Tensor]) -> tuple[str | int, Any]:
     match pair:
         case [str() | int() as key, value]:
             return key, _decode(value, tensors)
-    raise SnapshotError("a dictionary in it has an entry that is no pair.")
+    raise SnapshotError("a dictionary in it has an entry that is not a pair.")
 
 
 def _sync_folder(folder: Path) -> None:
-    """Bring the move to the disk too; where folders cannot be opened, do without."""
+    """Synchronise the rename to the disk; skip it where folders cannot be opened."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError:
