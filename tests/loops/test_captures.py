@@ -1,4 +1,4 @@
-"""Captures: whatever a tape leads to besides what is known is found, wherever it is."""
+"""Captures: every unknown tensor that a tape leads to is found."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def leaf(*shape):
 
 
 @given(st.integers(1, 40), st.data())
-def test_a_stray_tensor_is_found_at_whatever_step_it_is_used(steps, data):
+def test_a_stray_tensor_is_found_at_any_step(steps, data):
     place = data.draw(st.none() | st.integers(0, steps - 1))
     state, weight, stray = leaf(2), leaf(2), leaf(2)
     result = state
@@ -28,7 +28,7 @@ def test_a_stray_tensor_is_found_at_whatever_step_it_is_used(steps, data):
 
 
 @pytest.mark.parametrize("place", range(12))
-def test_a_tensor_that_one_step_alone_takes_from_nowhere_is_an_error(place):
+def test_a_hidden_tensor_used_by_one_step_is_an_error(place):
     class Hidden:
         weight = leaf(2)
 

@@ -21,7 +21,7 @@ def test_a_budget_is_kept_by_the_compiled_program(budget):
     begin = jnp.linspace(0, 1, 1000)
     program = jax.jit(jax.grad(lambda s: total(s, budgeted))).lower(begin).compile()
     temporary_bytes = program.memory_analysis().temp_size_in_bytes
-    # Besides a state on its way: counters. Some slots more would not have fitted.
+    # Besides a state in transit: counters. More slots would not have fitted.
     state_bytes = begin.nbytes
     assert budget - 2 * state_bytes < temporary_bytes < budget + state_bytes
     assert equal(program(begin), jax.grad(lambda s: total(s, plain(200)))(begin))

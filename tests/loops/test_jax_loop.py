@@ -1,4 +1,4 @@
-"""JAX: what a loop takes, returns and refuses."""
+"""JAX: the arguments, results and errors of a loop."""
 
 import pytest
 
@@ -44,12 +44,12 @@ def test_a_condition_outside_of_jit_and_inside():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"captures": [1]}, "not for JAX"),
-        ({"vjp": min}, "not for JAX"),
+        ({"captures": [1]}, "no captures= and vjp= with JAX"),
+        ({"vjp": min}, "no captures= and vjp= with JAX"),
         ({"budget": 1}, "does not hold the tape of one step"),
     ],
 )
-def test_what_is_not_for_jax_is_refused(arguments, message):
+def test_options_that_jax_does_not_support_are_refused(arguments, message):
     with pytest.raises(UsageError, match=message):
         checkpointed_loop(jnp.sin, jnp.ones(2), 5, **arguments)
 
@@ -61,7 +61,7 @@ def test_states_must_keep_their_structure_and_type():
         checkpointed_loop(lambda x: x + 0.5, jnp.ones(2, jnp.int32), 5)
 
 
-def test_no_steps_return_the_beginning():
+def test_zero_steps_return_the_initial_state():
     final, checkpoints = checkpointed_loop(jnp.sin, jnp.ones(2), 0)
     assert final.tolist() == [1.0, 1.0]
     assert checkpoints == {}
@@ -81,7 +81,7 @@ def test_a_checkpoint_in_the_loss_is_an_error_unless_it_is_a_constant(wrap):
     assert np.isclose(found, expected)
 
 
-def test_the_seeds_counter_is_caught():
+def test_the_counter_of_the_original_guide_is_detected():
     count = 0
 
     def step(state):
@@ -113,7 +113,7 @@ def branching(x):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_a_loop_with_an_index_is_differentiated_in_64_bits_too(dtype):
+def test_a_loop_with_an_index_is_differentiated_in_64_bits(dtype):
     with jax.enable_x64(True):
         x = jnp.linspace(0.1, 0.9, 3, dtype=dtype)
         found = grad(indexed, checkpoint=SMALL)(x)
@@ -125,14 +125,14 @@ def test_a_loop_with_an_index_is_differentiated_in_64_bits_too(dtype):
 
 
 @pytest.mark.parametrize("function", [picked, branching])
-def test_an_index_that_is_used_as_a_number_runs_plain_with_a_reason(function):
+def test_an_index_used_as_a_number_runs_plain_with_a_reason(function):
     x = jnp.linspace(0.1, 0.9, 3)
     with pytest.warns(UserWarning, match="runs plain: .* index as a Python number"):
         found = grad(function, checkpoint=SMALL)(x)
     assert equal(found, jax.grad(function)(x))
 
 
-def test_a_step_that_uses_its_index_as_a_number_is_refused_plainly():
+def test_a_step_that_uses_its_index_as_a_number_is_refused():
     with pytest.raises(UsageError, match="index as a Python number"):
         checkpointed_loop(
             lambda x, i: x + [0.1, 0.2][i % 2], jnp.ones(2), 10, with_index=True

@@ -34,7 +34,7 @@ def test_gradients_are_bitwise_those_of_the_plain_scan(steps, jit, schedules):
         assert equal(gradients(checkpointed(schedule), jit=jit), expected), schedule
 
 
-def test_a_wrong_length_would_be_noticed():
+def test_a_wrong_length_is_detected():
     found = gradients(checkpointed(Revolve(22, slots=3)), jit=True)
     assert not equal(found, gradients(plain(23), jit=True))
 
@@ -80,7 +80,7 @@ def test_inputs_outputs_and_the_index():
         np.testing.assert_allclose(one, other, rtol=1e-5)
 
 
-def test_it_is_safe_under_vmap():
+def test_a_loop_works_under_vmap():
     def run(state, loop):
         _, matrix, bias = arrays()
         return jax.grad(model)(state, matrix, bias, loop)
@@ -120,7 +120,7 @@ def test_memory_does_not_grow_with_the_steps():
     assert few < 100 * 4000 / 4
 
 
-def test_a_number_as_state_and_a_captured_array():
+def test_a_scalar_state_and_a_captured_array():
     def checkpointed(w):
         return checkpointed_loop(lambda h: h * w, 1.0, 10)[0]
 

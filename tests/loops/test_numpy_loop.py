@@ -1,4 +1,4 @@
-"""NumPy: forward as in the seed, gradients through autograd or a vjp of one's own."""
+"""NumPy: forward as in the original guide, gradients by autograd or a custom vjp."""
 
 import tracemalloc
 
@@ -23,7 +23,7 @@ def arrays(seed=0):
 
 
 def model(state, matrix, bias, loop):
-    """The seed's recurrence; matrix and bias are captured, the matrix used twice."""
+    """The guide's recurrence; matrix and bias are captured, the matrix used twice."""
 
     def step(h):
         return anp.tanh(anp.tanh(h @ matrix + bias) @ matrix)
@@ -64,7 +64,7 @@ def test_gradients_are_bitwise_those_of_the_plain_loop(steps):
         assert equal(gradients(checkpointed(steps, schedule=schedule)), expected)
 
 
-def test_the_evaluations_are_those_promised():
+def test_the_number_of_evaluations_is_the_stated_one():
     for schedule in (Even(30, 4), Revolve(30, slots=3), Chunked(30, slots=2, chunk=4)):
         calls = 0
 
@@ -143,7 +143,7 @@ def test_a_loop_of_unknown_length():
     assert np.array_equal(autograd.grad(run)(begin, checkpointed), expected)
 
 
-def test_plain_numpy_with_a_vjp_of_ones_own():
+def test_plain_numpy_with_a_custom_vjp():
     def vjp(state, cotangent):
         return cotangent * 1.1 * (1 - np.tanh(state * 1.1 + 0.1) ** 2)
 
@@ -177,7 +177,7 @@ def test_forward_only_needs_no_derivatives_and_counts_once():
     assert len(checkpoints) == 31
 
 
-def test_the_seeds_counter_is_caught():
+def test_the_counter_of_the_original_guide_is_detected():
     counter = 0
 
     def step(state):
@@ -277,7 +277,7 @@ def test_a_budget_is_kept(budget):
     assert traced_peak_bytes(run) <= budget + 12 * STATE_BYTES
 
 
-def test_a_budget_is_kept_with_a_vjp_of_ones_own():
+def test_a_budget_is_kept_with_a_custom_vjp():
     def step(h):
         return np.sin(h)
 
@@ -346,13 +346,13 @@ def test_a_budget_for_traced_inputs_and_captures():
     assert equal(found, expected)
 
 
-def test_a_budget_that_no_tape_fits_in_is_refused():
+def test_a_budget_smaller_than_one_tape_is_refused():
     with pytest.raises(UsageError, match="does not hold the tape of one step"):
         checkpointed_loop(anp.sin, np.ones(1000), 10, budget="1kB")
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex128])
-def test_numbers_are_differentiated_whatever_their_type(dtype):
+def test_numbers_of_any_floating_type_are_differentiated(dtype):
     def checkpointed(x):
         final, _ = checkpointed_loop(lambda h: anp.sin(h) * dtype(0.9), x, 30)
         return anp.real(final)
@@ -366,7 +366,7 @@ def test_numbers_are_differentiated_whatever_their_type(dtype):
     assert found == expected != 0
 
 
-def test_a_state_that_is_traced_as_a_whole():
+def test_a_state_traced_as_a_whole():
     def step(state):
         h, rest = state
         return anp.sin(h), {"sum": rest["sum"] + anp.sum(h)}
@@ -385,7 +385,7 @@ def test_a_state_that_is_traced_as_a_whole():
     assert found[1]["sum"] == expected[1]["sum"] == 1
 
 
-def test_what_a_step_keeps_outside_of_the_state_is_an_error():
+def test_an_array_that_a_step_keeps_outside_the_state_is_an_error():
     def checkpointed(x):
         kept = []
 
@@ -412,7 +412,7 @@ def test_arrays_of_objects_are_refused_where_a_gradient_would_be_lost():
         autograd.grad(checkpointed)(0.9)
 
 
-def test_a_tolerance_does_not_take_not_a_number_for_equal():
+def test_a_tolerance_does_not_accept_nan():
     calls = []
 
     def step(state):
@@ -444,7 +444,7 @@ def appending_pairs(x, w):
 
 
 @pytest.mark.parametrize("function", [appending, appending_pairs])
-def test_a_list_that_a_written_loop_appends_to_has_its_gradient(function):
+def test_a_list_that_a_rewritten_loop_appends_to_has_gradients(function):
     x, w = np.linspace(0.1, 0.9, 3), np.linspace(0.8, 1.2, 3)
     small = {"min_loop_size": 2, "num_checkpoints": 4}
     found = grad(function, wrt=(0, 1), checkpoint=small)(x, w)

@@ -131,14 +131,14 @@ LEAVING = [
 
 
 @pytest.mark.parametrize("make", LEAVING)
-def test_what_is_left_outside_of_the_state_is_an_error_in_forward(make):
+def test_a_tensor_left_outside_the_state_is_an_error_in_forward(make):
     schedule = Revolve(STEPS, slots=4)
     with pytest.raises(CaptureError, match="would be lost"):
         checkpointed_loop(make(), start(), STEPS, with_index=True, schedule=schedule)
 
 
 @pytest.mark.parametrize("make", [appends, adds_to_a_variable, writes_to_an_attribute])
-def test_also_in_a_loop_of_unknown_length(make):
+def test_a_tensor_left_outside_the_state_is_an_error_in_a_loop_of_unknown_length(make):
     step = make()
     with pytest.raises(CaptureError, match="would be lost"):
         checkpointed_loop(
@@ -150,21 +150,21 @@ def test_also_in_a_loop_of_unknown_length(make):
         )
 
 
-def test_what_the_first_step_alone_leaves_is_found_in_backward():
+def test_a_tensor_left_by_the_first_step_is_found_in_backward():
     step = keeps_one_early_state(of=0)
     final, _ = checkpointed_loop(step, start(), STEPS, with_index=True)
     with pytest.raises(CaptureError, match="keeps a tensor"):
         final.sum().backward()
 
 
-def test_without_gradients_a_step_may_keep_what_it_likes():
+def test_without_gradients_a_step_may_keep_tensors():
     kept = []
     with torch.no_grad():
         checkpointed_loop(lambda h: kept.append(h) or h * 0.5, start(), STEPS)
     assert len(kept) == STEPS
 
 
-def test_a_cache_that_the_first_step_makes_is_no_harm():
+def test_a_cache_made_by_the_first_step_is_allowed():
     class Scaled(nn.Module):
         def __init__(self):
             super().__init__()
@@ -186,7 +186,7 @@ def test_a_cache_that_the_first_step_makes_is_no_harm():
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
-def test_weights_that_a_hook_computes_are_no_harm():
+def test_weights_computed_by_a_hook_are_allowed():
     def gradients(checkpointed):
         torch.manual_seed(0)
         layer = nn.utils.weight_norm(nn.Linear(2, 2).double())
@@ -280,7 +280,7 @@ def test_parameters_of_a_module_in_the_state_get_their_gradients():
     assert all(map(torch.equal, found, (p.grad for p in layer.parameters())))  # pyright: ignore[reportArgumentType]
 
 
-def test_a_result_given_the_name_of_what_a_step_sees_is_an_error():
+def test_a_result_that_replaces_a_captured_variable_is_an_error():
     state = start()
     before = state
     helper = lambda: state * 0.5  # noqa: E731 (late binding is the point)
@@ -294,7 +294,7 @@ def test_a_result_given_the_name_of_what_a_step_sees_is_an_error():
         state.sum().backward()
 
 
-def test_leaves_that_share_memory_are_taken_apart():
+def test_leaves_that_share_memory_are_separated():
     begin = start()
     (one, other), _ = checkpointed_loop(
         lambda state: (torch.sin(state[0]),) * 2, (begin, begin), 3
@@ -309,7 +309,7 @@ def test_leaves_that_share_memory_are_taken_apart():
     assert torch.equal(found, expected)
 
 
-def test_measuring_for_a_budget_leaves_no_trace_and_knows_the_captures_named():
+def test_measuring_for_a_budget_leaves_no_trace_and_uses_given_captures():
     def run(**arguments):
         torch.manual_seed(0)
         norm = nn.BatchNorm1d(3).double()

@@ -1,4 +1,4 @@
-"""What a loop does besides the evaluations of its schedule, by exact counts."""
+"""The overhead of a loop besides the evaluations of its schedule, by exact counts."""
 
 import sys
 from collections import Counter
@@ -45,7 +45,7 @@ def operators_of(loop, steps):
 
 
 @pytest.mark.parametrize("slots", [1, 3, 20])
-def test_a_longer_tape_calls_the_step_and_looks_at_its_nodes_and_no_more(slots):
+def test_a_longer_tape_adds_only_step_calls_and_node_visits(slots):
     short, long = (Chunked(10 * c, slots=slots, chunk=c) for c in (10, 20))
     (python, builtin), (more_python, more_builtin) = map(calls_of, (short, long))
     evaluations = long.counts().evaluations - short.counts().evaluations
@@ -59,7 +59,7 @@ def test_a_longer_tape_calls_the_step_and_looks_at_its_nodes_and_no_more(slots):
 
 
 @pytest.mark.parametrize("chunk", [1, 10])
-def test_a_further_tape_costs_few_calls(chunk):
+def test_an_additional_tape_costs_few_calls(chunk):
     few, many = (Chunked(chunk * t, slots=t, chunk=chunk) for t in (10, 20))
     (python, builtin), (more_python, more_builtin) = map(calls_of, (few, many))
     for counter in (python, more_python):
@@ -73,7 +73,7 @@ def test_a_further_tape_costs_few_calls(chunk):
 @pytest.mark.parametrize(
     "schedule", [Revolve(30, slots=4), Chunked(30, slots=3, chunk=5)], ids=repr
 )
-def test_operators_are_those_of_the_evaluations_and_of_the_plain_backward(schedule):
+def test_operators_equal_those_of_the_evaluations_and_the_plain_backward(schedule):
     again = schedule.counts().evaluations - schedule.steps
     expected = operators_of(plain_loop, schedule.steps)
     expected.update({"mm": 2 * again, "add": again, "tanh": 2 * again})

@@ -1,4 +1,4 @@
-"""Source rewriting: what a loop changes without naming it is found."""
+"""Source rewriting: hidden changes of a loop are found."""
 
 import functools
 import types
@@ -91,14 +91,14 @@ def an_attribute_set_by_a_function(x):
         (a_function_made_before_that_the_loop_calls, "reads 'y'"),
         (a_function_that_writes_around, "it uses 'add', which writes to a variable"),
         (a_lazy_generator, "reads 'x'"),
-        (a_list_in_a_dictionary, "changes what .* refers to"),
-        (a_list_that_is_extended, "changes what 'kept' refers to"),
-        (a_stack_that_is_popped, "changes what 'waiting' refers to"),
+        (a_list_in_a_dictionary, "changes the object that .* names"),
+        (a_list_that_is_extended, "changes the object that 'kept' names"),
+        (a_stack_that_is_popped, "changes the object that 'waiting' names"),
         (an_attribute_set_by_a_function, "writes to an attribute"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_a_change_that_the_loop_does_not_name_is_found(function, reason):
+def test_a_hidden_change_of_a_loop_is_found(function, reason):
     x = torch.tensor(0.7, dtype=torch.float64)
     expected = grad(function)(x)
     with pytest.warns(UserWarning, match=reason):
@@ -174,7 +174,7 @@ def a_function_made_before_that_reads_what_stays(x):
         a_function_made_before_that_reads_what_stays,
     ],
 )
-def test_what_is_no_harm_is_checkpointed(function):
+def test_harmless_loops_are_checkpointed(function):
     x = torch.tensor(0.7, dtype=torch.float64)
     expected = grad(function)(x)
     with warnings.catch_warnings():
@@ -202,7 +202,7 @@ def a_write_by_another_name(x):
 
 
 @pytest.mark.parametrize("function", [a_bound_method, a_write_by_another_name])
-def test_what_only_shows_when_it_runs_is_an_error_with_its_line(function):
+def test_faults_found_at_run_time_are_errors_with_their_line(function):
     with pytest.raises(CaptureError, match="would be lost") as raised:
         grad(function, checkpoint=PLAIN)(torch.tensor(0.7, dtype=torch.float64))
     line = function.__code__.co_firstlineno
@@ -245,7 +245,7 @@ def numbers_in_a_list(x):
     return sum(part * i for part, i in kept)
 
 
-def test_a_list_of_more_than_tensors_runs_plain_with_a_warning():
+def test_a_list_with_other_objects_than_tensors_runs_plain_with_a_warning():
     x = torch.tensor(0.7, dtype=torch.float64)
     expected = grad(numbers_in_a_list)(x)
     derivative = grad(numbers_in_a_list, checkpoint=PLAIN)
@@ -268,6 +268,6 @@ def a_decorated_function(x):
     return x
 
 
-def test_a_decorator_is_not_taken_away():
+def test_a_decorated_function_is_refused():
     with pytest.raises(UnsupportedError, match="wrapped by a decorator"):
         grad(a_decorated_function, checkpoint=PLAIN)

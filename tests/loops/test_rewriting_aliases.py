@@ -1,4 +1,4 @@
-"""Source rewriting: what cannot be written to as Python does it runs plain."""
+"""Source rewriting: loops whose writes differ from those of Python run plain."""
 
 import collections
 
@@ -252,7 +252,7 @@ PLAIN = [
 
 
 @pytest.mark.parametrize("function", PLAIN, ids=lambda f: f.__name__)
-def test_a_write_that_cannot_be_followed_keeps_the_loop_plain(function):
+def test_a_write_that_cannot_be_tracked_keeps_the_loop_plain(function):
     expected = grad(function, (0, 1))(X, W)
     derivative = grad(function, (0, 1), checkpoint=SHORT)
     with pytest.warns(UserWarning, match="is not checkpointed and runs plain: it writ"):

@@ -1,4 +1,4 @@
-"""Source rewriting: functions and generators made in a loop see what Python shows."""
+"""Source rewriting: functions and generators of a loop see the values of Python."""
 
 import functools
 import warnings
@@ -128,7 +128,7 @@ def a_function_that_sees_what_stays(x, w):
         a_function_of_the_iteration_before_around_an_inner_loop,
     ],
 )
-def test_what_may_be_used_after_its_iteration_keeps_the_loop_plain(function):
+def test_functions_that_may_outlive_their_iteration_keep_the_loop_plain(function):
     expected = grad(function, (0, 1))(X, W)
     with pytest.warns(UserWarning, match="is not checkpointed.*after its iteration"):
         derivative = grad(function, (0, 1), checkpoint=SHORT)
@@ -192,7 +192,7 @@ def comprehensions(x, w):
         comprehensions,
     ],
 )
-def test_what_is_used_up_in_its_iteration_is_checkpointed(function):
+def test_functions_used_only_in_their_iteration_are_checkpointed(function):
     expected = grad(function, (0, 1))(X, W)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -200,6 +200,6 @@ def test_what_is_used_up_in_its_iteration_is_checkpointed(function):
             function, (0, 1), checkpoint={**SHORT, "on_unsupported": "raise"}
         )
         found = derivative(X, W)
-    # What a step uses twice is added in another order: rounding, of a long chain.
+    # Values that a step uses twice are summed in another order: rounding.
     for one, other in zip(found, expected, strict=True):
         assert torch.allclose(one, other, rtol=2**-45, atol=0)

@@ -104,14 +104,17 @@ def an_iterator_from_before(x, w):
         (an_exception_that_is_handled, "has a `try` around it"),
         (an_exception_that_a_loop_around_handles, "has a `try` around it"),
         (a_loop_in_a_handler_with_a_finally, "has a `try` around it"),
-        (a_context_that_ends_exceptions, "a `with` that may end exceptions around"),
-        (a_continue_before_a_finally, "a `finally` comes after it"),
-        (a_break_before_a_finally, "a `finally` comes after it"),
+        (
+            a_context_that_ends_exceptions,
+            "a `with` that may suppress exceptions around",
+        ),
+        (a_continue_before_a_finally, "a `finally` follows it"),
+        (a_break_before_a_finally, "a `finally` follows it"),
         (an_iterator_from_before, "advances an iterator"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_what_sees_the_middle_of_a_loop_keeps_it_plain(function, reason):
+def test_code_that_sees_an_unfinished_loop_keeps_it_plain(function, reason):
     expected = grad(function, (0, 1))(X, W)
     with pytest.warns(UserWarning, match=f"is not checkpointed.*{reason}"):
         derivative = grad(function, (0, 1), checkpoint=SHORT)
@@ -214,7 +217,7 @@ def a_match_in_the_body(x, w):
         a_match_in_the_body,
     ],
 )
-def test_what_is_over_within_an_iteration_is_checkpointed(function):
+def test_exits_within_an_iteration_are_checkpointed(function):
     expected = grad(function, (0, 1))(X, W)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -223,7 +226,7 @@ def test_what_is_over_within_an_iteration_is_checkpointed(function):
         )
         found = derivative(X, W)
     assert torch.equal(found[0], expected[0])
-    # Its uses outside of the loop, or twice in a step, are added in another order.
+    # Uses outside the loop, or twice in a step, are summed in another order.
     assert torch.allclose(found[1], expected[1], rtol=2**-50, atol=0)
 
 
@@ -258,9 +261,7 @@ def a_variable_read_before_it_is_set(x, steps):
         a_variable_read_before_it_is_set,
     ],
 )
-def test_a_variable_without_a_value_is_the_error_that_python_makes_of_it(
-    function, minimum
-):
+def test_an_unbound_variable_raises_the_error_of_python(function, minimum):
     derivative = grad(function, checkpoint={"min_loop_size": minimum})
     with pytest.raises(NameError, match="'y'"):
         grad(function)(X, 0)

@@ -1,4 +1,4 @@
-"""Source rewriting: a loop that begins once more finds everything as it was."""
+"""Source rewriting: a loop that starts over finds all state restored."""
 
 import random
 
@@ -73,7 +73,9 @@ def moved():
     ids=lambda draw: draw.__name__,
 )
 @pytest.mark.parametrize("kind", ["for", "while"])
-def test_a_loop_that_turns_out_to_be_plain_has_not_been_run_twice(draw, kind):
+def test_a_loop_that_falls_back_to_plain_shows_no_effects_of_the_first_attempt(
+    draw, kind
+):
     def for_loop(x, w):
         best = None
         for i in range(40):

@@ -1,4 +1,4 @@
-"""Source rewriting: what a loop writes to in place is seen by all, as in Python."""
+"""Source rewriting: in-place writes of a loop are visible as in Python."""
 
 import warnings
 
@@ -220,7 +220,7 @@ CHECKPOINTED = [
 
 @pytest.mark.parametrize("options", [{}, {"strategy": "revolve"}])
 @pytest.mark.parametrize("function", CHECKPOINTED, ids=lambda f: f.__name__)
-def test_a_write_is_seen_by_everyone_who_refers_to_the_object(function, options):
+def test_a_write_is_visible_through_every_reference(function, options):
     expected = grad(function, (0, 1))(X, W)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -229,7 +229,7 @@ def test_a_write_is_seen_by_everyone_who_refers_to_the_object(function, options)
         )
         found = derivative(X, W)
     assert torch.equal(found[0], expected[0])
-    # Its uses outside of the loop, or twice in a step, are added in another order.
+    # Uses outside the loop, or twice in a step, are summed in another order.
     assert torch.allclose(found[1], expected[1], rtol=2**-48, atol=0)
 
 
@@ -254,11 +254,11 @@ def a_write_that_autograd_does_not_see(x, w):
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
-        (a_list_that_the_loop_goes_over, "it goes over 'values' and writes to it"),
+        (a_list_that_the_loop_goes_over, "it iterates over 'values' and writes to it"),
         (a_write_that_autograd_does_not_see, "writes to the `data` of a tensor"),
     ],
 )
-def test_a_write_that_shows_in_the_source_keeps_the_loop_plain(function, reason):
+def test_an_unsupported_write_in_the_source_keeps_the_loop_plain(function, reason):
     expected = grad(function, (0, 1))(X, W)
     with pytest.warns(UserWarning, match=reason):
         derivative = grad(function, (0, 1), checkpoint=SHORT)
@@ -274,8 +274,8 @@ def a_list_gone_over_by_another_name(x, w):
     return x + values[0]
 
 
-def test_a_list_gone_over_by_another_name_is_an_error():
-    with pytest.raises(UnsupportedError, match="goes over it by another name"):
+def test_a_list_iterated_by_another_name_is_an_error():
+    with pytest.raises(UnsupportedError, match="iterates over it by another name"):
         grad(a_list_gone_over_by_another_name, checkpoint=SHORT)(X, W)
 
 
@@ -289,8 +289,10 @@ def elements_written_to_by_another_name(x, w):
     return total + rows[3]
 
 
-def test_elements_written_to_by_another_name_are_an_error():
-    with pytest.raises(CaptureError, match="writes to the elements that it goes over"):
+def test_elements_written_by_another_name_are_an_error():
+    with pytest.raises(
+        CaptureError, match="writes to the elements that it iterates over"
+    ):
         grad(elements_written_to_by_another_name, checkpoint=SHORT)(X, W)
 
 
@@ -300,7 +302,7 @@ def a_write_to_an_argument(x, w):
     return x
 
 
-def test_what_pytorch_refuses_stays_refused():
+def test_writes_that_pytorch_refuses_stay_refused():
     with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
         grad(a_write_to_an_argument)(X, W)
     derivative = grad(a_write_to_an_argument, checkpoint=SHORT)
@@ -328,7 +330,7 @@ def an_array_written_to(x):
     return x * same[1]
 
 
-def test_numpy_writes_are_seen_too():
+def test_numpy_writes_are_visible():
     pytest.importorskip("autograd", reason="an optional package")
     x = np.array([0.3, 0.7])
     found = grad(an_entry_of_arrays, checkpoint={**SHORT, "on_unsupported": "raise"})
@@ -338,7 +340,7 @@ def test_numpy_writes_are_seen_too():
         assert np.array_equal(plain(x), grad(an_array_written_to)(x))
 
 
-def test_jax_writes_are_seen_too():
+def test_jax_writes_are_visible():
     pytest.importorskip("jax", reason="an optional package")
     import jax.numpy as jnp
 

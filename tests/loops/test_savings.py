@@ -1,4 +1,4 @@
-"""The seed's figures exactly, and the honest ones beside them."""
+"""The exact figures of the original guide, and the actual ones."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ def test_fewer_checkpoints_than_the_root_hold_more():
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 10, 100])
 @pytest.mark.parametrize("checkpoints", [None, 0, 1, 5, 200])
-def test_the_evaluations_said_are_those_counted(steps, checkpoints):
+def test_the_stated_evaluations_equal_the_counted_ones(steps, checkpoints):
     calls = 0
 
     def step(state):
@@ -73,7 +73,7 @@ def test_should_checkpoint_compares_the_ratio(steps, advised):
     assert should_checkpoint(1000, 0.96) is True
 
 
-def test_the_rules_of_thumb_are_said_in_states():
+def test_the_rules_of_thumb_are_in_states():
     rows = [get_memory_savings(1000, k) for k in (31, 100, 10)]
     assert [row["extra_forward_steps"] for row in rows] == [968, 990, 909]
     assert len(compute_checkpoint_positions(1000, 100)) == 100

@@ -1,4 +1,4 @@
-"""Stores: states held in another tier come back, and are dropped there."""
+"""Stores: states held in another tier are fetched, and dropped there."""
 
 import time
 
@@ -59,7 +59,7 @@ def test_each_tier_of_a_multistage_schedule_has_its_store(tmp_path):
     assert all(map(torch.equal, found, expected))
 
 
-def test_a_tier_takes_the_states_off_the_device_they_were_on(tmp_path):
+def test_a_tier_moves_the_states_off_their_device(tmp_path):
     def held_bytes(store, enough=0):
         state = torch.ones(WIDTH, dtype=torch.float64, requires_grad=True)
         with StorageMeter() as meter:
@@ -77,7 +77,7 @@ def test_a_tier_takes_the_states_off_the_device_they_were_on(tmp_path):
     assert held_bytes(on_disk(tmp_path), enough) < enough
 
 
-def test_pulling_leaves_what_is_in_the_tier(tmp_path):
+def test_pull_keeps_the_states_in_the_tier(tmp_path):
     state = torch.ones(WIDTH, dtype=torch.float64, requires_grad=True)
     final, checkpoints = checkpointed_loop(
         torch.sin, state, 20, store=on_disk(tmp_path)
@@ -90,7 +90,7 @@ def test_pulling_leaves_what_is_in_the_tier(tmp_path):
 
 
 class Shelf(ExactTier):
-    """A tier that writes down what is asked of it."""
+    """A tier that records its calls."""
 
     def __init__(self, events):
         self.events = events
@@ -123,7 +123,7 @@ class OnShelf(Stored):
 
 
 @pytest.mark.parametrize("how", ["backward", "pull"])
-def test_a_state_is_on_its_way_while_the_steps_before_it_are_reversed(how):
+def test_a_state_is_prefetched_while_later_steps_are_reversed(how):
     events = []
 
     def step(state):
@@ -147,7 +147,7 @@ def test_a_state_is_on_its_way_while_the_steps_before_it_are_reversed(how):
         assert ("taped", None) in events[max(asked) : place]
 
 
-def test_a_lossy_tier_gives_gradients_near_the_plain_ones():
+def test_a_lossy_tier_gives_approximate_gradients():
     expected, _ = gradients(20)
     found, _ = gradients(20, store=Half())
     assert not torch.equal(found[0], expected[0])
@@ -157,7 +157,7 @@ def test_a_lossy_tier_gives_gradients_near_the_plain_ones():
     torch.testing.assert_close(found[0], expected[0], rtol=0.02, atol=0.001)
 
 
-def test_a_store_is_for_torch():
+def test_a_store_requires_torch():
     np = pytest.importorskip("numpy")
     with pytest.raises(UsageError, match="with torch tensors only"):
         checkpointed_loop(lambda x: x, np.ones(3), 4, store=Host())

@@ -1,4 +1,4 @@
-"""What the tests of Tangent's fork assert, written anew, and with gradients.
+"""The assertions of the tests of Tangent's fork, rewritten, and with gradients.
 
 Upstream tests positions, forward results and arithmetic with NumPy; not one gradient.
 Here each law holds for NumPy and for torch.
@@ -36,7 +36,7 @@ def same(left, right):
 
 
 class TestPositions:
-    def test_there_are_no_more_than_asked(self):
+    def test_there_are_at_most_the_requested_number(self):
         assert len(compute_checkpoint_positions(100, 10)) <= 10
 
     def test_they_are_sorted(self):
@@ -46,13 +46,13 @@ class TestPositions:
     def test_they_are_in_range(self):
         assert all(0 <= p < 100 for p in compute_checkpoint_positions(100, 10))
 
-    def test_more_than_the_steps_are_all_steps(self):
+    def test_more_checkpoints_than_steps_give_all_steps(self):
         assert compute_checkpoint_positions(5, 10) == list(range(5))
 
-    def test_none_are_none(self):
+    def test_zero_checkpoints_give_none(self):
         assert compute_checkpoint_positions(100, 0) == []
 
-    def test_a_single_one_lies_inside(self):
+    def test_a_single_one_is_inside(self):
         (position,) = compute_checkpoint_positions(100, 1)
         assert 0 < position < 100
 
@@ -64,7 +64,7 @@ class TestPositions:
 
 @KINDS
 class TestLoop:
-    def test_the_result_is_that_of_the_plain_loop(self, make):
+    def test_the_result_equals_that_of_the_plain_loop(self, make):
         def step(x):
             return tanh(x * 1.1 + 0.1)
 
@@ -74,7 +74,7 @@ class TestLoop:
         final, _ = checkpointed_loop(step, make(0.0, 0.5, -0.5), 50)
         assert same(final, state)
 
-    def test_as_many_are_held_as_asked(self, make):
+    def test_the_requested_number_is_held(self, make):
         _, checkpoints = checkpointed_loop(lambda x: x * 0.9, make(1.0), 50, 7)
         assert len(checkpoints) == 7
 
@@ -82,7 +82,7 @@ class TestLoop:
         _, checkpoints = checkpointed_loop(lambda x: x * 0.9, make(1.0), 100)
         assert len(checkpoints) == 10
 
-    def test_a_checkpoint_is_the_state_after_so_many_steps(self, make):
+    def test_a_checkpoint_is_the_state_at_its_position(self, make):
         _, checkpoints = checkpointed_loop(lambda x: x + 1, make(0.0), 100, 10)
         assert all(float(state[0]) == p for p, state in checkpoints.items())
 
@@ -147,7 +147,7 @@ class TestSavings:
         assert len(set(ratios)) == 3
 
 
-def test_less_memory_is_taken_than_by_storing_all():
+def test_less_memory_is_used_than_by_storing_all():
     def step(x):
         return np.tanh(x * 1.1 + 0.1)
 

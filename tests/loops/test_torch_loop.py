@@ -1,4 +1,4 @@
-"""Torch: the gradients of the plain loop, bitwise, in the evaluations promised."""
+"""Torch: bitwise the gradients of the plain loop, in the stated evaluations."""
 
 import functools
 import gc
@@ -59,7 +59,7 @@ def test_any_chunked_schedule_gives_the_plain_gradients(steps, slots, chunk, see
     assert equal(found, Recurrence(seed=seed).gradients(plain_loop, steps))
 
 
-def test_a_wrong_schedule_would_be_noticed():
+def test_a_wrong_schedule_is_detected():
     recurrence = Recurrence()
     found = recurrence.gradients(checkpointed(num_checkpoints=3), 11)
     assert not equal(found, Recurrence().gradients(plain_loop, 10))
@@ -74,7 +74,7 @@ def test_the_square_root_is_the_default(steps, kept):
     assert all(int(value) == position for position, value in checkpoints.items())
 
 
-def test_backward_frees_the_states_it_has_used():
+def test_backward_frees_used_states():
     recurrence = Recurrence()
     final, checkpoints = checkpointed_loop(recurrence.step, recurrence.state, 100)
     assert len(checkpoints) == 10
@@ -84,7 +84,7 @@ def test_backward_frees_the_states_it_has_used():
         checkpoints.pull(torch.ones_like(final))
 
 
-def test_checkpoints_pull_a_cotangent_back_as_often_as_one_likes():
+def test_checkpoints_can_pull_back_repeatedly():
     expected = Recurrence().gradients(plain_loop, 20)[1]
     for schedule in (*schedules_for(20), None):
         recurrence = Recurrence()
@@ -107,7 +107,7 @@ def test_without_gradients_nothing_is_taped_and_checkpoints_still_pull():
     assert torch.equal(checkpoints.pull(recurrence.weights), expected)
 
 
-def test_a_state_may_be_nested_and_hold_what_is_no_tensor():
+def test_a_state_may_be_nested_and_contain_other_objects():
     weight = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
 
     def step(state):
@@ -186,7 +186,7 @@ def test_outputs_are_stacked_and_carry_gradients(steps):
         assert equal(torch.autograd.grad(total, everything), expected)
 
 
-def test_only_the_outputs_may_be_used():
+def test_outputs_may_be_used_without_the_final_state():
     begin = torch.ones(2, requires_grad=True)
     (_, outputs), _ = checkpointed_loop(
         lambda x: (x * 2, x), begin, 4, with_outputs=True
@@ -223,7 +223,7 @@ def test_a_condition_ends_a_loop_of_unknown_length(steps):
         assert equal(found, expected)
 
 
-def test_a_condition_may_come_with_most_steps():
+def test_a_condition_may_have_a_maximum_number_of_steps():
     final, _ = checkpointed_loop(
         lambda x: x + 1, torch.zeros(1), 7, condition=lambda x: bool(x < 100)
     )
@@ -231,7 +231,7 @@ def test_a_condition_may_come_with_most_steps():
 
 
 class Holder:
-    """Keeps a tensor where only its own method sees it."""
+    """Keeps a tensor that only its own method reads."""
 
     def __init__(self, weight):
         self.weight = weight
@@ -313,7 +313,7 @@ def test_a_global_is_found():
 
 
 def hidden_registry():
-    """Hide a tensor where nobody looks: in a class, behind a call."""
+    """Hide a tensor: in a class, behind a call."""
 
     class Registry:
         weight = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
@@ -321,7 +321,7 @@ def hidden_registry():
     return Registry
 
 
-def test_a_capture_that_was_missed_is_an_error_and_can_be_named():
+def test_a_missed_capture_is_an_error_and_can_be_given():
     registry = hidden_registry()
     state = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
 
@@ -360,7 +360,7 @@ def test_a_capture_computed_from_another_capture_counts_once():
     assert equal(found, expected)
 
 
-def test_the_seeds_counter_is_caught_and_the_steps_are_named():
+def test_the_counter_of_the_original_guide_is_detected_with_its_steps():
     counter = 0
 
     def step(state):
@@ -392,7 +392,7 @@ def test_the_check_can_be_loosened_or_switched_off():
         final.sum().backward()
 
 
-def test_a_difference_deep_in_a_replay_is_caught_when_asked():
+def test_verify_always_detects_a_difference_deep_in_a_replay():
     calls = 0
 
     def step(state):
@@ -414,7 +414,7 @@ def test_a_difference_deep_in_a_replay_is_caught_when_asked():
             final.sum().backward()
 
 
-def test_a_closure_that_moved_on_is_an_error():
+def test_a_closure_changed_before_backward_is_an_error():
     factor = 2.0
 
     def step(state):
@@ -428,7 +428,9 @@ def test_a_closure_that_moved_on_is_an_error():
 
 
 @pytest.mark.parametrize("steps", [1, 2, 10])
-def test_a_step_that_writes_to_its_state_is_right_and_leaves_the_beginning_alone(steps):
+def test_a_step_that_writes_to_its_state_is_right_and_preserves_the_initial_state(
+    steps,
+):
     weight = torch.tensor(0.9, dtype=torch.float64, requires_grad=True)
 
     def step(state):
@@ -458,7 +460,7 @@ def test_a_step_that_writes_to_its_state_only_later_is_right_or_an_error():
         final.sum().backward()
 
 
-def test_checkpoints_are_not_changed_by_what_happens_to_the_result():
+def test_checkpoints_are_unaffected_by_changes_to_the_result():
     begin = torch.ones(3)
     final, checkpoints = checkpointed_loop(lambda x: x, begin, 10, 10)
     final.add_(1)
@@ -467,7 +469,7 @@ def test_checkpoints_are_not_changed_by_what_happens_to_the_result():
         _ = checkpoints[3]
 
 
-def test_dropout_draws_the_same_numbers_again():
+def test_dropout_is_replayed_with_the_same_numbers():
     torch.manual_seed(0)
     linear = nn.Linear(6, 6).double()
     dropout = nn.Dropout(0.3)
@@ -491,7 +493,7 @@ def test_dropout_draws_the_same_numbers_again():
 
 
 @pytest.mark.parametrize("cache", [True, False])
-def test_autocast_is_put_back_for_the_steps_run_again(cache):
+def test_autocast_is_restored_for_recomputed_steps(cache):
     def gradients(loop):
         recurrence = Recurrence(dtype=torch.float32)
         with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cache):
@@ -514,7 +516,7 @@ def test_autocast_is_put_back_for_the_steps_run_again(cache):
             assert equal(found, expected)
 
 
-def test_backward_under_an_autocast_that_forward_did_not_see():
+def test_backward_under_another_autocast_than_forward():
     expected = Recurrence(dtype=torch.float32).gradients(plain_loop, 12)
     recurrence = Recurrence(dtype=torch.float32)
     final = checkpointed()(recurrence.step, recurrence.state, 12)
@@ -523,7 +525,7 @@ def test_backward_under_an_autocast_that_forward_did_not_see():
     assert torch.equal(found[0], expected[2])
 
 
-def test_retain_graph_allows_a_second_backward_and_without_it_is_an_error():
+def test_a_second_backward_needs_retain_graph():
     expected = Recurrence().gradients(plain_loop, 20)
     for schedule in schedules_for(20):
         recurrence = Recurrence()
@@ -591,7 +593,7 @@ def test_loops_nest():
     assert torch.equal(found[1], expected[1])
 
 
-def test_a_loop_may_stand_in_a_region_and_a_region_in_a_loop():
+def test_loops_and_regions_can_be_nested():
     expected = Recurrence().gradients(plain_loop, 10)
 
     def in_region(func, state, steps):
@@ -618,7 +620,7 @@ def test_a_change_to_a_captured_tensor_before_backward_is_an_error():
         final.sum().backward()
 
 
-def test_an_error_in_a_step_passes_and_leaves_nothing_behind():
+def test_an_error_in_a_step_propagates_and_leaves_nothing_behind():
     generator_state = torch.get_rng_state()
 
     def step(state, index):
@@ -632,7 +634,7 @@ def test_an_error_in_a_step_passes_and_leaves_nothing_behind():
     assert torch.equal(torch.get_rng_state(), generator_state)
 
 
-def test_an_error_in_backward_leaves_the_generators_as_they_were():
+def test_an_error_in_backward_restores_the_generators():
     healthy = [True]
 
     def step(state, index):
@@ -683,12 +685,12 @@ def test_structures_must_stay_the_same():
         ({"seq_length": 3, "with_outputs": True}, "expected a pair"),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(arguments, message):
+def test_invalid_arguments_are_refused(arguments, message):
     with pytest.raises(UsageError, match=message):
         checkpointed_loop(lambda x, *_: x, torch.ones(1), **arguments)
 
 
-def test_no_steps_return_the_beginning():
+def test_zero_steps_return_the_initial_state():
     begin = torch.ones(3, requires_grad=True)
     final, checkpoints = checkpointed_loop(torch.sin, begin, 0)
     assert torch.equal(final, begin)
@@ -698,7 +700,7 @@ def test_no_steps_return_the_beginning():
     assert torch.equal(begin.grad, torch.ones(3))
 
 
-def test_nothing_is_left_once_result_and_checkpoints_are_dropped():
+def test_dropping_result_and_checkpoints_frees_everything():
     def run():
         state = torch.ones(1000, requires_grad=True)
         return checkpointed_loop(lambda h: torch.sin(h).exp(), state, 40)
@@ -716,7 +718,7 @@ def test_nothing_is_left_once_result_and_checkpoints_are_dropped():
 
 
 def live_peak(steps, schedule):
-    """Peak bytes of a loop over a state of 8000 bytes, beyond what the step needs."""
+    """Return the peak of a loop over a state of 8000 bytes, beyond that of the step."""
 
     def run():
         state = torch.full((1000,), 0.5, dtype=torch.float64, requires_grad=True)
@@ -749,7 +751,7 @@ def test_memory_grows_like_the_logarithm_with_revolve():
 
 
 @pytest.mark.slow
-def test_a_hundred_thousand_steps_need_no_deep_recursion():
+def test_a_hundred_thousand_steps_do_not_recurse_deeply():
     state = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
     final, checkpoints = checkpointed_loop(lambda h: h * 0.99999, state, 100_000)
     assert len(checkpoints) == 316
@@ -778,7 +780,7 @@ def test_a_budget_is_kept():
 
 
 def test_a_budget_leaves_no_tape_behind():
-    """Whatever was measured to choose the schedule is freed, in each call again."""
+    """The tape measured to choose the schedule is freed in each call."""
     x = torch.zeros(16, 64, requires_grad=True)
     made: list[weakref.ref[Any]] = []
 

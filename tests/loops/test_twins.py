@@ -1,4 +1,4 @@
-"""Loops whose parts are not apart: shared memory, own generators, outputs, regions."""
+"""Loops with shared memory, own generators, outputs and regions."""
 
 from collections.abc import Callable
 from typing import Any
@@ -38,7 +38,7 @@ def writes_to_the_second(state):
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 10])
 @pytest.mark.parametrize("step", [writes_to_the_first, writes_to_the_second])
-def test_two_names_of_one_tensor_see_the_same_writes(step, steps):
+def test_two_references_to_one_tensor_see_the_same_writes(step, steps):
     def gradient(run: Callable[[Any], Any]) -> tuple[Tensor, ...]:
         x = torch.linspace(0.5, 1.5, 4, dtype=torch.float64).requires_grad_()
         same = x * 2
@@ -57,7 +57,7 @@ def test_two_names_of_one_tensor_see_the_same_writes(step, steps):
         assert all(map(torch.equal, found, expected)), schedule
 
 
-def test_parts_that_overlap_and_are_written_to_are_refused():
+def test_overlapping_parts_that_are_written_to_are_refused():
     whole = torch.ones(4)
 
     def step(state):
@@ -68,7 +68,7 @@ def test_parts_that_overlap_and_are_written_to_are_refused():
         checkpointed_loop(step, (whole, whole[:2]), 4)
 
 
-def test_a_generator_that_the_step_sees_is_put_back():
+def test_a_generator_that_the_step_reaches_is_restored():
     def run(*, loop: bool) -> tuple[Tensor, Tensor, Tensor]:
         noise = torch.Generator().manual_seed(1)
         weight = torch.linspace(-1, 1, 16).reshape(4, 4).requires_grad_()
@@ -98,7 +98,7 @@ def test_a_generator_that_the_step_sees_is_put_back():
 
 
 @pytest.mark.parametrize("schedule", [Even(20, 4), Revolve(20, slots=4)])
-def test_outputs_that_come_out_otherwise_are_noticed(schedule):
+def test_outputs_that_differ_in_backward_are_detected(schedule):
     weight = torch.ones(2, requires_grad=True)
     calls = []
 

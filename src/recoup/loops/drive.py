@@ -38,12 +38,12 @@ class LoopPlan:
     """The plan of one loop: its schedule and its checks.
 
     Attributes:
-        schedule: For a loop of known length.
-        online: For a loop that ends by a condition.
-        condition: Says whether another step is to be run.
-        most_steps: Where a loop with a condition ends at the latest.
-        shows_beginning: The state at the beginning is among the checkpoints.
-        verify: Which states are recognised in backward: "first", "always", "off".
+        schedule: The schedule of a loop of known length.
+        online: The schedule of a loop that ends by a condition.
+        condition: Returns whether another step is to run.
+        most_steps: The maximum number of steps of a loop with a condition.
+        shows_beginning: Whether the initial state is among the checkpoints.
+        verify: The states that are verified in backward: "first", "always", "off".
         tolerance: The difference allowed there; None for equal bits.
         stores: The tiers where states are held, for torch.
     """
@@ -58,7 +58,7 @@ class LoopPlan:
     stores: tuple[Any, ...] = ()
 
     def actions(self, steps: int) -> Iterator[Action]:
-        """Return the actions of the whole loop, once its length is known."""
+        """Return the actions of the whole loop, given its length."""
         if self.schedule is not None:
             return self.schedule.actions()
         assert self.online is not None, "one of the two is set"
@@ -84,15 +84,15 @@ def known_length(
         count = default_checkpoints(steps) if wanted is None else wanted
         if count < 0:
             raise UsageError(
-                f"expected 0 or more checkpoints, got {count}; give 0 "
-                "or more, or None for the square root of the number of steps."
+                f"expected 0 or more checkpoints, got {count}; give 0 or more, or None "
+                "for the square root of the number of steps."
             )
         found = Even(steps, count) if count else StoreAll(steps)
         return found, 0 < steps <= count
     if num_checkpoints is not None:
         raise UsageError(
-            "expected num_checkpoints or a schedule, got both; a schedule knows how "
-            "many states it holds, leave num_checkpoints out."
+            "expected num_checkpoints or a schedule, got both; a schedule defines the "
+            "number of states, leave num_checkpoints out."
         )
     if schedule.steps != steps:
         raise UsageError(
@@ -169,11 +169,11 @@ class Slots:
 
 
 class Checkpoints(Mapping[int, Any]):
-    """The states that a loop holds, by position: the state after so many steps.
+    """The states that a loop holds, by position: the number of steps before each.
 
-    Reads like the dictionary in Tangent's guide. The initial state is held as well and
-    is not among them. Backward frees the states as it uses them, so a variable that
-    still refers to the checkpoints keeps no memory alive.
+    Reads like the dictionary in Tangent's guide. The initial state is held as well but
+    not included. Backward frees the states as it uses them, so a variable that still
+    refers to the checkpoints keeps no memory alive.
 
     They are values: no gradient passes through them. If a loss needs more than the
     final state, make it an output of the steps (`with_outputs`).
@@ -207,9 +207,8 @@ class Checkpoints(Mapping[int, Any]):
     def pull(self, cotangent: Any) -> Any:
         """Return the gradient of the initial state for a cotangent of the final one.
 
-        The states stay as they are, so it can be called again.
-
-        Costs what the loop's backward costs.
+        The states are not freed, so it can be called again. Costs as much as the loop's
+        backward.
         """
         return self._pull_back(cotangent)
 
@@ -219,23 +218,23 @@ class Checkpoints(Mapping[int, Any]):
 
 
 class LoopMachine(ABC):
-    """Holds, runs and reverses the steps of one loop: the part of a backend.
+    """Holds, runs and reverses the steps of one loop; implemented by each backend.
 
     Args:
         step: The step to run.
-        verify: Which states to compare with those of forward: "first" (those held in
+        verify: The states to compare with those of forward: "first" (those held in
             forward), "always" (every one that is ever held) or "off".
         tolerance: The difference allowed; None for equal bits.
 
     Attributes:
-        capture_count: How many captured arrays have gradients.
+        capture_count: The number of captured arrays with gradients.
         cotangents: The gradients found so far in a backward.
         claims: Spans of steps that may have given another state than in forward, each
             with a boolean, perhaps on a device.
         digests: Digests of held states, by the step that they come before.
         expected_steps: The length of the loop, if known.
-        in_place: The step writes to its state.
-        sweeping: Forward runs.
+        in_place: Whether the step writes to its state.
+        sweeping: Whether forward runs.
         verified_when: The values of `sweeping` at which held states are digested.
     """
 
@@ -255,11 +254,11 @@ class LoopMachine(ABC):
 
     @abstractmethod
     def hold(self, state: Any, step: int, tier: int) -> Any:
-        """Return a handle that keeps the state before `step`; digest it if asked to."""
+        """Return a handle that keeps the state before `step`; digest it if required."""
 
     @abstractmethod
     def take(self, held: Any) -> Any:
-        """Return the state that is held."""
+        """Return a held state."""
 
     @abstractmethod
     def tape(self, state: Any, start: int, stop: int) -> Any:
@@ -279,7 +278,7 @@ class LoopMachine(ABC):
 
     @abstractmethod
     def run_first(self, step: LoopStep, state: Any) -> tuple[Any, Any]:
-        """Run the first step on a copy, and find out whether it writes to it."""
+        """Run the first step on a copy; detect whether it writes to it."""
 
     @abstractmethod
     def put_output(self, index: int, output: Any) -> None:
@@ -290,7 +289,7 @@ class LoopMachine(ABC):
         """Run steps without a tape."""
 
     def advance_by(self, step: LoopStep, state: Any, start: int, stop: int) -> Any:
-        """Run steps without a tape, by a step as it runs then."""
+        """Run steps without a tape, with a modified step."""
         collects = self.sweeping and step.with_outputs
         if self.sweeping and start == 0:
             state, output = self.run_first(step, state)
@@ -314,15 +313,15 @@ class LoopMachine(ABC):
     def mismatch(self, start: int, stop: int) -> MismatchError:
         """Return the error for steps that gave another state than in forward."""
         return MismatchError(
-            f"the steps {start} to {stop - 1} of the loop over {self.step.name!r} were "
-            "recomputed in backward and gave another state or output than in forward. "
-            "A step must depend on its arguments alone: look for counters, in-place "
+            f"the steps {start} to {stop - 1} of the loop over {self.step.name!r} gave "
+            "another state or output when recomputed in backward than in forward; a "
+            "step must depend on its arguments alone: look for counters, in-place "
             "changes and random numbers that are not PyTorch's; or allow a difference "
             'with tolerance=, or switch the check off with verify="off".'
         )
 
     def conclude(self) -> None:
-        """Raise if a recomputed state was another one."""
+        """Raise if a recomputed state differed."""
         for start, stop, claim in self.claims:
             if bool(claim):
                 raise self.mismatch(start, stop)
@@ -338,13 +337,13 @@ class LoopRun:
 
     Args:
         machine: Runs its steps.
-        plan: How it is carried out.
+        plan: Its plan.
         structure: The structure of a state.
-        leaf_count: How many leaves a state has.
+        leaf_count: The number of leaves of a state.
 
     Attributes:
         slots: The states held now.
-        steps: How many steps were run.
+        steps: The number of steps that ran.
     """
 
     def __init__(
@@ -397,7 +396,7 @@ class LoopRun:
     def run_backward(self, initial: Callable[[], Any]) -> Cotangents:
         """Carry out the rest of the schedule; return the gradients.
 
-        The states are used up. A second backward begins with the initial state.
+        The states are consumed. A second backward starts from the initial state.
         """
         machine = self.machine
         try:
@@ -414,11 +413,11 @@ class LoopRun:
             machine.forget()
 
     def pull_back(self, cotangent: Any) -> Any:
-        """Return the gradient of the initial state; the states stay as they are."""
+        """Return the gradient of the initial state; the states are not freed."""
         if not self._is_fresh:
             raise ClearedError(
-                "the states of this loop were freed by its backward. Call pull before "
-                "backward, or run the loop where no gradient is recorded."
+                "expected the states of this loop, got none: they were freed by its "
+                "backward; call pull before it, or run the loop without gradients."
             )
         machine = self.machine
         leaves, structure = flatten(cotangent)
@@ -455,7 +454,7 @@ class LoopRun:
         if self._last is not None and is_last_use:
             last, self._last, self._pending = self._last, None, None
             machine.pull(last)
-            del last  # or it would stay alive with the next one
+            del last  # else it would stay alive during the next one
         elif self._pending is not None:
             held, reverse = self._pending
             if is_last_use:
@@ -545,7 +544,7 @@ def _look_ahead(rest: Iterator[Action], waiting: deque[Action], slots: Slots) ->
 
 
 def _do(action: Action, machine: LoopMachine, slots: Slots, state: Any) -> Any:
-    # Not by patterns: those cost as much as a small operator.
+    # No pattern matching: it costs as much as a small operator.
     if isinstance(action, Advance):
         return machine.advance(state, action.start, action.stop)
     if isinstance(action, Reverse):

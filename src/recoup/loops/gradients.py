@@ -37,20 +37,20 @@ def grad(
     """Return a function that computes the gradient of `fn`.
 
     It works on torch tensors, NumPy arrays (with `recoup[numpy]`; `numpy` in the
-    function stands for `autograd.numpy`) and JAX arrays. A result that is no scalar is
-    summed up. Unlike `torch.func.grad` it goes with checkpointed loops and regions.
+    function is replaced by `autograd.numpy`) and JAX arrays. A non-scalar result is
+    summed. Unlike `torch.func.grad` it supports checkpointed loops and regions.
 
     With `checkpoint`, the source of `fn` is rewritten so that its `for` and `while`
     loops become checkpointed loops: with several variables, nested, with `if`, `break`,
-    `continue`, `return`, over anything finite, and with lists that are appended to. The
-    result has the attribute `source`, the rewritten source. Loops in functions that
-    `fn` calls are not touched.
+    `continue`, `return`, over any finite iterable, and with lists that are appended to.
+    The result has the attribute `source`, the rewritten source. Loops in functions that
+    `fn` calls are not rewritten.
 
     Args:
         fn: The function. It must not depend on side effects of its loops.
-        wrt: Which positional arguments to differentiate by: a number, or several.
+        wrt: The positional arguments to differentiate by: a number, or several.
         checkpoint: False: loops run plain. True: the square root of the number of steps
-            is held. A number: so many states are held. A mapping of options:
+            is held. A number: the number of states to hold. A mapping of options:
             `num_checkpoints`; `strategy`, one of "auto", "revolve", "dynamic" and
             "none"; `memory_budget` in bytes; `min_loop_size`, 100 by
             default: shorter `for` loops run plain; `on_unsupported`, "warn" or "raise";
@@ -109,7 +109,7 @@ def grad_with_checkpointing(
     Args:
         fn: The function.
         num_checkpoints: States to hold; None for the square root of the steps.
-        wrt: Which positional arguments to differentiate by.
+        wrt: The positional arguments to differentiate by.
         **options: Further options of `grad`'s `checkpoint`.
 
     Examples:
@@ -117,14 +117,14 @@ def grad_with_checkpointing(
         >>> derivative = grad_with_checkpointing(example, num_checkpoints=31)
         >>> round(float(derivative(torch.tensor(0.5), torch.tensor(0.999))), 4)
         0.0015
-        >>> "run_for" in derivative.source  # to be printed and read
+        >>> "run_for" in derivative.source  # readable Python
         True
     """
     return grad(fn, wrt, checkpoint={"num_checkpoints": num_checkpoints, **options})
 
 
 def example(x: Any, w: Any) -> Any:
-    """Return the sine, iterated a thousand times: a loop to try things on."""
+    """Return the sine, iterated a thousand times: an example of a loop."""
     for _ in range(1000):
         x = torch.sin(x * w)
     return x
@@ -146,8 +146,8 @@ def _read(
     unknown = sorted(set(checkpoint) - set(_OPTIONS))
     if unknown:
         raise UsageError(
-            f"checkpoint= has no option {unknown[0]!r}. There are "
-            f"{', '.join(_OPTIONS)}."
+            f"expected an option of checkpoint= among {', '.join(_OPTIONS)}, got "
+            f"{unknown[0]!r}."
         )
     given = dict(checkpoint)
     enabled = bool(given.pop("enabled", True))
@@ -198,7 +198,7 @@ def _check_places(
             name = getattr(fn, "__qualname__", "function")
             raise UsageError(
                 f"wrt= names positional argument {place} of {name!r}, but {len(args)} "
-                "were given. Pass it by position."
+                "were given; pass it by position."
             )
 
 
@@ -208,7 +208,7 @@ def _differentiated(
     args: Sequence[Any],
     kwargs: dict[str, Any],
 ) -> list[Any]:
-    """Return the gradients of the arguments in some places, by their library."""
+    """Return the gradients of the arguments at some places, by their library."""
     given = [args[place] for place in places]
     leaves, _ = flatten(given)
     jax = sys.modules.get("jax")
@@ -273,13 +273,13 @@ def _by_jax(call: Callable[..., Any], given: list[Any]) -> list[Any]:
 
 
 def _with_traced_numpy(fn: Any) -> Any:
-    """Return the function with autograd's NumPy in place of NumPy among its globals."""
+    """Return the function with NumPy replaced by autograd's among its globals."""
     try:
         import autograd.numpy as traced_numpy
     except ImportError as error:
         raise UnsupportedError(
-            "the gradient of a NumPy function needs HIPS autograd. Install it with: "
-            "pip install 'recoup[numpy]'."
+            "expected HIPS autograd for the gradient of a NumPy function, got none; "
+            "install it with: pip install 'recoup[numpy]'."
         ) from error
     numpy = sys.modules.get("numpy")
     if not isinstance(fn, types.FunctionType):

@@ -20,7 +20,7 @@ from recoup.schedules.online import Online
 from recoup.schedules.schedule import Schedule
 
 
-def checkpointed_loop(  # noqa: PLR0913 (each is a separate wish of the caller)
+def checkpointed_loop(  # noqa: PLR0913 (independent options)
     func: Callable[..., Any],
     initial_state: Any,
     seq_length: int | None = None,
@@ -40,52 +40,51 @@ def checkpointed_loop(  # noqa: PLR0913 (each is a separate wish of the caller)
 ) -> tuple[Any, Checkpoints]:
     """Run a loop that can be differentiated without keeping every state.
 
-    The gradients are those of the plain loop, to the initial state, to the inputs of
-    the steps and to every tensor that `func` captures. With torch they are bitwise
-    equal, unless a captured tensor is also used outside of the loop.
+    The gradients are those of the plain loop, for the initial state, the inputs of the
+    steps and every tensor that `func` captures. With torch they are bitwise equal,
+    unless a captured tensor is also used outside the loop.
 
-    Costs: states held and steps recomputed are those that the schedule's `counts()`
-    says; by default the square root of the number of steps, and not quite one more run
-    of the loop.
+    Costs: the states held and steps recomputed of the schedule's `counts()`; by default
+    the square root of the number of steps, and not quite one more run of the loop.
 
     Args:
-        func: One step: `state -> state`. It must depend on its arguments and on what
-            it captures alone.
-        initial_state: Where to begin: any nesting of tuples, lists and dictionaries of
-            torch tensors, NumPy arrays or JAX arrays. It is always held, and not
+        func: One step: `state -> state`. It must depend only on its arguments and
+            captures.
+        initial_state: The initial state: any nesting of tuples, lists and dictionaries
+            of torch tensors, NumPy arrays or JAX arrays. It is always held, and not
             counted among the checkpoints.
-        seq_length: How many steps to run. With a condition, how many at most.
-        num_checkpoints: How many states to hold; by default the square root of
+        seq_length: The number of steps. With a condition, the maximum.
+        num_checkpoints: The number of states to hold; by default the square root of
             `seq_length`, rounded down.
         inputs: One input for each step, as in a scan: a tree of arrays whose first axis
             is the step, or a `Listed` of trees. `func` gets it after the state.
-        with_index: `func` gets the index of the step, after the state.
-        with_outputs: `func` returns the new state and an output; the outputs of all
-            steps are stacked. The first result is then the pair of both.
-        schedule: Which states to hold instead, such as `Revolve(seq_length, slots=11)`.
+        with_index: Whether `func` gets the index of the step, after the state.
+        with_outputs: Whether `func` returns the new state and an output; the outputs of
+            all steps are stacked. The first result is then the pair of both.
+        schedule: A schedule instead, such as `Revolve(seq_length, slots=11)`.
         budget: Bytes that may be held for backward, such as `"64MiB"`: slots and tape
-            are chosen together. One step is run once more, to be measured (twice with
+            are chosen together. One step runs once more, to be measured (twice with
             NumPy, not at all with JAX, where sizes are known beforehand).
-        store: Where states are held, for torch: a tier such as `Host()`, or one for
-            each tier of a `Multistage` schedule. The beginning stays where it is. A
-            lossy tier gives gradients near the plain ones, and nothing is verified.
+        store: The storage of states, for torch: a tier such as `Host()`, or one for
+            each tier of a `Multistage` schedule. The initial state is not moved. A
+            lossy tier gives approximate gradients, and nothing is verified.
         condition: The loop runs while `condition(state)` holds; its length need not
             be known.
-        captures: Tensors that `func` uses and that cannot be found by looking at it.
+        captures: Tensors that `func` uses and that cannot be found by inspecting it.
         vjp: For plain NumPy functions: `vjp(state, cotangent)` returns the cotangent of
             the state before the step; it gets index and input as `func` does.
-        verify: Which recomputed states must be bitwise equal to forward's: those
+        verify: The recomputed states that must be bitwise equal to forward's: those
             of the first sweep (`"first"`), all that are ever held (`"always"`), none
             (`"off"`). With torch and NumPy.
-        tolerance: Allow this relative and absolute difference there; it costs the
-            memory of the states compared.
+        tolerance: The relative and absolute difference allowed there; it costs the
+            memory of the compared states.
 
     Returns:
         The final state, and the states held by position (see `Checkpoints`).
 
     Raises:
-        UsageError: Arguments that exclude each other, or a step that changes the
-            structure of the state.
+        UsageError: Arguments exclude each other, or a step changes the structure of
+            the state.
         CaptureError: A gradient would be lost: a captured tensor was not found.
         MismatchError: In backward: a step depends on more than its arguments.
 
@@ -207,16 +206,16 @@ def _steps(
     if feed is None:
         if seq_length is None and condition is None:
             raise UsageError(
-                "expected seq_length, inputs or a condition, which end the loop, got "
-                "none of them."
+                "expected seq_length, inputs or a condition to end the loop, got none "
+                "of them."
             )
         return seq_length
     if seq_length is None:
         return feed.length
     if seq_length > feed.length or (seq_length < feed.length and condition is None):
         raise UsageError(
-            f"expected inputs for {seq_length} steps, as seq_length says, got inputs "
-            f"for {feed.length} steps; leave seq_length out to use them all."
+            f"expected inputs for seq_length={seq_length} steps, got inputs for "
+            f"{feed.length} steps; leave seq_length out to use them all."
         )
     return seq_length
 

@@ -1,4 +1,4 @@
-"""Savings: Tangent's figures for a loop, and the states really held and recomputed."""
+"""Savings: Tangent's figures for a loop, and actual states held and recomputed."""
 
 from recoup.loops.drive import default_checkpoints
 from recoup.schedules.even import Even, StoreAll, compute_checkpoint_positions
@@ -7,14 +7,14 @@ from recoup.schedules.even import Even, StoreAll, compute_checkpoint_positions
 def get_memory_savings(
     seq_length: int, num_checkpoints: int | None = None
 ) -> dict[str, float]:
-    """Return what even checkpoints save, in states.
+    """Return the savings of even checkpoints, in states.
 
     The first six figures are those of Tangent's guide. They count checkpoints alone;
     the others count the peak of held states and the recomputed steps.
 
     Args:
-        seq_length: How many steps the loop has.
-        num_checkpoints: How many states to hold; by default the square root.
+        seq_length: The number of steps of the loop.
+        num_checkpoints: The number of states to hold; by default the square root.
 
     Returns:
         A dictionary with these keys:
@@ -23,14 +23,14 @@ def get_memory_savings(
         - `with_checkpointing`, `num_checkpoints`: states held as checkpoints;
         - `savings_ratio`, `savings_percent`: the part of the states not held, from 0
           to 1 and in percent;
-        - `recomputation_factor`: steps a checkpoint. The guide calls it so, but it is
-          the length of a segment; every step is recomputed once at most;
+        - `recomputation_factor`: steps per checkpoint. The guide uses this name, but it
+          is the length of a segment; every step is recomputed at most once;
         - `checkpoint_interval`: the same under its right name;
-        - `peak_with_checkpointing`: checkpoints, the beginning, and the longest
-          segment, which is on the tape at once;
-        - `peak_savings_percent`: what that saves;
+        - `peak_with_checkpointing`: checkpoints, the initial state, and the longest
+          segment, which is on the tape at one time;
+        - `peak_savings_percent`: the savings at that peak;
         - `extra_forward_steps`, `extra_forward_per_step`: step evaluations in backward,
-          as they are counted.
+          as counted.
 
     Raises:
         UsageError: An argument is negative.
@@ -89,12 +89,12 @@ def estimate_checkpoint_savings(
 def should_checkpoint(seq_length: int, threshold: float = 0.5) -> bool:
     """Return whether checkpoints save at least `threshold` of the states.
 
-    From two steps on they do, so this says little; whether it is worth the
-    recomputation depends on the memory there is.
+    They do from two steps on, so this is a weak criterion; whether recomputation pays
+    off depends on the available memory.
 
     Args:
-        seq_length: How many steps the loop has.
-        threshold: The least part of the states to save, from 0 to 1.
+        seq_length: The number of steps of the loop.
+        threshold: The minimum share of states to save, from 0 to 1.
 
     Examples:
         >>> [should_checkpoint(n) for n in (1, 10, 1000)]

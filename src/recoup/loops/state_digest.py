@@ -13,14 +13,14 @@ from recoup.backend.operators.fingerprints import fingerprint
 
 
 class StateDigest:
-    """The bits of a state, or the state itself where a tolerance is allowed.
+    """The bits of a state, or the state itself if a tolerance is allowed.
 
-    On the CPU the bits are hashed at once; on an accelerator they become a few integers
-    that stay there until the verdict, so that nothing waits.
+    On the CPU the bits are hashed immediately; on an accelerator they become a few
+    integers that stay there until they are compared, so that nothing waits.
 
     Args:
         leaves: The leaves of the state.
-        tolerance: The relative and absolute difference allowed. None asks for equal
+        tolerance: The relative and absolute difference allowed. None requires equal
             bits and holds no state.
     """
 
@@ -29,7 +29,7 @@ class StateDigest:
         self._marks = [_mark(leaf, tolerance) for leaf in leaves]
 
     def differs(self, leaves: list[Any]) -> list[Any]:
-        """Return claims that the leaves are others: booleans, some on the device."""
+        """Return claims that the leaves differ: booleans, some on the device."""
         if len(leaves) != len(self._marks):
             return [True]
         found: list[Any] = []
@@ -42,7 +42,7 @@ def _mark(leaf: Any, tolerance: float | None) -> Any:
     if not isinstance(leaf, Tensor):
         if tolerance is not None:
             return leaf
-        if isinstance(leaf, (float, complex)):  # NumPy's own are of these types too
+        if isinstance(leaf, (float, complex)):  # NumPy's scalars are of these types too
             return struct.pack("dd", leaf.real, leaf.imag)
         if not hasattr(leaf, "tobytes"):
             return leaf
@@ -81,7 +81,7 @@ def _is_close(mark: Any, leaf: Any, tolerance: float) -> bool:
     if getattr(mark, "shape", ()) != getattr(leaf, "shape", ()):
         return False
     near = abs(mark - leaf) <= tolerance * (1 + abs(leaf))
-    both_nan = (mark != mark) & (leaf != leaf)  # NaN alone is not equal to itself
+    both_nan = (mark != mark) & (leaf != leaf)  # only NaN differs from itself
     close = near | both_nan
     return bool(close.all() if hasattr(close, "all") else close)
 

@@ -1,7 +1,7 @@
-"""Trees: nested states taken apart into leaves and put together again.
+"""Trees: nested states flattened into leaves and rebuilt.
 
-Faster than a registry of node types, because a loop does this at every snapshot:
-tuples, named tuples, lists and dictionaries are nodes, everything else is a leaf.
+Faster than a registry of node types, since a loop does this at every snapshot: tuples,
+named tuples, lists and dictionaries are nodes, everything else is a leaf.
 """
 
 from collections.abc import Iterator

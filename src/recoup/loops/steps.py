@@ -45,12 +45,12 @@ class Stacked:
         return unflatten(self._structure, parts)
 
     def places(self, index: int) -> list[tuple[int, int | None]]:
-        """Return, for each leaf of a step, which leaf of the feed it is, and where."""
+        """Return, for each leaf of a step, its leaf of the feed and its position."""
         return [(place, index) for place in range(len(self.leaves))]
 
 
 class Listed:
-    """One input for every step, each a tree of its own."""
+    """One input for every step, each a separate tree."""
 
     def __init__(self, trees: Sequence[Any]) -> None:
         self.leaves: list[Any] = []
@@ -83,7 +83,7 @@ class Listed:
         return unflatten(self._structures[index], parts)
 
     def places(self, index: int) -> list[tuple[int, int | None]]:
-        """Return, for each leaf of a step, which leaf of the feed it is."""
+        """Return, for each leaf of a step, its leaf of the feed."""
         return [
             (place, None)
             for place in range(self._starts[index], self._starts[index + 1])
@@ -101,7 +101,7 @@ class KindError(UsageError):
 
 
 class ConcreteError(KindError):
-    """A step needs a number where tracing it gives it a symbol."""
+    """A step needs a concrete number where tracing passes a symbol."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +110,10 @@ class LoopStep:
 
     Attributes:
         function: The user's function: `state -> state`, with the index and the
-            step's input as further arguments where they are asked for.
+            step's input as further arguments if requested.
         feed: The inputs of all steps, or None.
-        with_index: The function takes the index of the step.
-        with_outputs: The function returns the new state and an output.
+        with_index: Whether the function takes the index of the step.
+        with_outputs: Whether the function returns the new state and an output.
     """
 
     function: Function
@@ -136,7 +136,7 @@ class LoopStep:
         if found != expected:
             raise KindError(
                 f"{self.name!r} returned a state with another pytree structure than "
-                "the initial state. Return the same structure, as in a scan."
+                "the initial state; return the same structure, as in a scan."
             )
 
     def run(self, state: Any, index: int) -> tuple[Any, Any]:
@@ -145,7 +145,7 @@ class LoopStep:
         return self.run_on(state, index, given)
 
     def run_on(self, state: Any, index: int, given: Any) -> tuple[Any, Any]:
-        """Run step `index` on an input of the caller's."""
+        """Run step `index` on a given input."""
         if self.feed is None:
             arguments = (index,) if self.with_index else ()
         else:
@@ -200,7 +200,7 @@ class LoopStep:
 
 @dataclass(slots=True)
 class Cotangents:
-    """The gradients that backward has found so far; None for those it has not.
+    """The gradients that backward has found so far; None where it has not.
 
     Attributes:
         state: Of the leaves of the state.
@@ -230,7 +230,7 @@ class Cotangents:
 
 
 def require_cotangent(found: Structure, expected: Structure) -> None:
-    """Raise `UsageError` if a cotangent has not the structure of the final state."""
+    """Raise `UsageError` unless a cotangent has the structure of the final state."""
     if found != expected:
         raise UsageError(
             "expected a cotangent with the pytree structure of the final state, got "

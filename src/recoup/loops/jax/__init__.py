@@ -1,4 +1,4 @@
 """Checkpointed loops over JAX arrays: a schedule as a table in one program.
 
-Mirrors `torch` and `numpy`; what the three share is one level up.
+Mirrors `torch` and `numpy`; shared code is one level up.
 """

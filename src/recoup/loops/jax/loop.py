@@ -1,9 +1,9 @@
 """JAX loop: a schedule as a constant table, run inside one jitted program.
 
-The actions become a table of integers that a `lax.scan` runs through. The table is a
+The actions become a table of integers that a `lax.scan` iterates over. The table is a
 constant, so under `vmap` no branch depends on a batched value, and the program does not
-grow with the number of steps. The step is traced, so it cannot depend on anything but
-its arguments and what it captures, and nothing has to be recognised in backward.
+grow with the number of steps. The step is traced, so it can depend only on its
+arguments and captures, and backward needs no verification.
 """
 
 from collections.abc import Sequence
@@ -48,8 +48,8 @@ def run_jax(
     """
     if captures or vjp is not None:
         raise UsageError(
-            "captures= and vjp= are not for JAX, which finds captured arrays and "
-            "derivatives by itself. Leave them out."
+            "expected no captures= and vjp= with JAX, which finds captured arrays and "
+            "derivatives by itself; leave them out."
         )
     state = jax.tree.map(jnp.asarray, initial_state)
     schedule = _schedule(step, state, plan)
@@ -89,16 +89,16 @@ def _closed(
     except jax.errors.JAXTypeError as error:
         raise ConcreteError(
             f"{step.name!r} uses an array or its index as a Python number, in a branch "
-            "or to pick from a list. JAX traces a step once, for all of them. Use "
-            "jnp.where, lax.cond or jax.lax.switch, or pass what is picked as inputs=."
+            "or to index a list, but JAX traces a step once for all; use jnp.where, "
+            "lax.cond or jax.lax.switch, or pass the values as inputs=."
         ) from error
     try:
         seen.check(step.name)
     except CaptureError as error:
         raise MismatchError(
-            f"{step.name!r} changes a variable that it captures. JAX traces a step "
-            "once and runs that for all, so the change would happen once. Make it a "
-            "part of the state, or ask for the index with with_index=True."
+            f"{step.name!r} changes a variable that it captures, but JAX traces a step "
+            "once and runs that for all, so the change would happen once; make it part "
+            "of the state, or use the index with with_index=True."
         ) from error
     rows, first_reverse, positions = table(schedule.actions())
     counts = schedule.counts()
@@ -119,7 +119,7 @@ def _closed(
 
 
 def _schedule(step: LoopStep, state: Tree, plan: LoopPlan) -> Schedule:
-    """Return the schedule; a loop with a condition is run once to learn its length."""
+    """Return the schedule; a loop with a condition runs once to find its length."""
     if plan.schedule is not None:
         return plan.schedule
     assert plan.condition is not None, "no schedule, so a condition"
@@ -134,9 +134,9 @@ def _schedule(step: LoopStep, state: Tree, plan: LoopPlan) -> Schedule:
             index += 1
     except jax.errors.ConcretizationTypeError as error:
         raise UnsupportedError(
-            "a JAX loop whose length depends on its values cannot be checkpointed "
-            "inside jit, because its table is made beforehand. Call it outside of jit, "
-            "or give seq_length."
+            "expected a JAX loop of known length inside jit, got one whose length "
+            "depends on its values, but its table must be constant; call it outside "
+            "jit, or give seq_length."
         ) from error
     return Revolve(index, slots=plan.online.slots)
 
@@ -161,8 +161,8 @@ def _require_same_types(
         if (old.shape, old.dtype) != (new.shape, new.dtype):
             raise UsageError(
                 f"{step.name!r} turned an array of shape {old.shape} and type "
-                f"{old.dtype} into one of shape {new.shape} and type {new.dtype}. "
-                "Begin with the shape and type that it returns."
+                f"{old.dtype} into one of shape {new.shape} and type {new.dtype}; "
+                "begin with the shape and type that it returns."
             )
 
 
@@ -182,8 +182,8 @@ def _seal(state: Tree) -> tuple[Tree, None]:
 
 def _break_seal(*_: Any) -> Tree:
     raise UnsupportedError(
-        "a derivative is asked of a checkpoint of a loop, which is a value alone. Let "
-        "the step return it as an output with with_outputs=True, or say "
+        "expected no derivative of a checkpoint of a loop, which is only a value; "
+        "return it as an output of the step with with_outputs=True, or use "
         "jax.lax.stop_gradient(checkpoints[position])."
     )
 
@@ -196,10 +196,10 @@ def fit_jax_budget(
 ) -> Revolve:
     """Return the schedule for a budget.
 
-    A tape in JAX holds states, and one step's residuals at a time. States are best
-    used as slots then: nothing takes fewer evaluations than Revolve with all of them.
-    The residuals of a step are what its traced derivative carries, captured arrays
-    included, which bounds them from above.
+    A tape in JAX holds states, and one step's residuals at a time. States are best used
+    as slots then: Revolve with all of them takes the fewest evaluations. The residuals
+    of a step are those of its traced derivative, captured arrays included: an upper
+    bound.
 
     Raises:
         UsageError: The residuals of a single step do not fit.
@@ -210,7 +210,7 @@ def fit_jax_budget(
     if budget_bytes < tape_bytes:
         raise UsageError(
             f"a budget of {print_bytes(budget_bytes)} does not hold the tape of one "
-            f"step, which takes {print_bytes(tape_bytes)}. Raise the budget."
+            f"step, which takes {print_bytes(tape_bytes)}; raise the budget."
         )
     slots = 1 + (budget_bytes - tape_bytes) // max(state_bytes, 1)
     return Revolve(steps, slots=min(slots, max(steps, 1)))

@@ -2,7 +2,7 @@
 
 Forward runs the rows up to the first reverse and leaves the state before it and the
 checkpoints as residuals; backward runs the other rows: restore, advance, keep, reverse.
-A tape holds states, not residuals, so each step is traced again where it is pulled.
+A tape holds states, not residuals, so each step is traced again in its pull back.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -17,18 +17,18 @@ from jax import lax
 
 from recoup.schedules.schedule import Action, Advance, Restore, Reverse, Snapshot
 
-# The columns of the table; -1 in a slot stands for nothing to do.
+# The columns of the table; -1 in a slot means no action.
 RESTORE, START, STOP, KEEP, REVERSE_START, REVERSE_STOP = range(6)
 
 
 def table(actions: Iterable[Action]) -> tuple[np.ndarray, int, dict[int, int]]:
-    """Return rows of restore, advance, snapshot, reverse; where the first reverse is.
+    """Return rows of restore, advance, snapshot, reverse; and the first reverse's row.
 
-    A row does its four parts in this order, so that most need one row for two actions.
+    A row does its four parts in this order, so that most rows cover two actions.
     """
     rows: list[list[int]] = []
     positions: dict[int, int] = {}
-    reached = 0  # the part of the last row that is taken
+    reached = 0  # the last part that is used in the last row
     first_reverse = -1
 
     def part(number: int) -> list[int]:
@@ -128,12 +128,12 @@ class LoopProgram:
 
     Attributes:
         call: One step: state, index, input and captured arrays to state and output.
-        steps: How many there are.
-        slots: How many states are held at most.
-        chunk: How many steps are reversed at once at most.
+        steps: The number of steps.
+        slots: The maximum number of held states.
+        chunk: The maximum number of steps reversed together.
         forward: The table up to the first reverse.
         backward: The rest.
-        last: Where the first reverse begins.
+        last: The start of the first reverse.
         positions: For each slot of the first sweep, the step it is before.
     """
 
@@ -295,7 +295,7 @@ def _pull(  # noqa: PLR0913 (bound one by one by the caller)
     parts = (inexact(state), inexact(constants), inexact(given))
     _, pull = jax.vjp(call, *parts)
     row = row_at(inexact(output_cotangents), index)
-    # The sums so far go in as gradients that have arrived already, so that each use of
-    # a captured array is added in the order of the plain scan.
+    # The sums so far enter as gradients that have already arrived, so that uses of a
+    # captured array are summed in the order of the plain scan.
     state_part, constants_part, given_part = pull((cotangent, row, constants_found))
     return state_part, constants_part, with_row(feed_found, index, given_part)

@@ -1,4 +1,4 @@
 """Checkpointed loops over NumPy arrays, with HIPS autograd.
 
-Mirrors `torch` and `jax`; what the three share is one level up.
+Mirrors `torch` and `jax`; shared code is one level up.
 """

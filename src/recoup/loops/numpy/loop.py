@@ -67,7 +67,7 @@ class NumpyRun(LoopRun):
     """One loop over arrays between its forward and its backward.
 
     Attributes:
-        continuous: Which results can be differentiated.
+        continuous: The results that can be differentiated.
         constants: The other results, in their places.
     """
 
@@ -83,7 +83,7 @@ class NumpyRun(LoopRun):
     def forward(self, values: Sequence[Any], *, traced: bool = False) -> list[Any]:
         """Run the loop on values without traces; return final leaves and outputs.
 
-        Where a derivative is to follow, the last steps are traced at once.
+        If a derivative is to follow, the last steps are traced right away.
         """
         machine = self.machine
         self._set(values)
@@ -95,8 +95,8 @@ class NumpyRun(LoopRun):
         if any(map(_is_box, leaves)):
             raise CaptureError(
                 f"{machine.step.name!r} uses a traced array that was not found in its "
-                "closure, defaults or objects: its gradient would be lost. Make it a "
-                "variable of the function around the step, or a part of the state."
+                "closure, defaults or objects: its gradient would be lost; make it a "
+                "variable of the function around the step, or part of the state."
             )
         if traced:
             machine.refuse_remains()
@@ -117,7 +117,7 @@ class NumpyRun(LoopRun):
         return [*found.state, *found.feed, *found.captures]
 
     def pull_back(self, cotangent: Any) -> Any:
-        """Return the gradient of the initial state; the states stay as they are."""
+        """Return the gradient of the initial state; the states are not freed."""
         _require_derivatives(self.machine)
         return super().pull_back(cotangent)
 
@@ -145,7 +145,7 @@ def _refuse_hidden(leaves: Sequence[Any], name: str) -> None:
         if not is_continuous(leaf) and hides_arrays(leaf):
             raise UsageError(
                 f"the state of the loop over {name!r} has a {type(leaf).__name__} that "
-                "holds arrays: their gradients would be lost. Build it of tuples, "
+                "holds arrays: their gradients would be lost; build it of tuples, "
                 "lists, dictionaries and arrays of numbers."
             )
 
@@ -172,11 +172,11 @@ def _require_derivatives(machine: NumpyMachine) -> None:
     if machine.has_vjp:
         return
     try:
-        import autograd  # noqa: F401 (only to know)
+        import autograd  # noqa: F401 (only to check)
     except ImportError as error:
         raise UnsupportedError(
-            "the derivative of a NumPy function needs HIPS autograd or vjp=. Install "
-            "it with: pip install 'recoup[numpy]'."
+            "expected HIPS autograd or vjp= for the derivative of a NumPy function, "
+            "got none; install it with: pip install 'recoup[numpy]'."
         ) from error
 
 
@@ -194,8 +194,8 @@ def fit_numpy_budget(
 ) -> Chunked:
     """Return the schedule for a budget, after tracing the first step once.
 
-    With a vjp of the user's, or nothing that could differentiate, a tape is the states
-    before its steps. Otherwise it is what the first step leaves behind when HIPS
+    With a user's vjp, or without HIPS autograd, a tape consists of the states before
+    its steps. Otherwise it is the memory that the first step leaves allocated when HIPS
     autograd traces it, counted by the interpreter: arrays and the objects that link
     them.
     """
@@ -221,9 +221,9 @@ def _traced_bytes(step: LoopStep, state: Any, captures: Sequence[Any]) -> int:
     step = step.with_fed(dict(enumerate(map(_untraced, step.fed))))
     machine = NumpyMachine(step, boxes, None, verify="off", tolerance=None)
     machine.values = [_untraced(box) for box in boxes]
-    machine.in_place = True  # for all that is known before a step has run
+    machine.in_place = True  # unknown before a step has run
     kept = machine.hold(state, 0, 0)
-    # The first run makes what is made once, such as caches.
+    # The first run fills caches.
     record_steps(machine, machine.take(kept), 0, 1)
     given = machine.take(kept)
     was_tracing = tracemalloc.is_tracing()
@@ -241,6 +241,6 @@ def _traced_bytes(step: LoopStep, state: Any, captures: Sequence[Any]) -> int:
 
 
 def _untraced(leaf: Any) -> Any:
-    """Return a value without the traces it is in, one around the other."""
+    """Return a value without its traces, which may be nested."""
     tracer = sys.modules.get("autograd.tracer")
     return leaf if tracer is None else tracer.getval(leaf)

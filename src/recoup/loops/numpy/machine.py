@@ -24,7 +24,7 @@ class NumpyMachine(LoopMachine):
 
     Args:
         step: The step.
-        captured: The traced arrays its function captures.
+        captured: The traced arrays that its function captures.
         vjp: Pulls a cotangent back through one step, if the user gave one.
         verify: As for `LoopMachine`.
         tolerance: As for `LoopMachine`.
@@ -57,7 +57,7 @@ class NumpyMachine(LoopMachine):
         return self._vjp is not None
 
     def seeing(self, values: Sequence[Any]) -> LoopStep:
-        """Return the step with other values in place of the captured ones."""
+        """Return the step with the captured values replaced."""
         if not self.captured:
             return self.step
         pairs = zip(self.captured, values, strict=True)
@@ -65,7 +65,7 @@ class NumpyMachine(LoopMachine):
         return replace(self.step, function=rebuilt(self.step.function, others))
 
     def hold(self, state: Any, step: int, tier: int) -> Held:
-        """Return what keeps a state: copies that cannot be written to."""
+        """Return a handle for a state: read-only copies."""
         del tier
         leaves, structure = flatten(state)
         kept = [_frozen_copy(leaf) for leaf in leaves]
@@ -74,7 +74,7 @@ class NumpyMachine(LoopMachine):
         return structure, kept
 
     def take(self, held: Held) -> Any:
-        """Return a state that is held."""
+        """Return a held state."""
         structure, leaves = held
         if self.in_place:
             leaves = [_copied(leaf) for leaf in leaves]
@@ -98,7 +98,7 @@ class NumpyMachine(LoopMachine):
         return unflatten(tape.structure, tape.values())
 
     def reverse(self, state: Any, start: int, stop: int) -> None:
-        """Pull the cotangents back through steps, by a tape or by the user's vjp."""
+        """Pull the cotangents back through steps, by a tape or the user's vjp."""
         if self._vjp is not None:
             self._reverse_by_vjp(state, start, stop)
         else:
@@ -114,7 +114,7 @@ class NumpyMachine(LoopMachine):
             raise self.mismatch(start, stop)
 
     def refuse_remains(self) -> None:
-        """Raise if the step has kept arrays in what it captures."""
+        """Raise if the step has stored arrays in its captures."""
         function = self.seeing(self.values).function
         known = None if self.outside is None else {id(array) for array in self.outside}
         found = [
@@ -126,7 +126,7 @@ class NumpyMachine(LoopMachine):
             raise CaptureError(
                 f"{self.step.name!r} keeps an array outside of the state: it is made "
                 "without a trace, and recomputed in backward, so its gradient would be "
-                "lost. Return it as a part of the state, or as an output with "
+                "lost; return it as part of the state, or as an output with "
                 "with_outputs=True; keep numbers for a log."
             )
 
@@ -141,19 +141,19 @@ class NumpyMachine(LoopMachine):
         self.rows.append(leaves)
 
     def run_first(self, step: LoopStep, state: Any) -> tuple[Any, Any]:
-        """Run the first step on a copy, and find out whether it writes to it."""
+        """Run the first step on a copy; detect whether it writes to it."""
         leaves, structure = flatten(state)
         copies = [_copied(leaf) for leaf in leaves]
         before = StateDigest(copies)
         result = step.run(unflatten(structure, copies), 0)
         self.in_place = any(before.differs(copies))
-        # What the first step has made for itself is a cache of its own.
+        # Arrays that the first step leaves behind count as its own cache.
         self.outside = reach(step.function, kind=np.ndarray)
         return result
 
     def _reverse_by_vjp(self, state: Any, start: int, stop: int) -> None:
         step, vjp = self.step, self._vjp
-        assert vjp is not None, "asked for by the caller"
+        assert vjp is not None, "checked by the caller"
         if step.with_outputs:
             raise UnsupportedError(
                 "expected vjp= without outputs, got with_outputs=True; write the step "
@@ -161,7 +161,7 @@ class NumpyMachine(LoopMachine):
             )
         states = [state]
         for index in range(start, stop):
-            # A step that writes to its state must not write to one kept for its vjp.
+            # A step that writes to its state must not change one kept for its vjp.
             given = self.take(self.hold(states[-1], 0, 0))
             states.append(step.advance(given, index, index + 1))
         after, structure = flatten(states.pop())
@@ -186,7 +186,7 @@ def _tapes() -> Any:
 
 
 def traced_arrays(thing: Any) -> list[Any]:
-    """Return the arrays that HIPS autograd traces and that an object can see."""
+    """Return the traced arrays of HIPS autograd that an object can reach."""
     tracer = sys.modules.get("autograd.tracer")
     return [] if tracer is None else reach(thing, kind=tracer.Box)
 

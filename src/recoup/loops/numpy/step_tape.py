@@ -22,15 +22,15 @@ from recoup.loops.state_trees import Structure, flatten, unflatten
 
 @dataclass(slots=True)
 class Record:
-    """Steps that were run traced.
+    """Steps that ran traced.
 
     Attributes:
         start: The first step.
         stop: The step after the last.
-        leaves: The leaves of the state before, as they are.
+        leaves: The leaves of the state before, untraced.
         before: The same, traced.
         captured: The captured arrays, traced.
-        fed: The inputs of the steps, traced, and which leaf of the feed each is.
+        fed: The inputs of the steps, traced, and the leaf of the feed of each.
         rows: For each step the leaves of its output.
         after: The leaves of the state after.
         structure: The structure of the state after.
@@ -81,10 +81,10 @@ def record_steps(machine: NumpyMachine, state: Any, start: int, stop: int) -> Re
 
 
 def pull_record(machine: NumpyMachine, record: Record) -> None:
-    """Pull the machine's cotangents back through steps that were run traced.
+    """Pull the machine's cotangents back through traced steps.
 
-    The sums of the captured arrays go in as gradients that have arrived already, so
-    they are added in the order of the plain loop.
+    The sums of the captured arrays enter as gradients that have already arrived, so
+    they are summed in the order of the plain loop.
     """
     asked = [pair for pair in _asked(machine, record) if isbox(pair[0])]
     parts = [part for part, _ in record.fed]
@@ -105,19 +105,19 @@ def pull_record(machine: NumpyMachine, record: Record) -> None:
 
 
 def without_traces(machine: NumpyMachine) -> None:
-    """Raise if the step would still see a traced array, its captures replaced."""
+    """Raise if the step still refers to a traced array after replacing captures."""
     left = reach(machine.seeing(machine.values).function, kind=Box)
     if left:
         raise CaptureError(
-            f"{machine.step.name!r} sees a traced array of shape "
+            f"{machine.step.name!r} uses a traced array of shape "
             f"{np.shape(_value(left[0]))} that cannot be replaced by its value: its "
-            "gradient would be lost. Make it a variable of the function around the "
-            "step, or a part of the state."
+            "gradient would be lost; make it a variable of the function around the "
+            "step, or part of the state."
         )
 
 
 def _asked(machine: NumpyMachine, record: Record) -> list[tuple[Any, Any]]:
-    """Return what cotangents there are, and for which values."""
+    """Return the values with cotangents, and their cotangents."""
     asked = list(zip(record.after, machine.cotangents.state, strict=True))
     for row, outputs in enumerate(record.rows):
         for place, leaf in enumerate(outputs):
@@ -154,8 +154,8 @@ def _refuse_foreign(values: list[Any], trace: int, name: str) -> None:
         if isbox(value) and value._trace != trace:  # noqa: SLF001
             raise CaptureError(
                 f"{name} of a checkpointed loop use a traced array that the function "
-                "around them does not name: its gradient would be lost. Make it a "
-                "variable of that function, or a part of the state."
+                "around them does not name: its gradient would be lost; make it a "
+                "variable of that function, or part of the state."
             )
 
 
@@ -172,7 +172,7 @@ def _dense(found: dict[int, Any], box: Any, leaf: Any) -> Any:
 
 @primitive
 def loop_node(run: NumpyRun, *values: Any) -> tuple[Any, ...]:
-    """Run the loop; the values are state, feed and captures, by now without traces."""
+    """Run the loop; the values are state, feed and captures, without traces."""
     run.machine.values = list(values[len(values) - len(run.machine.captured) :])
     without_traces(run.machine)
     results = run.forward(values, traced=True)
@@ -189,7 +189,7 @@ def _make_pull(
     def pull(cotangents: Any) -> tuple[Any, ...]:
         parts = [cotangents[place] for place in range(len(run.continuous))]
         if any(map(isbox, values)) or any(map(isbox, parts)) or isbox(cotangents):
-            # A derivative of this derivative is being taken: by one plain loop.
+            # A second derivative is being taken: by one plain loop.
             make: Any = make_vjp  # its wrapper hides what it returns
             pulled, _ = make(_plain_loop(run))(traced_tuple(values))
             found = pulled(traced_tuple(parts))

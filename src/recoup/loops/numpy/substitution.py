@@ -1,4 +1,4 @@
-"""Substitution: a function that refers to other objects in place of some."""
+"""Substitution: a copy of a function with some captured objects replaced."""
 
 import copy
 import functools
@@ -23,10 +23,10 @@ _LIBRARIES = ("torch.", "numpy.", "math.", "builtins.")
 
 
 def rebuilt(function: Any, others: dict[int, Any]) -> Any:
-    """Return a function that refers to other objects, by `id`, in place of some.
+    """Return a function with some captured objects, by `id`, replaced.
 
-    Nothing that exists is changed: functions, containers and objects on the way are
-    copied as far as they differ. Globals stay what they are.
+    Nothing existing is changed: functions, containers and objects in between are copied
+    where they differ. Globals are not replaced.
 
     Examples:
         >>> factor = 2
@@ -44,7 +44,7 @@ def _rebuilt(thing: Any, others: dict[int, Any], begun: dict[int, Any]) -> Any:
         return others[id(thing)]
     if id(thing) in begun or isinstance(thing, _LEAVES):
         return begun.get(id(thing), thing)
-    begun[id(thing)] = thing  # a function that sees itself goes on seeing itself
+    begun[id(thing)] = thing  # a recursive function keeps referring to itself
     made = _copied(thing, lambda part: _rebuilt(part, others, begun))
     begun[id(thing)] = made
     return made
@@ -102,7 +102,7 @@ def _copied_function(function: types.FunctionType, change: Any) -> Any:
 
 
 class _Empty:
-    """Stands for a variable that has no value yet."""
+    """The content of a variable without a value."""
 
 
 def _content(cell: types.CellType) -> Any:

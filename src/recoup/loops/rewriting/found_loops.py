@@ -1,4 +1,4 @@
-"""Loops found in a function's source: what each carries, and what cannot be done."""
+"""Loops found in a function's source: their carried variables and obstacles."""
 
 import ast
 from collections.abc import Iterable
@@ -25,12 +25,12 @@ class FoundLoop:
         line: Its line in the file.
         carried: The variables that pass from one iteration to the next, or out.
         appended: The lists that it appends to, one element each iteration.
-        breaks: It holds a `break`.
-        returns: It holds a `return`.
-        changed: Those of the carried that it may write to in place.
-        kept: Those of the carried that the function may write to in place at all.
-        changes_items: It may write to what it goes over.
-        doubtful: Those of the carried that may have no value before or after it.
+        breaks: Whether it contains a `break`.
+        returns: Whether it contains a `return`.
+        changed: Carried variables that it may write to in place.
+        kept: Carried variables that the function may write to in place anywhere.
+        changes_items: Whether it may write to the items that it iterates over.
+        doubtful: Carried variables that may be unbound before or after it.
         fault: Why it cannot be rewritten, or None.
     """
 
@@ -47,7 +47,7 @@ class FoundLoop:
 
 
 def find_loops(function: ast.FunctionDef, first_line: int) -> dict[int, FoundLoop]:
-    """Return every loop of the function that is not in an inner function, by `id`.
+    """Return all loops of the function, except in inner functions, by `id`.
 
     Examples:
         >>> lines = ["def f(x):", " for i in range(9):", "  y = x * i", "  x = y"]

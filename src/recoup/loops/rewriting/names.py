@@ -1,4 +1,4 @@
-"""Names: which variables code reads and writes, in which order, and in which loop."""
+"""Names: the variables that code reads and writes, their order and their loops."""
 
 import ast
 from collections import Counter
@@ -44,10 +44,10 @@ def written_names(body: Iterable[ast.AST]) -> set[str]:
 
 
 def changed_names(body: Iterable[ast.AST]) -> set[str]:
-    """Return the variables whose content code changes, by its look.
+    """Return the variables whose content code changes, judged by syntax.
 
-    That are those with a method whose name ends as torch's methods in place do, and
-    those given as `out=`.
+    These have a method call whose name ends like torch's in-place methods, or are
+    passed as `out=`.
 
     Examples:
         >>> tree = ast.parse("a.mul_(2).add_(b); c = d.exp(); torch.add(c, d, out=e)")
@@ -67,7 +67,7 @@ def changed_names(body: Iterable[ast.AST]) -> set[str]:
 
 
 def in_place_names(body: Iterable[ast.AST]) -> set[str]:
-    """Return the variables that code may write to without setting them, by its look.
+    """Return the variables that code may write to in place, judged by syntax.
 
     Examples:
         >>> tree = ast.parse("a.mul_(2); b[0] = c; d += 1; e = f")
@@ -86,7 +86,7 @@ def in_place_names(body: Iterable[ast.AST]) -> set[str]:
 
 
 def free_names(scope: ast.AST) -> set[str]:
-    """Return the variables of the code around that an inner function reads.
+    """Return the variables of the enclosing code that an inner function reads.
 
     Examples:
         >>> scope = ast.parse("lambda a, b=c: a + b + d").body[0].value
@@ -110,7 +110,7 @@ def free_names(scope: ast.AST) -> set[str]:
 
 
 def read_names(body: Iterable[ast.AST]) -> set[str]:
-    """Return the variables that code reads, inner functions included.
+    """Return the variables that code reads, including inner functions.
 
     Examples:
         >>> sorted(read_names(ast.parse("a = b; f = lambda c: c + d; e[0] = 1").body))
@@ -127,7 +127,7 @@ def read_names(body: Iterable[ast.AST]) -> set[str]:
 
 
 def read_before_written(body: Sequence[ast.stmt], names: set[str]) -> set[str]:
-    """Return those of the names whose value from before the code it may read.
+    """Return the names whose earlier value the code may read.
 
     Examples:
         >>> code = "y = x + 1; x = y; z = 2; z = z + 1"
@@ -142,7 +142,7 @@ def read_before_written(body: Sequence[ast.stmt], names: set[str]) -> set[str]:
 def _scan(
     body: Sequence[ast.stmt], names: set[str], sure: set[str], found: set[str]
 ) -> set[str]:
-    """Gather early reads into `found`; return what is surely written afterwards."""
+    """Collect early reads in `found`; return the names surely written afterwards."""
     for statement in body:
         match statement:
             case ast.If(test=test, body=then, orelse=other):
@@ -190,7 +190,7 @@ def _scan_case(
 
 
 def is_in_place(method: str) -> bool:
-    """Return whether a method's name ends as those do that write in place."""
+    """Return whether a method's name ends like those of in-place methods."""
     return method.endswith("_") and not method.startswith("_")
 
 
@@ -202,7 +202,7 @@ def _own_nodes(body: Iterable[ast.AST]) -> Iterable[ast.AST]:
         if isinstance(node, SCOPES):
             continue
         if isinstance(node, _COMPREHENSIONS):
-            # Its targets are its own; an assignment expression inside is not.
+            # Its targets are local to it; an assignment expression inside is not.
             walrus = [n for n in ast.walk(node) if isinstance(n, ast.NamedExpr)]
             waiting.extend(expression.target for expression in walrus)
             continue
@@ -210,16 +210,16 @@ def _own_nodes(body: Iterable[ast.AST]) -> Iterable[ast.AST]:
 
 
 def root_names(node: ast.AST) -> set[str]:
-    """Return the variable that an expression such as `a.b[0].c()` begins with."""
+    """Return the root variable of an expression such as `a.b[0].c()`."""
     while isinstance(node, (ast.Subscript, ast.Attribute, ast.Call)):
         node = node.func if isinstance(node, ast.Call) else node.value
     return {node.id} if isinstance(node, ast.Name) else set()
 
 
 def may_swallow(statement: ast.With) -> bool:
-    """Return whether a `with` may end exceptions, as `contextlib.suppress` does.
+    """Return whether a `with` may suppress exceptions, as `contextlib.suppress` does.
 
-    Only contexts that are known to pass them on do not.
+    Only known contexts are trusted to propagate them.
 
     Examples:
         >>> may_swallow(ast.parse("with torch.no_grad(): 1").body[0])
@@ -244,7 +244,7 @@ LoopNode = ast.For | ast.While
 
 
 def own_statements(body: list[ast.stmt]) -> list[ast.AST]:
-    """Return all nodes of a loop's body that belong to it and not to an inner scope."""
+    """Return all nodes of a loop's body, except those of inner scopes."""
     return list(_nodes_outside(body, (ast.FunctionDef, ast.Lambda, ast.ClassDef)))
 
 
@@ -266,10 +266,10 @@ def append_target(statement: ast.AST) -> str | None:
 def loop_state(
     loop: LoopNode, function: ast.FunctionDef, around: list[LoopNode]
 ) -> tuple[set[str], set[str]]:
-    """Return what a loop writes to, and what of it passes on to iterations or out."""
+    """Return the names a loop writes, and those that pass to iterations or out."""
     targets = [loop.target] if isinstance(loop, ast.For) else []
     written = written_names([*targets, *loop.body]) - set(appended_lists(loop))
-    # What an operator writes to passes from one iteration to the next as well.
+    # Variables written to in place pass from one iteration to the next as well.
     written |= changed_names(loop.body) & local_names(function)
     tests: list[ast.AST] = [loop.test] if isinstance(loop, ast.While) else []
     early = read_before_written(loop.body, written) | (read_names(tests) & written)
@@ -278,7 +278,7 @@ def loop_state(
 
 
 def appended_lists(loop: LoopNode) -> tuple[str, ...]:
-    """Return the lists that the loop appends to once and uses in no other way."""
+    """Return the lists that the loop appends to once and does not use otherwise."""
     uses = Counter(n.id for n in ast.walk(loop) if isinstance(n, ast.Name))
     names = filter(None, map(append_target, loop.body))
     return tuple(name for name in names if uses[name] == 1)
@@ -293,7 +293,7 @@ def belongs(loop: LoopNode, kind: type[ast.stmt]) -> bool:
 def _nodes_outside(
     body: Iterable[ast.AST], scopes: tuple[type, ...]
 ) -> Iterator[ast.AST]:
-    """Yield the nodes of code, but for those inside of some kinds of nodes."""
+    """Yield the nodes of code, except those inside some kinds of nodes."""
     waiting = list(body)
     while waiting:
         node = waiting.pop()
@@ -331,12 +331,12 @@ def _argument_names(function: ast.FunctionDef) -> set[str]:
 
 
 def local_names(function: ast.FunctionDef) -> set[str]:
-    """Return the variables of a function, its arguments among them."""
+    """Return the variables of a function, including its arguments."""
     return _argument_names(function) | written_names(function.body)
 
 
 def sure_names(loop: LoopNode, function: ast.FunctionDef) -> set[str]:
-    """Return the variables that surely have a value when the loop begins."""
+    """Return the variables that are surely bound when the loop begins."""
     if any(isinstance(node, ast.Delete) for node in ast.walk(function)):
         return set()
     found = _argument_names(function)

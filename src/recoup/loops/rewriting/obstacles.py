@@ -1,9 +1,9 @@
-"""Obstacles: why a loop cannot be rewritten.
+"""Obstacles: reasons why a loop cannot be rewritten.
 
 A checkpointed loop that raises has changed no variable yet, so code that continues
-after an exception would see the variables of before. Functions and generators made in a
-loop see its variables as these are when they are called. The body of a checkpointed
-loop is a function of its own, so they must be used up within their iteration.
+after an exception would see the variables from before. Functions and generators made in
+a loop see the values of its variables at the time they are called. The body of a
+checkpointed loop is a separate function, so they must not outlive their iteration.
 """
 
 import ast
@@ -34,7 +34,7 @@ def guarded_loops(function: ast.FunctionDef) -> dict[int, tuple[str, int]]:
     """Return the loops that an exception may leave without ending the function.
 
     Returns:
-        By the `id` of the loop, what is around it and on which line.
+        By the `id` of the loop, the enclosing statement and its line.
 
     Examples:
         >>> lines = ["def f(x):", " try:", "  for i in x: pass", " finally: pass"]
@@ -48,7 +48,7 @@ def guarded_loops(function: ast.FunctionDef) -> dict[int, tuple[str, int]]:
 
 
 def jump_past_finally(body: Iterable[ast.stmt]) -> ast.stmt | None:
-    """Return a jump out of an iteration that a `finally` comes after."""
+    """Return a jump out of an iteration that a `finally` follows."""
     for top in body:
         for node in ast.walk(top):
             if isinstance(node, _TRIES) and node.finalbody:
@@ -75,7 +75,7 @@ def _search(
             found[id(statement)] = guard
         inner = guard
         if isinstance(statement, ast.With) and may_swallow(statement):
-            inner = ("a `with` that may end exceptions", statement.lineno)
+            inner = ("a `with` that may suppress exceptions", statement.lineno)
         _search(ast.iter_child_nodes(statement), inner, found)
 
 
@@ -110,13 +110,13 @@ def _jump(body: Iterable[ast.AST], *, in_loop: bool) -> ast.stmt | None:
 
 
 INNER = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.GeneratorExp)
-"""What sees the variables around it when it is called, not when it is made."""
+"""Nodes that see the enclosing variables when called, not when made."""
 
 EAGER = {
     *("sum", "any", "all", "max", "min", "list", "tuple", "set", "dict", "sorted"),
     *("frozenset", "reduce", "next"),
 }
-"""Functions that are done with a function or a generator when they return."""
+"""Functions that do not keep a function or generator argument after returning."""
 
 _LAZY = {
     *("map", "filter", "zip", "enumerate", "iter", "partial", "chain", "islice"),
@@ -136,12 +136,12 @@ def escaping(
 
     Args:
         body: The loop's body.
-        own: The variables that are set anew in every iteration and not read after it.
+        own: The variables that are set in every iteration and not read after it.
         moving: The variables that change in the loop or after it.
 
     Returns:
         The first that would see such a variable at a wrong time, or that passes to the
-        next iteration: none is the same as the one before.
+        next iteration, where another object replaces it.
 
     Examples:
         >>> body = ast.parse("f = lambda: x * 2; x = g(f) + f()").body
@@ -169,7 +169,7 @@ def escaping(
 
 
 def _name_of(node: ast.AST, parents: dict[int, ast.AST]) -> str | None:
-    """Return the variable that a function or generator is put in when it is made."""
+    """Return the variable to which a function or generator is first assigned."""
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
         return node.name
     match parents.get(id(node)):
@@ -207,7 +207,7 @@ def _call_keeps(
     parents: dict[int, ast.AST],
     own: set[str],
 ) -> bool:
-    """Return whether a call may leave its argument somewhere."""
+    """Return whether a call may store its argument somewhere."""
     if call.func is node:
         return False
     match call.func:
@@ -221,14 +221,14 @@ def _call_keeps(
         return _escapes(call, nodes, parents, own)
     if method:
         return name in _KEEPING or name.startswith(_KEEPING_BEGINNINGS)
-    # A function returns; a generator that it was given may be in what it returns.
+    # A function is done on return; a generator argument may be in its result.
     return isinstance(node, ast.GeneratorExp) and name not in EAGER
 
 
 def _name_escapes(
     name: str, nodes: list[ast.AST], parents: dict[int, ast.AST], own: set[str]
 ) -> bool:
-    """Return whether a variable is used otherwise than to call what it stands for."""
+    """Return whether a variable is used other than to call its value."""
     if name not in own:
         return True
     uses = [
@@ -265,18 +265,18 @@ def fault_of(
 
 
 def _guarded(loop: LoopNode, function: ast.FunctionDef, first_line: int) -> str | None:
-    """Return what goes on after an exception in the loop, or after a jump."""
+    """Return which code continues after an exception in the loop, or after a jump."""
     guard = guarded_loops(function).get(id(loop))
     if guard is not None:
         around, line = guard
         return (
             f"line {first_line + line - 1} has {around} around it, which would see "
-            "the variables of before the loop"
+            "the variables from before the loop"
         )
     jump = jump_past_finally(loop.body)
     if jump is not None:
         line = first_line + jump.lineno - 1
-        return f"line {line} leaves an iteration, and a `finally` comes after it"
+        return f"line {line} leaves an iteration, and a `finally` follows it"
     return None
 
 
@@ -289,13 +289,13 @@ def _fault(
 ) -> str | None:
     appended = appended_lists(loop)
     body = [s for s in loop.body if append_target(s) not in appended]
-    own = written - carried  # made anew in every iteration
+    own = written - carried  # set in every iteration
     if loop.orelse:
         return "it has an `else`"
     if isinstance(loop, ast.For):
         both = sorted(_gone_over(loop.iter) & in_place_names(loop.body))
         if both:
-            return f"it goes over {both[0]!r} and writes to it"
+            return f"it iterates over {both[0]!r} and writes to it"
     shared = {
         name
         for node in ast.walk(function)
@@ -314,14 +314,14 @@ def _fault(
         if name is not None and name not in own:
             return f"it appends to {name!r} conditionally, repeatedly, or reads it"
     if appended and (belongs(loop, ast.Break) or belongs(loop, ast.Continue)):
-        return f"it appends to {appended[0]!r} and holds a `break` or `continue`"
+        return f"it appends to {appended[0]!r} and contains a `break` or `continue`"
     if appended and any(isinstance(n, ast.Return) for n in own_statements(loop.body)):
-        return f"it appends to {appended[0]!r} and holds a `return`"
+        return f"it appends to {appended[0]!r} and contains a `return`"
     return None
 
 
 def _advance(node: ast.AST, own: set[str]) -> str | None:
-    """Say that a piece of code advances an iterator that is not of this iteration."""
+    """Return a reason if code advances an iterator from outside this iteration."""
     match node:
         case ast.Call(func=ast.Name(id="next"), args=[ast.Call(), *_]):
             return None
@@ -336,7 +336,7 @@ def _advance(node: ast.AST, own: set[str]) -> str | None:
 
 
 def _gone_over(source: ast.AST) -> set[str]:
-    """Return the variables that a `for` loop goes over, and not over copies of them."""
+    """Return the variables that a `for` loop iterates over, without copying them."""
     match source:
         case ast.Call(func=ast.Name(id=name)) if name in _COPYING:
             return set()
@@ -352,7 +352,7 @@ def _gone_over(source: ast.AST) -> set[str]:
 
 
 def _hidden_write(node: ast.AST, own: set[str]) -> str | None:
-    """Report code that writes to a tensor and bypasses the version counter."""
+    """Return a reason if code writes to a tensor and bypasses the version counter."""
     match node:
         case ast.Subscript(ctx=ast.Store(), value=written):
             pass
@@ -398,7 +398,7 @@ def _hidden_change(
     carried: set[str],
     first_line: int,
 ) -> str | None:
-    """Return what the loop changes, or what sees its changes, without naming it."""
+    """Return a reason if the loop has hidden changes, or something sees its changes."""
     inside = {id(node) for top in loop.body for node in ast.walk(top)}
     eager = _consumed_at_once(function)
     writers: set[str] = set()
@@ -424,12 +424,12 @@ def _hidden_change(
         roots = root_names(changed)
         if not roots or not roots <= own:
             line = first_line + changed.lineno - 1
-            return f"line {line} changes what {ast.unparse(changed)!r} refers to"
+            return f"line {line} changes the object that {ast.unparse(changed)!r} names"
     return None
 
 
 def _consumed_at_once(function: ast.FunctionDef) -> set[int]:
-    """Return the arguments of functions that run through a generator at once."""
+    """Return the arguments of functions that consume a generator immediately."""
     return {
         id(argument)
         for node in ast.walk(function)
@@ -444,7 +444,7 @@ def _writes_around(function: ast.FunctionDef) -> bool:
 
 
 def _container_change(node: ast.AST) -> ast.expr | None:
-    """Return the container that a piece of code changes by one of its methods."""
+    """Return the container that code changes by one of its methods."""
     match node:
         case ast.Expr(
             value=ast.Call(func=ast.Attribute(value=container, attr=attr))
@@ -461,9 +461,9 @@ def _container_change(node: ast.AST) -> ast.expr | None:
 def _escape(
     loop: LoopNode, function: ast.FunctionDef, around: list[LoopNode], first_line: int
 ) -> str | None:
-    """Return what would see variables of another time.
+    """Return a reason if code would see variables of another time.
 
-    What a loop around makes may still be there in its next iteration.
+    Objects made by an enclosing loop may still exist in its next iteration.
     """
     for depth, made_in in enumerate([*around, loop]):
         written, carried = loop_state(made_in, function, around[:depth])

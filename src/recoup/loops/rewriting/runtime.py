@@ -1,4 +1,4 @@
-"""Runtime: what the loops of a rewritten function call."""
+"""Runtime: the functions that loops of a rewritten function call."""
 
 import itertools
 import sys
@@ -35,7 +35,7 @@ Ended = tuple[str | None, Any, tuple[Carry]]
 def run_plainly(
     body: Body, carry: Carry, items: Iterable[Any], lists: Sequence[list[Any]]
 ) -> Ended:
-    """Run a `for` loop; return how it ended, with which value, and the carry."""
+    """Run a `for` loop; return its end signal, its value, and the carry."""
     for item in items:
         signal, after, row = body(carry, item)
         if signal == "return":
@@ -51,7 +51,7 @@ def run_plainly(
 def run_while_plainly(
     body: Body, carry: Carry, test: Callable[[Carry], Any], lists: Sequence[list[Any]]
 ) -> Ended:
-    """Run a `while` loop; return how it ended, with which value, and the carry."""
+    """Run a `while` loop; return its end signal, its value, and the carry."""
     while test(carry):
         signal, value, (carry,) = run_plainly(body, carry, (None,), lists)
         if signal is not None:
@@ -60,9 +60,9 @@ def run_while_plainly(
 
 
 def bound(function: Any) -> Any:
-    """Return the function with the variables around it fixed at what they are now.
+    """Return the function with its closure variables fixed at their present values.
 
-    In backward the function around the loop has gone on, and may have changed them.
+    By backward the enclosing function has continued, and may have changed them.
     """
     cells = [_copied(cell) for cell in function.__closure__ or ()]
     return types.FunctionType(
@@ -73,7 +73,7 @@ def bound(function: Any) -> Any:
 def _copied(cell: types.CellType) -> types.CellType:
     try:
         return types.CellType(cell.cell_contents)
-    except ValueError:  # no value yet
+    except ValueError:  # unbound
         return types.CellType()
 
 
@@ -86,13 +86,13 @@ class LoopOptions:
 
     Attributes:
         num_checkpoints: States to hold; None for the square root of the steps.
-        strategy: "auto" (at equal distances), "revolve", "dynamic" (as if the length
-            were not known) or "none" (not checkpointed).
+        strategy: "auto" (at equal distances), "revolve", "dynamic" (as for an unknown
+            length) or "none" (not checkpointed).
         memory_budget: Bytes that may be held instead.
         min_loop_size: Shorter loops run plain.
         name: The function, for messages.
-        raises: A loop that turns out not to be possible raises; else it runs plain,
-            with a warning.
+        raises: Whether an unsupported loop raises; else it runs plain, with a
+            warning.
     """
 
     num_checkpoints: int | None = None
@@ -104,7 +104,7 @@ class LoopOptions:
 
 
 class Runtime:
-    """Carries out the loops of one rewritten function."""
+    """Runs the loops of one rewritten function."""
 
     undefined = UNDEFINED
 
@@ -112,7 +112,7 @@ class Runtime:
         self._options = options
 
     def value(self, read: Callable[[], Any]) -> Any:
-        """Return a variable's value, or a mark that it has none yet."""
+        """Return a variable's value, or a marker if it is unbound."""
         try:
             return read()
         except NameError:
@@ -132,7 +132,7 @@ class Runtime:
         kept: Sequence[str] = (),
         changes_items: bool = False,
     ) -> Ended:
-        """Run a `for` loop; return how it ended, with which value, and the carry."""
+        """Run a `for` loop; return its end signal, its value, and the carry."""
         body = bound(body)
         sources = [] if isinstance(items, (list, tuple)) else sources_of(items)
         items = _sequence(items, line)
@@ -143,7 +143,7 @@ class Runtime:
             self._refuse_to_stop(line)
             return run_plainly(body, carry, iter(items), lists)
         if changes_items and not isinstance(items, range):
-            self._complain(WriteError("it writes to what it goes over"), line)
+            self._complain(WriteError("it writes to what it iterates over"), line)
             return run_plainly(body, carry, iter(items), lists)
         if not _is_settled(carry):
             signal, value, (carry,) = run_plainly(body, carry, (items[0],), lists)
@@ -184,7 +184,7 @@ class Runtime:
         changed: Sequence[str] = (),
         kept: Sequence[str] = (),
     ) -> Ended:
-        """Run a `while` loop; return how it ended, with which value, and the carry."""
+        """Run a `while` loop; return its end signal, its value, and the carry."""
         body, test = bound(body), bound(test)
         if self._options.strategy == "none":
             return run_while_plainly(body, carry, test, lists)
@@ -212,8 +212,8 @@ class Runtime:
     def _refuse_to_stop(self, line: int) -> None:
         message = (
             f"the loop at line {line} of {self._options.name!r} is not checkpointed "
-            "and runs plain: over JAX arrays it may not break or return. Put what ends "
-            "it into the condition of a while loop."
+            "and runs plain: over JAX arrays it may not break or return; put its end "
+            "into the condition of a while loop."
         )
         if self._options.raises:
             raise UnsupportedError(message)
@@ -225,7 +225,7 @@ class Runtime:
         loop = f"the loop at line {line} of {self._options.name!r}"
         if isinstance(error, WriteError):
             warn_about(
-                f"{loop} is not checkpointed and runs plain: {error}. Change it, or "
+                f"{loop} is not checkpointed and runs plain: {error}; change it, or "
                 "call checkpointed_loop."
             )
         elif isinstance(error, ConcreteError):
@@ -233,8 +233,8 @@ class Runtime:
         else:
             warn_about(
                 f"{loop} runs plain: one of its variables is an array at one time and "
-                "something else at another, changes its structure, or hides arrays. "
-                "Begin with arrays, in tuples, lists and dictionaries."
+                "something else at another, changes its structure, or hides arrays; "
+                "begin with arrays, in tuples, lists and dictionaries."
             )
 
     def _run_to_condition(
@@ -291,10 +291,10 @@ class Runtime:
         item: Callable[[int], Any],
         most: int | None,
     ) -> Ended:
-        """Run a loop that may break off; its last iteration runs outside of it.
+        """Run a loop that may break; its last iteration runs outside of it.
 
-        The iteration that ends the loop gives back the carry it was given, and is run
-        once more afterwards, where its value may be anything.
+        The iteration that ends the loop returns its carry unchanged, and runs once more
+        afterwards, where its value may be anything.
         """
         watched_body = watched(body, writes)
 
@@ -318,7 +318,7 @@ class Runtime:
         return run_plainly(body, carry, (item(index),), ())
 
     def _named(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Let messages call the step what the user calls the function."""
+        """Give the step the name of the user's function, for messages."""
         step.__qualname__ = self._options.name
         return step
 
@@ -343,7 +343,7 @@ class Runtime:
 
 @contextmanager
 def _naming(name: str, line: int) -> Iterator[None]:
-    """Say in our errors which loop of which function they come from."""
+    """Add the loop and its function to errors of recoup."""
     try:
         yield
     except RecoupError as error:
@@ -357,7 +357,7 @@ def warn_about(message: str) -> None:
 
 
 def _step(body: Callable[..., Any], lists: Sequence[list[Any]]) -> Callable[..., Any]:
-    # Not the lists themselves: what they get after the loop is no capture of the step.
+    # Not the lists themselves: elements added later are no captures of the step.
     has_rows = bool(lists)
 
     def step(carry: Carry, index: Any = None, item: Any = None) -> Any:
@@ -368,7 +368,7 @@ def _step(body: Callable[..., Any], lists: Sequence[list[Any]]) -> Callable[...,
 
 
 def _snapshot(functions: list[Any], state: Any) -> StateSnapshot:
-    """Return the state that the steps of a loop may move besides its variables."""
+    """Return the state, besides variables, that the steps of a loop may change."""
     leaves, _ = flatten(state)
     devices = {tensor.device for tensor in reach(*functions, *leaves, kind=Tensor)}
     return StateSnapshot(*functions, *leaves, devices=devices)
@@ -392,8 +392,8 @@ def _sequence(items: Any, line: int) -> Any:
         return items
     if isinstance(items, (itertools.count, itertools.cycle, itertools.repeat)):
         raise UnsupportedError(
-            f"the loop at line {line} goes over {type(items).__name__}, which has no "
-            "end. Use `while`, or a range."
+            f"the loop at line {line} iterates over {type(items).__name__}, which has "
+            "no end; use `while`, or a range."
         )
     return list(items)
 
@@ -408,10 +408,10 @@ def _has_arrays(tree: Any) -> bool:
 
 
 def _is_settled(carry: Carry) -> bool:
-    """Return whether every variable is an array already.
+    """Return whether every variable is already an array.
 
-    Others may become arrays in the first iteration, as `total = 0.0` does; that one is
-    then run outside of the loop.
+    Others may become arrays in the first iteration, as `total = 0.0` does; that
+    iteration then runs outside of the loop.
     """
     leaves, _ = flatten(carry)
     return all(hasattr(leaf, "dtype") for leaf in leaves)

@@ -1,4 +1,4 @@
-"""Source: parse a function, put checkpointed loops in its loops' place, compile it."""
+"""Source: parse a function, replace its loops by checkpointed ones, compile it."""
 
 import ast
 import copy
@@ -14,7 +14,7 @@ from recoup.loops.rewriting.found_loops import FoundLoop, find_loops
 from recoup.loops.rewriting.names import all_arguments, append_target, written_names
 
 RUNTIME = "_recoup"
-"""The name under which the rewritten source sees the runtime."""
+"""The name of the runtime in the rewritten source."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +23,9 @@ class Rewritten:
 
     Attributes:
         function: The function itself.
-        source: Its source, to be read.
-        loops: The loops that were rewritten.
-        left: The loops that were not, each with its fault.
+        source: Its source.
+        loops: The rewritten loops.
+        left: The other loops, each with its fault.
     """
 
     function: Callable[..., Any]
@@ -41,7 +41,7 @@ def rewrite(function: Callable[..., Any], runtime: Any) -> Rewritten:
     it name the lines of the old source.
 
     Raises:
-        UnsupportedError: There is no source, or the function is no plain function.
+        UnsupportedError: There is no source, or it is not a plain function.
     """
     tree, first_line = _parsed(function)
     name = tree.name
@@ -71,7 +71,7 @@ def _parsed(function: Callable[..., Any]) -> tuple[ast.FunctionDef, int]:
     if hasattr(function, "__wrapped__"):
         raise UnsupportedError(
             f"{function.__qualname__!r} is wrapped by a decorator, which rewriting its "
-            "source would take away. Give the function without it, or call "
+            "source would remove; give the function without it, or call "
             "checkpointed_loop in it."
         )
     try:
@@ -79,13 +79,13 @@ def _parsed(function: Callable[..., Any]) -> tuple[ast.FunctionDef, int]:
         tree = ast.parse(textwrap.dedent("".join(lines))).body[0]
     except (OSError, TypeError, SyntaxError) as error:
         raise UnsupportedError(
-            f"the source of {function.__qualname__!r} cannot be read ({error}). Define "
+            f"the source of {function.__qualname__!r} cannot be read ({error}); define "
             "it in a file, or call checkpointed_loop in it."
         ) from error
     if not isinstance(tree, ast.FunctionDef):
         raise UnsupportedError(
-            "only a function made with `def` can be rewritten: "
-            f"{function.__qualname__!r} is none. Define it with `def`, or call "
+            "expected a function made with `def`, got "
+            f"{function.__qualname__!r}; define it with `def`, or call "
             "checkpointed_loop in it."
         )
     return tree, first_line
@@ -99,7 +99,7 @@ def _compiled(
     names = [RUNTIME, *free]
     factory = ast.parse(f"def _factory({', '.join(names)}):\n pass").body[0]
     assert isinstance(factory, ast.FunctionDef), "parsed just now"
-    # Not under its own name, which may stand for a global in the function itself.
+    # Not under its own name, which may name a global in the function itself.
     inner = _without_defaults(tree)
     inner.name = f"{RUNTIME}_function"
     factory.body = [inner, ast.Return(ast.Name(inner.name, ast.Load()))]
@@ -125,9 +125,9 @@ def _compiled(
 
 
 def _without_defaults(tree: ast.FunctionDef) -> ast.FunctionDef:
-    """Return the function without default values and annotations, which are taken over.
+    """Return the function without default values and annotations.
 
-    They were evaluated once, in another scope.
+    They were evaluated once, in another scope, and are copied.
     """
     tree = copy.deepcopy(tree)
     arguments = tree.args
@@ -145,7 +145,7 @@ def _without_defaults(tree: ast.FunctionDef) -> ast.FunctionDef:
 class _Conditions(ast.NodeTransformer):
     """Moves a condition that assigns into the body of its `while` loop.
 
-    There its variables are those of the loop, as any others.
+    There its variables are ordinary variables of the loop.
     """
 
     def visit_While(self, node: ast.While) -> Any:
@@ -159,14 +159,14 @@ class _Conditions(ast.NodeTransformer):
 
 
 class _Changer(ast.NodeTransformer):
-    """Puts calls in place of loops, the inner ones first."""
+    """Replaces loops by calls, inner loops first."""
 
     def __init__(self, found: dict[int, FoundLoop]) -> None:
         self._found = found
         self._count = 0
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> Any:
-        # Inner functions are left alone.
+        # Inner functions are not changed.
         return self.generic_visit(node) if self._count == 0 else node
 
     def visit_For(self, node: ast.For) -> Any:
@@ -189,7 +189,7 @@ class _Changer(ast.NodeTransformer):
 def _statements(
     node: ast.For | ast.While, loop: FoundLoop, number: int
 ) -> list[ast.stmt]:
-    """Return what stands in place of a loop."""
+    """Return the statements that replace a loop."""
     body, test = f"{RUNTIME}_body_{number}", f"{RUNTIME}_test_{number}"
     signal, value = f"{RUNTIME}_signal_{number}", f"{RUNTIME}_value_{number}"
     unpack = _unpacking(loop)
@@ -227,7 +227,7 @@ def _packing(loop: FoundLoop) -> str:
 
 
 def _unpacking(loop: FoundLoop) -> str:
-    """Return code that sets the variables, but for those that have no value."""
+    """Return code that sets the variables, except unbound ones."""
     if not loop.carried:
         return "pass"
     lines = [f"({', '.join(loop.carried)},) = {RUNTIME}_carry"]
@@ -266,7 +266,7 @@ def _body_function(
 
 
 class _Lowering(ast.NodeTransformer):
-    """Turns `continue`, `break` and `return` of a loop's body into results of it."""
+    """Turns `continue`, `break` and `return` of a loop's body into its results."""
 
     def __init__(self, loop: FoundLoop) -> None:
         self._carried = _packing(loop)
@@ -299,7 +299,7 @@ class _Lowering(ast.NodeTransformer):
         return node
 
     def _inside(self, node: ast.For | ast.While) -> Any:
-        # The `break` and `continue` of an inner loop are its own.
+        # The `break` and `continue` of an inner loop belong to it.
         self._depth += 1
         self.generic_visit(node)
         self._depth -= 1

@@ -1,9 +1,9 @@
-"""Writes: what the steps of a loop write to in place, and who else must see it.
+"""Writes: in-place writes of a loop's steps, and who else must see them.
 
-A checkpointed loop runs on copies of its variables. In Python a write in place changes
-the object itself, for everyone who refers to it. So the first sweep is watched; at its
-end what was written goes to the objects of before the loop. Where that would not be
-what Python does, the loop is refused, and nothing has been changed yet.
+A checkpointed loop runs on copies of its variables. In Python an in-place write changes
+the object itself, for all its references. So the first sweep is watched; at its end the
+written values are copied to the original objects. Where Python would behave
+differently, the loop is refused before anything has been changed.
 """
 
 import gc
@@ -26,11 +26,11 @@ _MOST_SOURCES = 1000
 
 
 class Undefined:
-    """Stands for a variable that has no value yet."""
+    """The marker of an unbound variable."""
 
 
 def nodes_of(trees: Iterable[Any]) -> list[Any]:
-    """Return the containers and leaves of some trees, each before what is in it.
+    """Return the containers and leaves of some trees, parents first.
 
     Examples:
         >>> nodes_of([{"a": 1}, [2]])
@@ -51,12 +51,12 @@ def is_known(leaf: Any) -> bool:
     """Return whether a leaf is a tensor or an array, or cannot be written to."""
     if isinstance(leaf, (Tensor, Number, str, bytes, type(None), Undefined)):
         return True
-    # Arrays of other libraries, traced ones too, cannot be written to.
+    # Arrays of other libraries, including traced ones, cannot be written to.
     return hasattr(leaf, "dtype")
 
 
 def mark_of(node: Any) -> Any:
-    """Return what differs after a node has been written to.
+    """Return a mark that changes when a node is written to.
 
     The children of a container must be kept alive meanwhile. Costs a copy of a NumPy
     array.
@@ -71,7 +71,7 @@ def mark_of(node: Any) -> Any:
 
 
 def memory_of(node: Any) -> int:
-    """Return the identity of the memory that a node is written in."""
+    """Return the identity of the memory of a node."""
     if isinstance(node, Tensor) and has_storage(node):
         return storage_address(node)
     base: Any = node
@@ -81,7 +81,7 @@ def memory_of(node: Any) -> int:
 
 
 def copied(tree: Any, *, tensors_too: bool) -> Any:
-    """Return a tree of new containers and arrays, so that the old stay as they are."""
+    """Return a tree of new containers and arrays, so that the old ones stay intact."""
     if type(tree) is list:
         return [copied(part, tensors_too=tensors_too) for part in tree]
     if type(tree) is dict:
@@ -96,12 +96,12 @@ def copied(tree: Any, *, tensors_too: bool) -> Any:
 
 
 def containers_in(things: Iterable[Any]) -> set[int]:
-    """Return the `id` of every list and dictionary in sight of some objects."""
+    """Return the `id` of every list and dictionary that some objects can reach."""
     return {id(each) for each in reach(*things, kind=(list, dict))}
 
 
 def sources_of(items: Any) -> list[Any]:
-    """Return what an iterator takes its elements from.
+    """Return the objects from which an iterator takes its elements.
 
     Examples:
         >>> values = [1, 2]
@@ -135,13 +135,13 @@ def _is_numpy(node: Any) -> bool:
 
 
 class Putting:
-    """Puts the results of a loop in the objects of before it.
+    """Copies the results of a loop to the original objects.
 
     Args:
-        real: The nodes of before the loop.
+        real: The nodes from before the loop.
         last: The nodes that its last step returned.
-        origin: Which node of before a node is, by `id`.
-        written: Those of before that were written to.
+        origin: The original of a node, by `id`.
+        written: The original nodes that were written to.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class Putting:
         self._made: dict[int, Any] = {}
 
     def node(self, final: Any) -> Any:
-        """Return what stands for one node of the final state, in order."""
+        """Return the replacement of one node of the final state, in order."""
         last = self._last[self._place]
         self._place += 1
         source = self._origin.get(id(last))
@@ -179,7 +179,7 @@ class Putting:
         return self._made.setdefault(id(last), made) if is_mutable(last) else made
 
     def _container(self, final: Any, real: Any) -> Any:
-        """Return the container, or the one of before with its content."""
+        """Return the container, or the original with its content."""
         if isinstance(final, list):
             parts = [self.node(part) for part in final]
             if real is None:
@@ -198,23 +198,23 @@ Carry = tuple[Any, ...]
 
 
 class WriteError(KindError):
-    """A write in place that a checkpointed loop cannot do as Python does."""
+    """An in-place write that a checkpointed loop cannot do as Python does."""
 
 
 class Writes:
     """Watches the first sweep of one loop.
 
-    Costs some microseconds a step, as long as a variable still is what it was before
-    the loop, or is written to by the look of the source; a copy of those at the start.
+    Costs some microseconds a step while a variable is still the original object, or is
+    written to by the source; and a copy of those at the start.
 
     Args:
-        carry: The variables of the loop, as they are before it.
+        carry: The variables of the loop before it.
         names: Their names.
-        changed: The names of those that the loop writes to by its look.
+        changed: The names of those that the loop writes to, judged by syntax.
         kept: The names of those that are written to in the loop or elsewhere. Autograd
             would find that the loop's own arguments were changed, so it gets copies.
-        seen: What the loop sees besides: its functions and what it goes over.
-        sources: What the loop's elements were taken out of beforehand.
+        seen: Other objects that the loop sees: its functions and its iterable.
+        sources: The objects that the loop's elements were taken from.
 
     Attributes:
         given: The variables to run the loop on.
@@ -246,7 +246,7 @@ class Writes:
             for name, value in zip(self._names, carry, strict=True)
         )
         self._origin: dict[int, int] = {}
-        # Kept alive, or another object might get the address of one of them.
+        # Kept alive, or another object might reuse one of the addresses.
         self._held: list[Any] = []
         self._geometry: list[Any] = []
         self._result: Any = None
@@ -260,7 +260,7 @@ class Writes:
         self._refuse_unknown(carry)
 
     def run(self, body: Any, carry: Carry, item: Any, index: Any = None) -> Any:
-        """Run one step and see what it writes to."""
+        """Run one step and detect its writes."""
         if self._is_done:
             result = body(carry, item)
             self._result = result if result[0] is None else self._result
@@ -275,8 +275,8 @@ class Writes:
         result = body(carry, item)
         if versions != [version_of(leaf) for leaf in given]:
             raise CaptureError(
-                "the loop writes to the elements that it goes over, by another name: "
-                "what is written would be lost. Write to a clone."
+                "the loop writes to the elements that it iterates over, by another "
+                "name: the written values would be lost; write to a clone."
             )
         signal, after, rows = result
         now = [mark_of(node) for node in nodes]
@@ -296,12 +296,12 @@ class Writes:
         return result
 
     def write_back(self, final: Carry) -> Carry:
-        """Return the variables after the loop, what was written in its place.
+        """Return the variables after the loop, with written values in place.
 
         Raises:
-            WriteError: Python would have done something else; nothing is changed.
+            WriteError: Python would have behaved differently; nothing is changed.
         """
-        if self._result is None:  # no step was run
+        if self._result is None:  # no step ran
             return self._carry
         _, after, self._rows = self._result
         self._last = nodes_of(after)
@@ -316,7 +316,7 @@ class Writes:
         return tuple(putting.node(value) for value in final)
 
     def row_objects(self, carry: Carry) -> list[Any]:
-        """Return, for each list, the variable that its last element is, or None."""
+        """Return, for each list, the variable that is its last element, or None."""
         if self._last is None:
             return []
         by_address = {
@@ -327,7 +327,7 @@ class Writes:
         return [by_address.get(id(row)) for row in self._rows]
 
     def _follow(self, nodes: list[Any], index: Any) -> None:
-        """Know which nodes are those of before the loop."""
+        """Track which nodes are originals."""
         if not isinstance(index, int) or index == 0 or self._last is None:
             self._origin = {
                 id(node): place for place, node in enumerate(nodes) if is_mutable(node)
@@ -338,7 +338,7 @@ class Writes:
         if len(nodes) == len(self._last) and any(
             new is not old for new, old in zip(nodes, self._last, strict=True)
         ):
-            # The tape of the last steps begins with copies.
+            # The tape of the last steps starts with copies.
             pairs = zip(nodes, self._last, strict=True)
             self._origin = {
                 id(new): self._origin[id(old)]
@@ -348,7 +348,7 @@ class Writes:
             self._held = nodes
 
     def _note(self, nodes: list[Any], places: list[int], index: Any) -> None:
-        """Note what a step has written to; refuse what cannot be followed."""
+        """Record the writes of a step; refuse those that cannot be tracked."""
         addresses = [memory_of(node) for node in nodes]
         for place in places:
             node, address = nodes[place], addresses[place]
@@ -369,7 +369,7 @@ class Writes:
                 self._written.add(self._origin[id(node)])
 
     def _follow_rows(self) -> None:
-        """Know what was put in a list and still is a variable."""
+        """Track list elements that are still variables."""
         if not self._rows:
             return
         assert self._last is not None, "set by the caller"
@@ -378,17 +378,17 @@ class Writes:
         self._listed = (self._listed | rows) & here
 
     def _check(self, place: int) -> None:
-        """Refuse a write that others would see, or see otherwise."""
+        """Refuse a write that other references would see differently."""
         real, address = self._real[place], memory_of(self._real[place])
         if self._owners[place] not in self._changed:
-            raise self._error(self._real, place, "though not by the look of it")
+            raise self._error(self._real, place, "though its syntax does not show it")
         if [memory_of(node) for node in self._real].count(address) > 1:
             raise self._error(self._real, place, "which two of its variables refer to")
         if not isinstance(real, Tensor):
             if id(real) in containers_in(self._sources):
                 raise UnsupportedError(
-                    f"a loop writes to {self._owners[place]!r} in place and goes over "
-                    "it by another name. Go over a copy: list(...)."
+                    f"a loop writes to {self._owners[place]!r} in place and iterates "
+                    "over it by another name; iterate over a copy: list(...)."
                 )
             if id(real) in containers_in(self._seen):
                 raise self._error(self._real, place, "and sees it by another name")
@@ -408,7 +408,7 @@ class Writes:
     def _refuse_views(self) -> None:
         """Refuse results that share memory, if one of them is written to elsewhere.
 
-        Each result of a loop has memory of its own.
+        Each result of a loop has its own memory.
         """
         assert self._last is not None, "there was a step"
         places = [p for p, name in enumerate(self._owners) if name in self._kept]
@@ -425,7 +425,7 @@ class Writes:
                 continue
             if len(objects[memory_of(node)]) > 1 or memory_of(node) in outside:
                 raise self._error(
-                    self._last, place, "of which something else is a part"
+                    self._last, place, "of which another object is a part"
                 )
 
     def _refuse_unknown(self, carry: Carry) -> None:
@@ -446,10 +446,10 @@ class Writes:
 
 
 def watched(body: Any, writes: Writes) -> Any:
-    """Return the body of a loop, watched as long as `writes` is alive.
+    """Return the body of a loop, watched while `writes` is alive.
 
-    It is referred to weakly: what a loop's function can see counts as captured, and in
-    backward nothing is to be watched.
+    The reference is weak: objects that a loop's function can reach count as captured,
+    and in backward nothing is watched.
     """
     reference = weakref.ref(writes)
 
@@ -470,7 +470,7 @@ def _geometry(node: Any) -> Any:
 
 
 def _is_writable(tensor: Tensor) -> bool:
-    """Return whether autograd lets one write to all of a tensor at once."""
+    """Return whether autograd allows an in-place write to a whole tensor."""
     if torch.is_grad_enabled() and tensor.requires_grad and tensor.is_leaf:
         return False
     if not has_storage(tensor):

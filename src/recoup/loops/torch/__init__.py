@@ -1,4 +1,4 @@
 """Checkpointed loops over torch tensors.
 
-Mirrors `numpy` and `jax`; what the three share is one level up.
+Mirrors `numpy` and `jax`; shared code is one level up.
 """

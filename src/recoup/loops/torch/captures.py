@@ -1,9 +1,9 @@
-"""Captures: the tensors a step uses without being given them, found and verified.
+"""Captures: the tensors that a step uses besides its arguments, found and verified.
 
 They are searched where Python keeps them (closures, defaults, bound objects, modules,
-named globals, containers), and every tape is walked: an edge that leads to a tensor
-that was not found is an error, because its gradient would be lost. So is a tensor that
-a step leaves outside of its state: steps run without a graph, and are recomputed.
+named globals, containers), and every tape is walked: an edge to a tensor that was not
+found is an error, because its gradient would be lost. So is a tensor that a step leaves
+outside of its state: steps run without a graph, and are recomputed.
 """
 
 import types
@@ -28,9 +28,9 @@ Edge = tuple[Node, int]
 
 
 def captured_tensors(function: Any) -> list[Tensor]:
-    """Return the tensors that require gradients and that a function can see.
+    """Return the tensors that require gradients and that a function can reach.
 
-    Costs some microseconds for each object on the way.
+    Costs some microseconds for each visited object.
 
     Examples:
         >>> import torch
@@ -43,7 +43,7 @@ def captured_tensors(function: Any) -> list[Tensor]:
 
 
 def captured_by(step: LoopStep, leaves: Sequence[Any]) -> list[Tensor]:
-    """Return what a step captures, also through objects in its state and inputs."""
+    """Return the captures of a step, including those of objects in state and inputs."""
     objects = [leaf for leaf in [*leaves, *step.fed] if not isinstance(leaf, Tensor)]
     return captured_tensors([step.function, *objects])
 
@@ -52,11 +52,11 @@ class CapturedTensors:
     """The captured tensors of one loop.
 
     Attributes:
-        tensors: The tensors themselves; gradients go there.
-        sources: What the tapes use in their place: the tensors themselves, unless
-            one of them was computed from another or has a hook. Then stand-ins without
-            a graph, or else a gradient would pass from the one to the other on the tape
-            and again behind it, and the hook would be called for every tape.
+        tensors: The tensors themselves, which get the gradients.
+        sources: Their replacements on the tapes: the tensors themselves, unless one of
+            them was computed from another or has a hook. Then these are stand-ins
+            without a graph; else a gradient would pass between them on the tape and
+            again behind it, and the hook would be called for every tape.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -71,20 +71,20 @@ class CapturedTensors:
                 for tensor, stand_in in zip(self.tensors, self.sources, strict=True)
             }
         edges = {_edge_of(source) for source in self.sources}
-        # A leaf's node has one way in; a node that computes may have others, unknown.
+        # A leaf's node has one input; a node that computes may have unknown others.
         ends = {node for node, _ in edges if not node.next_functions}
         self._ends: set[Node | None] = {None, *ends}
         self._computed = {edge for edge in edges if edge[0] not in ends}
 
     def replaced(self) -> AbstractContextManager[Any]:
-        """Return a context in which operators see the sources, if they are others."""
+        """Return a context in which operators see the sources, if they differ."""
         return _Replacing(self._replaced)
 
     def stray(self, results: Iterable[Any], given: Iterable[Tensor]) -> Tensor | None:
         """Return a tensor that a tape uses and that was neither given nor captured.
 
-        Every node of the tape is looked at, because any step may be the first to use
-        such a tensor. Costs about half a microsecond for each.
+        All nodes of the tape are visited, since any step may be the first to use such a
+        tensor. Costs about half a microsecond for each.
         """
         known = {id(tensor) for tensor in given}
         seen = set(self._ends)
@@ -97,7 +97,7 @@ class CapturedTensors:
                     waiting.append(node)
         for node in self._leaf_nodes(waiting, seen):
             variable = getattr(node, "variable", None)
-            # None: a function of nothing that requires gradients
+            # None: nothing that requires gradients
             if variable is not None and id(variable) not in known:
                 return variable
         return None
@@ -105,7 +105,7 @@ class CapturedTensors:
     def _leaf_nodes(
         self, waiting: list[Node], seen: set[Node | None]
     ) -> Iterator[Node]:
-        """Yield the leaf nodes behind some nodes, but for known ones."""
+        """Yield the leaf nodes behind some nodes, except known ones."""
         computed = self._computed
         while waiting:
             node: Node | None = waiting.pop()
@@ -130,7 +130,7 @@ def lost_gradient(tensor: Tensor, name: str) -> CaptureError:
         f"{name} of a checkpointed loop use a tensor of shape {tuple(tensor.shape)} "
         f"and type {tensor.dtype} that requires a gradient and that was not found in "
         "the function's closure, defaults, globals or modules: its gradient would be "
-        "lost. Name it: checkpointed_loop(..., captures=[tensor])."
+        "lost; name it: checkpointed_loop(..., captures=[tensor])."
     )
 
 
@@ -138,7 +138,7 @@ def _edge_of(tensor: Tensor) -> Edge:
     node = tensor.grad_fn
     if node is not None:
         return node, tensor.output_nr
-    # In inference mode views, by which torch finds a leaf's node, have no graph.
+    # In inference mode views, which torch needs to find a leaf's node, have no graph.
     with torch.inference_mode(mode=False), torch.enable_grad():
         return get_gradient_edge(tensor).node, 0
 
@@ -183,15 +183,15 @@ class _Replacing(TorchFunctionMode):
 
 
 _ADVICE = (
-    "Return it as a part of the state, or as an output with with_outputs=True; keep "
+    "Return it as part of the state, or as an output with with_outputs=True; keep "
     "numbers, such as float(tensor), for a log."
 )
 
 
 class Outside:
-    """The tensors a function sees, as they are when this is made.
+    """The tensors that a function can reach at the time of construction.
 
-    Costs some microseconds for each object the function sees, each time.
+    Costs some microseconds for each object that the function can reach, each time.
 
     Examples:
         >>> import torch
@@ -217,9 +217,9 @@ class Outside:
         }
 
     def settle(self) -> None:
-        """Take it that what the first step has made is a cache of its own.
+        """Accept tensors that the first step made as its own cache.
 
-        From now on any further tensor is one too many, also one without a graph.
+        Any further tensor is refused from now on, even without a graph.
         """
         self._strict = True
         for tensor in reach(self._function, kind=Tensor):
@@ -237,9 +237,9 @@ class Outside:
         for address, (tensor, _, required) in self._seen.items():
             if required and address not in left and not made:
                 raise CaptureError(
-                    f"{name!r} puts another tensor in the place of one of shape "
-                    f"{tuple(tensor.shape)} that it captures: the gradient of that one "
-                    f"would be lost. {_ADVICE}"
+                    f"{name!r} replaces a captured tensor of shape "
+                    f"{tuple(tensor.shape)} by another: its gradient would be lost. "
+                    f"{_ADVICE}"
                 )
 
     def _check(self, tensor: Tensor, name: str) -> None:
@@ -247,23 +247,23 @@ class Outside:
             if tensor.requires_grad or self._strict:
                 raise CaptureError(
                     f"{name!r} keeps a tensor of shape {tuple(tensor.shape)} outside "
-                    "of the state: it is made without a graph, and made again in "
+                    "of the state: it is made without a graph, and recomputed in "
                     f"backward, so its gradient would be lost. {_ADVICE}"
                 )
             return
         _, version, required = self._seen[id(tensor)]
         if tensor.requires_grad and (not required or version_of(tensor) != version):
             raise CaptureError(
-                f"{name!r} writes to a tensor of shape {tuple(tensor.shape)} that it "
-                f"captures: the gradient of what is written would be lost. {_ADVICE}"
+                f"{name!r} writes to a captured tensor of shape {tuple(tensor.shape)}: "
+                f"the gradient of the written values would be lost. {_ADVICE}"
             )
 
 
 def holds_other_tensors(leaves: list[Any], known: list[Any]) -> Any:
-    """Return an object among the leaves with tensors inside that are not known.
+    """Return an object among the leaves that contains unknown tensors.
 
-    Tensors in tuples, lists and dictionaries are leaves themselves; in an object of
-    another kind they cannot be recognised, and gradients would be lost.
+    Tensors in tuples, lists and dictionaries are leaves themselves; in other objects
+    they cannot be recognised, and gradients would be lost.
     """
     addresses = {id(tensor) for tensor in reach(known, kind=Tensor)}
     for leaf in leaves:

@@ -31,14 +31,14 @@ _Kind = tuple[torch.Size, torch.dtype, torch.device]
 
 
 class OutputStack:
-    """Collects one output a step.
+    """Collects one output per step.
 
     Args:
-        steps: How many steps there will be, if that is known: then the whole is
-            allocated at once, else the outputs are stacked at the end.
+        steps: The number of steps, if known: then the whole stack is preallocated, else
+            the outputs are stacked at the end.
 
     Attributes:
-        last: The leaves of the output that came last.
+        last: The leaves of the last output.
     """
 
     def __init__(self, steps: int | None) -> None:
@@ -51,12 +51,12 @@ class OutputStack:
         self.last: list[Tensor] = []
 
     def put(self, index: int, output: Any) -> None:
-        """Take the output of a step; they come in order."""
+        """Add the output of the next step."""
         leaves, structure = flatten(output)
         if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
             raise KindError(
-                f"the outputs of a loop are trees of tensors: step {index} gave "
-                f"{[type(leaf).__name__ for leaf in leaves]}. Return tensors."
+                f"expected trees of tensors as outputs of a loop, step {index} gave "
+                f"{[type(leaf).__name__ for leaf in leaves]}; return tensors."
             )
         if index == 0:
             self._structure = structure
@@ -72,9 +72,9 @@ class OutputStack:
             self._kinds = kinds
         elif kinds != self._kinds:
             raise KindError(
-                f"the outputs of a loop are stacked, and step {index} gave tensors of "
-                f"{_described(kinds)}, step 0 of {_described(self._kinds)}. Return "
-                "the same shapes and types from every step."
+                f"expected outputs like step 0's, {_described(self._kinds)}, but step "
+                f"{index} gave tensors of {_described(kinds)}; return the same shapes "
+                "and types from every step."
             )
         if self._steps is None:
             self._rows.append(self.last)
@@ -93,7 +93,7 @@ class OutputStack:
         return [torch.stack(column) for column in zip(*self._rows, strict=True)]
 
     def tree(self, leaves: list[Tensor]) -> Any:
-        """Return the stacked outputs as a tree; None if no step was run."""
+        """Return the stacked outputs as a tree; None if no step ran."""
         return unflatten(self._structure, leaves) if self._count else None
 
 
@@ -114,14 +114,14 @@ class Environment:
         function: The step; generators that it can reach are restored with torch's own.
 
     Attributes:
-        draws: Whether the steps draw random numbers; True until it is known.
+        draws: Whether the steps draw random numbers; True while unknown.
     """
 
     def __init__(self, leaves: list[Any], function: Any = None) -> None:
         devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
         self._devices = [d for d in devices if d.type not in ("cpu", "meta")]
         states = autocast_states({device.type for device in self._devices})
-        # Each tape casts weights for itself; a cache would hold the graph of another.
+        # Each tape casts weights itself; a cache would hold the graph of another tape.
         self._autocast = tuple(replace(state, cache=False) for state in states)
         self._casts = any(state.enabled for state in states)
         self._own: list[torch.Generator] = reach(function, kind=torch.Generator)
@@ -129,7 +129,7 @@ class Environment:
         self.draws = True
 
     def settle(self) -> None:
-        """Find out, after the first sweep, whether the steps drew random numbers."""
+        """Determine, after the first sweep, whether the steps drew random numbers."""
         now = self._states()
         self.draws = not all(
             same_state(before, after)
@@ -139,7 +139,7 @@ class Environment:
             self._begin = []
 
     def random_states(self) -> RandomStates | None:
-        """Return the states to come back to, if that matters."""
+        """Return the present random states, if needed."""
         return self._states() if self.draws else None
 
     def _states(self) -> RandomStates:
@@ -147,7 +147,7 @@ class Environment:
         return default_states(self._devices) + own
 
     def rewind(self, states: RandomStates | None) -> None:
-        """Come back to earlier states; by default to those at the beginning."""
+        """Restore earlier states; by default those at the start."""
         if self.draws:
             for generator, state in self._begin if states is None else states:
                 generator.set_state(state)
@@ -163,7 +163,7 @@ class Environment:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Run the block as forward ran; leave the generators as they are now."""
+        """Run the block under forward's random states; restore the present ones."""
         before = self.random_states()
         try:
             with self.casting():
@@ -191,13 +191,13 @@ class HeldState:
     random: RandomStates | None
 
     def prefetch(self) -> None:
-        """Begin to bring back what is in a tier."""
+        """Begin to fetch leaves from their tiers."""
         for leaf in self.leaves:
             if isinstance(leaf, Placed):
                 leaf.stored.prefetch()
 
     def drop(self) -> None:
-        """Drop what is in a tier."""
+        """Drop leaves from their tiers."""
         for leaf in self.leaves:
             if isinstance(leaf, Placed):
                 leaf.stored.drop()
@@ -212,8 +212,8 @@ class TorchMachine(LoopMachine):
         environment: Generators and autocast of forward.
         verify: As for `LoopMachine`.
         tolerance: As for `LoopMachine`.
-        stores: Where states are held, by the tier of the schedule; none for where they
-            are.
+        stores: The tiers of states, by the tier of the schedule; empty to hold them in
+            place.
     """
 
     def __init__(
@@ -226,7 +226,7 @@ class TorchMachine(LoopMachine):
         tolerance: float | None = None,
         stores: Sequence[Tier] = (),
     ) -> None:
-        # What a lossy tier returns is not what was put in.
+        # A lossy tier does not return the same bits.
         is_exact = all(tier.is_exact for tier in stores)
         super().__init__(step, verify if is_exact else "off", tolerance)
         self.captures = captures
@@ -237,7 +237,7 @@ class TorchMachine(LoopMachine):
         self._stores = stores
 
     def hold(self, state: Any, step: int, tier: int) -> HeldState:
-        """Return what keeps a state: the tensors themselves, or copies of them."""
+        """Return a handle for a state: the tensors themselves, or copies of them."""
         leaves, structure = flatten(state)
         kept = [detached(leaf) for leaf in leaves]
         if self.in_place:
@@ -245,7 +245,7 @@ class TorchMachine(LoopMachine):
         if step > 0 and self.sweeping in self.verified_when:
             self.digests[step] = StateDigest(kept, self.tolerance)
             if self.sweeping and self.stack is not None:
-                # Of the outputs every one that comes just before a state that is held.
+                # Outputs too: those just before a held state.
                 digest = StateDigest(self.stack.last, self.tolerance)
                 self.digests["output", step] = digest
         versions = [version_of(x) if isinstance(x, Tensor) else 0 for x in kept]
@@ -255,17 +255,17 @@ class TorchMachine(LoopMachine):
         return HeldState(structure, kept, versions, self.environment.random_states())
 
     def take(self, held: HeldState) -> Any:
-        """Return a state that is held, with the random state it came with."""
+        """Return a held state, and restore its random state."""
         self.environment.rewind(held.random)
         return unflatten(held.structure, self.leaves_of(held))
 
     def leaves_of(self, held: HeldState) -> list[Any]:
-        """Return the leaves of a state that is held."""
+        """Return the leaves of a held state."""
         for leaf, version in zip(held.leaves, held.versions, strict=True):
             if isinstance(leaf, Tensor) and version_of(leaf) != version:
                 raise ChangedTensorError(
                     f"a state of shape {tuple(leaf.shape)} that the loop over "
-                    f"{self.step.name!r} holds was changed in place. Return new "
+                    f"{self.step.name!r} holds was changed in place; return new "
                     "tensors from the step, or write to a clone."
                 )
         leaves = held.leaves
@@ -277,11 +277,11 @@ class TorchMachine(LoopMachine):
 
     def advance(self, state: Any, start: int, stop: int) -> Any:
         """Run steps without a graph."""
-        if torch.is_grad_enabled():  # a step has switched it on for good
+        if torch.is_grad_enabled():  # a step has switched it on permanently
             with torch.no_grad():
                 return self.advance(state, start, stop)
         if not self.sweeping or (start and not self.step.with_outputs):
-            return self.step.advance(state, start, stop)  # one call less for each tape
+            return self.step.advance(state, start, stop)  # saves a call per tape
         return self.advance_by(self.step, state, start, stop)
 
     def put_output(self, index: int, output: Any) -> None:
@@ -294,7 +294,7 @@ class TorchMachine(LoopMachine):
         """Run steps with a graph."""
         leaves, structure = flatten(state)
         span = (start, stop)
-        # Whether the step writes to its state is not known before it has been run.
+        # Whether the step writes to its state is unknown before it has run.
         in_place = self.in_place or (self.sweeping and start == 0)
         return record(
             self.step, leaves, structure, span, self.captures, in_place=in_place
@@ -312,7 +312,7 @@ class TorchMachine(LoopMachine):
         return unflatten(tape.structure, tape.after)
 
     def compare(self, tape: StepTape) -> None:
-        """Compare the end of a tape with forward; on a device, judge later."""
+        """Compare the end of a tape with forward; on a device, evaluate later."""
         claims: list[Any] = []
         known = self.digests.pop(tape.stop, None)
         if known is not None:
@@ -321,13 +321,13 @@ class TorchMachine(LoopMachine):
         if known is not None:
             claims += known.differs([detached(leaf) for leaf in tape.outputs[-1]])
         for claim in claims:
-            if claim is not False:  # known to be wrong, or not known yet
+            if claim is not False:  # known to be wrong, or still unknown
                 self.claims.append((tape.start, tape.stop, claim))
         if any(claim is True for claim in claims):
             self.conclude()
 
     def run_first(self, step: LoopStep, state: Any) -> tuple[Any, Any]:
-        """Run the first step on a copy, and find out whether it writes to it."""
+        """Run the first step on a copy; detect whether it writes to it."""
         leaves, structure = flatten(state)
         copies = copied(leaves)
         writes = StateWrites(leaves, copies)
@@ -339,7 +339,7 @@ class TorchMachine(LoopMachine):
 
 
 def _placed(leaf: Any, store: Tier) -> Any:
-    """Put a tensor into a tier, if it is worth it there."""
+    """Put a tensor into a tier, if it is large enough."""
     if not is_tensor(leaf) or not has_storage(leaf) or not store.takes(leaf.nbytes):
         return leaf
     return Placed(store.put(leaf.contiguous().reshape(-1)), leaf.shape)
@@ -355,5 +355,5 @@ def is_tensor(leaf: Any) -> bool:
 
 
 def detached(leaf: Any) -> Any:
-    """Return a tensor without its graph, and anything else as it is."""
+    """Return a tensor without its graph, and anything else unchanged."""
     return leaf.detach() if is_tensor(leaf) else leaf

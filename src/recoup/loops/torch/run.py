@@ -51,7 +51,7 @@ class TorchRun(LoopRun):
         self._fed = [p for p, x in enumerate(machine.step.fed) if is_tensor(x)]
 
     def inputs(self, leaves: list[Any]) -> list[Tensor]:
-        """Return every tensor the loop depends on: state, feed, captures."""
+        """Return all tensors that the loop depends on: state, feed, captures."""
         fed = self.machine.step.fed
         return [
             *(leaves[place] for place in self._places),
@@ -77,7 +77,7 @@ class TorchRun(LoopRun):
         if [p for p, leaf in enumerate(final) if is_tensor(leaf)] != self._places:
             raise KindError(
                 f"{machine.step.name!r} turned a tensor of the state into something "
-                "else, or the other way round. Begin with tensors where it returns "
+                "else, or the other way round; begin with tensors where it returns "
                 "tensors."
             )
         odd = holds_other_tensors(final, [*leaves, *machine.captures.tensors])
@@ -85,7 +85,7 @@ class TorchRun(LoopRun):
             raise KindError(
                 f"{machine.step.name!r} returned a state with a {type(odd).__name__} "
                 "that holds tensors or makes them later: their gradients would be "
-                "lost. Build the state of tuples, lists and dictionaries."
+                "lost; build the state of tuples, lists and dictionaries."
             )
         return _apart([detached(leaf) for leaf in final])
 
@@ -98,9 +98,9 @@ class TorchRun(LoopRun):
             self._variables.check(machine.step.name)
         if self._running:
             raise CaptureError(
-                f"{machine.step.name!r} uses the result of its own loop when it is run "
-                "again in backward: a variable that it sees was given that name. Name "
-                "the result otherwise."
+                f"{machine.step.name!r} uses the result of its own loop when it is "
+                "recomputed in backward: a variable that it reads was assigned the "
+                "result; use another name for the result."
             )
         self._running = True
         state: list[Tensor | None] = [None] * len(self._constants)
@@ -127,7 +127,7 @@ class TorchRun(LoopRun):
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:
-        """Run steps as forward ran them; leave generators and buffers as they are."""
+        """Run steps as in forward; restore generators and buffers afterwards."""
         machine, start = self.machine, perf_counter()
         with (
             torch.no_grad(),
@@ -141,13 +141,13 @@ class TorchRun(LoopRun):
     def again(
         self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
-        """Return the gradients with a graph of their own, by one plain loop."""
+        """Return differentiable gradients, computed by one plain loop."""
         machine = self.machine
         if machine.captures.sources is not machine.captures.tensors:
             raise UnsupportedError(
-                "a second derivative is asked of a loop that captures a tensor with a "
-                "hook, or a tensor and another one computed from it. Take the hook "
-                "away, or pass one of the tensors as part of the state."
+                "expected no second derivative of a loop that captures a tensor with a "
+                "hook, or a tensor and another one computed from it; remove the hook, "
+                "or pass one of the tensors as part of the state."
             )
         with self.recomputing(), torch.enable_grad():
             machine.environment.rewind(None)
@@ -191,9 +191,9 @@ def _differentiated(
 
 
 def _apart(leaves: list[Any]) -> list[Any]:
-    """Return the leaves with a copy of those that share memory with another.
+    """Return the leaves with copies of those that share memory with another.
 
-    Autograd must see it when one of them is changed in place.
+    Otherwise autograd would not see that one of them is changed in place.
     """
     seen: set[int] = set()
     found: list[Any] = []
@@ -216,8 +216,8 @@ def fit_torch_budget(
 ) -> Chunked:
     """Return the schedule for a budget, after running the first step once on a tape.
 
-    What autograd keeps for it is counted by unique storage, captured tensors left out;
-    the state it begins with counts, because the next step's tape keeps it too.
+    Memory that autograd keeps for it is counted by unique storage, without captured
+    tensors; its initial state counts, because the next step's tape keeps it too.
     """
     leaves, structure = flatten(state)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -248,7 +248,7 @@ class _LoopNode(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.run = run
         ctx.set_materialize_grads(False)
-        # For autograd's own checks: freed twice, changed in place, hooks around.
+        # For autograd's own checks: freed twice, changed in place, enclosing hooks.
         ctx.save_for_backward(*inputs)
         return tuple(results)
 
@@ -273,16 +273,17 @@ def run_torch(
     refused = hooks_refused()
     if refused is not None:
         raise UnsupportedError(
-            "checkpointed_loop is called under a torch.func transform, which it cannot "
-            f"carry ({refused}). Use torch.autograd.grad, backward or loops.grad."
+            "expected checkpointed_loop outside torch.func transforms, got a "
+            f"torch.func transform ({refused}); use torch.autograd.grad, backward or "
+            "loops.grad."
         )
     leaves, _ = flatten(initial_state)
     found = captured_by(step, leaves)
     if carries_tangents([*filter(is_tensor, leaves), *captures, *found]):
         raise UnsupportedError(
-            "checkpointed_loop is called in forward-mode differentiation, which it "
-            "cannot carry: tangents would be lost. Use torch.autograd.grad, backward "
-            "or recoup.loops.grad, or run the loop plainly there."
+            "expected checkpointed_loop outside forward-mode differentiation, where "
+            "tangents would be lost; use torch.autograd.grad, backward or "
+            "recoup.loops.grad, or run the loop plainly there."
         )
     machine = TorchMachine(
         step,

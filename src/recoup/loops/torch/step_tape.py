@@ -1,4 +1,4 @@
-"""Tapes: some steps run with autograd watching, and the pull back through them."""
+"""Tapes: steps that ran with a graph, and the pull back through them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,17 +21,17 @@ from recoup.loops.torch.captures import CapturedTensors, lost_gradient
 
 @dataclass(slots=True)
 class StepTape:
-    """Steps that were run with autograd watching.
+    """Steps that ran with a graph.
 
     Attributes:
         start: The first step.
         stop: The step after the last.
-        before: The leaves of the state before, each a leaf of the graph if it can be.
-        watched: Which of them are.
+        before: The leaves of the state before, each a leaf of the graph if possible.
+        watched: The indices of those.
         after: The leaves of the state after.
         structure: The structure of the state after.
         given: For each step, the leaves of its input that require gradients, and
-            which leaf of the feed they are.
+            their leaf of the feed.
         outputs: For each step, the leaves of its output.
         output_structure: The structure of one output.
     """
@@ -56,15 +56,16 @@ def record(
     *,
     in_place: bool,
 ) -> StepTape:
-    """Run the steps of a span with autograd watching.
+    """Run the steps of a span with a graph.
 
     Args:
         step: The step.
         leaves: The leaves of the state before.
         structure: Its structure.
         span: The first step, and the one after the last.
-        captures: The tensors the step captures.
-        in_place: The step writes to its state, so it must not get the graph's leaves.
+        captures: The tensors that the step captures.
+        in_place: Whether the step writes to its state; then it must not get the
+            graph's leaves.
     """
     start, stop = span
     before, watched = _watched(leaves)
@@ -88,7 +89,7 @@ def record(
 
 
 def _run(step: LoopStep, state: Any, tape: StepTape) -> Any:
-    """Run the steps of a tape, and note there what they are given and put out."""
+    """Run the steps of a tape, and record their inputs and outputs there."""
     if step.feed is None and not step.with_outputs:
         return step.advance(state, tape.start, tape.stop)
     for index in range(tape.start, tape.stop):
@@ -104,9 +105,9 @@ def pull(
 ) -> None:
     """Pull cotangents back through a tape, in place.
 
-    The sums of the captured tensors are fed to autograd as gradients that have arrived
-    already. So each use of a tensor is added in the order of the plain loop, and the
-    result is bitwise the plain one, however many steps a tape has.
+    The sums of the captured tensors are fed to autograd as gradients that have already
+    arrived. So uses of a tensor are summed in the order of the plain loop, and the
+    result is bitwise the plain one, for any number of steps per tape.
     """
     results: list[Tensor] = []
     gradients: list[Tensor] = []
@@ -139,7 +140,7 @@ def _ask(
     results: list[Tensor],
     gradients: list[Tensor],
 ) -> None:
-    """Add the leaves that have a cotangent to what is pulled back."""
+    """Add the leaves that have a cotangent to the outputs to pull back."""
     for leaf, gradient in zip(leaves, cotangents, strict=True):
         if gradient is not None and isinstance(leaf, Tensor) and leaf.requires_grad:
             results.append(leaf)
@@ -147,7 +148,7 @@ def _ask(
 
 
 def _watched(leaves: list[Any]) -> tuple[list[Any], list[int]]:
-    """Return the leaves as leaves of a graph, and which of them can be."""
+    """Return the leaves as leaves of a graph, and the indices of those that can be."""
     found: list[Any] = []
     places: list[int] = []
     for leaf in leaves:
@@ -164,7 +165,7 @@ def _watched(leaves: list[Any]) -> tuple[list[Any], list[int]]:
 def copied(leaves: list[Any]) -> list[Any]:
     """Return the leaves with copies of the tensors, for a step that writes to them.
 
-    Two that are one tensor are one copy: what is written to the one is in the other. So
+    Leaves that are the same tensor share a copy: a write to one shows in the other. So
     the gradient of both is found at the first of them.
     """
     copies: dict[Any, Tensor] = {}
@@ -182,7 +183,7 @@ def copied(leaves: list[Any]) -> list[Any]:
 
 
 class StateWrites:
-    """Notices that a step writes to copies of a state."""
+    """Detects whether a step writes to copies of a state."""
 
     def __init__(self, leaves: list[Any], copies: list[Any]) -> None:
         self._copies = [copy for copy in copies if isinstance(copy, Tensor)]
@@ -192,17 +193,17 @@ class StateWrites:
         self._overlaps = len({_memory_of(leaf) for leaf in tensors}) < len(apart)
 
     def seen(self) -> bool:
-        """Return whether it has.
+        """Return whether it did.
 
         Raises:
-            KindError: It has, and parts of the state overlap: of these each has a copy.
+            KindError: It did, and parts of the state overlap: each has its own copy.
         """
         has_written = [version_of(copy) for copy in self._copies] != self._versions
         if has_written and self._overlaps:
             raise KindError(
-                "two parts of the state of a loop share memory, and the step writes to "
-                "its state: a copy of each would not see what is written to the other. "
-                "Return new tensors from the step, or clones of one of them."
+                "expected a state whose parts do not share memory, since the step "
+                "writes to its state: a copy of one part would not see writes to the "
+                "other; return new tensors from the step, or clones of one of them."
             )
         return has_written
 
