@@ -95,7 +95,7 @@ def calls_of_a_step(model: nn.Module) -> Calls:
 BOUNDS = {
     (scopes, 0.0): Calls(4618, 1753),
     (scopes, 0.1): Calls(9034, 2521),
-    (costly, 0.0): Calls(5650, 1958),
+    (costly, 0.0): Calls(5290, 1958),
     (modules, 0.0): Calls(4510, 1741),
     (modules, 0.1): Calls(8926, 2509),
     (plan, 0.0): Calls(4763, 1765),

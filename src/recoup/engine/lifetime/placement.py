@@ -6,7 +6,6 @@ from torch import Tensor
 
 from recoup.backend.autograd.saved_tensors import is_activation
 from recoup.backend.memory.storages import alias
-from recoup.backend.operators.properties import Operator, name_of
 from recoup.engine.lifetime.values import OUTSIDE, Hold, TapeValue
 from recoup.engine.scopes.policies import Policy
 from recoup.engine.tiers.protocol import Tier
@@ -31,12 +30,10 @@ class Placement:
         )
         self.moves_inputs = store is not None or self._asked is not None
 
-    def place_output(
-        self, operator: Operator, value: TapeValue, tensor: Tensor
-    ) -> None:
-        """Hold a new value if the policy keeps it."""
+    def place_output(self, operator: str, value: TapeValue, tensor: Tensor) -> None:
+        """Hold a new value of an operator of this name if the policy keeps it."""
         assert self.policy is not None, "only called when there is a policy"
-        kept = self.policy.keeps(name_of(operator), tensor.untyped_storage().nbytes())
+        kept = self.policy.keeps(operator, tensor.untyped_storage().nbytes())
         if kept:
             # The very tensor lies as the value does: no view is needed to give it back.
             whole = value.born is not None and value.born() is tensor

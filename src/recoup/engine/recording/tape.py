@@ -401,7 +401,7 @@ class Tape:
         if self._watch is not None and value not in self.tainted:
             self._watch(value, tensor)
         if self.placement.policy is not None:
-            self.placement.place_output(operation.operator, value, tensor)
+            self.placement.place_output(operation.kernel.facts.name, value, tensor)
             if value.hold is not None:
                 value.hold.version = None  # the write will count when it is done
 
@@ -525,7 +525,7 @@ class Tape:
         operation.outputs.append(value)
         named[address] = value
         if self.placement.policy is not None:
-            self.placement.place_output(operation.operator, value, tensor)
+            self.placement.place_output(operation.kernel.facts.name, value, tensor)
 
     def geometry(self, tensor: Tensor) -> Geometry:
         """Return how the tensor lies in its storage.
