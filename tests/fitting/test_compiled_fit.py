@@ -361,6 +361,20 @@ class TestModels:
         assert report.measured_peak_bytes <= report.budget_bytes
         assert same(outcome(model, batch), outcome(twin, batch))
 
+    def test_frozen_layers_run_as_they_were_written(self):
+        model, batch = stack(Layer), tokens()
+        model[:2].requires_grad_(False)
+        twin = copy.deepcopy(model)
+        report = fitted(model, batch, 0.8)
+        assert set(report.eager) == {"0", "1"}
+        assert report.difference == 0
+        found = []
+        for each in (model, twin):
+            torch.manual_seed(7)
+            each(batch).sum().backward()
+            found.append([p.grad for p in each[2:].parameters()])
+        assert same(*found)
+
     def test_a_model_of_which_nothing_can_be_captured_is_refused(self):
         with pytest.raises(UnsupportedError, match="Use compile=False"):
             fitted(stack(Branching, 3), tokens(), 0.9, blocks=["0", "1", "2"])

@@ -82,6 +82,11 @@ def sample_calls(step: TrainingStep, blocks: Mapping[str, nn.Module]) -> BlockKi
         if foreign:
             refused[name] = _why_refused(foreign[0])
             return
+        if not any(
+            t.requires_grad for t in (*tensors((args, kwargs)), *block.parameters())
+        ):
+            refused[name] = "nothing in it gets a gradient"
+            return
         autocast = autocast_states([step.device.type])
         if not any(state.enabled for state in autocast):
             autocast = ()
