@@ -56,7 +56,7 @@ def __dir__() -> list[str]:
 def _imported(part: str) -> typing.Any:
     drawn = random.getstate()
     found = importlib.import_module(f"recoup.{part}")
-    random.setstate(drawn)  # some packages draw from it when they are imported
+    random.setstate(drawn)  # some packages draw from it at import
     return found
 
 

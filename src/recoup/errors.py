@@ -1,6 +1,6 @@
-"""Every error that recoup raises on purpose, under one base class, and its warning.
+"""All errors that recoup raises on purpose, under one base class, and its warning.
 
-Each message says what was asked, what was found and what to do.
+Each message gives the expectation, the finding and the remedy.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ __all__ = [
 
 
 class RecoupError(Exception):
-    """Catch this to catch everything that recoup raises on purpose.
+    """The base class of everything that recoup raises on purpose.
 
     Examples:
         >>> try:
@@ -43,7 +43,7 @@ class RecoupError(Exception):
 
 
 class UsageError(RecoupError, ValueError):
-    """An argument or an order of calls that cannot be carried out.
+    """An invalid argument or order of calls.
 
     Nothing has happened yet when this is raised: correct the call and repeat it.
     """
@@ -52,7 +52,7 @@ class UsageError(RecoupError, ValueError):
 class ReplayError(RecoupError, RuntimeError):
     """A region could not be recomputed in backward as it was recorded.
 
-    The subclasses say why. No gradient has been computed from a wrong value.
+    The subclasses give the reason. No gradient has been computed from a wrong value.
     """
 
 
@@ -61,29 +61,29 @@ class ChangedTensorError(ReplayError):
 
 
 class MismatchError(ReplayError):
-    """A recomputed value is not the value that forward produced."""
+    """A recomputed value differs from the value that forward produced."""
 
 
 class ClearedError(ReplayError):
-    """What the region needs for its replay has been freed already.
+    """Values that the region needs for its replay have already been freed.
 
-    It is raised by a second backward without `retain_graph=True`, and by a
-    backward after the saved activations were cleared.
+    It is raised by a second backward without `retain_graph=True`, and by a backward
+    after the saved activations were cleared.
     """
 
 
 class CaptureError(ReplayError):
-    """A function to recompute no longer sees the variables it saw.
+    """A function to recompute no longer sees the same variables.
 
-    The usual case is a `lambda` in a loop that refers to the loop variable: by
-    the time of backward the variable has moved on.
+    The usual case is a `lambda` in a loop that refers to the loop variable, which has
+    changed by the time of backward.
     """
 
 
 class UnsupportedError(RecoupError, RuntimeError):
-    """PyTorch can do this, recoup cannot carry it through a region.
+    """PyTorch supports this, recoup does not support it in a region.
 
-    It is raised in place of an answer that might be wrong.
+    It is raised instead of computing a result that might be wrong.
     """
 
 
@@ -99,13 +99,13 @@ class InfeasibleError(RecoupError, RuntimeError):
     """No plan fits into the budget.
 
     Attributes:
-        budget_bytes: What was asked for.
+        budget_bytes: The requested budget.
         floor_bytes: The smallest budget that can be met.
-        reason: Why no less will do, in words; part of the message.
-        moment: Where the peak of the smallest plan is, among the step's moments.
-        holders: What is in use there: a description and its bytes, largest first.
-        advice: What else to do; part of the message.
-        page: Makes the report page about the smallest plan; None: not known here.
+        reason: Why no smaller one can, in words; part of the message.
+        moment: The peak of the smallest plan, as one of the step's moments.
+        holders: Descriptions and bytes of memory in use there, largest first.
+        advice: Further advice; part of the message.
+        page: Makes the report page about the smallest plan; None: not available.
     """
 
     def __init__(  # noqa: PLR0913 (all by keyword)
@@ -129,7 +129,7 @@ class InfeasibleError(RecoupError, RuntimeError):
         self.page: Callable[[], str] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # What makes the page has the model in it, which stays in its process.
+        # The page refers to the model, which stays in its process.
         return type(self), self.args, {**self.__dict__, "page": None}
 
     def write_page(self, path: str | Path) -> Path:
@@ -149,9 +149,9 @@ class InfeasibleError(RecoupError, RuntimeError):
 
 
 class TierError(RecoupError, RuntimeError):
-    """A value cannot be put in its tier, or not be brought back from it.
+    """A value cannot be stored in its tier, or not be fetched from it.
 
-    The disk is full, say, or a file of ours was damaged. No gradient has been computed
+    For example, the disk is full, or a file was damaged. No gradient has been computed
     from a wrong value.
     """
 
@@ -164,31 +164,31 @@ class SnapshotError(RecoupError, RuntimeError):
 
 
 class SnapshotWriteError(SnapshotError):
-    """A snapshot could not be written: the disk is full, say, or the folder is gone.
+    """A snapshot could not be written: for example, the disk is full.
 
-    The snapshot before it is unchanged, and so is the run.
+    The previous snapshot is unchanged, and so is the run.
     """
 
 
 class PeerError(RecoupError, RuntimeError):
     """Another process of the same training run has failed.
 
-    It is raised so that this process does not wait for it; what happened is written
-    where that process ran.
+    It is raised so that this process does not wait for it; the cause is in the output
+    of that process.
     """
 
 
 class CheckpointLimitError(RecoupError, ValueError):
-    """More checkpoints are to be kept than are allowed."""
+    """More checkpoints would be kept than allowed."""
 
 
 class CheckpointIndexError(RecoupError, IndexError):
-    """A layer is asked for whose index is beyond all that were saved.
+    """The index of a requested layer is out of bounds.
 
     Attributes:
         index: The index.
         limit: The first index that is too high.
-        context: Who was asked.
+        context: The function that was called.
 
     Examples:
         >>> str(CheckpointIndexError(5, 3, context="get"))
@@ -203,21 +203,21 @@ class CheckpointIndexError(RecoupError, IndexError):
 
 
 class MissingCheckpointError(RecoupError, KeyError):
-    """A layer is asked for of which no checkpoint is kept."""
+    """A layer without a checkpoint was requested."""
 
     def __str__(self) -> str:
-        """Return the message; a KeyError would show it in quotes."""
+        """Return the message, which a KeyError would show in quotes."""
         return Exception.__str__(self)
 
 
 class BudgetWarning(RecoupError, UserWarning):  # noqa: N818 (it is a warning)
-    """A step that is trained is not the one that was measured, or cannot fit.
+    """A training step is not the measured one, or cannot fit.
 
-    Gradients are right all the same; the peak may exceed the budget. A filter that
-    raises warnings makes it an error, which `RecoupError` catches as all others.
+    Gradients are still right; the peak may exceed the budget. A filter that raises
+    warnings makes it an error, which `RecoupError` catches like all others.
 
     Attributes:
-        needed_bytes: What the step needs, as predicted; 0: that cannot be predicted.
+        needed_bytes: The predicted bytes of the step; 0 if it cannot be predicted.
         budget_bytes: The budget.
 
     Examples:

@@ -1,4 +1,4 @@
-"""Formats by name, by type and by hardware."""
+"""Formats by name, by dtype and by hardware."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def test_a_precision_has_one_type_on_the_cpu(precision, dtype):
 
 
 @pytest.mark.parametrize("precision", ["fp8", "", None, torch.float64, 16])
-def test_anything_else_is_refused(precision):
+def test_unknown_precisions_are_refused(precision):
     with pytest.raises(UsageError, match="expected a precision of"):
         check_precision(precision)
 
@@ -34,7 +34,7 @@ def test_a_device_without_autocast_is_refused_except_in_full_precision():
 
 
 @pytest.mark.cuda
-def test_the_accelerator_is_asked_for_what_it_has():
+def test_auto_depends_on_the_accelerator():
     found = resolve_precision("auto", "cuda")
     native = torch.cuda.is_bf16_supported(including_emulation=False)
     assert found is (torch.bfloat16 if native else torch.float16)

@@ -1,4 +1,4 @@
-"""Outcomes: the host says what it knows, and nothing that the device alone knows."""
+"""Outcomes: known on the host, or only on the device."""
 
 import gc
 
@@ -35,7 +35,7 @@ def test_an_iteration_overflowed_if_one_step_was_skipped(skipped, checked, overf
     assert outcomes.overflowed(checked) is overflowed
 
 
-def test_an_iteration_that_is_over_can_be_asked_about_until_the_next_begins():
+def test_the_outcome_of_an_iteration_is_available_until_the_next_begins():
     (optimizer,) = optimizers(1)
     outcomes = Outcomes()
     outcomes.add(optimizer, skipped=True)
@@ -48,7 +48,7 @@ def test_an_iteration_that_is_over_can_be_asked_about_until_the_next_begins():
         outcomes.last(optimizer)
 
 
-def test_within_an_iteration_a_step_leaves_those_of_others():
+def test_a_step_keeps_the_outcomes_of_other_optimizers_in_an_iteration():
     first, second = optimizers(2)
     outcomes = Outcomes()
     outcomes.add(first, skipped=False)
@@ -57,7 +57,7 @@ def test_within_an_iteration_a_step_leaves_those_of_others():
     assert first in outcomes
 
 
-def test_one_at_the_address_of_an_optimizer_that_is_gone_is_another():
+def test_an_optimizer_at_a_reused_address_is_another_one():
     (optimizer,) = optimizers(1)
     outcomes = Outcomes()
     outcomes.add(optimizer, skipped=True)

@@ -1,4 +1,4 @@
-"""The range report: what a format would lose, where, and in which direction."""
+"""The range report: the values that a format would lose, their place and direction."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def watched(factor: float = 1.0, precision: str = "fp16"):
     return monitor.report()
 
 
-def test_an_overflow_is_found_where_it_happens():
+def test_an_overflow_is_located():
     report = watched()
     (first, *_) = report.overflowing
     assert (first.module, first.in_backward) == ("inner.0", False)
@@ -43,14 +43,14 @@ def test_an_overflow_is_found_where_it_happens():
     assert "inner.0" in str(report)
 
 
-def test_gradients_that_vanish_are_found_in_backward():
+def test_vanishing_gradients_are_found_in_backward():
     rows = watched(1e-9).underflowing
     assert rows
     assert any(row.in_backward for row in rows)
     assert all(row.smallest < 6e-8 for row in rows)
 
 
-def test_the_right_scale_brings_vanishing_gradients_back():
+def test_a_suitable_scale_prevents_vanishing_gradients():
     def step(scale):
         layer, x = nn.Linear(4, 4), torch.ones(2, 4)
         with RangeMonitor("fp16") as monitor:
@@ -67,7 +67,7 @@ def test_bfloat16_has_the_range_of_float32():
     assert not watched(1e-9, "bf16").underflowing
 
 
-def test_in_real_float16_the_infinity_itself_is_found():
+def test_in_float16_the_infinity_itself_is_found():
     model = Exploding()
     with RangeMonitor("fp16") as monitor, torch.autocast("cpu", torch.float16):
         model(torch.ones(2, 4))
@@ -77,7 +77,7 @@ def test_in_real_float16_the_infinity_itself_is_found():
 
 
 @given(values=st.lists(st.floats(width=32), min_size=1, max_size=20))
-def test_the_counts_are_those_of_the_conversion(values):
+def test_the_counts_equal_those_of_the_conversion(values):
     tensor = torch.tensor(values)
     with RangeMonitor("fp16") as monitor:
         result = tensor * 1.0
@@ -97,7 +97,7 @@ def test_runs_of_one_operator_are_added_up():
     assert [row.elements for row in products] == [9]
 
 
-def test_it_changes_nothing_and_leaves_nothing():
+def test_it_changes_nothing_and_leaves_nothing_behind():
     gradients = []
     for watch in (False, True):
         torch.manual_seed(0)
@@ -111,6 +111,6 @@ def test_it_changes_nothing_and_leaves_nothing():
     assert list(leftovers()) == []
 
 
-def test_a_format_is_needed_not_a_choice():
+def test_a_specific_format_is_required():
     with pytest.raises(UsageError, match="expected one format"):
         RangeMonitor("auto")

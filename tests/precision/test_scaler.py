@@ -1,4 +1,4 @@
-"""The scaler: torch's arithmetic within bounds, and an answer to every question."""
+"""The scaler: torch's arithmetic within bounds, and the outcome of every step."""
 
 import copy
 import logging
@@ -17,7 +17,7 @@ from recoup.errors import UsageError
 
 
 class Problem:
-    """One weight whose gradient is what the test says."""
+    """One weight with a given gradient."""
 
     def __init__(self, **options) -> None:
         self.weight = nn.Parameter(torch.ones(3))
@@ -38,7 +38,7 @@ def trace(scaler, factors) -> list[float]:
     return scales
 
 
-def test_it_is_torchs_scaler_with_the_seeds_numbers():
+def test_it_is_a_torch_scaler_with_the_defaults_of_the_original_guide():
     scaler = GradientScaler()
     assert isinstance(scaler, torch.amp.GradScaler)
     assert scaler.get_scale() == 65536
@@ -53,7 +53,7 @@ def test_it_is_torchs_scaler_with_the_seeds_numbers():
     interval=st.integers(1, 4),
     exponent=st.integers(0, 32),
 )
-def test_the_trace_is_torchs_except_where_the_bounds_act(overflows, interval, exponent):
+def test_the_scale_follows_torch_except_at_the_bounds(overflows, interval, exponent):
     options = {"init_scale": 2.0**exponent, "growth_interval": interval}
     ours = GradientScaler("cpu", **options)
     theirs = torch.amp.GradScaler("cpu", **options)
@@ -81,9 +81,7 @@ def test_the_trace_is_torchs_except_where_the_bounds_act(overflows, interval, ex
     backoff=st.floats(1e-6, 0.99),
     bounds=st.tuples(st.floats(1e-30, 1.0), st.floats(1.0, 3e38)),
 )
-def test_the_host_knows_the_scale_whatever_the_factors(
-    overflows, growth, backoff, bounds
-):
+def test_the_host_knows_the_scale_for_any_factors(overflows, growth, backoff, bounds):
     scaler = GradientScaler(
         "cpu", 1.0, growth, backoff, 2, min_scale=bounds[0], max_scale=bounds[1]
     )
@@ -98,7 +96,7 @@ def test_the_host_knows_the_scale_whatever_the_factors(
     assert scaler.known_scale == scaler.get_scale() == 1.0
 
 
-def test_the_host_does_not_know_what_a_fused_optimizer_decides():
+def test_the_host_does_not_know_the_decision_of_a_fused_optimizer():
     scaler, problem = GradientScaler("cpu", 4.0, growth_interval=1), Problem(fused=True)
     assert scaler.known_scale == 4.0
     problem.iterate(scaler)
@@ -136,14 +134,14 @@ def test_growth_stops_at_the_maximum():
     assert scales == [2.0**31, 2.0**32, 2.0**32, 2.0**32, 2.0**32]
 
 
-def test_growth_happens_exactly_at_the_interval_and_an_overflow_starts_it_anew():
+def test_growth_happens_exactly_at_the_interval_and_an_overflow_resets_it():
     scaler = GradientScaler("cpu", init_scale=8.0, growth_interval=3)
     inf = math.inf
     assert trace(scaler, [1, 1, inf, 1, 1, 1, 1]) == [8, 8, 4, 4, 4, 8, 8]
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-def test_every_kind_of_bad_gradient_is_skipped(value):
+def test_every_kind_of_nonfinite_gradient_is_skipped(value):
     scaler, problem = GradientScaler("cpu"), Problem(momentum=0.9)
     problem.iterate(scaler)
     before = copy.deepcopy(problem.optimizer.state_dict()), problem.weight.clone()
@@ -201,7 +199,7 @@ def test_statistics_begin_at_zero_and_count_every_iteration():
     assert scaler.overflow_rate == 0.75
 
 
-def test_two_optimizers_are_told_apart():
+def test_two_optimizers_are_distinguished():
     scaler, good, bad = GradientScaler("cpu"), Problem(), Problem()
     loss = good.weight.sum() + (bad.weight * math.inf).sum()
     scaler.scale(loss).backward()
@@ -214,7 +212,7 @@ def test_two_optimizers_are_told_apart():
     assert scaler.skipped_updates == 1
 
 
-def test_an_optimizer_of_an_earlier_iteration_is_not_spoken_of():
+def test_an_optimizer_of_an_earlier_iteration_is_refused():
     scaler, first, second = GradientScaler("cpu"), Problem(), Problem()
     first.iterate(scaler, math.inf)
     second.iterate(scaler)
@@ -224,7 +222,7 @@ def test_an_optimizer_of_an_earlier_iteration_is_not_spoken_of():
 
 
 @pytest.mark.parametrize("unscale", [False, True])
-def test_a_fused_optimizer_answers_too(unscale):
+def test_step_was_skipped_works_with_a_fused_optimizer(unscale):
     weight = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
     scaler = GradientScaler("cpu", init_scale=4.0)
@@ -244,7 +242,7 @@ def test_a_fused_optimizer_answers_too(unscale):
     assert scaler.get_scale() == 2.0
 
 
-def test_fused_overflows_are_counted_when_nobody_asked_in_between():
+def test_fused_overflows_are_counted_without_reads_in_between():
     weight = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([weight], lr=0.1, fused=True)
     scaler = GradientScaler("cpu")
@@ -257,7 +255,7 @@ def test_fused_overflows_are_counted_when_nobody_asked_in_between():
 
 
 class Reads(OperatorMode):
-    """Count the operators that bring a number to the host."""
+    """Count the operators that copy a number to the host."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -269,7 +267,7 @@ class Reads(OperatorMode):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_it_reads_from_the_device_as_often_as_torchs(fused):
+def test_it_reads_from_the_device_as_often_as_the_scaler_of_torch(fused):
     counts = []
     for kind in (torch.amp.GradScaler, GradientScaler):
         problem, scaler = Problem(fused=fused), kind("cpu")
@@ -280,7 +278,7 @@ def test_it_reads_from_the_device_as_often_as_torchs(fused):
     assert counts[0] == counts[1] == (0 if fused else 5)
 
 
-def test_overflows_are_logged_and_not_without_end(caplog):
+def test_overflows_are_logged_a_limited_number_of_times(caplog):
     scaler = GradientScaler("cpu", init_scale=8.0)
     with caplog.at_level(logging.WARNING, logger="recoup.precision"):
         trace(scaler, [math.inf] * 4)
@@ -293,12 +291,12 @@ def test_overflows_are_logged_and_not_without_end(caplog):
     assert len(caplog.messages) == 10 + 10
 
 
-def test_a_good_step_logs_nothing(caplog):
+def test_a_finite_step_logs_nothing(caplog):
     trace(GradientScaler("cpu"), [1.0] * 3)
     assert caplog.messages == []
 
 
-def test_the_state_makes_a_round_trip():
+def test_the_state_round_trips():
     scaler = GradientScaler("cpu", growth_interval=3, min_scale=2.0, max_scale=2.0**20)
     trace(scaler, [1.0, math.inf, 1.0])
     other = GradientScaler("cpu")
@@ -307,7 +305,7 @@ def test_the_state_makes_a_round_trip():
     assert trace(other, [1.0] * 3) == trace(scaler, [1.0] * 3)
 
 
-def test_a_state_of_torchs_is_loaded_and_brought_into_bounds():
+def test_a_state_of_torch_is_loaded_and_clamped():
     theirs = torch.amp.GradScaler("cpu")
     trace(theirs, [math.inf] * 170)
     for started in (False, True):
@@ -318,7 +316,7 @@ def test_a_state_of_torchs_is_loaded_and_brought_into_bounds():
         assert ours.get_scale() == 1.0
 
 
-def test_torchs_scaler_loads_a_state_of_ours():
+def test_the_scaler_of_torch_loads_our_state():
     ours, theirs = GradientScaler("cpu"), torch.amp.GradScaler("cpu")
     trace(ours, [math.inf])
     theirs.load_state_dict(ours.state_dict())
@@ -333,7 +331,7 @@ def test_it_is_copied_and_pickled_between_iterations():
         assert trace(other, [math.inf]) == [16384.0]
 
 
-def test_without_gradients_the_message_says_so():
+def test_missing_gradients_are_reported():
     scaler, problem = GradientScaler("cpu"), Problem()
     scaler.scale(torch.ones(()))
     for call in (scaler.unscale_, scaler.step):
@@ -353,7 +351,7 @@ def test_parameters_in_float16_are_refused():
         scaler.unscale_(optimizer)
 
 
-def test_a_fused_optimizer_may_have_parameters_in_float16_as_with_torchs():
+def test_a_fused_optimizer_may_have_parameters_in_float16_as_in_torch():
     # It divides by the scale itself, in float32.
     ends = []
     for kind in (torch.amp.GradScaler, GradientScaler):
@@ -368,7 +366,7 @@ def test_a_fused_optimizer_may_have_parameters_in_float16_as_with_torchs():
     assert torch.equal(*ends)
 
 
-def test_a_closure_is_refused_however_it_is_given():
+def test_a_closure_is_refused_by_position_and_by_name():
     scaler, problem = GradientScaler("cpu"), Problem()
     scaler.scale(problem.weight.sum()).backward()
     for args, kwargs in (((lambda: 1.0,), {}), ((), {"closure": lambda: 1.0})):
@@ -377,7 +375,7 @@ def test_a_closure_is_refused_however_it_is_given():
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_closure_that_is_none_is_no_closure(fused):
+def test_a_closure_of_none_is_accepted(fused):
     problem = Problem(fused=fused)
     scaler = GradientScaler("cpu")
     for args, kwargs in (((None,), {}), ((), {"closure": None})):
@@ -388,7 +386,7 @@ def test_a_closure_that_is_none_is_no_closure(fused):
         assert not torch.equal(problem.weight, before)
 
 
-def test_a_scale_that_is_no_number_is_refused():
+def test_a_nan_scale_is_refused():
     scaler = GradientScaler("cpu")
     state = scaler.state_dict()
     with pytest.raises(UsageError, match="not a number"):
@@ -407,7 +405,7 @@ def test_an_update_without_a_step_is_refused():
         scaler.step_was_skipped()
 
 
-def test_a_scale_set_by_hand_lies_within_the_bounds():
+def test_a_scale_set_by_hand_must_be_within_the_bounds():
     scaler, problem = GradientScaler("cpu"), Problem()
     problem.iterate(scaler)
     scaler.update(16)
@@ -438,7 +436,7 @@ def test_numbers_out_of_range_are_refused(options):
         GradientScaler("cpu", **options)
 
 
-def test_a_device_that_is_not_there_is_refused_unless_disabled():
+def test_a_missing_device_is_refused_unless_disabled():
     with pytest.raises(UsageError, match="no such device here"):
         GradientScaler("xpu")
     assert not GradientScaler("xpu", enabled=False).is_enabled()
@@ -472,7 +470,7 @@ def test_float16_training_uses_it_on_every_device(device):
 
 
 @pytest.mark.parametrize("interval", [2, 5, 9])
-def test_progress_is_loaded_without_settings_and_growth_goes_on(interval):
+def test_progress_is_loaded_without_settings_and_growth_continues(interval):
     scaler = GradientScaler("cpu", 8.0, growth_interval=20, max_scale=64.0)
     problem = Problem()
     for number in range(7):

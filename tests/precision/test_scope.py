@@ -1,4 +1,4 @@
-"""Mixed precision inside and around regions: the twin's bits, and nothing left."""
+"""Mixed precision inside and around regions: bitwise the twin's, nothing left."""
 
 from contextlib import ExitStack, contextmanager
 from threading import Event, Thread
@@ -24,7 +24,7 @@ def test_products_are_in_sixteen_bits_and_losses_are_not():
     assert layer.weight.dtype is torch.float32
 
 
-def test_threads_use_one_scope_at_once():
+def test_threads_can_share_one_scope():
     scope, inside, left = MixedPrecisionScope("fp16", device="cpu"), Event(), Event()
     layer, x = nn.Linear(4, 4), torch.randn(2, 4)
     found = []
@@ -46,7 +46,7 @@ def test_threads_use_one_scope_at_once():
     assert found == [torch.bfloat16, torch.float32]
 
 
-def test_disabled_it_does_nothing():
+def test_a_disabled_scope_does_nothing():
     scope = MixedPrecisionScope("bf16", device="cpu", enabled=False)
     with torch.autocast("cpu", torch.float16), scope:
         assert torch.get_autocast_dtype("cpu") is torch.float16
@@ -62,7 +62,7 @@ def test_full_precision_inside_switches_autocast_off():
         assert layer(x).dtype is torch.bfloat16
 
 
-def test_one_scope_is_entered_again_and_nested_in_itself():
+def test_one_scope_can_be_reentered_and_nested():
     scope = MixedPrecisionScope("bf16", device="cpu")
     for _ in range(2):
         with scope, scope:
@@ -85,7 +85,7 @@ def test_only_float16_needs_a_scaler():
     assert needs == {"fp32": False, "bf16": False, "fp16": True}
 
 
-def test_a_wrong_precision_is_refused():
+def test_an_unknown_precision_is_refused():
     with pytest.raises(UsageError):
         MixedPrecisionScope("half")
 

@@ -58,7 +58,7 @@ def test_a_budget_below_one_tape_is_refused():
     assert least_evaluations(10, 99, tape=100) is None
 
 
-def test_all_of_a_large_budget_is_plain_backpropagation():
+def test_a_large_budget_gives_plain_backpropagation():
     found = fit_budget(1000, 10**9, state_bytes=8, tape_bytes=24)
     assert found.counts().evaluations == 1000
 

@@ -1,4 +1,4 @@
-"""Even: the seed's positions, one segment on the tape at a time."""
+"""Even: the positions of the original guide, one segment on the tape at a time."""
 
 import pytest
 from hypothesis import given
@@ -9,7 +9,7 @@ from recoup.schedules import Even, interpret, positions
 from recoup.schedules.even import compute_checkpoint_positions
 
 
-def test_the_guides_example():
+def test_the_example_of_the_guide():
     found = compute_checkpoint_positions(1000, 31)
     assert found[:4] == [31, 62, 93, 124]
     assert found[-7:] == [776, 808, 840, 872, 904, 936, 968]
@@ -27,12 +27,14 @@ def test_the_guides_example():
         (1, 1, [0]),
     ],
 )
-def test_the_positions_of_the_seed(steps, checkpoints, expected):
+def test_the_positions_of_the_original_guide(steps, checkpoints, expected):
     assert compute_checkpoint_positions(steps, checkpoints) == expected
 
 
 @given(st.integers(0, 400), st.integers(0, 420))
-def test_positions_are_sorted_unique_inside_and_as_many_as_asked(steps, checkpoints):
+def test_positions_are_sorted_unique_inside_and_of_the_requested_number(
+    steps, checkpoints
+):
     found = compute_checkpoint_positions(steps, checkpoints)
     assert found == sorted(set(found))
     assert all(0 <= position < steps for position in found)
@@ -40,7 +42,7 @@ def test_positions_are_sorted_unique_inside_and_as_many_as_asked(steps, checkpoi
 
 
 @given(st.integers(1, 300), st.integers(0, 320))
-def test_an_even_schedule_is_valid_and_costs_what_it_says(steps, checkpoints):
+def test_an_even_schedule_is_valid_and_has_the_stated_cost(steps, checkpoints):
     schedule = Even(steps, checkpoints)
     assert interpret(schedule.actions(), steps) == schedule.counts()
     kept = set(compute_checkpoint_positions(steps, checkpoints))

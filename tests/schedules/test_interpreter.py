@@ -1,4 +1,4 @@
-"""The interpreter accepts what is right and names what is wrong."""
+"""The interpreter accepts valid schedules and names faults."""
 
 import pytest
 
@@ -27,7 +27,7 @@ def changed(place, action):
     return [*GOOD[:place], action, *GOOD[place + 1 :]]
 
 
-def test_a_right_schedule_is_counted():
+def test_a_valid_schedule_is_counted():
     counts = interpret(GOOD, 3)
     assert (counts.advances, counts.taped) == (3, 3)
     assert (counts.peak_slots, counts.peak_tape) == (1, 1)
@@ -42,7 +42,7 @@ def test_a_right_schedule_is_counted():
         (without(4), "the current state is 0"),
         (without(0), "the slot holds None"),
         (without(8), r"ends with slots \[0\] in use"),
-        (without(6, 7), "ends before step 0 is reversed"),
+        (without(6, 7), "reverses every step, got one that ends before step 0"),
         (changed(2, Reverse(2, 2)), "the end is at 3"),
         (changed(5, Reverse(1, 3)), "the end is at 2"),
         (changed(5, Reverse(0, 2)), "the current state is 1"),
@@ -55,12 +55,12 @@ def test_a_right_schedule_is_counted():
         ([*GOOD, Free(0)], "the slot is empty"),
     ],
 )
-def test_a_wrong_schedule_is_named(actions, message):
+def test_an_invalid_schedule_is_reported(actions, message):
     with pytest.raises(ScheduleError, match=message):
         interpret(actions, 3)
 
 
-def test_a_schedule_for_another_length_is_wrong():
+def test_a_schedule_for_another_length_is_refused():
     with pytest.raises(ScheduleError):
         interpret(Revolve(10, slots=3).actions(), 11)
     with pytest.raises(ScheduleError):

@@ -21,7 +21,7 @@ def test_a_multistage_schedule_is_a_chunked_one_with_tiers(steps, tier_slots, ch
         assert schedule.tiers().count(tier) == slots
 
 
-def test_a_faster_tier_never_sees_less_use_per_slot():
+def test_a_faster_tier_is_used_at_least_as_much_per_slot():
     schedule = Multistage(1000, (3, 4, 5))
     fast, middle, slow = schedule.transfers()
     assert fast / 3 >= middle / 4 >= slow / 5

@@ -1,4 +1,4 @@
-"""Online: right for every length, though the length is not known."""
+"""Online: right for every length, without knowing it."""
 
 import pytest
 from hypothesis import given
@@ -9,7 +9,7 @@ from recoup.schedules.schedule import Snapshot
 
 
 @given(st.integers(1, 300), st.integers(1, 30))
-def test_an_online_schedule_is_valid_and_costs_what_it_says(steps, slots):
+def test_an_online_schedule_is_valid_and_has_the_stated_cost(steps, slots):
     schedule = Online(slots)
     counted = interpret(schedule.actions(steps), steps)
     assert counted == schedule.counts(steps)
@@ -17,7 +17,7 @@ def test_an_online_schedule_is_valid_and_costs_what_it_says(steps, slots):
 
 
 @given(st.integers(1, 200), st.integers(1, 200), st.integers(1, 20))
-def test_what_is_kept_does_not_depend_on_the_length_to_come(first, second, slots):
+def test_snapshots_do_not_depend_on_the_future_length(first, second, slots):
     def kept(steps):
         placement = Online(slots).begin()
         return [list(placement.reach(step)) for step in range(steps)]
@@ -49,7 +49,7 @@ def test_a_loop_that_never_runs_keeps_nothing():
     assert Online(3).counts(0).evaluations == 0
 
 
-def test_the_beginning_is_always_held():
+def test_the_initial_state_is_always_held():
     placement = Online(2).begin()
     assert list(placement.reach(0)) == [Snapshot(0, 0)]
     for step in range(1, 1000):

@@ -1,4 +1,4 @@
-"""The picture shows every step once on a tape, at its place."""
+"""The drawing shows every step once on a tape, at its place."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""Revolve: the fewest evaluations there are, never more states than slots."""
+"""Revolve: the fewest possible evaluations, never more states than slots."""
 
 from functools import cache
 
@@ -27,7 +27,7 @@ CELLS = [
 
 @cache
 def fewest_by_search(steps, slots):
-    """The recurrence itself: try every place of the first snapshot."""
+    """Return the optimum by the recurrence: try every first snapshot."""
     if steps == 1:
         return 0
     if slots == 1:
@@ -46,14 +46,14 @@ def test_the_formula_gives_the_oracle_table(steps, slots, evaluations):
 @pytest.mark.parametrize(
     ("steps", "slots", "evaluations"), [cell for cell in CELLS if cell[2] < 10**6]
 )
-def test_the_actions_evaluate_what_the_table_says(steps, slots, evaluations):
+def test_the_actions_have_the_evaluations_of_the_table(steps, slots, evaluations):
     counted = interpret(Revolve(steps, slots=slots).actions(), steps)
     assert counted.evaluations == evaluations
     assert counted.peak_slots <= slots
 
 
 def count_of_checkpoint_schedules(steps, slots):
-    """What another implementation of the paper evaluates (untaped and taped)."""
+    """Return the evaluations of another implementation (untaped and taped)."""
     checkpoint_schedules = pytest.importorskip(
         "checkpoint_schedules", reason="a machine without a network may lack it"
     )
@@ -69,7 +69,7 @@ def count_of_checkpoint_schedules(steps, slots):
 @pytest.mark.parametrize(
     ("steps", "slots", "evaluations"), [cell for cell in CELLS if cell[2] < 50_000]
 )
-def test_checkpoint_schedules_evaluates_as_much(steps, slots, evaluations):
+def test_checkpoint_schedules_has_the_same_evaluations(steps, slots, evaluations):
     assert count_of_checkpoint_schedules(steps, slots) == evaluations
 
 
@@ -81,7 +81,7 @@ def test_no_schedule_found_by_search_is_better():
 
 
 @given(st.integers(1, 300), st.integers(1, 40), st.integers(1, 30))
-def test_a_chunked_schedule_is_valid_and_costs_what_it_says(steps, slots, chunk):
+def test_a_chunked_schedule_is_valid_and_has_the_stated_cost(steps, slots, chunk):
     schedule = Chunked(steps, slots=slots, chunk=chunk)
     counted = interpret(schedule.actions(), steps)
     assert counted == schedule.counts()
@@ -90,7 +90,7 @@ def test_a_chunked_schedule_is_valid_and_costs_what_it_says(steps, slots, chunk)
 
 
 @given(st.integers(1, 500), st.integers(1, 60))
-def test_a_revolve_schedule_is_valid_and_costs_what_it_says(steps, slots):
+def test_a_revolve_schedule_is_valid_and_has_the_stated_cost(steps, slots):
     schedule = Revolve(steps, slots=slots)
     assert interpret(schedule.actions(), steps) == schedule.counts()
     assert schedule.counts().peak_slots <= slots

@@ -8,7 +8,7 @@ import torch
 from recoup.errors import UnsupportedError, UsageError
 
 Precision = Literal["fp32", "bf16", "fp16", "auto"]
-"""The number format of mixed precision; `auto` asks the hardware."""
+"""The number format of mixed precision; `auto` depends on the hardware."""
 
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NAMES = {dtype: name for name, dtype in _TYPES.items()}
@@ -17,13 +17,14 @@ _NAMES = {dtype: name for name, dtype in _TYPES.items()}
 def resolve_precision(
     precision: str | torch.dtype, device: torch.device | str
 ) -> torch.dtype:
-    """Return the type that a precision means on a device.
+    """Return the dtype of a precision on a device.
 
-    `auto` is bfloat16 where the hardware has it, because its range is that of float32
-    and it needs no loss scaling; otherwise it is float16. On the CPU it is bfloat16.
+    `auto` is bfloat16 where the hardware supports it, because its range is that of
+    float32 and it needs no loss scaling; otherwise it is float16. On the CPU it is
+    bfloat16.
 
     Raises:
-        UsageError: The precision is none of the known ones.
+        UsageError: The precision is unknown.
         UnsupportedError: Autocast does not exist for the device.
 
     Examples:
@@ -38,14 +39,14 @@ def resolve_precision(
         return torch.float32
     if not torch.amp.is_autocast_available(kind):
         raise UnsupportedError(
-            f"mixed precision was asked for on {kind!r}, where torch has no autocast. "
-            "Use precision='fp32' there."
+            f"expected a device with autocast for mixed precision, but torch has no "
+            f"autocast on {kind!r}; use precision='fp32' there."
         )
     return _by_hardware(kind) if name == "auto" else _TYPES[name]
 
 
 def check_precision(precision: str | torch.dtype) -> str:
-    """Return the name of a precision, given by name or by type.
+    """Return the name of a precision, given by name or by dtype.
 
     Examples:
         >>> check_precision(torch.bfloat16)
@@ -71,20 +72,20 @@ class MixedPrecisionScope:
 
     It is `torch.autocast` with the format chosen by the hardware. Parameters stay in
     float32, and torch keeps norms, losses and sums there too, so the loss belongs
-    inside the block. Backward belongs outside; operators run in it as they ran in
-    forward, in regions of recoup as well: these record below autocast.
+    inside the block. Backward belongs outside; operators run in it as in forward, also
+    in regions of recoup, which record below autocast.
 
-    A scope may be entered again, nested, and used by several threads at once; `fp32`
+    A scope may be entered again, nested, and used by several threads at a time; `fp32`
     inside another one switches autocast off.
 
     Args:
-        precision: `"auto"`, `"bf16"`, `"fp16"` or `"fp32"`, or the type itself. With
+        precision: `"auto"`, `"bf16"`, `"fp16"` or `"fp32"`, or the dtype itself. With
             `"fp16"` gradients need a `GradientScaler`.
-        device: Where the block computes; by default the accelerator, or else the CPU.
-        enabled: False makes the scope do nothing.
+        device: The device of the block; by default the accelerator, or else the CPU.
+        enabled: False disables the scope.
 
     Raises:
-        UsageError: The precision is none of these.
+        UsageError: The precision is unknown.
         UnsupportedError: The device has no autocast.
 
     Examples:
@@ -107,12 +108,12 @@ class MixedPrecisionScope:
         self._device_type = torch.device(device or "cpu").type
         self._dtype = resolve_precision(precision, self._device_type)
         self.is_enabled = enabled
-        # By thread, because autocast is: threads may use one scope at once.
+        # By thread, because autocast is: threads may share one scope.
         self._open: dict[int, list[torch.autocast | None]] = {}
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type that the block computes in."""
+        """The dtype of computation in the block."""
         return self._dtype
 
     @property
@@ -136,7 +137,7 @@ class MixedPrecisionScope:
             entered.__exit__(*error)
 
     def _autocast(self) -> torch.autocast | None:
-        # Autocast has no float32: there it is switched off, where an outer one is on.
+        # Autocast has no float32: switch it off where an outer one is on.
         if self._dtype is torch.float32:
             if not torch.is_autocast_enabled(self._device_type):
                 return None

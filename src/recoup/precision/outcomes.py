@@ -13,7 +13,7 @@ from recoup.errors import UsageError
 
 @dataclass(slots=True)
 class KnownScale:
-    """A scale and its count of good steps, moved as torch moves them on the device.
+    """A scale and its count of finite steps, updated as torch does on the device.
 
     Attributes:
         scale: The scale, a number of 32 bits.
@@ -32,7 +32,7 @@ class KnownScale:
     def update(
         self, *, overflowed: bool, growth: float, backoff: float, interval: int
     ) -> None:
-        """Move as `torch._amp_update_scale_` does, rounding included."""
+        """Update as `torch._amp_update_scale_` does, rounding included."""
         if overflowed:
             self.scale = _rounded(self.scale * backoff)
             self.good_steps = 0
@@ -40,7 +40,7 @@ class KnownScale:
         self.good_steps += 1
         if self.good_steps == interval:
             grown = _rounded(self.scale * growth)
-            # As on the device: a scale that would leave the range stays.
+            # As on the device: a scale that would become infinite is kept.
             if math.isfinite(grown):
                 self.scale = grown
             self.good_steps = 0
@@ -55,15 +55,15 @@ class OptimizerOutcome:
     """The outcome of an optimizer's step: on the host, or on the device.
 
     Attributes:
-        optimizer: Whose step it was.
-        skipped: Whether it was skipped; a flag on the device, if that alone knows.
+        optimizer: The optimizer.
+        skipped: Whether the step was skipped; a flag on the device, if only that knows.
     """
 
     optimizer: ref[Optimizer]
     skipped: bool | Tensor
 
     def was_skipped(self) -> bool:
-        """Return whether it was skipped; synchronises if the device alone knows."""
+        """Return whether it was skipped; synchronises if only the device knows."""
         self.skipped = bool(self.skipped)
         return self.skipped
 
@@ -120,8 +120,8 @@ class Outcomes:
         ]
         if not chosen:
             raise UsageError(
-                "step_was_skipped speaks of the last step: this scaler has taken none "
-                "of that optimizer yet. Call scaler.step(optimizer) first."
+                "expected a step of that optimizer before step_was_skipped, but this "
+                "scaler has taken none of that optimizer; call scaler.step(optimizer)."
             )
         return chosen
 
@@ -129,8 +129,8 @@ class Outcomes:
         """Return whether a gradient overflowed in this iteration, if the host knows.
 
         Args:
-            checked_optimizers: How many had their gradients checked. One that was
-                unscaled and not stepped has no outcome.
+            checked_optimizers: The number of optimizers whose gradients were checked.
+                One that was unscaled and not stepped has no outcome.
         """
         if self._iteration_is_over:
             return None

@@ -26,8 +26,8 @@ class RangeRow:
         operator: The operator.
         in_backward: Whether it ran in backward, on gradients.
         elements: Elements produced.
-        overflows: Finite elements too large for the format, or infinite and not a
-            number already.
+        overflows: Finite elements too large for the format, and elements that are
+            already infinite or NaN.
         underflows: Elements that the format would turn into zero.
         largest: The largest finite absolute value.
         smallest: The smallest absolute value above zero, infinite if there is none.
@@ -80,14 +80,14 @@ class RangeReport:
 
 
 class RangeMonitor(OperatorMode):
-    """Watch a step and report where its values leave the range of a format.
+    """Watch a step and report values outside the range of a format.
 
-    Run a step in float32 inside it to learn what float16 would do to it, or a step in
-    mixed precision to find the operator that overflows first. Gradients are looked
-    at as they are: scale the loss as in training to see what the scale does.
+    Run a step in float32 inside it to see the effect of float16, or a step in mixed
+    precision to find the operator that overflows first. Gradients are not scaled: scale
+    the loss as in training to see the effect of the scale.
 
-    Costs: a few passes over every result, and memory for one copy of it; for a
-    diagnosis, not for every step. It synchronises once, in `report`.
+    Costs: a few passes over every result, and memory for one copy of it; for diagnosis,
+    not for every step. It synchronises once, in `report`.
 
     Args:
         precision: The format: `"fp16"`, `"bf16"` or `"fp32"`.
@@ -125,7 +125,7 @@ class RangeMonitor(OperatorMode):
         self._tracker.__exit__(*error)
 
     def report(self) -> RangeReport:
-        """Return what was seen so far; synchronises."""
+        """Return the statistics so far; synchronises."""
         rows = []
         for key, found in self._found.items():
             module, operator, in_backward = key
@@ -151,7 +151,7 @@ class RangeMonitor(OperatorMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run the operator, then look at what it returned."""
+        """Run the operator, then inspect its results."""
         del types
         result = func(*args, **(kwargs or {}))
         if not getattr(func, "is_view", False):
@@ -177,7 +177,7 @@ def _statistics(tensor: Tensor, dtype: torch.dtype) -> list[Tensor]:
     size = tensor.abs().double()
     finite, there = size.isfinite(), size > 0
     nothing = torch.zeros((), dtype=size.dtype, device=size.device)
-    # Rounded by the format itself: what lies above its largest becomes infinite.
+    # Rounded by the format itself: values above its largest become infinite.
     rounded = size.to(dtype)
     return [
         (~rounded.isfinite()).sum(),
@@ -199,5 +199,5 @@ def _merged(known: list[Tensor], seen: list[Tensor]) -> list[Tensor]:
 def _innermost(names: Iterable[str]) -> str:
     inside = [name for name in names if name != _EVERYWHERE]
     deepest = max(inside, key=lambda name: (name.count("."), name), default="")
-    # The tracker writes the class of the outermost module in front.
+    # The tracker prepends the class of the outermost module.
     return deepest.partition(".")[2] or deepest

@@ -1,4 +1,4 @@
-"""Loss scaling for float16: torch's scaler with bounds, answers and statistics."""
+"""Loss scaling for float16: torch's scaler with bounds, outcomes and statistics."""
 
 import ctypes
 import logging
@@ -15,7 +15,7 @@ from recoup.errors import UsageError
 from recoup.precision.outcomes import KnownScale, Outcomes
 
 _log = logging.getLogger(__name__)
-# A healthy run overflows once every few thousand steps, a sick one at every step.
+# A healthy run overflows once every few thousand steps, a diverging one at every step.
 _LOGGED_AT_FIRST, _LOGGED_LATER = 10, 100
 _OWN_STATE = ("min_scale", "max_scale", "dynamic", "total_updates", "skipped_updates")
 
@@ -24,30 +24,30 @@ _PROGRESS = ("scale", "_growth_tracker", "total_updates", "skipped_updates")
 
 
 class GradientScaler(OpenScaler):
-    """Scale the loss so that small float16 gradients survive, and skip bad steps.
+    """Scale the loss so that small float16 gradients survive, and skip overflows.
 
-    It is a `torch.amp.GradScaler` and goes wherever one goes. Beyond that one: the
-    scale stays between `min_scale` and `max_scale` (torch's reaches 0 after 166
-    overflows in a row, and stays there); `step_was_skipped` answers what its name
-    asks; overflows are counted and logged; `dynamic=False` keeps the scale fixed.
+    It is a `torch.amp.GradScaler` and can replace one anywhere. In addition, the scale
+    stays between `min_scale` and `max_scale` (torch's reaches 0 after 166 overflows in
+    a row, and stays there); `step_was_skipped` reports the last step; overflows are
+    counted and logged; `dynamic=False` keeps the scale fixed.
 
     The order in a training loop is `scale(loss).backward()`, `unscale_(optimizer)`,
     clip, `step(optimizer)`, `update()`, and then the schedule, if the step was not
     skipped. bfloat16 has the range of float32 and needs no scaler.
 
-    Costs: the synchronisation that torch's `step` has, and no other. With optimizers
-    that are `fused` torch's has none; then nothing is known on the host until
-    somebody asks, and asking synchronises.
+    Costs: the synchronisation of torch's `step`, and no other. With `fused` optimizers
+    torch's has none; then the outcome is on the device until it is read, and reading
+    synchronises.
 
     Args:
         device: The kind of device; by default the accelerator, or else the CPU.
         init_scale: The first scale.
-        growth_factor: The scale grows by it after `growth_interval` good steps.
-        backoff_factor: The scale shrinks by it after an overflow.
+        growth_factor: The factor of the scale after `growth_interval` finite steps.
+        backoff_factor: The factor of the scale after an overflow.
         growth_interval: Steps without overflow before the scale grows.
-        enabled: False makes everything here do nothing.
-        min_scale: The scale never falls below.
-        max_scale: The scale never rises above.
+        enabled: False disables the scaler.
+        min_scale: The lower bound of the scale.
+        max_scale: The upper bound of the scale.
         dynamic: False keeps the scale; steps that overflow are still skipped.
 
     Raises:
@@ -96,35 +96,35 @@ class GradientScaler(OpenScaler):
 
     @property
     def min_scale(self) -> float:
-        """The scale never falls below."""
+        """The lower bound of the scale."""
         return self._min_scale
 
     @property
     def max_scale(self) -> float:
-        """The scale never rises above."""
+        """The upper bound of the scale."""
         return self._max_scale
 
     @property
     def known_scale(self) -> float | None:
-        """The scale, if the host knows it without asking the device.
+        """The scale, if the host knows it without reading from the device.
 
-        It does unless a fused optimizer has decided about a step by itself.
+        It does unless a fused optimizer has decided on a step.
         """
         return None if self._known is None else self._known.scale
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether the scale follows the overflows."""
+        """Whether the scale adapts to overflows."""
         return self._dynamic
 
     @property
     def total_updates(self) -> int:
-        """Iterations so far: calls of `update` after gradients were checked."""
+        """The number of iterations: calls of `update` after gradients were checked."""
         return self._total_updates
 
     @property
     def skipped_updates(self) -> int:
-        """Iterations so far in which a gradient overflowed.
+        """The number of iterations in which a gradient overflowed.
 
         Synchronises if steps of a fused optimizer have not been counted yet.
         """
@@ -142,7 +142,7 @@ class GradientScaler(OpenScaler):
         return self.skipped_updates / self._total_updates
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide the optimizer's gradients by the scale, and look for overflows.
+        """Divide the optimizer's gradients by the scale, and check for overflows.
 
         Raises:
             UsageError: There are no gradients, or they are in float16 themselves.
@@ -152,7 +152,7 @@ class GradientScaler(OpenScaler):
         try:
             super().unscale_(optimizer)
         except ValueError as error:
-            # torch looks at every gradient anyway, before it changes any.
+            # torch checks every gradient anyway, before it changes any.
             refuse_half(optimizer, error)
             raise
 
@@ -160,7 +160,7 @@ class GradientScaler(OpenScaler):
         """Step the optimizer unless a gradient overflowed.
 
         Returns:
-            What the optimizer's step returns, or None if it was skipped.
+            The result of the optimizer's step, or None if it was skipped.
 
         Raises:
             UsageError: There are no gradients, they are in float16 themselves, or a
@@ -168,20 +168,20 @@ class GradientScaler(OpenScaler):
         """
         if not self.is_enabled():
             return super().step(optimizer, *args, **kwargs)
-        # Frameworks pass on the closure that they were given: mostly none.
+        # Frameworks pass their closure on, which is usually None.
         closure = args[0] if args else kwargs.pop("closure", None)
         if closure is not None:
             raise UsageError(
-                "a scaled step takes no closure: the gradients that it computes would "
-                "not be scaled. Use bfloat16, which needs no scaler, or an optimizer "
-                "without a closure."
+                "a scaled step takes no closure: its gradients would not be scaled; "
+                "use bfloat16, which needs no scaler, or an optimizer without a "
+                "closure."
             )
         self._outcomes.begin_step()
         require_gradients(optimizer)
         self._outcomes.discard(optimizer)
         result = super().step(optimizer, **kwargs)
         if optimizer not in self._outcomes:
-            # Fused: the device decides for itself. `update` adds to the flags in place.
+            # Fused: the device decides. `update` adds to the flags in place.
             flags = self.overflow_flags(optimizer)
             self._outcomes.add(optimizer, skipped=_any(flags))
         return result
@@ -202,7 +202,7 @@ class GradientScaler(OpenScaler):
         """Return whether the optimizer's last step was skipped, without waiting.
 
         Returns:
-            The answer if the host knows it. After the step of a fused optimizer a flag
+            The outcome if the host knows it. After the step of a fused optimizer a flag
             of one element on its device.
 
         Raises:
@@ -213,7 +213,7 @@ class GradientScaler(OpenScaler):
         return self._outcomes.last(optimizer)[0].skipped
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """End the iteration: adapt the scale to what was found, within its bounds.
+        """End the iteration: adapt the scale within its bounds.
 
         Args:
             new_scale: Set the scale to this instead.
@@ -226,8 +226,8 @@ class GradientScaler(OpenScaler):
         flags = self.overflow_flags()
         if not flags and (new_scale is None or self.scale_tensor is None):
             raise UsageError(
-                "update ends an iteration: found no scaled gradients in it. Call "
-                "scaler.scale(loss).backward() and scaler.step(optimizer) first."
+                "expected scaled gradients before update, found no scaled gradients; "
+                "call scaler.scale(loss).backward() and scaler.step(optimizer) first."
             )
         if isinstance(new_scale, int | float):
             new_scale = float(new_scale)
@@ -243,7 +243,7 @@ class GradientScaler(OpenScaler):
         self._count(overflowed, checked=bool(flags))
 
     def decided(self, optimizer: Optimizer, *, skipped: bool) -> None:
-        """Record a step that the host has decided about."""
+        """Record a step that the host has decided on."""
         self._outcomes.add(optimizer, skipped=skipped)
 
     def state_dict(self) -> dict[str, Any]:
@@ -260,18 +260,18 @@ class GradientScaler(OpenScaler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class or of `torch.amp.GradScaler`.
 
-        What torch's does not have stays as it is, and a scale that it let go out of
-        bounds comes back into them.
+        Settings that torch's state lacks stay unchanged, and a scale out of bounds is
+        moved into them.
 
         Raises:
-            UsageError: The scale is no number. Nothing has been changed.
+            UsageError: The scale is not a number. Nothing has been changed.
         """
         if not self.is_enabled():
             return
         if math.isnan(state_dict.get("scale", 1.0)):
             raise UsageError(
-                "the state of a scaler was given whose scale is not a number: the run "
-                "that saved it was broken. Load an earlier one."
+                "expected a finite scale in the state of a scaler, got one that is not "
+                "a number: the run that saved it was broken; load an earlier one."
             )
         super().load_state_dict(state_dict)
         own = {name: state_dict[name] for name in _OWN_STATE if name in state_dict}
@@ -289,36 +289,36 @@ class GradientScaler(OpenScaler):
         )
 
     def load_progress(self, state_dict: dict[str, Any]) -> None:
-        """Load scale and counts of a state of this class; settings stay as they are.
+        """Load scale and counts of a state of this class; settings stay unchanged.
 
         Raises:
-            UsageError: The scale is no number. Nothing has been changed.
+            UsageError: The scale is not a number. Nothing has been changed.
         """
         if not self.is_enabled():
             return
         kept = {n: v for n, v in self.state_dict().items() if n not in _PROGRESS}
-        # The scale grows when the count meets the interval: beyond it, never again.
+        # The scale grows when the count equals the interval: beyond it, it never would.
         good_steps = min(state_dict["_growth_tracker"], kept["growth_interval"] - 1)
         self.load_state_dict({**state_dict, **kept, "_growth_tracker": good_steps})
 
     def __getstate__(self) -> dict[str, Any]:
         self._known_overflows = self.skipped_updates
         state = super().__getstate__()
-        # Optimizers do not travel with the scaler, and so neither do their outcomes.
+        # Optimizers are not pickled with the scaler, so neither are their outcomes.
         state["_outcomes"] = Outcomes()
         return state
 
     def _overflow(self, flags: list[Tensor]) -> bool | Tensor:
-        """Return whether the iteration overflowed: on the host, if it knows already."""
+        """Return whether the iteration overflowed: on the host, if already known."""
         known = self._outcomes.overflowed(self.checked_optimizers)
         return _any(flags) if known is None else known
 
     def _know(
         self,
         new_scale: float | Tensor | None,
-        overflowed: bool | Tensor,  # noqa: FBT001 (it is what is known)
+        overflowed: bool | Tensor,  # noqa: FBT001 (the outcome)
     ) -> None:
-        """Follow on the host what the device does to the scale, as long as possible."""
+        """Track the scale of the device on the host, as long as possible."""
         if isinstance(new_scale, float):
             self._known = KnownScale(ctypes.c_float(new_scale).value)
         elif new_scale is not None or isinstance(overflowed, Tensor):
@@ -340,7 +340,7 @@ class GradientScaler(OpenScaler):
         assert self.scale_tensor is not None, "made by the first scale()"
         self.scale_tensor.clamp_(least, largest)
 
-    def _count(self, overflowed: bool | Tensor, *, checked: bool) -> None:  # noqa: FBT001 (it is what is counted)
+    def _count(self, overflowed: bool | Tensor, *, checked: bool) -> None:  # noqa: FBT001 (the outcome)
         self._total_updates += checked
         if isinstance(overflowed, Tensor):
             unread = self._unread_overflows
@@ -389,16 +389,16 @@ def default_device() -> str:
 
 
 def check_device(device: str) -> None:
-    """Raise unless there is such a device here."""
+    """Raise unless this machine has such a device."""
     if device != "cpu" and device != default_device():
         raise UsageError(
-            f"a scaler for {device!r} was asked for: there is no such device here. "
-            "Leave the device out, or give 'cpu', or enabled=False."
+            f"expected a device of this machine for a scaler, but there is no such "
+            f"device here: {device!r}; leave it out, or give 'cpu', or enabled=False."
         )
 
 
 def check_bounds(scale: float, least: float, largest: float) -> None:
-    """Raise unless the scale lies between finite bounds above 0."""
+    """Raise unless the scale is between finite bounds above 0."""
     if not 0 < least <= scale <= largest or not math.isfinite(largest):
         raise UsageError(
             f"expected a scale between finite bounds above 0, got {scale:g} between "
@@ -407,7 +407,7 @@ def check_bounds(scale: float, least: float, largest: float) -> None:
 
 
 def check_factors(growth: float, backoff: float, interval: int) -> None:
-    """Raise unless the scale grows, backs off and waits."""
+    """Raise unless the factors and the interval are in range."""
     if not growth > 1 or not 0 < backoff < 1 or interval < 1:
         raise UsageError(
             "expected growth_factor above 1, backoff_factor between 0 and 1 and "
@@ -420,8 +420,8 @@ def require_gradients(optimizer: Optimizer) -> None:
     """Raise unless there are gradients."""
     if all(parameter.grad is None for parameter in parameters_of(optimizer)):
         raise UsageError(
-            "the optimizer's parameters have no gradients. Run the backward pass of "
-            "scaler.scale(loss) first."
+            "expected gradients, but the optimizer's parameters have no gradients; run "
+            "the backward pass of scaler.scale(loss) first."
         )
 
 
@@ -430,7 +430,7 @@ def refuse_half(optimizer: Optimizer, error: Exception) -> None:
     gradients = (parameter.grad for parameter in parameters_of(optimizer))
     if any(grad is not None and grad.dtype is torch.float16 for grad in gradients):
         raise UsageError(
-            "gradients in float16 cannot be unscaled without losing the small ones: "
-            "keep the parameters in float32 and compute under autocast, instead of "
-            "model.half()."
+            "expected gradients in float32, got float16, whose small values unscaling "
+            "would lose; keep the parameters in float32 and compute under autocast, "
+            "instead of model.half()."
         ) from error

@@ -25,8 +25,8 @@ class Even:
     the loop is evaluated not quite twice.
 
     Args:
-        steps: How many steps the loop has.
-        checkpoints: States to keep; the one at the beginning does not count.
+        steps: The number of steps of the loop.
+        checkpoints: The number of states to keep, without the initial one.
 
     Examples:
         >>> counts = Even(1000, 31).counts()
@@ -45,7 +45,7 @@ class Even:
         return segment_actions(self._starts(), self.steps)
 
     def counts(self) -> Counts:
-        """Return what the schedule costs."""
+        """Return the cost of the schedule."""
         starts = self._starts()
         if not starts:
             return Counts(steps=0, advances=0, taped=0, peak_slots=0, peak_tape=0)
@@ -66,13 +66,13 @@ class Even:
 def compute_checkpoint_positions(seq_length: int, num_checkpoints: int) -> list[int]:
     """Return Tangent's positions of checkpoints: at equal distances, rounded down.
 
-    The state before step `p` is the one after `p` steps. The beginning is kept besides,
-    unless it is among the positions. For the positions of a binomial schedule ask
+    The state before step `p` is the one after `p` steps. The initial state is kept as
+    well, unless it is among the positions. For the positions of a binomial schedule use
     `recoup.schedules.positions(Revolve(...))`.
 
     Args:
-        seq_length: How many steps the loop has.
-        num_checkpoints: How many states to keep. From `seq_length` on, all of them.
+        seq_length: The number of steps of the loop.
+        num_checkpoints: The number of states to keep. From `seq_length` on, all.
 
     Raises:
         UsageError: An argument is negative.
@@ -121,7 +121,7 @@ class StoreAll:
     """Recompute nothing: the fewest evaluations, and memory for every step.
 
     Args:
-        steps: How many steps the loop has.
+        steps: The number of steps of the loop.
 
     Examples:
         >>> StoreAll(1000).counts().evaluations
@@ -134,12 +134,12 @@ class StoreAll:
         require_at_least(0, steps=self.steps)
 
     def actions(self) -> Iterator[Action]:
-        """Return the one action there is."""
+        """Return the only action."""
         if self.steps:
             yield Reverse(0, self.steps)
 
     def counts(self) -> Counts:
-        """Return what the schedule costs."""
+        """Return the cost of the schedule."""
         return Counts(
             steps=self.steps,
             advances=0,

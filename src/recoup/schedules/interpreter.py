@@ -1,4 +1,4 @@
-"""Interpreter: the one definition of a valid schedule, its counts, and its picture."""
+"""Interpreter: the definition of a valid schedule, its counts, and its drawing."""
 
 from collections.abc import Iterable
 from typing import assert_never
@@ -16,20 +16,20 @@ from recoup.schedules.schedule import (
 
 
 def interpret(actions: Iterable[Action], steps: int) -> Counts:
-    """Carry a schedule out on paper and return what it costs.
+    """Simulate a schedule and return its cost.
 
     A schedule is valid when every action finds the state it needs, no slot is
     overwritten or freed twice, the steps are reversed from the last to the first
     without gap or overlap, and nothing is held at the end.
 
-    Costs a few operations an action; holds one integer for each slot in use.
+    Costs a few operations per action; holds one integer for each slot in use.
 
     Args:
-        actions: What the schedule does, in order.
-        steps: How many steps the loop has.
+        actions: The actions of the schedule, in order.
+        steps: The number of steps of the loop.
 
     Raises:
-        ScheduleError: Names the first action that cannot be carried out, and why.
+        ScheduleError: Names the first invalid action, and why it is invalid.
 
     Examples:
         >>> from recoup.schedules.revolve import Revolve
@@ -51,7 +51,7 @@ def interpret(actions: Iterable[Action], steps: int) -> Counts:
 
 
 class _Machine:
-    """A loop of which only the positions exist."""
+    """A loop that consists of positions only."""
 
     def __init__(self, steps: int) -> None:
         self.advances = 0
@@ -96,13 +96,13 @@ class _Machine:
     def finish(self) -> None:
         if self._end > 0:
             raise ScheduleError(
-                f"the schedule ends before step {self._end - 1} is reversed. A "
-                "schedule must reverse every step."
+                f"expected a schedule that reverses every step, got one that ends "
+                f"before step {self._end - 1} is reversed."
             )
         if self._held:
             raise ScheduleError(
-                f"the schedule ends with slots {sorted(self._held)} in use. A schedule "
-                "must free what it holds."
+                f"expected a schedule that frees all slots, got one that ends with "
+                f"slots {sorted(self._held)} in use."
             )
 
     def _require_current(self, step: int, action: Action) -> None:
@@ -113,15 +113,15 @@ class _Machine:
     def _require(self, holds: bool, action: Action, found: str) -> None:  # noqa: FBT001
         if not holds:
             raise ScheduleError(
-                f"{action} cannot be carried out: {found}. Correct the schedule."
+                f"{action} cannot be carried out: {found}; correct the schedule."
             )
 
 
 def draw(actions: Iterable[Action], steps: int) -> str:
-    """Return a picture of a schedule: steps from left to right, time downwards.
+    """Return a drawing of a schedule: steps from left to right, time downwards.
 
-    `o` is a step before which a state is kept, `>` one that is run without a tape, `#`
-    one that is run with a tape and reversed, `|` a state that is held meanwhile.
+    `o` is a step before which a state is kept, `>` one that runs without a tape, `#`
+    one that runs with a tape and is reversed, `|` a state that is held meanwhile.
 
     Examples:
         >>> from recoup.schedules.revolve import Revolve

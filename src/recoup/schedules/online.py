@@ -1,4 +1,4 @@
-"""Online: snapshots for a loop whose length is known only once it has ended."""
+"""Online: snapshots for a loop whose length is unknown until it ends."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,11 +22,11 @@ class Online:
     Snapshots are taken at multiples of an interval. When the slots are full, the
     interval doubles and every other one is freed. In backward the length is known, and
     each gap is reversed with the slots that are free by then, which is optimal for
-    these positions. The price of not knowing the length of 1000 steps is 26, 28, 11
-    and 4 % more evaluations than Revolve with 3, 5, 10 and 31 slots.
+    these positions. For 1000 steps, not knowing the length costs 26, 28, 11 and 4 %
+    more evaluations than Revolve with 3, 5, 10 and 31 slots.
 
     Args:
-        slots: States to hold at once, the one at the beginning included.
+        slots: The number of states to hold at a time, including the initial one.
 
     Examples:
         >>> Online(slots=10).counts(1000).evaluations  # Revolve: 4636
@@ -39,11 +39,11 @@ class Online:
         require_at_least(1, slots=self.slots)
 
     def begin(self) -> "SnapshotPlacement":
-        """Return the placement of a loop that begins now."""
+        """Return the placement for a loop that begins now."""
         return SnapshotPlacement(self.slots)
 
     def actions(self, steps: int) -> Iterator[Action]:
-        """Return what is done for a loop that turns out to have `steps` steps."""
+        """Return the actions for a loop of `steps` steps, unknown beforehand."""
         placement = self.begin()
         for step in range(steps):
             yield from placement.reach(step)
@@ -51,9 +51,9 @@ class Online:
         yield from placement.reversal(steps)
 
     def counts(self, steps: int) -> Counts:
-        """Return what a loop of `steps` steps costs.
+        """Return the cost of a loop of `steps` steps.
 
-        Costs a few operations a step, because positions depend on the way there.
+        Costs a few operations per step, because positions depend on the history.
         """
         placement = self.begin()
         peak_slots = 0
@@ -81,7 +81,7 @@ class SnapshotPlacement:
     """The snapshots of one loop while it runs.
 
     Attributes:
-        positions: Where the snapshots held now were taken, in order.
+        positions: The positions of the snapshots held now, in order.
     """
 
     def __init__(self, slots: int) -> None:
@@ -91,7 +91,7 @@ class SnapshotPlacement:
         self._slot_at: dict[int, int] = {}
 
     def reach(self, step: int) -> Iterator[Action]:
-        """Return what to free and to keep now that the loop is before `step`."""
+        """Return the actions (free, keep) when the loop is before `step`."""
         if step % self._interval:
             return
         while len(self.positions) == self._slots and step % self._interval == 0:

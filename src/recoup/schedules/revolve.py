@@ -1,7 +1,7 @@
 """Revolve: the provably fewest evaluations for a number of slots, in several tiers.
 
 By the binomial formulas of A. Griewank and A. Walther, Algorithm 799: Revolve, ACM
-Transactions on Mathematical Software 26 (2000). Slots count the state at the beginning.
+Transactions on Mathematical Software 26 (2000). Slots include the initial state.
 """
 
 from collections import Counter
@@ -24,7 +24,7 @@ from recoup.schedules.schedule import (
 def repetitions(steps: int, slots: int) -> tuple[int, int]:
     """Return the least `t` with C(slots + t, t) >= steps, and that binomial.
 
-    `t` is how often a step is advanced at most by an optimal schedule.
+    `t` is the maximum number of advances of a step in an optimal schedule.
 
     Costs about `t` multiplications.
 
@@ -42,7 +42,7 @@ def repetitions(steps: int, slots: int) -> tuple[int, int]:
 def fewest_advances(steps: int, slots: int) -> int:
     """Return the least number of untaped step evaluations that can reverse a loop.
 
-    The first sweep is among them, but for its last step, which is taped at once.
+    The first sweep is included, except its last step, which is taped right away.
 
     Examples:
         >>> fewest_advances(10, 3), fewest_advances(1000, 10)
@@ -59,7 +59,7 @@ def fewest_advances(steps: int, slots: int) -> int:
 
 
 def first_cut(steps: int, slots: int) -> int:
-    """Return how far to advance before the next snapshot: the farthest optimal choice.
+    """Return the distance to the next snapshot: the farthest optimal choice.
 
     Examples:
         >>> first_cut(1000, 10)
@@ -96,12 +96,12 @@ class Revolve:
     """Reverse a loop with `slots` states and the tape of one step.
 
     No schedule that keeps as many states and tapes one step at a time evaluates fewer
-    steps (Griewank and Walther, 2000). Needs no table: each action is made in a few
-    integer operations, and memory grows with the slots alone.
+    steps (Griewank and Walther, 2000). Needs no table: each action takes a few integer
+    operations, and memory grows only with the slots.
 
     Args:
-        steps: How many steps the loop has.
-        slots: States to hold at once, the one at the beginning included.
+        steps: The number of steps of the loop.
+        slots: The number of states to hold at a time, including the initial one.
 
     Examples:
         >>> Revolve(1000, slots=10).counts().evaluations
@@ -129,27 +129,27 @@ class Revolve:
         require_at_least(1, slots=self.slots)
 
     def actions(self) -> Iterator[Action]:
-        """Return what to do, in order."""
+        """Return the actions, in order."""
         return Chunked(self.steps, slots=self.slots, chunk=1).actions()
 
     def counts(self) -> Counts:
-        """Return what the schedule costs, by the closed formula."""
+        """Return the cost of the schedule, by the closed formula."""
         return Chunked(self.steps, slots=self.slots, chunk=1).counts()
 
 
 @dataclass(frozen=True, slots=True)
 class Chunked:
-    """Reverse a loop with `slots` states and the tape of `chunk` steps at once.
+    """Reverse a loop with `slots` states and a tape of `chunk` steps.
 
     Revolve on chunks. One chunk for the whole loop is plain backpropagation, chunks of
-    a step are Revolve, and the square-root rule lies between. Taping several steps at
-    once pays because every pull through a tape has a price of its own. The first chunk
-    is the shorter one if they do not divide the loop.
+    one step are Revolve, and the square-root rule is in between. Taping several steps
+    together pays because every pull through a tape has a fixed cost. The first chunk is
+    the shorter one if they do not divide the loop.
 
     Args:
-        steps: How many steps the loop has.
-        slots: States to hold at once, the one at the beginning included.
-        chunk: Steps to tape at once.
+        steps: The number of steps of the loop.
+        slots: The number of states to hold at a time, including the initial one.
+        chunk: The number of steps per tape.
 
     Examples:
         >>> Chunked(1000, slots=10, chunk=20).counts().evaluations
@@ -165,11 +165,11 @@ class Chunked:
         require_at_least(1, slots=self.slots, chunk=self.chunk)
 
     def actions(self) -> Iterator[Action]:
-        """Return what to do, in order."""
+        """Return the actions, in order."""
         return _interval_actions(self.steps, self.slots, self.chunk)
 
     def counts(self) -> Counts:
-        """Return what the schedule costs, by the closed formula."""
+        """Return the cost of the schedule, by the closed formula."""
         chunks = -(-self.steps // self.chunk)
         missing = chunks * self.chunk - self.steps
         return Counts(
@@ -185,9 +185,9 @@ class Chunked:
 def interval_actions(
     start: int, stop: int, *, slots: Sequence[int]
 ) -> Iterator[Action]:
-    """Reverse part of a loop by Revolve, from a state that the first slot holds."""
+    """Reverse part of a loop by Revolve, from a state in the first slot."""
     actions = _interval_actions(stop - start, len(slots), 1)
-    next(actions)  # the snapshot of the beginning, which is there
+    next(actions)  # the snapshot of the initial state, which exists
     yield Restore(start, slots[0])
     for action in actions:
         yield _moved(action, start, slots)
@@ -198,7 +198,7 @@ def _interval_actions(steps: int, slots: int, chunk: int) -> Iterator[Action]:
     if steps == 0:
         return
     end = -(-steps // chunk)
-    before_first = steps - end * chunk  # where a full first chunk would begin
+    before_first = steps - end * chunk  # the start of a full first chunk
     held = [0]
     current, step = 0, 0
     yield Snapshot(0, 0)
@@ -238,19 +238,18 @@ def _moved(action: Action, steps: int, slots: Sequence[int]) -> Action:
 
 @dataclass(frozen=True, slots=True)
 class Multistage:
-    """Reverse a loop with slots in several tiers, say device, host and disk.
+    """Reverse a loop with slots in several tiers, such as device, host and disk.
 
     The actions are those of `Chunked` with all slots together, so the evaluations are
-    the fewest there are. Writes and reads of every slot are counted beforehand, and
-    the slots used most go to the first tier (P. Stumm and A. Walther, MultiStage
-    approaches for optimal offline checkpointing, SIAM Journal on Scientific Computing
-    31, 2009).
+    minimal. Writes and reads of every slot are counted beforehand, and the most used
+    slots go to the first tier (P. Stumm and A. Walther, MultiStage approaches for
+    optimal offline checkpointing, SIAM Journal on Scientific Computing 31, 2009).
 
     Args:
-        steps: How many steps the loop has.
-        tier_slots: How many slots each tier has, the fastest first. The state at the
-            beginning takes one.
-        chunk: Steps to tape at once.
+        steps: The number of steps of the loop.
+        tier_slots: The number of slots of each tier, the fastest first. The initial
+            state takes one.
+        chunk: The number of steps per tape.
 
     Examples:
         >>> schedule = Multistage(1000, tier_slots=(3, 7))
@@ -285,7 +284,7 @@ class Multistage:
         return tuple(found[slot] for slot in range(len(found)))
 
     def transfers(self) -> tuple[int, ...]:
-        """Return how many states are written to and read from each tier."""
+        """Return the number of states written to and read from each tier."""
         uses = self._uses()
         moved = [0] * len(self.tier_slots)
         for slot, tier in enumerate(self.tiers()):
@@ -293,7 +292,7 @@ class Multistage:
         return tuple(moved)
 
     def actions(self) -> Iterator[Action]:
-        """Return what to do, in order; snapshots say which tier."""
+        """Return the actions, in order; snapshots name their tier."""
         tiers = self.tiers()
         for action in self._plain().actions():
             if isinstance(action, Snapshot):
@@ -302,7 +301,7 @@ class Multistage:
                 yield action
 
     def counts(self) -> Counts:
-        """Return what the schedule costs."""
+        """Return the cost of the schedule."""
         return self._plain().counts()
 
     def _plain(self) -> Chunked:

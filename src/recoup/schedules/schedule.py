@@ -1,4 +1,4 @@
-"""Schedules: their actions as plain integers, what they cost, and what all offer."""
+"""Schedules: their actions as plain integers, their costs, and their protocol."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ class Reverse:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Forget the state in `slot`."""
+    """Drop the state in `slot`."""
 
     slot: int
 
@@ -68,8 +68,8 @@ class Counts:
         steps: The steps of the loop.
         advances: Step evaluations without a tape.
         taped: Step evaluations with a tape: one for each step.
-        peak_slots: The most states held at once, the one at the beginning included.
-        peak_tape: The most steps on a tape at once.
+        peak_slots: The maximum number of states held, including the initial one.
+        peak_tape: The maximum number of steps on a tape.
 
     Examples:
         >>> counts = Counts(
@@ -87,22 +87,22 @@ class Counts:
 
     @property
     def evaluations(self) -> int:
-        """Calls of the step function in forward and backward together."""
+        """The number of calls of the step function in forward and backward."""
         return self.advances + self.taped
 
     @property
     def extra_evaluations(self) -> int:
-        """Calls beyond one per step."""
+        """The number of calls beyond one per step."""
         return self.evaluations - self.steps
 
     @property
     def extra_per_step(self) -> float:
-        """Extra evaluations a step."""
+        """Extra evaluations per step."""
         return self.extra_evaluations / self.steps if self.steps else 0.0
 
     @property
     def peak_states(self) -> int:
-        """Held states and taped states at the worst moment, an upper bound."""
+        """An upper bound of held and taped states at a time."""
         return self.peak_slots + self.peak_tape
 
 
@@ -115,20 +115,20 @@ class Schedule(Protocol):
         ...
 
     def actions(self) -> Iterator[Action]:
-        """Return what to do, in order; everything up to the first reverse is forward.
+        """Return the actions, in order; those up to the first reverse are forward.
 
-        The actions are made one by one, so a pause between forward and backward costs
-        nothing, and nothing grows with the number of steps.
+        The actions are generated one by one, so a pause between forward and backward
+        costs nothing, and nothing grows with the number of steps.
         """
         ...
 
     def counts(self) -> Counts:
-        """Return what the schedule costs, by a formula."""
+        """Return the cost of the schedule, by a formula."""
         ...
 
 
 def positions(schedule: Schedule) -> list[int]:
-    """Return where the first sweep takes snapshots, the beginning left out.
+    """Return the positions of snapshots of the first sweep, without the initial state.
 
     Examples:
         >>> from recoup.schedules.revolve import Revolve
@@ -145,7 +145,7 @@ def positions(schedule: Schedule) -> list[int]:
 
 
 def require_at_least(least: int, **amounts: int) -> None:
-    """Raise `UsageError` if an amount is below what makes sense."""
+    """Raise `UsageError` if an amount is below its minimum."""
     for name, amount in amounts.items():
         if amount < least:
             raise UsageError(f"expected {name} of at least {least}, got {amount}.")

@@ -1,4 +1,4 @@
-"""Budget: the slots and the tape that fit in some bytes, and the exact optimum."""
+"""Budget: the slots and the tape that fit in a number of bytes, and the optimum."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -15,14 +15,14 @@ def fit_budget(
     """Return a chunked schedule that fits in a budget, with the fewest evaluations.
 
     Slots and chunk are chosen together. Memory is `(slots - 1) * state_bytes + chunk *
-    tape_bytes`; the state at the beginning is alive anyway and does not count.
+    tape_bytes`; the initial state is alive anyway and does not count.
 
-    Every chunk is tried up to 1000 steps; beyond, the shortest and the longest for each
+    Every chunk up to 1000 steps is tried; beyond, the shortest and the longest for each
     number of chunks: about `4 * sqrt(steps)` evaluations of the closed formula.
 
     Args:
-        steps: How many steps the loop has.
-        budget_bytes: What may be held for backward.
+        steps: The number of steps of the loop.
+        budget_bytes: Bytes that may be held for backward.
         state_bytes: Bytes of one state.
         tape_bytes: Bytes that autograd keeps for one step.
 
@@ -40,22 +40,22 @@ def fit_budget(
     if budget_bytes < tape_bytes:
         raise UsageError(
             f"a budget of {print_bytes(budget_bytes)} does not hold the tape of one "
-            f"step, which takes {print_bytes(tape_bytes)}. Raise the budget."
+            f"step, which takes {print_bytes(tape_bytes)}; raise the budget."
         )
     found = [
         Chunked(steps, slots=1 + left // max(state_bytes, 1), chunk=chunk)
         for chunk in _chunks(steps)
         if (left := budget_bytes - chunk * tape_bytes) >= 0
     ]
-    # Of equals the shorter tape: it leaves more of the budget.
+    # On ties the shorter tape: it uses less of the budget.
     return min(found, key=lambda schedule: (schedule.counts().advances, schedule.chunk))
 
 
 def _chunks(steps: int) -> Iterator[int]:
-    """Return the chunks worth a try: all, or the ends of those of equal number.
+    """Return the chunk sizes to try: all, or the extremes for each number of chunks.
 
-    The first chunk is the shorter one and is run most often, so of the chunks that
-    cut the loop into equally many pieces either end may be the best.
+    The first chunk is the shorter one and runs most often, so among sizes with the same
+    number of chunks either extreme may be the best.
     """
     if steps <= _FEW:
         yield from range(1, max(steps, 1) + 1)
@@ -76,16 +76,16 @@ _FEW = 1000
 def least_evaluations(steps: int, budget: int, *, tape: int) -> int | None:
     """Return the fewest evaluations that can reverse a loop within a budget.
 
-    The exact dynamic programme that chooses for every step whether its state or its
-    tape is kept (the mixed strategy of A. Gruslys, R. Munos, I. Danihelka, M. Lanctot
-    and A. Graves, Memory-Efficient Backpropagation Through Time, 2016, with a tape
-    that need not be as large as a state). `fit_budget` is measured against it.
+    The exact dynamic program that chooses for every step whether its state or its tape
+    is kept (the mixed strategy of A. Gruslys, R. Munos, I. Danihelka, M. Lanctot and A.
+    Graves, Memory-Efficient Backpropagation Through Time, 2016, for tapes that may
+    differ in size from states). It is the reference for `fit_budget`.
 
     Costs `steps ** 2 * budget` operations: meant for a hundred steps.
 
     Args:
-        steps: How many steps the loop has.
-        budget: What may be held besides the beginning, in units of one state.
+        steps: The number of steps of the loop.
+        budget: The budget without the initial state, in units of one state.
         tape: The tape of one step in the same units.
 
     Returns:
@@ -119,7 +119,7 @@ def least_evaluations(steps: int, budget: int, *, tape: int) -> int | None:
                 found = min(found, kept_tape)
         return found
 
-    for count in range(steps):  # from below, so that the recursion stays shallow
+    for count in range(steps):  # bottom-up, so that the recursion stays shallow
         for free in range(budget + 1):
             least(count, free)
     return least(steps, budget)
