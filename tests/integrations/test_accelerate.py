@@ -137,12 +137,12 @@ def test_another_budget_fits_again_and_is_kept():
     second.remove()
 
 
-def test_a_model_that_accelerate_compiled_is_refused_without_a_compiler_of_ours():
+def test_a_model_compiled_by_accelerate_is_refused_without_compile():
     with pytest.raises(UnsupportedError, match="compile="):
         train(0.8, dynamo_backend="eager")
 
 
-def test_of_a_model_that_accelerate_compiled_the_blocks_are_compiled_anew():
+def test_the_blocks_of_a_model_compiled_by_accelerate_are_compiled_anew():
     found: list[Any] = []
     both: list[dict[str, Any]] = [{}, {"dynamo_backend": "eager"}]
     for settings in both:
@@ -205,7 +205,7 @@ def train_in_process(rank: int) -> Any:
     }
 
 
-def test_two_processes_agree_and_train_bitwise_as_without(tmp_path):
+def test_two_processes_agree_and_train_bitwise_as_without_recoup(tmp_path):
     found = together(train_in_process, tmp_path, seconds=200)
     for each in found:
         assert each["differences"] == []

@@ -23,7 +23,7 @@ pytestmark = [
 
 
 def versions_of(text: str, number: int = 0) -> tuple[str, str]:
-    """The script of a guide's diff without its added lines, and with them."""
+    """Return the script of a guide's diff without its added lines, and with them."""
     diff = re.findall(r"```diff\n(.*?)```", text, flags=re.DOTALL)[number]
     lines = diff.splitlines()
     assert all(line[:1] in (" ", "+", "-", "") for line in lines)
@@ -83,7 +83,7 @@ def test_the_guide_to_transformers(tmp_path):
 
 
 def loop_parts() -> dict[str, Any]:
-    """What a loop of one's own has before it begins."""
+    """Return the variables of a custom loop before it begins."""
     from tests.support.trainings import Rows, small_stack
 
     model = small_stack()
@@ -143,7 +143,7 @@ def test_the_guide_to_fabric():
 
 
 @pytest.mark.parametrize("count", [0, MOST_ADDED + 1])
-def test_a_diff_that_is_too_long_is_found(count):
+def test_a_diff_that_is_too_long_is_detected(count):
     text = "```diff\n" + "+x = 1\n" * count + " y = 2\n```\n"
     with pytest.raises(AssertionError, match="added lines"):
         versions_of(text)

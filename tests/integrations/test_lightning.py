@@ -41,7 +41,7 @@ STEPS = 20
 
 
 class Regression(lightning.LightningModule):
-    """Logs, counts and draws, so that a rehearsal that leaves a trace is seen."""
+    """Logs, counts and draws, so that a rehearsal that leaves a trace is detected."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ def test_a_run_is_bitwise_the_plain_one_and_within_the_budget(tmp_path):
 
 
 def interrupted(folder: Path, budget: float | None) -> Any:
-    """A run that is saved at step 12 and goes on in another process, as it were."""
+    """A run that is saved at step 12 and resumed with new objects."""
     saving = ModelCheckpoint(folder, every_n_train_steps=12, save_last=True)
     settings: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [saving]}
     callbacks = [RecoupCallback(budget) if budget else None for _ in range(2)]
@@ -186,14 +186,14 @@ def test_the_largest_batch_is_logged(tmp_path):
 
 
 class Skipping(Regression):
-    """Skips its first batch, as Lightning lets it."""
+    """Skips its first batch, as Lightning allows."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
         return None if batch_idx == 0 else loss
 
 
-def test_a_batch_that_is_skipped_is_not_the_one_to_plan(tmp_path):
+def test_a_skipped_batch_is_not_planned(tmp_path):
     found = []
     for callback in (None, RecoupCallback(0.8)):
         lightning.seed_everything(7, verbose=False)
@@ -215,7 +215,7 @@ def test_a_batch_that_is_skipped_is_not_the_one_to_plan(tmp_path):
     assert callback.report is not None
 
 
-def test_a_batch_that_does_not_fit_is_told_with_the_one_that_does(tmp_path):
+def test_the_error_for_a_batch_that_does_not_fit_names_the_largest_that_does(tmp_path):
     with pytest.raises(InfeasibleError) as caught:
         train(tmp_path, RecoupCallback(1 << 12), steps=2)
     callback = RecoupCallback(caught.value.floor_bytes - 1, slowdown=1e9)
@@ -245,7 +245,7 @@ def train_alone(module: Any, callback: RecoupCallback | None) -> None:
     ).fit(module, DataLoader(Rows(), batch_size=64))
 
 
-def test_a_compiled_module_is_refused_without_a_compiler_of_ours():
+def test_a_compiled_module_is_refused_without_compile():
     data = DataLoader(Rows(), batch_size=64)
     with pytest.raises(UnsupportedError, match="compile="):
         train_alone(compiled(Regression()), RecoupCallback(0.8))
@@ -256,7 +256,7 @@ def test_a_compiled_module_is_refused_without_a_compiler_of_ours():
         fit_once(fabric, model, batch, 0.8, loss=loss)
 
 
-def test_of_a_compiled_module_the_blocks_are_compiled_anew():
+def test_the_blocks_of_a_compiled_module_are_compiled_anew():
     plain, ours = Regression(), Regression()
     train_alone(plain, None)
     callback = RecoupCallback(0.9, compile="exact")
@@ -271,7 +271,7 @@ def test_of_a_compiled_module_the_blocks_are_compiled_anew():
         assert hasattr(vars(ours)[name], "_torchdynamo_orig_callable"), "put back"
 
 
-def test_of_a_compiled_model_of_fabric_the_blocks_are_compiled_anew():
+def test_the_blocks_of_a_compiled_model_of_fabric_are_compiled_anew():
     found = []
     for is_ours in (False, True):
         fabric = lightning.Fabric(accelerator="cpu", devices=1)
@@ -301,7 +301,7 @@ def test_of_a_compiled_model_of_fabric_the_blocks_are_compiled_anew():
 
 
 @pytest.mark.parametrize("rerun", [None, True, False])
-def test_calling_blocks_again_is_considered_where_it_is_asked_for(rerun, monkeypatch):
+def test_rerun_decides_whether_blocks_may_be_called_again(rerun, monkeypatch):
     asked = []
 
     def may_repeat_calls(*given: Any) -> bool:
@@ -363,7 +363,7 @@ def assert_agreed(found: list[Any]) -> None:
     assert found[0]["losses"] != found[1]["losses"], "each has data of its own"
 
 
-def test_two_processes_agree_and_train_bitwise_as_without(tmp_path):
+def test_two_processes_agree_and_train_bitwise_as_without_recoup(tmp_path):
     found = together(train_in_process, tmp_path, str(tmp_path), seconds=200)
     assert_agreed(found)
     assert len(found[0]["losses"][0]) == STEPS
@@ -467,5 +467,5 @@ def fabric_in_process(rank: int) -> Any:
     }
 
 
-def test_two_processes_with_fabric_agree_and_train_bitwise_as_without(tmp_path):
+def test_two_processes_with_fabric_agree_and_train_bitwise_as_without_recoup(tmp_path):
     assert_agreed(together(fabric_in_process, tmp_path, seconds=200))

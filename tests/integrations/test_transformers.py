@@ -72,7 +72,7 @@ class MeteredTrainer(Trainer):
 
 
 class Stop(TrainerCallback):
-    """Ends a run in the middle, as somebody who interrupts it."""
+    """Ends a run in the middle, like an interrupt."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -152,7 +152,7 @@ def hook_counts(trainer: Any) -> list[tuple[int, int]]:
 
 
 def assert_nothing_is_left(trainer: Any, plain: Any = None) -> None:
-    """The plan is off the model, and the Trainer calls its own step.
+    """Check that the plan is removed, and the Trainer calls its own step.
 
     With gradient checkpointing transformers has a hook of its own: as `plain` has.
     """
@@ -259,7 +259,7 @@ def test_a_callback_that_the_trainer_restores_has_the_budget_of_the_checkpoint(
     assert_nothing_is_left(resumed)
 
 
-def test_a_budget_that_cannot_be_met_makes_the_batch_smaller(tmp_path):
+def test_an_infeasible_budget_makes_the_batch_smaller(tmp_path):
     settings: dict[str, Any] = {"per_device_train_batch_size": 2, "max_steps": 2}
     with pytest.raises(InfeasibleError) as caught:
         train(tmp_path, RecoupCallback(1 << 19), **settings)
@@ -326,7 +326,7 @@ def test_a_compiled_run_is_planned_by_the_compiled_blocks(tmp_path):
     assert_nothing_is_left(trainer)
 
 
-def test_training_twice_evaluating_and_predicting_is_as_without(tmp_path):
+def test_training_twice_evaluating_and_predicting_equals_the_plain_run(tmp_path):
     callback = RecoupCallback(0.7)
     found = []
     for callbacks in ([], [callback]):
@@ -351,7 +351,7 @@ def test_training_twice_evaluating_and_predicting_is_as_without(tmp_path):
     assert_same_run(other, train(tmp_path, max_steps=4))
 
 
-def test_a_step_that_was_put_on_one_trainer_is_the_one_that_is_planned(tmp_path):
+def test_a_step_set_on_one_trainer_instance_is_planned(tmp_path):
     trainer = made([callback := RecoupCallback(0.7)], tmp_path, max_steps=4)
     of_the_class = trainer.training_step
 
@@ -414,7 +414,7 @@ def test_a_budget_may_come_from_the_environment(monkeypatch):
         RecoupCallback()
 
 
-def test_the_callback_says_who_must_call_it():
+def test_the_callback_names_its_required_caller():
     callback = RecoupCallback(0.5)
     with pytest.raises(UsageError, match="Trainer"):
         callback.on_train_begin(None, None, None)
@@ -445,7 +445,7 @@ def train_in_process(rank: int, folder: str) -> Any:
     }
 
 
-def test_two_processes_agree_and_train_bitwise_as_without(tmp_path):
+def test_two_processes_agree_and_train_bitwise_as_without_recoup(tmp_path):
     found = together(train_in_process, tmp_path, str(tmp_path), seconds=200)
     for each in found:
         assert each["differences"] == []

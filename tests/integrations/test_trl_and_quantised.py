@@ -82,7 +82,7 @@ PAIRS = [
 
 
 def logged(trainer: Any) -> list[dict[str, Any]]:
-    """Return what was logged besides times, without what recoup says."""
+    """Return the log without times and entries of recoup."""
     times = ("runtime", "per_second")
     rows = [
         {name: value for name, value in row.items() if not name.endswith(times)}
@@ -98,7 +98,7 @@ def logged(trainer: Any) -> list[dict[str, Any]]:
     [("SFT", SENTENCES), ("DPO", PAIRS)],
     ids=["fine-tuning", "preferences"],
 )
-def test_trl_trains_and_counts_as_without(tmp_path, name, rows):
+def test_trl_trains_and_logs_as_without_recoup(tmp_path, name, rows):
     trl = pytest.importorskip("trl", reason="trl is not installed")
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
     tokenizers = pytest.importorskip("tokenizers")
@@ -172,7 +172,7 @@ def by_bitsandbytes() -> nn.Module:
 
 
 @pytest.mark.parametrize("make", [by_torchao, by_bitsandbytes])
-def test_small_parts_of_a_quantised_base_are_trained_as_without(tmp_path, make):
+def test_adapters_of_a_quantised_base_are_trained_as_without_recoup(tmp_path, make):
     peft = pytest.importorskip("peft", reason="peft is not installed")
     from transformers import Trainer, TrainingArguments
 

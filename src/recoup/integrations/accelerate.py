@@ -27,11 +27,11 @@ def fit_once(  # noqa: PLR0913 (as `fit`)
     allow: Iterable[Action | str] = (Action.KEEP,),
     rerun: bool | None = None,
 ) -> Fit | CompiledFit | UnitPlan:
-    """Fit a model that `Accelerator.prepare` returned, the first time it is called.
+    """Fit a model that `Accelerator.prepare` returned, on the first call.
 
-    Call it in the loop before the model: on later batches it returns the report at
-    once, unless `budget`, `compile`, `allow` or `rerun` are others than before; then
-    it fits again. All processes must call it.
+    Call it in the loop before the model: later calls return the report, unless
+    `budget`, `compile`, `allow` or `rerun` have changed; then it fits again. All
+    processes must call it.
 
     Args:
         accelerator: The Accelerator; its `backward` is called.
@@ -39,18 +39,18 @@ def fit_once(  # noqa: PLR0913 (as `fit`)
         batch: As for `recoup.fit`.
         budget: The most bytes on the device, as for `recoup.fit`: "8GiB", a number, or
             a share of the plain peak such as 0.6 (one process only). None reads the
-            environment variable `RECOUP_BUDGET`; without that, what the device has.
+            environment variable `RECOUP_BUDGET`; without that, the device's memory.
         loss: Computes the loss from the output (and the target), as for `recoup.fit`.
-        optimizer: Room is left for its state.
-        accumulate: Gradients of earlier batches are there when a step begins; None: if
-            the Accelerator accumulates.
+        optimizer: Memory is reserved for its state.
+        accumulate: Whether gradients of earlier batches exist when a step begins; None:
+            if the Accelerator accumulates.
         compile: As for `recoup.fit`.
         allow: As for `recoup.fit`.
         rerun: As for `recoup.fit`.
 
     Raises:
         InfeasibleError: No plan fits.
-        UsageError: The arguments describe no step, or no budget.
+        UsageError: The step or the budget is invalid.
     """
     accumulates = accelerator.gradient_accumulation_steps > 1
     return fit_loop(

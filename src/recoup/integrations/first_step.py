@@ -1,4 +1,4 @@
-"""Fit a model on the first step that a framework runs, in all of its processes."""
+"""Fit a model on the first step of a framework, in all of its processes."""
 
 import logging
 from collections.abc import Callable, Iterable
@@ -35,20 +35,20 @@ _log = logging.getLogger(__name__)
 
 
 class FirstStep:
-    """A plan for a budget that is found on a framework's own step, then applied.
+    """A plan for a budget, found on a framework's own step and applied.
 
     Args:
         budget: As for `recoup.fit`; None reads the environment variable
             `RECOUP_BUDGET`. Several processes need bytes, not a share.
         compile: As for `recoup.fit`; one process only.
         allow: As for `recoup.fit`.
-        slowdown: How much longer than the plain step a step may take; None: any, and
-            the largest batch is not looked for unless it must be.
+        slowdown: The accepted slowdown relative to the plain step; None: any, and the
+            largest batch is searched only if required.
         rerun: As for `recoup.fit`.
 
     Attributes:
         report: The report of `recoup.fit`; None before the first step.
-        largest: The largest batch, if it was looked for.
+        largest: The largest batch, if it was searched.
 
     Raises:
         UsageError: An argument is out of range.
@@ -84,7 +84,7 @@ class FirstStep:
         return (self.budget, self.compile, self.allow, self.rerun)
 
     def begin(self) -> None:
-        """Take off the plan of an earlier training, and forget its report."""
+        """Remove the plan of an earlier training, and its report."""
         self.remove()
         self.report = None
 
@@ -100,9 +100,9 @@ class FirstStep:
 
         Args:
             model: The model as the framework calls it, in its wrappers.
-            run: Runs forward and backward once with the model that it is given.
-            optimizer: Room is left for its state.
-            accumulate: Gradients of earlier batches are there when a step begins.
+            run: Runs forward and backward once with the given model.
+            optimizer: Memory is reserved for its state.
+            accumulate: Whether gradients of earlier batches exist when a step begins.
 
         Raises:
             InfeasibleError: No plan fits.
@@ -124,11 +124,11 @@ class FirstStep:
 
         try:
             self.report = fit_together(
-                # Of a compiled model `fit` suspends the compiler, wherever it is.
+                # For a compiled model `fit` suspends the compiler anywhere in it.
                 model if self.compile and model is not called else unwrapped(called),
                 rehearse,
                 self.budget,
-                # Frameworks wrap the optimizer, and keep it under this name.
+                # Frameworks wrap the optimizer under this name.
                 optimizer=getattr(optimizer, "optimizer", optimizer),
                 processes=processes,
                 accumulate=accumulate,
@@ -153,15 +153,15 @@ class FirstStep:
         accumulate: bool,
         limit: int = 1 << 16,
     ) -> LargestBatch:
-        """Find the largest batch within the budget, of samples such as those given.
+        """Find the largest batch within the budget, by repeating given samples.
 
         Args:
             model: The model as the framework calls it, in its wrappers.
             run: Runs forward and backward with a model and a batch.
             batch: A batch; larger ones repeat its samples.
-            optimizer: Room is left for its state.
-            accumulate: Gradients of earlier batches are there when a step begins.
-            limit: No larger size is looked for.
+            optimizer: Memory is reserved for its state.
+            accumulate: Whether gradients of earlier batches exist when a step begins.
+            limit: The maximum size to try.
 
         Raises:
             InfeasibleError: Not even one sample fits.
@@ -192,7 +192,7 @@ class FirstStep:
         """Refuse a compiled model or step, unless recoup is to compile the blocks.
 
         Raises:
-            UnsupportedError: It hides what the model keeps.
+            UnsupportedError: It hides the values that the model keeps.
         """
         if not self.compile and is_compiled(model):
             raise UnsupportedError(
@@ -202,12 +202,12 @@ class FirstStep:
             )
 
     def remove(self) -> None:
-        """Take the plan off the model; `report` can still be read."""
+        """Remove the plan from the model; `report` stays available."""
         if self.report is not None:
             self.report.remove()
 
     def numbers(self) -> dict[str, float]:
-        """Return what a log should say: bytes and seconds by name."""
+        """Return the figures to log: bytes and seconds by name."""
         report = self.report
         if report is None:
             return {}
@@ -227,7 +227,7 @@ class Loop:
     Attributes:
         backward: Runs backward from a loss.
         model: The model as the loop calls it.
-        inner: The model in the wrappers of torch alone.
+        inner: The model in torch's own wrappers only.
     """
 
     backward: Callable[[Tensor], object]
@@ -247,14 +247,14 @@ def fit_loop(
     optimizer: Optimizer | None,
     accumulate: bool,
 ) -> Fit | CompiledFit | UnitPlan:
-    """Fit the model of a loop unless that was done; return what was done.
+    """Fit the model of a loop unless it is fitted; return the first step.
 
-    Another budget, compiler or set of actions than before fits it again.
+    Another budget, compiler or set of actions fits it again.
 
     Raises:
         InfeasibleError: No plan fits.
-        UnsupportedError: The model was compiled, and no executor is named.
-        UsageError: The arguments describe no step.
+        UnsupportedError: The model was compiled, and `compile=` is not given.
+        UsageError: The arguments do not describe a step.
     """
     known = _FITTED.get(loop.inner)
     if known is not None and known.report is not None:
@@ -266,7 +266,7 @@ def fit_loop(
 
     def run(model: nn.Module) -> None:
         del model
-        # A loop has a name for its loss: that keeps the graph through backward.
+        # A loop has a variable for its loss, which keeps the graph through backward.
         loss = loss_of_a_call()
         loop.backward(loss)
 
@@ -276,7 +276,7 @@ def fit_loop(
 
 
 def of_size(batch: Any, size: int) -> Any:
-    """Return a batch of a size, whose samples are those of another, repeated.
+    """Return a batch of a given size, by repeating the samples of another.
 
     Examples:
         >>> import torch
@@ -300,7 +300,7 @@ def eager(model: nn.Module) -> nn.Module:
 
 
 def _unsynchronised(model: nn.Module) -> AbstractContextManager[Any]:
-    """Exchange no gradients: processes measure different numbers of steps."""
+    """Do not exchange gradients: processes measure different numbers of steps."""
     if isinstance(model, DistributedDataParallel):
         return model.no_sync()
     return nullcontext()

@@ -28,9 +28,9 @@ class RecoupCallback(Callback):
 
     The plan is found on the first batch, by the strategy's own `training_step` and
     `backward`: with its precision and with gradients of earlier batches. Parameters,
-    gradients, logged metrics and random generators are then as before, and the
-    training goes on with gradients that are bitwise those without the callback. The
-    plan is removed when training ends.
+    gradients, logged metrics and random generators are then restored, and training
+    continues with gradients that are bitwise those without the callback. The plan is
+    removed when training ends.
 
     The report goes to the loggers as `recoup_budget_bytes`,
     `recoup_measured_peak_bytes` and so on, and into checkpoints.
@@ -38,13 +38,13 @@ class RecoupCallback(Callback):
     Args:
         budget: The most bytes on the device, as for `recoup.fit`: "8GiB", a number, or
             a share of the plain peak such as 0.6 (one process only). None reads the
-            environment variable `RECOUP_BUDGET`; without that, what the device has.
-        compile: Who runs the blocks, as for `recoup.fit`.
+            environment variable `RECOUP_BUDGET`; without that, the device's memory.
+        compile: The executor of the blocks, as for `recoup.fit`.
         allow: Actions allowed on a value besides recomputing it.
-        slowdown: How much longer than the plain step a step may take, such as 0.3. If
-            given, the largest batch within the budget is found, of samples such as
-            those of the first batch, and logged as `recoup_largest_batch`. For one
-            process and a budget in bytes. Costs what `recoup.largest_batch` costs.
+        slowdown: The accepted slowdown relative to the plain step, such as 0.3. If
+            given, the largest batch within the budget is found, by repeating samples of
+            the first batch, and logged as `recoup_largest_batch`. For one process and a
+            budget in bytes. Costs as much as `recoup.largest_batch`.
         rerun: Whether blocks may be called again, as for `recoup.fit`.
 
     Raises:
@@ -72,7 +72,7 @@ class RecoupCallback(Callback):
 
     @property
     def largest_batch(self) -> LargestBatch | None:
-        """The largest batch per device; None if it was not looked for."""
+        """The largest batch per device; None if it was not searched."""
         return self._first.largest
 
     def state_dict(self) -> dict[str, Any]:
@@ -89,7 +89,7 @@ class RecoupCallback(Callback):
                 "optimizer in training_step; call recoup.fit with step= a function "
                 "that runs forward and backward."
             )
-        # Lightning takes a compiled module apart, and calls its compiled methods.
+        # Lightning unwraps a compiled module, and calls its compiled methods.
         step = pl_module.training_step
         self._first.check_compiled(step)
         written = uncompiled(step)
@@ -111,7 +111,7 @@ class RecoupCallback(Callback):
         def run(model: nn.Module, batch: Any) -> None:
             del model  # the strategy has it
             given = (batch, batch_idx) if takes_number else (batch,)
-            # By this function `self.log` knows where it is called.
+            # `self.log` identifies its caller by this function.
             output = call._call_strategy_hook(trainer, "training_step", *given)  # noqa: SLF001
             if output is None:
                 raise _NoLossError
@@ -134,14 +134,14 @@ class RecoupCallback(Callback):
             logger.log_metrics(dict(self._numbers), step=trainer.global_step)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Take the plan off the module."""
+        """Remove the plan from the module."""
         del trainer, pl_module
         self._remove()
 
     def on_exception(
         self, trainer: Any, pl_module: Any, exception: BaseException
     ) -> None:
-        """Take the plan off the module."""
+        """Remove the plan from the module."""
         del trainer, pl_module, exception
         self._remove()
 
@@ -153,7 +153,7 @@ class RecoupCallback(Callback):
 
 
 class _NoLossError(Exception):
-    """`training_step` returned None, by which Lightning skips a batch."""
+    """`training_step` returned None, with which Lightning skips a batch."""
 
 
 def fit_once(  # noqa: PLR0913 (as `fit`)
@@ -169,11 +169,11 @@ def fit_once(  # noqa: PLR0913 (as `fit`)
     allow: Iterable[Action | str] = (Action.KEEP,),
     rerun: bool | None = None,
 ) -> Fit | CompiledFit | UnitPlan:
-    """Fit a model that `Fabric.setup` returned, the first time that this is called.
+    """Fit a model that `Fabric.setup` returned, on the first call.
 
-    Call it in the loop before the model: on later batches it returns the report at
-    once, unless `budget`, `compile`, `allow` or `rerun` are others than before; then
-    it fits again. All processes must call it.
+    Call it in the loop before the model: later calls return the report, unless
+    `budget`, `compile`, `allow` or `rerun` have changed; then it fits again. All
+    processes must call it.
 
     Args:
         fabric: The Fabric; its `backward` is called.
@@ -181,15 +181,15 @@ def fit_once(  # noqa: PLR0913 (as `fit`)
         batch: As for `recoup.fit`.
         budget: As for `RecoupCallback`.
         loss: Computes the loss from the output (and the target), as for `recoup.fit`.
-        optimizer: Room is left for its state.
-        accumulate: Gradients of earlier batches are there when a step begins.
+        optimizer: Memory is reserved for its state.
+        accumulate: Whether gradients of earlier batches exist when a step begins.
         compile: As for `recoup.fit`.
         allow: As for `recoup.fit`.
         rerun: As for `recoup.fit`.
 
     Raises:
         InfeasibleError: No plan fits.
-        UsageError: The arguments describe no step, or no budget.
+        UsageError: The step or the budget is invalid.
     """
     inner = dict(model.named_children()).get("_forward_module", model)
     return fit_loop(

@@ -30,34 +30,34 @@ class RecoupCallback(TrainerCallback, ExportableState):
     The plan is found on the first batch, by the Trainer's own `training_step`: with its
     autocast, loss function, label smoothing, noise on embeddings, and gradients of
     earlier batches under accumulation. Parameters, gradients and random generators are
-    then as before, and the training goes on with gradients that are bitwise those
-    without the callback. The plan is removed when training ends.
+    then restored, and training continues with gradients that are bitwise those without
+    the callback. The plan is removed when training ends.
 
     The report is logged as `recoup_budget_bytes`, `recoup_measured_peak_bytes` and so
     on, and is in `trainer_state.json` under `stateful_callbacks`.
 
-    With `torch_compile=True` the model that the Trainer compiled is not called: blocks
-    are compiled by recoup, with `compile="inductor"` unless you choose another. With
-    `auto_find_batch_size=True` a batch that does not fit is made smaller: the largest
-    one is found by planning, and larger ones are not tried.
+    With `torch_compile=True` the model that the Trainer compiled is not called: recoup
+    compiles the blocks, with `compile="inductor"` unless you choose another. With
+    `auto_find_batch_size=True` a batch that does not fit is made smaller: planning
+    finds the largest one, and larger ones are not tried.
 
     Args:
         budget: The most bytes on the device, as for `recoup.fit`: "8GiB", a number, or
             a share of the plain peak such as 0.6 (one process only). None reads the
-            environment variable `RECOUP_BUDGET`; without that, what the device has.
-        compile: Who runs the blocks, as for `recoup.fit`. None: False, or "inductor"
-            with `torch_compile=True`.
+            environment variable `RECOUP_BUDGET`; without that, the device's memory.
+        compile: The executor of the blocks, as for `recoup.fit`. None: False, or
+            "inductor" with `torch_compile=True`.
         allow: Actions allowed on a value besides recomputing it.
-        slowdown: How much longer than the plain step a step may take, such as 0.3. If
+        slowdown: The accepted slowdown relative to the plain step, such as 0.3. If
             given, the largest batch within the budget is found and logged as
             `recoup_largest_batch`, and `auto_find_batch_size=True` takes no larger one.
-            For one process and a budget in bytes. Costs what `recoup.largest_batch`
-            costs.
+            For one process and a budget in bytes. Costs as much as
+            `recoup.largest_batch`.
         rerun: Whether blocks may be called again, as for `recoup.fit`.
 
     Attributes:
         report: The report of `recoup.fit`; None before the first batch.
-        largest_batch: The largest batch per device; None if it was not looked for.
+        largest_batch: The largest batch per device; None if it was not searched.
 
     Raises:
         UsageError: An argument is out of range.
@@ -87,7 +87,7 @@ class RecoupCallback(TrainerCallback, ExportableState):
 
     @property
     def largest_batch(self) -> LargestBatch | None:
-        """The largest batch per device; None if it was not looked for."""
+        """The largest batch per device; None if it was not searched."""
         return self._first.largest
 
     def state(self) -> dict[str, Any]:
@@ -106,11 +106,11 @@ class RecoupCallback(TrainerCallback, ExportableState):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, **kwargs: Any
     ) -> None:
-        """Wait for the first batch; of a retry too, with another batch size."""
+        """Prepare for the first batch, also of a retry with another batch size."""
         del state, control, kwargs
         self.remove()
         self._first.begin()
-        if self._has_ended:  # and this is no retry
+        if self._has_ended:  # so it is not a retry
             self._has_ended, self._first.largest = False, None
         trainer = _calling_trainer()
         self._check_alone(trainer)
@@ -126,22 +126,22 @@ class RecoupCallback(TrainerCallback, ExportableState):
         trainer.training_step = self._training_step
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Take the plan off the model."""
+        """Remove the plan from the model."""
         del args, state, control, kwargs
         self.remove()
         self._has_ended = True
 
     def remove(self) -> None:
-        """Take the plan off the model and leave the Trainer as it was.
+        """Remove the plan from the model and restore the Trainer.
 
-        Done by itself when training ends, or when a training step fails; call it after
-        an error elsewhere that ended the training.
+        Done automatically when training ends, or when a training step fails; call it
+        after another error that ended the training.
         """
         trainer, self._trainer = self._trainer, None
         step, self._step = self._step, None
         if trainer is not None:
             del trainer.training_step
-            if trainer.training_step != step:  # it was one of this Trainer alone
+            if trainer.training_step != step:  # it was an instance attribute
                 trainer.training_step = step
         self._first.remove()
 
@@ -165,14 +165,14 @@ class RecoupCallback(TrainerCallback, ExportableState):
     def _training_step(
         self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """Run the Trainer's step; fit the model on the first batch before that."""
+        """Run the Trainer's step; fit the model before the first one."""
         step = self._step
-        assert step is not None, "this is called between begin and end"
+        assert step is not None, "called between begin and end"
         try:
             if self._is_waiting:
                 self._is_waiting = False
                 self._fit_first(step, model, inputs, args, kwargs)
-            # With torch_compile the compiled whole would hide the plan.
+            # With torch_compile the compiled model would hide the plan.
             return step(eager(model), inputs, *args, **kwargs)
         except BaseException:
             self.remove()
@@ -186,14 +186,14 @@ class RecoupCallback(TrainerCallback, ExportableState):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        """Fit the model by the Trainer's step on its first batch, and log that."""
+        """Fit the model by the Trainer's step on its first batch; log the report."""
         eager(model).train()
 
         def run(called: nn.Module, given: Any) -> None:
-            # Some steps take labels out of their inputs.
+            # Some steps pop labels from their inputs.
             step(called, copy.copy(given), *args, **kwargs)
 
-        # A BatchEncoding is no dictionary for those who look for its tensors.
+        # A BatchEncoding is not a dict for code that looks for its tensors.
         self._fit(model, {**inputs}, run)
         self._numbers = self._first.numbers()
         self._trainer.log(dict(self._numbers))
@@ -201,7 +201,7 @@ class RecoupCallback(TrainerCallback, ExportableState):
     def _fit(
         self, model: nn.Module, inputs: Any, run: Callable[[nn.Module, Any], object]
     ) -> None:
-        """Fit the model; make the batch smaller if that is wanted.
+        """Fit the model; make the batch smaller if requested.
 
         Raises:
             InfeasibleError: No plan fits.
@@ -224,20 +224,20 @@ class RecoupCallback(TrainerCallback, ExportableState):
             if not is_found or size == 1:
                 raise
             if trainer.args.world_size == 1:
-                # Accelerate tries 0.9 of the size again and again: know where to end.
+                # Accelerate retries with 0.9 of the size: compute where to end.
                 first.find_largest(model, run, inputs, **options, limit=size - 1)
             raise _too_large(str(error)) from error
 
 
 def _too_large(why: str) -> Exception:
-    """Return the error by which accelerate knows that the batch must be smaller."""
+    """Return the error that makes accelerate reduce the batch."""
     return torch.OutOfMemoryError(
         f"recoup: with this batch the budget is out of memory. {why}"
     )
 
 
 def _calling_trainer() -> Any:
-    """Return the Trainer that calls a callback, which does not say who it is."""
+    """Return the Trainer that calls a callback, which is not among its arguments."""
     frame = inspect.currentframe()
     while frame is not None:
         caller = frame.f_locals.get("self")
