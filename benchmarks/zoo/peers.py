@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from recoup.engine.applied.model_blocks import block_names
-from recoup.measurement.peers import PEERS, Context
+from recoup.fitting.benchmark import PEERS, Context
 
 __all__ = ["PEERS", "Compiled", "Context"]
 

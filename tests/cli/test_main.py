@@ -22,8 +22,7 @@ from recoup.core.compiled_plan import CompiledPlan
 from recoup.core.graph import Graph
 from recoup.core.plan import Place, Plan, Span
 from recoup.core.version import VERSION
-from recoup.fitting.benchmark import PLAIN
-from recoup.measurement.peers import PEERS
+from recoup.fitting.benchmark import PEERS, PLAIN
 from recoup.report.composition import Known, compose
 from recoup.report.files import from_json, to_json
 from recoup.report.timeline import timeline

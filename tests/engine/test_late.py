@@ -4,8 +4,8 @@ import torch
 
 from recoup import CheckpointScope
 from recoup.backend.memory.storages import geometry_of
+from recoup.engine.lifetime.past_contents import LateWrites
 from recoup.engine.lifetime.values import TapeValue
-from recoup.engine.lifetime.version_bypass import LateWrites
 from tests.support.counting import Alive
 
 LENGTH = 1000

@@ -13,8 +13,7 @@ from torch import nn
 
 from benchmarks.zoo.cases import CASES
 from recoup.fitting import benchmark as contests
-from recoup.fitting.benchmark import largest_difference, run_benchmark
-from recoup.measurement.peers import PEERS
+from recoup.fitting.benchmark import PEERS, largest_difference, run_benchmark
 from recoup.measurement.steps.floor import run_step
 from recoup.measurement.steps.training_step import training_step
 

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from recoup.backend.state.rng import random_states
 from recoup.core.device_figures import figures_of
 from recoup.errors import UsageError
-from recoup.measurement.steps.dry import measure_dry
-from recoup.measurement.steps.repetition import Repetition
-from recoup.measurement.steps.training_step import training_step, untouched
+from recoup.fitting.measuring import measure_dry
+from recoup.measurement.steps.training_step import Repetition, training_step, untouched
 from tests.support.bits import tree_differences
 
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from recoup.errors import UsageError
-from recoup.precision.outcomes import Outcomes
+from recoup.precision.scaler import Outcomes
 
 
 def optimizers(count):

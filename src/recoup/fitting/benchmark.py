@@ -1,22 +1,28 @@
-"""Benchmark of one step: recoup and PyTorch's own tools, measured in turns."""
+"""Benchmark of one step: recoup and PyTorch's own checkpointing, measured in turns."""
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from recoup.backend.memory.meters import is_out_of_memory
 from recoup.core.plan import Plan
 from recoup.core.segments import Action
 from recoup.core.units import print_bytes
 from recoup.engine.applied.applying import apply_plan
+from recoup.engine.applied.model_blocks import block_names
 from recoup.errors import InfeasibleError
 from recoup.fitting.budgets import Budget
 from recoup.fitting.fit import Fit, fit
-from recoup.measurement.peers import PEERS, Context
 from recoup.measurement.steps.floor import run_step
 from recoup.measurement.steps.training_step import (
     TrainingStep,
@@ -26,6 +32,59 @@ from recoup.measurement.steps.training_step import (
 from recoup.measurement.timing.block_frames import gradients_of
 from recoup.measurement.timing.pace import pace_of
 from recoup.report.findings import Entry
+
+Forward = Callable[..., Any]
+Context = Callable[[nn.Module], AbstractContextManager[Any]]
+"""Puts something around the blocks of a model while it is entered."""
+
+COMPUTE_INTENSIVE = (
+    "mm addmm bmm convolution upsample_bilinear2d _scaled_mm "
+    "_flash_attention_forward _efficient_attention_forward "
+    "_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention "
+    "_scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention_for_cpu"
+)
+"""The operators that torch's own partitioner takes to be dear by default, and the other
+kernels of attention."""
+
+_SAVED = {getattr(torch.ops.aten, name).default for name in COMPUTE_INTENSIVE.split()}
+
+
+@contextmanager
+def wrapped(
+    model: nn.Module, *, wrap: Callable[[Forward], Forward], step: int = 1
+) -> Generator[None]:
+    """Call one of so many blocks of a model through something else in the block."""
+    with ExitStack() as stack:
+        for name in block_names(model)[::step]:
+            module = model.get_submodule(name)
+            module.__dict__["forward"] = wrap(module.forward)
+            stack.callback(module.__dict__.pop, "forward")
+        yield
+
+
+def _checkpointed(forward: Forward) -> Forward:
+    return partial(checkpoint, forward, use_reentrant=False)
+
+
+def _selective(forward: Forward) -> Forward:
+    contexts = partial(create_selective_checkpoint_contexts, _policy)
+    return partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
+
+
+def _policy(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+    saved = operator in _SAVED
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+PEERS: dict[str, Context] = {
+    "torch checkpoint, every block": partial(wrapped, wrap=_checkpointed),
+    "torch checkpoint, every second block": partial(
+        wrapped, wrap=_checkpointed, step=2
+    ),
+    "torch SAC, default list": partial(wrapped, wrap=_selective),
+}
+"""By the names that tables give them."""
+
 
 PLAIN = "plain"
 

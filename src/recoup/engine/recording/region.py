@@ -17,7 +17,7 @@ from recoup.backend.autograd.saved_tensors import (
     is_in_backward,
     push_hooks,
 )
-from recoup.backend.autograd.wrappers import is_wrapper
+from recoup.backend.autograd.wrappers import Wrapped, is_wrapper
 from recoup.backend.compiler.recognition import leave_uncompiled
 from recoup.backend.memory.storages import alias, has_storage, storage_address
 from recoup.engine.lifetime.handover import (
@@ -33,7 +33,6 @@ from recoup.engine.lifetime.handover import (
 )
 from recoup.engine.lifetime.placement import placement_of
 from recoup.engine.lifetime.values import OUTSIDE, Hold, Layout, TapeValue
-from recoup.engine.lifetime.wrapped import Wrapped
 from recoup.engine.recording.observers import Listener, Tracer, tell
 from recoup.engine.recording.recorder import Recorder
 from recoup.engine.recording.region_counts import Counted

@@ -26,7 +26,7 @@ from recoup.backend.operators.properties import gives_permutation
 from recoup.backend.training.optimizer_steps import STEPS
 from recoup.engine.lifetime.external_holds import ExternalHolds
 from recoup.engine.lifetime.handover import HANDING, is_handing_over
-from recoup.engine.lifetime.past_contents import History, Indices
+from recoup.engine.lifetime.past_contents import History, Indices, LateWrites
 from recoup.engine.lifetime.placement import Placement
 from recoup.engine.lifetime.values import (
     HELD,
@@ -36,7 +36,6 @@ from recoup.engine.lifetime.values import (
     TapeValue,
     View,
 )
-from recoup.engine.lifetime.version_bypass import LateWrites
 from recoup.engine.recording.intervals import Intervals, runs_of
 from recoup.engine.replay.program import Program
 

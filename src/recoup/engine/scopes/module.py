@@ -2,6 +2,7 @@
 
 import functools
 import sys
+import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -13,14 +14,7 @@ from recoup.backend.compiler.recognition import call_slot, is_compiled, leave_un
 from recoup.engine.applied.applied_plan import Applied, plans_on
 from recoup.engine.applied.model_blocks import segment_names
 from recoup.engine.applied.planned_runs import Segments
-from recoup.engine.recording.active import begin, end, skip, transform_advice
-from recoup.engine.recording.interrupted_calls import (
-    begin_call,
-    call_of_hook,
-    end_call,
-    end_interrupted_calls,
-    is_calling,
-)
+from recoup.engine.recording.active import Call, begin, end, skip, transform_advice
 from recoup.engine.recording.region_options import Options
 from recoup.engine.replay.rerun import rerun
 from recoup.engine.scopes.policies import Policy, recomputes_beside
@@ -315,3 +309,57 @@ def _call_again(
     if module.__dict__.get(_FLAG, False):
         return rerun(original, *args, **kwargs)
     return original(*args, **kwargs)
+
+
+class _Calls(threading.local):
+    """The running calls of this thread, and their owners.
+
+    After an exception torch runs a module's hooks that are always called, but not after
+    a `KeyboardInterrupt`. The regions of such a call are closed when the next begins.
+    """
+
+    def __init__(self) -> None:
+        self.stack: list[tuple[Call, object]] = []
+
+
+_CALLS = _Calls()
+
+
+def call_of_hook() -> Call:
+    """Return the call that a module's hook runs in, who begins something there."""
+    # Two up is torch's frame that runs the hooks and then forward.
+    return Call(sys._getframe(2))  # noqa: SLF001 (of Python)
+
+
+def begin_call(owner: Call, caller: object) -> None:
+    """Record a call, from a module's hook.
+
+    Costs nothing but the note, unless it is inside another call: then a walk through
+    the frames that are running.
+
+    Args:
+        owner: The result of `call_of_hook`. Its maker lets it leave when an
+            interrupt comes from here: the note would keep its frame.
+        caller: Whose call it is.
+    """
+    if _CALLS.stack:
+        end_interrupted_calls()
+    _CALLS.stack.append((owner, caller))
+
+
+def end_call(caller: object) -> object:
+    """Record the end of the last call; return the owners that began in it."""
+    if not _CALLS.stack:
+        return caller
+    return _CALLS.stack.pop()[0]
+
+
+def is_calling(caller: object) -> bool:
+    """Return whether a call of this owner is running on this thread."""
+    return any(other is caller for _, other in _CALLS.stack)
+
+
+def end_interrupted_calls() -> None:
+    """End what was begun in calls that are no longer running."""
+    while _CALLS.stack and not _CALLS.stack[-1][0].is_under_way():
+        _CALLS.stack.pop()[0].end_if_left()
