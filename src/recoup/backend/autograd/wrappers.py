@@ -126,12 +126,7 @@ class Shell:
 
 
 class Wrapped:
-    """Stands for a wrapper subclass that autograd saved, by its inner tensors.
-
-    Args:
-        tensor: The wrapper.
-        pack: Returns what stands for an inner tensor.
-    """
+    """Stands for a wrapper subclass that autograd saved, by its inner tensors."""
 
     __slots__ = ("__weakref__", "_names", "_shell")
 
@@ -143,11 +138,7 @@ class Wrapped:
             parts[name] = pack(parts[name])
 
     def unpack(self, unpack: Callable[[Any], Tensor]) -> Tensor:
-        """Return the wrapper, rebuilt from what its inner tensors are now.
-
-        Args:
-            unpack: Returns the inner tensor that something stands for.
-        """
+        """Return the wrapper, rebuilt from what its inner tensors are now."""
         parts = self._shell.parts
         found = {name: unpack(parts[name]) for name in self._names}
         return self._shell.around({**parts, **found})

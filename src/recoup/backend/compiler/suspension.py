@@ -22,9 +22,6 @@ class SuspendedCompilation:
     `module.compile()`, `torch.compile(module)` in place of a module, and a compiled
     function in place of a module's `forward` are suspended. Compiled functions that the
     model calls are not: they do not belong to it.
-
-    Args:
-        model: The model.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -394,10 +394,6 @@ class StepSnapshot:
     gradients, which are noted without being held; not Python attributes. Costs a copy
     of the buffers, and a walk through the variables of the step.
 
-    Args:
-        *things: The step, and the model.
-        devices: Where the step computes.
-
     Examples:
         >>> layer = nn.Linear(1, 1)
         >>> step = lambda: layer(torch.ones(1)).backward()

@@ -14,9 +14,6 @@ class SharingProcesses:
     the same steps. What they decide by their own clocks and their own memory they
     decide together. A model whose parameters are all here is not shared: nothing
     is sent.
-
-    Args:
-        model: The model; its parameters are `DTensor`s if they are shared.
     """
 
     def __init__(self, model: nn.Module) -> None:

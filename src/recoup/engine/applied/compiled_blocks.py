@@ -71,11 +71,6 @@ class CompiledForward:
     code of its own; beyond that of its own it runs in a region that recomputes
     everything, with a warning. So does a call under a dispatch mode, as a counter of
     operators, which sees none of a compiled block; without a warning.
-
-    Args:
-        block: The block.
-        partition: The values it saves.
-        executor: Who runs it.
     """
 
     def __init__(
@@ -189,10 +184,6 @@ class CompiledBlocks:
     """A compiled plan on the blocks of a model, until `remove`.
 
     What was compiled before runs as it was written meanwhile.
-
-    Args:
-        model: The model.
-        plan: The plan.
 
     Raises:
         PlanError: The plan was made for another model.

@@ -27,12 +27,7 @@ HOST = Host()
 
 
 def moving_saves(block: nn.Module, inputs: Any) -> saved_tensors_hooks:
-    """Move what autograd saves inside, but for what belongs to others.
-
-    Args:
-        block: The block that is called.
-        inputs: Its arguments.
-    """
+    """Move what autograd saves inside, but for what belongs to others."""
     others = {
         storage_address(tensor)
         for tensor in (*tensors(inputs), *block.buffers())

@@ -12,9 +12,6 @@ class PassOrder:
     expected is looked for among the others: by what is called, and by what it is called
     with. A wrong answer costs memory, never a gradient.
 
-    Args:
-        plan: The plan of the step.
-
     Attributes:
         expected: The module that the measured step called there; None: the same.
 

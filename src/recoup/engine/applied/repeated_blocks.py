@@ -57,11 +57,6 @@ class RepeatedForward:
 
     A block that was changed since it was found repeatable, as by a hook, or that is
     called where somebody else handles saved tensors, runs in a region instead.
-
-    Args:
-        block: The block.
-        name: Its path in the model.
-        caller: Knows which calls are repeated.
     """
 
     belongs_to_plan = True

@@ -26,13 +26,7 @@ class ExternalHolds:
     def hold(
         self, tensor: Tensor, address: int, geometry: Geometry | None = None
     ) -> Hold:
-        """Return a hold of a tensor.
-
-        Args:
-            tensor: The tensor.
-            address: The address of its storage.
-            geometry: The geometry to give it back in, if that is not its own.
-        """
+        """Return a hold of a tensor."""
         if tensor.requires_grad:
             if stays_leaf(tensor):
                 return Hold(tensor, geometry, address)  # it can get other memory

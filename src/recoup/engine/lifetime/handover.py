@@ -47,13 +47,7 @@ class Collector(Protocol):
     """Collects what autograd saves in the second call of a function."""
 
     def take(self, tensor: Tensor, packed: Any, unpack: Unpack) -> None:
-        """Take the next saved tensor, which a region inside has packed.
-
-        Args:
-            tensor: The tensor.
-            packed: Its packed form.
-            unpack: Returns the tensor, given `packed`.
-        """
+        """Take the next saved tensor, which a region inside has packed."""
         ...
 
 
@@ -86,11 +80,6 @@ def mark_of(
 
     What it holds depends on tiers and on what else is alive. In the two calls of
     torch.utils.checkpoint that may differ, and torch finds tensors by their place.
-
-    Args:
-        ran: The operations that the region ran; producers are places in it.
-        needed: Those to recompute.
-        roots: The values that it holds for these and for backward.
     """
     hooks = ambient_hooks()
     if hooks is None or not finds_by_place(hooks[0]):

@@ -146,11 +146,7 @@ class Version:
 
 
 class History:
-    """Earlier contents of one storage, the oldest first.
-
-    Args:
-        tensor: A tensor of the storage that is about to be written to.
-    """
+    """Earlier contents of one storage, the oldest first."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._storage = _Storage(tensor)
@@ -190,11 +186,7 @@ class History:
         self._saved.add(*hull)
 
     def settle(self, reads: Mapping[TapeValue, Iterable[Geometry]]) -> None:
-        """Hold what replays read of earlier contents, and nothing else.
-
-        Args:
-            reads: The versions that are needed, by value, with what is read of them.
-        """
+        """Hold what replays read of earlier contents, and nothing else."""
         storage = self._storage
         needed = Intervals()
         last: Version | None = None

@@ -90,9 +90,6 @@ def open_regions() -> list[Region]:
 def is_recordable(name: str) -> bool:
     """Return whether a region makes sense here: autograd saves something.
 
-    Args:
-        name: The region's name, for the message.
-
     Raises:
         UnsupportedError: The code runs under a torch.func transform that cannot
             carry saved-tensor hooks.

@@ -43,11 +43,7 @@ from recoup.engine.recording.tape import Tape
 
 
 class Recorder(OperatorMode):
-    """Writes every operator that runs while it is active on a tape.
-
-    Args:
-        tape: The tape to write on.
-    """
+    """Writes every operator that runs while it is active on a tape."""
 
     _first_sight: FirstSight | None = None
     _is_left_to_wrappers = False

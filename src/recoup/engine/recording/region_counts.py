@@ -84,14 +84,7 @@ class Counted:
         known: Container[TapeValue | Layout],
         seconds: float,
     ) -> None:
-        """Count the run of a program.
-
-        Args:
-            operators: How many it ran.
-            wanted: What it was to compute.
-            known: The values that it was given.
-            seconds: How long it took.
-        """
+        """Count the run of a program."""
         made = bytes_of(
             [
                 value

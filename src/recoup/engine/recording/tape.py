@@ -117,11 +117,6 @@ class Tape:
     ) -> TapeValue | View | Hold:
         """Return what stands for a tensor that autograd saves, or a region inside.
 
-        Args:
-            tensor: A tensor with a storage.
-            address: The address of the storage.
-            value: What it names, if that is known.
-
         Returns:
             A reference to the value it names, or a hold of the tensor itself if the
             tape cannot tell how it was made. Such a tensor is kept as plain autograd

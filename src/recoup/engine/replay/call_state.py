@@ -241,9 +241,6 @@ class BlockView:
     """Where the forward of a block looks: its modules' attributes and its variables.
 
     Found once, so that keeping their contents in each call takes microseconds.
-
-    Args:
-        block: The block.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -354,10 +351,6 @@ class BlockState:
 
     Attributes that were assigned since are put back for the second call. A change
     inside an object that is two attributes away is not seen.
-
-    Args:
-        view: Where the block looks.
-        key: What tells the block from others.
     """
 
     def __init__(self, view: BlockView, key: Hashable) -> None:

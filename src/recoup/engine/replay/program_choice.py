@@ -18,13 +18,7 @@ class RecordedTape(Protocol):
 def whole_program(
     recall: ReplayCache, program: Program | None, value: TapeValue
 ) -> Program | None:
-    """Return a program of one end, if a value needs all of it and none of it was run.
-
-    Args:
-        recall: What was recomputed so far.
-        program: What recomputes everything, if that is known.
-        value: The value that is asked for.
-    """
+    """Return a program of one end, if a value needs all of it and none of it ran."""
     if (
         program is None
         or value.hold is not None
@@ -98,15 +92,7 @@ def choice_for(
     *,
     at_once: bool,
 ) -> Choice | None:
-    """Return what recomputes a value, in the fewest steps.
-
-    Args:
-        recall: What was recomputed so far.
-        program: What recomputes everything, if that is known.
-        value: The value that is asked for.
-        tape: What the region ran and autograd saved.
-        at_once: Everything is to be recomputed.
-    """
+    """Return what recomputes a value, in the fewest steps."""
     if at_once:
         whole = program_at_once(recall, program, tape)
     elif program is None or program.has_one_end:

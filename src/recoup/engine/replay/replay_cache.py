@@ -202,10 +202,6 @@ class ReplayCache:
         Only where all that ends to come need of it is kept for autograd anyway: else
         `plan` weighs what that costs.
 
-        Args:
-            parts: The parts of the region's program, which has no writes.
-            place: The place of the end.
-
         Returns:
             What is to be run, and the tensors to start from. None: it takes a search.
         """
@@ -270,10 +266,6 @@ class ReplayCache:
 
         The first time in a backward that is one of the uses that free the value.
         Written out for the common case: autograd asks for every saved tensor here.
-
-        Args:
-            saved: What stands for it.
-            task: The backward that asks.
 
         Raises:
             ChangedTensorError: A backward function wrote to the tensor that it got, and
@@ -362,13 +354,7 @@ class ReplayCache:
         value: TapeValue,
         uses: Uses,
     ) -> tuple[Program, Live]:
-        """Return what recomputes a value, and the tensors to start from.
-
-        Args:
-            operations: What the region ran.
-            value: The value that is asked for.
-            uses: Who reads the values.
-        """
+        """Return what recomputes a value, and the tensors to start from."""
         run: dict[int, list[TapeValue]] = {}
         if self._kept and self._uses is None:
             self._stop_crossing(uses)

@@ -170,13 +170,6 @@ these, its shape and its type. A plain tuple: there are dozens in each call."""
 class Rerun:
     """One call of a function that will be called again in backward.
 
-    Args:
-        function: The function.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        identity: Its name, and whether it is verified.
-        state: What it reads besides its arguments.
-
     Attributes:
         forgets: What autograd saves in the call is forgotten: see `role_around`.
         collector: See `run_first`.

@@ -63,9 +63,6 @@ class Check:
 
         A kernel that PyTorch knows nothing of may have written to it since. Backward
         is meant to see that, and a replay would not.
-
-        Args:
-            value_of: Returns the value that a tensor names now.
         """
         for value, (geometry, before) in self._seen.items():
             tensor = value.first_tensor()

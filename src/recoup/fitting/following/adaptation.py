@@ -244,9 +244,6 @@ class _Disorder:
     metered, until one that has such a call is within the budget; all passes are planned
     for what it exceeds the budget by.
 
-    Args:
-        parts: The plan of each pass.
-
     Attributes:
         is_open: There was such a call, and what it costs is not known.
     """

@@ -18,10 +18,6 @@ from recoup.fitting.following.loop_memory import advice_for, reasons_of
 class BudgetWarnings:
     """Warns of what exceeds a budget: of each kind once.
 
-    Args:
-        budget_bytes: The budget, without the reserved bytes.
-        reserved_bytes: Part of the user's budget that is reserved.
-
     Attributes:
         budget_bytes: The budget, without the reserved bytes.
         said: The kinds that were said.

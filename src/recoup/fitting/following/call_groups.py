@@ -64,12 +64,7 @@ class CallCase:
 
 
 class SizedSteps:
-    """A measured step at other sizes.
-
-    Args:
-        graph: The measured step.
-        measured: Its calls; they may be added later.
-    """
+    """A measured step at other sizes."""
 
     def __init__(self, graph: Graph, measured: Sequence[MeasuredCall]) -> None:
         self._graph = graph

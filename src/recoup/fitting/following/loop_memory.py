@@ -117,15 +117,7 @@ class LoopMemory:
         *,
         is_measured_plan: bool,
     ) -> None:
-        """Wait for the backward of a call.
-
-        Args:
-            case: The kind of call; None: it was measured.
-            plan: The plan it ran with.
-            output: Its result.
-            reader: Reads the gradients of the model.
-            is_measured_plan: The plan is the one that `recoup.fit` measured.
-        """
+        """Wait for the backward of a call."""
         found = tensors_within(output)
         nodes = [tensor.grad_fn for tensor in found if tensor.grad_fn is not None]
         if not nodes:

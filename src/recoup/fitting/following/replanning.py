@@ -67,12 +67,7 @@ def verification_bytes(graph: Graph, verify: Verify) -> int:
 
 
 def least_verification_bytes(graph: Graph, device: torch.device) -> int:
-    """Return what verifying any plan of a step takes where memory is short.
-
-    Args:
-        graph: The step.
-        device: Where it runs.
-    """
+    """Return what verifying any plan of a step takes where memory is short."""
     # Of each saved value a fingerprint, and whether it differs, at two moments.
     is_cpu = device.type == "cpu"
     scalar_bytes, value_bytes = (8, 8 + 2) if is_cpu else (BLOCK_BYTES, 3 * BLOCK_BYTES)
