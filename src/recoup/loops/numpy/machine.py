@@ -80,7 +80,7 @@ class NumpyMachine(LoopMachine):
         """Return a held state."""
         structure, leaves = held
         if self.in_place:
-            leaves = [_copied(leaf) for leaf in leaves]
+            leaves = [_copied_leaf(leaf) for leaf in leaves]
         return unflatten(structure, leaves)
 
     def advance(self, state: Any, start: int, stop: int) -> Any:
@@ -146,7 +146,7 @@ class NumpyMachine(LoopMachine):
     def run_first(self, step: LoopStep, state: Any) -> tuple[Any, Any]:
         """Run the first step on a copy; detect whether it writes to it."""
         leaves, structure = flatten(state)
-        copies = [_copied(leaf) for leaf in leaves]
+        copies = [_copied_leaf(leaf) for leaf in leaves]
         before = StateDigest(copies)
         result = step.run(unflatten(structure, copies), 0)
         self.in_place = any(before.differs(copies))
@@ -201,7 +201,7 @@ def hides_arrays(leaf: Any) -> bool:
     return bool(reach(leaf, kind=np.ndarray) or traced_arrays(leaf))
 
 
-def _copied(leaf: Any) -> Any:
+def _copied_leaf(leaf: Any) -> Any:
     return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
 
