@@ -1,10 +1,12 @@
 """The list of private names of torch: complete, without extras, and checked."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from recoup.backend.capabilities import COMPILER, DEVICE, NAMES, UNCHECKED, require
 from recoup.errors import UnsupportedError
@@ -13,6 +15,17 @@ SOURCE = Path(__file__).parents[2] / "src" / "recoup"
 LISTED = {name for names in NAMES.values() for name in names} | {*COMPILER, *DEVICE}
 OTHERS = {"_getframe", "_is_owned"}
 """Private names of Python's own library."""
+
+OPERATORS = {
+    part
+    for name in torch._C._dispatch_get_all_op_names()
+    for part in re.split(r"::|\.", name)
+}
+"""The names of operators and of their namespaces, which are data."""
+
+
+MODULES_OWN = {"_buffers", "_modules", "_parameters"}
+"""Names of the dictionaries of a module, by which `vars` of one is read."""
 
 
 def is_private(name: str) -> bool:
@@ -43,6 +56,10 @@ def used(text: str) -> Iterator[str]:
                 torch_names[alias.asname or alias.name] = full
                 if any(map(is_private, full.split("."))):
                     yield full
+    for node in ast.walk(tree):
+        text = str(node.value) if isinstance(node, ast.Constant) else ""
+        if re.fullmatch(r"_[a-zA-Z]\w*", text) and text not in OPERATORS:
+            yield text
     inner = {
         id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)
     }
@@ -59,7 +76,7 @@ def is_listed(name: str) -> bool:
     """Whether a name, or a longer or shorter one of the same thing, is in the list."""
     if not name.startswith("torch."):
         return name in {*OTHERS, *UNCHECKED} or any(
-            each.endswith(f".{name}") for each in LISTED
+            name in each.split(".") for each in LISTED
         )
     return any(
         f"{name}.".startswith(f"{each}.") or f"{each}.".startswith(f"{name}.")
@@ -86,6 +103,18 @@ def test_every_private_name_of_torch_is_listed(module):
     assert sorted(name for name in names if not is_listed(name)) == []
 
 
+def test_no_private_name_of_torch_is_used_elsewhere():
+    private = {"torch", *(name.rpartition(".")[2] for name in LISTED), *UNCHECKED}
+    found = {
+        (module.stem, name)
+        for module in SOURCE.rglob("*.py")
+        if module not in BORDER
+        for name in used(module.read_text())
+        if name.partition(".")[0] in private - MODULES_OWN
+    }
+    assert found == set()
+
+
 def test_every_listed_name_is_used():
     text = "".join(
         module.read_text() for module in BORDER if module.stem != "capabilities"
@@ -105,6 +134,7 @@ def test_every_listed_name_is_used():
         ("import torch\ngetattr(torch._C, '_nothing')", "torch._C._nothing"),
         ("from torch._nothing import it", "torch._nothing.it"),
         ("def f(tensor): return tensor._nothing", "_nothing"),
+        ("def f(tensor): return vars(tensor)['_nothing']", "_nothing"),
     ],
 )
 def test_a_name_that_is_not_listed_is_found(text, found):

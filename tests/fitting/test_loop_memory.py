@@ -250,7 +250,7 @@ def steps_said(
 @pytest.mark.parametrize("step", [as_measured, *MORE])
 def test_of_more_that_is_kept_the_first_step_is_warned(step, monkeypatch):
     # As on an accelerator, whose allocator counts by itself.
-    monkeypatch.setattr(adaptation, "_has_allocator", lambda model: True)
+    monkeypatch.setattr(adaptation, "device_of", lambda _: torch.device("cuda"))
     peaks, said = steps_said(step, "cpu")
     assert [w.needed_bytes for w in said] == ([] if step is as_measured else peaks[:1])
 

@@ -49,6 +49,8 @@ NAMES = {
         "torch._C.TensorBase",
         "torch._C._VariableFunctions",
         "torch._C._nn",
+        "torch._foreach_copy_",
+        "torch._foreach_lerp_",
     ),
     "Autograd: saved-tensor hooks, and the backward that runs": (
         "torch._C._autograd._pop_saved_tensors_default_hooks",
@@ -60,6 +62,7 @@ NAMES = {
         "torch._C._set_grad_enabled",
         "torch.Tensor._backward_hooks",
         "torch.Tensor._base",
+        "torch.Tensor._post_accumulate_grad_hooks",
         "torch.autograd.Variable._execution_engine.queue_callback",
         "torch.autograd.grad_mode._unsafe_preserve_version_counter",
         "torch.autograd.graph._engine_run_backward",
@@ -76,6 +79,9 @@ NAMES = {
         "torch.UntypedStorage._weak_ref",
         "torch._C._has_storage",
         "torch._C._storage_address",
+        "torch.Tensor._indices",
+        "torch.Tensor._values",
+        "torch.Tensor._version",
     ),
     "Meters of memory": (
         "torch._C._autograd._disable_profiler_legacy",
@@ -129,6 +135,17 @@ UNCHECKED = (
     "_torchdynamo_disable",
     "_torchdynamo_disable_msg",
     "_iterator",  # of a data loader, which cannot be made without data
+    "_orig_mod",  # of compiled modules and functions, as the next one
+    "_torchdynamo_orig_callable",
+    "_saved_result",  # of nodes of the graph
+    "_lengths",  # of nested tensors, as the next one
+    "_offsets",
+    "_dispatch_key",  # of modes of torch's own, as the next two
+    "_mode_key",
+    "_is_in_any_mode_without_ignore_compile_internals",
+    "_is_in",  # the beginning of the names of such flags
+    "_hop_compile_and_call",  # functions of torch whose frames are recognised
+    "_maybe_compile_and_run_fn",
 )
 """Attributes that cannot be looked for; tests of their modules cover them."""
 

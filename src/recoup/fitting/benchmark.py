@@ -8,11 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy
 
 from recoup.backend.memory.meters import is_out_of_memory
 from recoup.core.plan import Plan
@@ -46,6 +43,8 @@ COMPUTE_INTENSIVE = (
 """The operators that torch's own partitioner takes to be dear by default, and the other
 kernels of attention."""
 
+_torch: Any = checkpoint  # its functions have no types
+
 _SAVED = {getattr(torch.ops.aten, name).default for name in COMPUTE_INTENSIVE.split()}
 
 
@@ -63,12 +62,12 @@ def wrapped(
 
 
 def _checkpointed(forward: Forward) -> Forward:
-    return partial(checkpoint, forward, use_reentrant=False)
+    return partial(_torch.checkpoint, forward, use_reentrant=False)
 
 
 def _selective(forward: Forward) -> Forward:
-    contexts = partial(create_selective_checkpoint_contexts, _policy)
-    return partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
+    contexts = partial(_torch.create_selective_checkpoint_contexts, _policy)
+    return partial(_torch.checkpoint, forward, use_reentrant=False, context_fn=contexts)
 
 
 def _policy(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:

@@ -1,6 +1,6 @@
 """measure: one training step as a graph, or dry; frontier: what it could cost."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal, overload
@@ -230,7 +230,7 @@ def measure_dry(
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
+def _explained() -> Generator[None]:
     """Say of errors inside the block what they have to do with dry measurement."""
     try:
         yield

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from recoup.backend.compiler.recognition import is_compiled, uncompiled
+from recoup.backend.compiler.recognition import eager, is_compiled
 from recoup.backend.state.trees import map_leaves
 from recoup.core.segments import Action
 from recoup.core.units import parse_budget
@@ -291,12 +291,6 @@ def of_size(batch: Any, size: int) -> Any:
         return leaf[torch.arange(size, device=leaf.device) % count]
 
     return map_leaves(resized, batch)
-
-
-def eager(model: nn.Module) -> nn.Module:
-    """Return the model as it was before `torch.compile` wrapped it."""
-    found: Any = uncompiled(model)
-    return found if isinstance(found, nn.Module) else model
 
 
 def _unsynchronised(model: nn.Module) -> AbstractContextManager[Any]:

@@ -13,13 +13,14 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
+from recoup.backend.compiler.recognition import eager
 from recoup.core.segments import Action
 from recoup.errors import InfeasibleError, UnsupportedError, UsageError
 from recoup.fitting.budgets import Budget
 from recoup.fitting.compiled_fit import CompiledFit
 from recoup.fitting.fit import Compile, Fit
 from recoup.fitting.largest_batch import LargestBatch
-from recoup.integrations.first_step import FirstStep, eager
+from recoup.integrations.first_step import FirstStep
 from recoup.train.budgeting.process_budget import UnitPlan
 from recoup.train.data.batches import batch_size
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from recoup.backend.compiler.recognition import is_sharded
+from recoup.backend.compiler.recognition import eager, is_sharded
 from recoup.errors import PeerError, UnsupportedError
 
 _ALONE: AbstractContextManager[None] = nullcontext()
@@ -171,8 +171,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
     """Return the model inside its wrappers, without their prefixes in its state."""
     if isinstance(model, DistributedDataParallel):
         model = model.module
-    original = getattr(model, "_orig_mod", model)
-    return original if isinstance(original, nn.Module) else model
+    return eager(model)
 
 
 def _refuse_old_sharding(model: nn.Module) -> None:

@@ -59,6 +59,12 @@ def uncompiled(function: Any) -> Any:
     return function
 
 
+def eager(model: nn.Module) -> nn.Module:
+    """Return the model as it was before `torch.compile` wrapped it."""
+    found = uncompiled(model)
+    return found if isinstance(found, nn.Module) else model
+
+
 def _original_method(method: MethodType) -> Any:
     owner, function = method.__self__, method.__func__
     if isinstance(owner, nn.Module) and function.__module__ == nn.Module.__module__:

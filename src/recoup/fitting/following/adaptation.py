@@ -16,9 +16,10 @@ from recoup.engine.applied.pass_order import PassOrder
 from recoup.engine.verification.replay_check import Verify
 from recoup.fitting.following.adapted_pass import AdaptedPass
 from recoup.fitting.following.budget_warnings import BudgetWarnings
-from recoup.fitting.following.watched_step import StepMeter, WatchedStep
+from recoup.fitting.following.watched_step import StepMeter
 from recoup.measurement.steps.training_step import device_of
 from recoup.measurement.timing.block_frames import StepMarks, marked_graph
+from recoup.measurement.tracing.live import LiveStep
 
 _METERED_STEPS = 3
 """So many steps with calls out of order are metered, until one is within the budget."""
@@ -169,23 +170,19 @@ def _first_step(
     unseen_bytes: int,
     model: nn.Module,
     found: Sequence[tuple[str, Tensor]],
-) -> WatchedStep | None:
+) -> LiveStep | None:
     """Return what meters the first step after `fit`, if an allocator counts by itself.
 
     Later ones are not compared with the budget: an optimizer has made its state since.
     """
-    if not _has_allocator(model) or not WatchedStep.is_possible():
-        return None
     device = device_of(model)  # the step does not keep the model alive
+    if device.type == "cpu" or not LiveStep.is_possible():
+        return None
 
     def ended(peak_bytes: int) -> None:
         said.say_more(peak_bytes + unseen_bytes, device)
 
-    return WatchedStep(model, [tensor for _, tensor in found], ended)
-
-
-def _has_allocator(model: nn.Module) -> bool:
-    return device_of(model).type != "cpu"
+    return LiveStep.of_model(model, [tensor for _, tensor in found], ended)
 
 
 def watched_loop(
@@ -257,7 +254,7 @@ class _Disorder:
 
     def meter(
         self, reason: str, model: nn.Module, arguments: object, *, is_alone: bool
-    ) -> WatchedStep | None:
+    ) -> LiveStep | None:
         """Return what counts the bytes of the step that a call is in.
 
         Args:

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from recoup.backend.state.model_state import ModelState, StateReader
 from recoup.backend.state.trees import named_tensors
 from recoup.core.graph import Graph
-from recoup.core.growth import group_of
+from recoup.core.growth import group_of, resized
 from recoup.core.plan import Place, Plan, displaced, measured_order, segments_of
 from recoup.core.segments import Action, Segment
 from recoup.core.simulation import LoopKept, live_after, simulate
 from recoup.engine.applied.applied_plan import Choice, refuse_sharded
+from recoup.engine.applied.planned_runs import Cuts
 from recoup.engine.verification.replay_check import Verify
 from recoup.errors import InfeasibleError
 from recoup.fitting.following.budget_warnings import BudgetWarnings
@@ -40,12 +41,12 @@ from recoup.fitting.following.replanning import replanned, verification_bytes
 from recoup.fitting.following.watched_step import (
     CallWatch,
     StepMeter,
-    TracedStep,
-    WatchedStep,
     expected_excess,
+    observe_step,
     unseen_bytes,
 )
 from recoup.measurement.tracing.call_trace import CallTrace, storage_bytes
+from recoup.measurement.tracing.live import LiveStep
 
 _TIGHTER = 0.9
 """A budget that was too much for the device is cut to this share of itself."""
@@ -74,13 +75,7 @@ _NO_PLAN = Plan()
 class AdaptedPass:
     """The plan of one pass of a step, and plans for calls that are not measured ones.
 
-    Args:
-        graph: The measured pass.
-        made: The plan for it.
-        allow: Actions allowed on a value besides recomputing it.
-        verify: As for `CheckpointScope`.
-        reserved_bytes: Part of the user's budget that the plan's does not contain.
-        is_fixed: All calls get this plan; warn only of what the training loop keeps.
+    Its arguments are those of `Adapted`, for one pass.
 
     Attributes:
         unmeasured: The paths of blocks that did not run in the measured step.
@@ -107,13 +102,13 @@ class AdaptedPass:
         self._measured: list[MeasuredCall] = []
         self.unmeasured: set[str] = set()
         self.unseen_bytes = 0
-        self.first: Callable[..., WatchedStep | None] | None = None
+        self.first: Callable[..., LiveStep | None] | None = None
         self._steps = SizedSteps(graph, self._measured)
         self._chosen = made
         self._reader: StateReader | None = None
         self._loop = LoopMemory(self._check_kept)
         self._meter = StepMeter()
-        self._observed: tuple[TracedStep, CallCase, CallKey] | None = None
+        self._observed: tuple[LiveStep, Cuts, CallCase, CallKey] | None = None
         self._torn: set[str] = set()
         self._unchecked: list[str] = []
         self.adopt(made)
@@ -165,7 +160,7 @@ class AdaptedPass:
     def stop(self) -> None:
         """Take the instruments off a step that is metered or observed."""
         self._meter.stop()
-        if self._observed is not None and self._observed[0].detach():
+        if self._observed is not None and self._observed[0].finish():
             self._observed = None
         for other in self._others.values():
             other.stop()
@@ -194,7 +189,7 @@ class AdaptedPass:
         kwargs: dict[str, Any],
         *,
         is_alone: bool = True,
-        metered: WatchedStep | None = None,
+        metered: LiveStep | None = None,
     ) -> Choice:
         """Return the plan for a call, and what watches the call.
 
@@ -234,7 +229,7 @@ class AdaptedPass:
         if case.group.metered_steps == _METERED_STEPS and is_alone:
             observed = self._observe(case, key, model, found, (args, kwargs))
             if observed is not None:
-                return observed.cuts, CallWatch(self, None, _NO_PLAN, observed)
+                return observed[1], CallWatch(self, None, _NO_PLAN, observed[0])
         self._chosen = self._plan_of(case)
         if case.group.metered_steps or self._meter.step is not None:
             mine = self._metered_step(case, model, found, is_alone=is_alone)
@@ -251,7 +246,7 @@ class AdaptedPass:
         found: Sequence[tuple[str, Tensor]],
         *,
         is_alone: bool,
-    ) -> WatchedStep | None:
+    ) -> LiveStep | None:
         """Return what counts the bytes of the step that begins with a call."""
         running = self._meter.running(case.group)
         if running is not None:
@@ -278,13 +273,13 @@ class AdaptedPass:
         model: nn.Module,
         found: Sequence[tuple[str, Tensor]],
         arguments: tuple[tuple[Any, ...], dict[str, Any]],
-    ) -> TracedStep | None:
+    ) -> tuple[LiveStep, Cuts] | None:
         """Observe the step that begins with a call, if it trains more parameters."""
         if (
             self._is_as_trained(case)
             or self.plan.roots != ("",)
             or self.open_calls
-            or not TracedStep.is_possible(traced=True)
+            or not LiveStep.is_possible(traced=True)
             or not self._meter.stop()
         ):
             return None
@@ -296,24 +291,28 @@ class AdaptedPass:
                 found.say_difference(reasons, peak_bytes)
 
         batch = (tensor for _, tensor in found)
-        observed = TracedStep(model, batch, arguments, self._torn, ended)
-        self._observed = (observed, case, key)
+        observed = observe_step(model, batch, arguments, self._torn, ended)
+        self._observed = (*observed, case, key)
         return observed
 
-    def _learn(self, observed: TracedStep, case: CallCase, key: CallKey) -> None:
+    def _learn(
+        self, observed: LiveStep, cuts: Cuts, case: CallCase, key: CallKey
+    ) -> None:
         """Plan for the step that was observed, if its backward has ended."""
         if not observed.has_ended and self.open_calls:
             return  # the next call of the same step
-        if not observed.detach():
+        if not observed.finish():
             return  # another thread's step
         self._observed = None
         if not observed.has_ended:
             return
-        torn = observed.torn()
+        torn = observed.torn(cuts.modules)
         if torn:
             self._torn |= torn
             return
-        graph = observed.graph(self.unseen_bytes)
+        graph = observed.graph(cuts.modules, ())
+        sizes = [storage.bytes for storage in graph.storages]
+        graph = resized(graph, sizes, added_bytes=self.unseen_bytes)
         made, _ = self._replanned(graph, self._warnings.budget_bytes)
         other = AdaptedPass(graph, made, self._allow, verify=self._verify)
         other._warnings = self._warnings

@@ -1,24 +1,13 @@
-"""Calls and steps of the user's own, metered while they run, and traced if asked for.
+"""Calls of a fitted model and their steps, watched while they run."""
 
-Nothing runs twice. The instruments are attached from a call of the model to the end of
-the backward that follows, across user code.
-"""
-
-import threading
-import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from recoup.backend.autograd.hook_stacks import has_infrastructure_modes
-from recoup.backend.autograd.saved_tensors import follow_backward, hooks_refused
 from recoup.backend.memory.ledger import StorageLedger
-from recoup.backend.state.trees import tensors_within
 from recoup.core.graph import BEFORE, Graph
-from recoup.core.growth import resized
 from recoup.core.plan import Place, Plan
 from recoup.engine.applied.model_blocks import block_names
 from recoup.engine.applied.planned_runs import Cuts
@@ -32,108 +21,21 @@ if TYPE_CHECKING:
     from recoup.fitting.following.adapted_pass import AdaptedPass
 
 
-class WatchedStep:
-    """Counts the bytes of one step, from `begin` to the end of its backward.
-
-    Args:
-        model: The model; it counts with its gradients.
-        batch: The tensors of its arguments.
-        ended: Called once with the peak in bytes, when backward has ended.
-        traced: Trace the step as well, from `trace` on.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        batch: Iterable[Tensor],
-        ended: Callable[[int], None],
-        *,
-        traced: bool = False,
-    ) -> None:
-        self._attach: Callable[[], LiveStep] | None = partial(
-            LiveStep,
-            device_of(model),
-            partial(_gradients_of, weakref.ref(model)),
-            traced=traced,
-            resident=[*model.parameters(), *model.buffers(), *batch],
-            parameters=dict(model.named_parameters()) if traced else {},
-        )
-        self._live: LiveStep | None = None
-        self._ended: Callable[[int], None] | None = ended
-        self._thread = threading.get_ident()
-
-    @staticmethod
-    def is_possible(*, traced: bool = False) -> bool:
-        """Return whether a step can be metered here, or traced."""
-        if has_infrastructure_modes() or torch.compiler.is_compiling():
-            return False
-        return not traced or hooks_refused() is None
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether its backward has ended."""
-        return self._ended is None
-
-    @property
-    def is_running(self) -> bool:
-        """Whether the instruments are attached, and its backward has not ended."""
-        return self._live is not None and not self.has_ended
-
-    def begin(self) -> None:
-        """Attach the instruments, once."""
-        attach, self._attach = self._attach, None
-        if attach is not None:
-            self._live = attach()
-
-    def wait_for(self, output: object) -> None:
-        """Wait for the backward of a call of the step that returned this."""
-        if self._live is not None:
-            self._live.returned()
-            self._live.unfollow()  # copies of the model have none of the instruments
-        for tensor in tensors_within(output):
-            if tensor.grad_fn is not None:
-                tensor.grad_fn.register_hook(self._arrive)
-
-    def _arrive(self, *gradients: object) -> None:
-        del gradients
-        if not self.has_ended:
-            follow_backward(self)
-
-    def end(self, task: int = -1) -> None:
-        """Report the peak: backward is over.
-
-        The meter stays attached: autograd restores the stack of modes when the last
-        callback of a backward returns.
-        """
-        del task
-        ended, self._ended = self._ended, None
-        if ended is not None and self._live is not None:
-            self._live.backward_ended()
-            ended(self._live.start_bytes + self._live.peak_bytes)
-
-    def detach(self) -> bool:
-        """Take the instruments off; return whether they are off now."""
-        if self._live is not None and self._thread == threading.get_ident():
-            self._live.finish()
-            self._live = None
-        return self._live is None
-
-
 class StepMeter:
     """Meters the steps of a model, one at a time; a copy of it meters none.
 
     Attributes:
-        step: The step whose instruments are attached, or will be.
+        step: The step whose instruments are attached.
     """
 
     def __init__(self) -> None:
-        self.step: WatchedStep | None = None
+        self.step: LiveStep | None = None
         self._kind: object = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {"step": None, "_kind": None}
 
-    def running(self, kind: object = None) -> WatchedStep | None:
+    def running(self, kind: object = None) -> LiveStep | None:
         """Return what meters the running step, if that is of this kind.
 
         It is the same step also if the call before has no graph any more.
@@ -144,7 +46,7 @@ class StepMeter:
 
     def stop(self) -> bool:
         """Take the instruments off; return False if the step is another thread's."""
-        if self.step is not None and self.step.detach():
+        if self.step is not None and self.step.finish():
             self.step = None
         return self.step is None
 
@@ -155,62 +57,32 @@ class StepMeter:
         ended: Callable[[int], None],
         *,
         kind: object = None,
-    ) -> WatchedStep | None:
+    ) -> LiveStep | None:
         """Return what is to meter the step that begins now; None: it is impossible."""
-        if not self.stop() or not WatchedStep.is_possible():
+        if not self.stop() or not LiveStep.is_possible():
             return None
         self._kind = kind
-        self.step = WatchedStep(model, batch, ended)
+        self.step = LiveStep.of_model(model, batch, ended)
         return self.step
 
 
-class TracedStep(WatchedStep):
-    """Traces the one call of a step with every block recomputed, and counts its bytes.
+def observe_step(
+    model: nn.Module,
+    batch: Iterable[Tensor],
+    arguments: tuple[tuple[Any, ...], Mapping[str, Any]],
+    torn: Collection[str],
+    ended: Callable[[int], None],
+) -> tuple[LiveStep, Cuts]:
+    """Trace the call that begins now with every block recomputed, but for torn ones.
 
     What autograd saves for parameters that did not require a gradient is not in the
     graph of the measured step, so no plan for that can recompute it. Recomputing every
     block takes little memory, and later plans are made for the graph of this step.
-
-    Args:
-        model: The model that the step calls once.
-        batch: The tensors of its arguments.
-        arguments: The arguments as passed.
-        torn: The paths of blocks at which the step is not cut; see `torn`.
-        ended: Called once with the peak in bytes, when backward has ended.
-
-    Attributes:
-        cuts: The cuts that the call runs with.
     """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        batch: Iterable[Tensor],
-        arguments: tuple[tuple[Any, ...], Mapping[str, Any]],
-        torn: Collection[str],
-        ended: Callable[[int], None],
-    ) -> None:
-        super().__init__(model, batch, ended, traced=True)
-        self.begin()
-        assert self._live is not None, "attached just now"
-        self._traced = self._live
-        cuts = (n for n in cuts_of(model, block_names(model)) if n not in torn)
-        self.cuts = Cuts(tuple(cuts), policy=self._traced.tracer)
-        self._traced.call(model, "", *arguments)
-
-    def torn(self) -> set[str]:
-        """Return the cuts where a value is about to be written over."""
-        return self._traced.torn(self.cuts.modules)
-
-    def graph(self, unseen_bytes: int) -> Graph:
-        """Return the graph of the step, which has ended.
-
-        Args:
-            unseen_bytes: Other memory in use during the step.
-        """
-        graph = self._traced.graph(self.cuts.modules, ())
-        sizes = [storage.bytes for storage in graph.storages]
-        return resized(graph, sizes, added_bytes=unseen_bytes)
+    live = LiveStep.of_model(model, batch, ended, traced=True)
+    names = (n for n in cuts_of(model, block_names(model)) if n not in torn)
+    live.call(model, "", *arguments)
+    return live, Cuts(tuple(names), policy=live.tracer)
 
 
 class CallWatch:
@@ -223,7 +95,7 @@ class CallWatch:
         adapted: "AdaptedPass",
         case: CallCase | None,
         plan: Plan,
-        metered: WatchedStep | None = None,
+        metered: LiveStep | None = None,
     ) -> None:
         self._adapted = adapted
         self._metered = metered
@@ -238,9 +110,7 @@ class CallWatch:
         self._trace = CallTrace() if is_new else None
 
     def begin(self) -> None:
-        """Begin to trace or to count."""
-        if self._metered is not None:
-            self._metered.begin()
+        """Begin to trace."""
         if self._trace is not None:
             self._trace.begin()
 
@@ -268,19 +138,13 @@ class CallWatch:
         """Stop tracing and counting."""
         self._end_trace()
         if self._metered is not None:
-            self._metered.detach()
+            self._metered.finish()
 
     def _end_trace(self) -> None:
         for trace in reversed(self._blocks.values()):
             trace.end()
         if self._trace is not None:
             self._trace.end()
-
-
-def _gradients_of(model: Callable[[], nn.Module | None]) -> list[Tensor]:
-    found = model()
-    parameters = () if found is None else found.parameters()
-    return [p.grad for p in parameters if p.grad is not None]
 
 
 def unseen_bytes(

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from recoup.backend.autograd.module_hooks import calling_frame
-from recoup.backend.autograd.saved_tensors import at_end_of_backward, current_backward
+from recoup.backend.autograd.saved_tensors import current_backward
 from recoup.backend.state.model_state import StateReader, listed
 from recoup.backend.state.trees import tensors
 from recoup.core.callers import user_stacklevel
@@ -174,7 +174,7 @@ class RunningStep:
         """Wait for the backward of the call that has returned this."""
         number, self._running = self._running, None
         if self.watch is not None:
-            self.watch.returned()
+            self.watch.wait_for(output)
         nodes = [t.grad_fn for t in tensors(output) if t.grad_fn is not None]
         if nodes and number is not None:
             self._open.add(number)
@@ -187,8 +187,6 @@ class RunningStep:
         """Record that backward arrives at a call."""
         self._reached.add(number)
         self.has_backward = True
-        if self.watch is not None:
-            at_end_of_backward(self.watch.backward_ended)
 
     def dropped(self, number: int) -> None:
         """Record that the graph of a call was freed."""
@@ -342,8 +340,9 @@ class Learner:
         step = RunningStep(key, place, known, left_bytes, limits)
         if known is not None:
             step.expected, step.planned_bytes = known.expected, known.planned_bytes
-        if LiveStep.is_possible() and (known is None or known.needs_check):
-            traced = known is None
+        traced = known is None
+        needs_watch = known is None or known.needs_check
+        if needs_watch and LiveStep.is_possible(traced=traced):
             step.watch = LiveStep(managed.device, mine.gradients, traced=traced)
         return step
 

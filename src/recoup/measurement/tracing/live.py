@@ -6,6 +6,7 @@ torch's stacks: modes and hooks that the user enters and leaves meanwhile are ab
 """
 
 import threading
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache, partial
 from types import MappingProxyType
@@ -24,14 +25,17 @@ from recoup.backend.autograd.saved_tensors import (
     Pack,
     Unpack,
     current_backward,
+    follow_backward,
     hooks_refused,
 )
 from recoup.backend.memory.ledger import storages_in
 from recoup.backend.memory.meters import MemoryMeter, StorageMeter, device_meter
 from recoup.backend.operators.timers import OperatorTimer, Timer
+from recoup.backend.state.trees import tensors_within
 from recoup.core.graph import Graph
 from recoup.engine.recording.observers import Watched
 from recoup.engine.recording.region import Region
+from recoup.measurement.steps.training_step import device_of
 from recoup.measurement.timing.host_cost import recording_seconds
 from recoup.measurement.tracing.graphs import step_graph, torn_blocks
 from recoup.measurement.tracing.trace import Trace
@@ -171,9 +175,11 @@ class LiveStep:
         traced: Trace the step; False: only count its bytes.
         resident: Other tensors that count and are alive in any case, as parameters.
         parameters: Parameters whose gradients are recorded, by path.
+        ended: Called once with the peak in bytes, when backward has ended.
 
     Attributes:
         tracer: The tracer, if the step is traced.
+        has_ended: A backward of it has ended.
         start_bytes: Bytes in use before the step, without the gradients.
         peak_bytes: The most bytes that the step has added so far.
         fixed_bytes: Bytes that autograd saves in calls that no plan may change.
@@ -189,8 +195,11 @@ class LiveStep:
         traced: bool,
         resident: Sequence[Tensor] = (),
         parameters: Mapping[str, Tensor] = MappingProxyType({}),
+        ended: Callable[[int], None] | None = None,
     ) -> None:
         self._gradients = gradients
+        self._ended = ended
+        self.has_ended = False
         self._thread = threading.get_ident()
         self._meter = live_meter(device)
         self._counts = isinstance(self._meter, LiveMeter)
@@ -219,9 +228,35 @@ class LiveStep:
         self.peak_bytes = self.fixed_bytes = self._left_bytes = 0
 
     @staticmethod
-    def is_possible() -> bool:
-        """Return whether a step can be observed here."""
-        return hooks_refused() is None and not has_infrastructure_modes()
+    def is_possible(*, traced: bool = False) -> bool:
+        """Return whether a step can be metered here, or traced."""
+        if has_infrastructure_modes() or torch.compiler.is_compiling():
+            return False
+        return not traced or hooks_refused() is None
+
+    @classmethod
+    def of_model(
+        cls,
+        model: nn.Module,
+        batch: Iterable[Tensor],
+        ended: Callable[[int], None],
+        *,
+        traced: bool = False,
+    ) -> "LiveStep":
+        """Return instruments that count a model, its gradients and its batch."""
+        return cls(
+            device_of(model),
+            partial(_gradients_of, weakref.ref(model)),
+            traced=traced,
+            resident=[*model.parameters(), *model.buffers(), *batch],
+            parameters=dict(model.named_parameters()) if traced else {},
+            ended=ended,
+        )
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the instruments are attached, and its backward has not ended."""
+        return self._is_attached and not self.has_ended
 
     @property
     def left_bytes(self) -> int:
@@ -273,33 +308,52 @@ class LiveStep:
             path = ".".join(filter(None, (self._prefix, name)))
             self.tracer.reach(path, passed, entering=entering)
 
-    def returned(self) -> None:
-        """End the call of the model."""
+    def wait_for(self, output: object) -> None:
+        """End the call of the model; wait for the backward of what it returned."""
         self._prefix = None
+        self.unfollow()  # copies of the model have none of the instruments
+        for tensor in tensors_within(output):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_hook(self._arrive)
+
+    def _arrive(self, *_: object) -> None:
+        if self._is_attached:
+            follow_backward(self)
 
     def unfollow(self) -> None:
-        """Take the hooks off the modules: no call follows."""
+        """Take the hooks off the modules."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._followed = set()
 
-    def backward_ended(self) -> None:
+    def end(self, task: int = -1) -> None:
         """Read the peak; stop tracing if autograd holds nothing of the step any more.
 
-        Runs in a thread of autograd's own where the device has one.
+        Runs in a thread of autograd's own where the device has one. The meter stays
+        attached: autograd restores the stack of modes when the last callback of a
+        backward returns.
         """
+        del task
+        self.has_ended = True
         self._read_peak()
         self._left_bytes = self._left_now()
         saves = [] if self.tracer is None else self.tracer.trace.saves
         if all(save.released is not None for save in saves):
             self._stop_tracing()
+        ended, self._ended = self._ended, None
+        if ended is not None:
+            ended(self.start_bytes + self.peak_bytes)
 
-    def finish(self) -> None:
-        """Detach everything."""
+    def finish(self) -> bool:
+        """Detach everything; return False if that is for another thread to do."""
+        if self._is_attached and self._thread != threading.get_ident():
+            return False
         self._stop_tracing()
         if not self.peak_bytes:
             self._read_peak()
         self._detach()
+        return True
 
     def __del__(self) -> None:
         # A manager may be dropped with its model in the middle of a step. Nobody else
@@ -362,6 +416,12 @@ class LiveStep:
             blocks=cuts,
             recording_seconds=_recording_seconds(),
         )
+
+
+def _gradients_of(model: Callable[[], nn.Module | None]) -> list[Tensor]:
+    found = model()
+    parameters = () if found is None else found.parameters()
+    return [p.grad for p in parameters if p.grad is not None]
 
 
 def _note_gradient(tracer: LiveTracer, name: str, _: Tensor) -> None:
