@@ -359,7 +359,7 @@ def fit(  # noqa: PLR0913 (a step can be described in several ways)
             guide "Compiled models".
 
     Returns:
-        The model, and what was done to it. `Fit.remove` takes it off again.
+        The model, and the report. `Fit.remove` removes the plan again.
 
     Raises:
         InfeasibleError: No plan fits; it names the smallest budget that can be met.

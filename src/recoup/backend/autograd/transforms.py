@@ -16,7 +16,7 @@ _is_included: Callable[[torch._C.DispatchKey], bool] = (
 )
 
 _BATCHED_GRADIENTS = torch._C._dispatch_key_parse("VmapMode")
-"""In force while autograd runs for a batch of gradients (`is_grads_batched`): that is
+"""Active while autograd runs for a batch of gradients (`is_grads_batched`): that is
 not one of the transforms of torch.func, but older than they are."""
 
 

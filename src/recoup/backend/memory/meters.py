@@ -46,7 +46,7 @@ def device_meter(device: torch.device | str) -> MemoryMeter:
     """Choose the meter that is exact on `device`.
 
     An accelerator has an allocator that counts everything torch holds there; on
-    other devices a `StorageMeter` counts what is made inside it or given to `track`.
+    other devices a `StorageMeter` counts tensors made inside it or given to `track`.
 
     Examples:
         >>> with device_meter("cpu") as meter:

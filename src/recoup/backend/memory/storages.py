@@ -22,7 +22,7 @@ storage (sparse, wrapper subclass).
 version_counter: Callable[[Tensor], int] = attrgetter("_version")
 """Return the tensor's version counter.
 
-In C, for what is done with every tensor. Raises RuntimeError if the tensor has none, as
+In C, because it runs for every tensor. Raises RuntimeError if the tensor has none, as
 inference tensors: `version_of` returns `NO_VERSION` for them.
 """
 

@@ -346,7 +346,7 @@ _COLLECTIVES = frozenset(
     }
 )
 
-# Libraries of torch itself: their schemas, and `_hidden_writes`, say what is written.
+# Libraries of torch itself: their schemas, and `_hidden_writes`, name their writes.
 _KNOWN = _COLLECTIVES | {
     "_quantized",
     "aten",

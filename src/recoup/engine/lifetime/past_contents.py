@@ -251,7 +251,7 @@ class LateWrites:
 
     Autograd gives a tensor its new version after the operator that wrote to it. Where
     it does not (`rrelu_with_noise`, a write to `.data`), plain autograd shows backward
-    what was written, so the tensor is held as it is.
+    the new contents, so the tensor is held as it is.
 
     Attributes:
         holds: By value, what plain autograd would find there now.

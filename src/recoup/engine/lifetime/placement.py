@@ -16,7 +16,7 @@ class Placement:
 
     Args:
         policy: Which outputs to keep although they could be recomputed.
-        store: Where what is kept lives, if not on its device.
+        store: The tier of kept values, if not their device.
 
     Attributes:
         moves_inputs: Whether activations from outside may be moved.

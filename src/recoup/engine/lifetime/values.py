@@ -558,7 +558,7 @@ def written_in_backward(tensor: Tensor) -> ChangedTensorError:
 
 
 def activation_bytes(holds: Iterable[Hold]) -> int:
-    """Return the bytes of what is held, without parameters, every storage once.
+    """Return the bytes of held tensors, without parameters, every storage once.
 
     Parameters are in memory anyway.
     """

@@ -17,7 +17,7 @@ class Options:
         policy: Which outputs to keep although they could be recomputed.
         cache: Keep recomputed values until the graph is freed, for several backwards.
         verify: When recomputed values are compared with what forward saw.
-        store: Where what is kept lives, if not on its device.
+        store: The tier of kept values, if not their device.
         at_once: Recompute everything when backward asks for the first value, as the
             simulation of a plan does; False recomputes what it asks for.
     """

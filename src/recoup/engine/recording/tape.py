@@ -52,7 +52,7 @@ class Tape:
 
     Args:
         placement: Which outputs to keep although they could be recomputed, and where
-            what is kept lives.
+            kept values live.
         watch: Called with every value that an operation makes, and its tensor.
 
     Attributes:

@@ -54,7 +54,7 @@ class KeptBuffers:
         small_bytes: int = STATE_BYTES,
     ) -> None:
         self._modules = modules
-        # What is written to in training may be steady in evaluation.
+        # Buffers that training writes to may be constant in evaluation.
         self._key = (key, tuple(module.training for module in modules))
         self._slots = buffer_slots(modules)
         self._copies: list[tuple[Tensor, Tensor]] = []

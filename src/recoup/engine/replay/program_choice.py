@@ -50,7 +50,7 @@ def program_for(
 ) -> Program | None:
     """Return a program that recomputes a value, of all of a region or of a part.
 
-    It frees what is held at its last use in the part, as of what a tier brings back.
+    It frees held values at their last use in the part, as of what a tier brings back.
     """
     if program is None or program.has_one_end:
         return whole_program(recall, program, value)

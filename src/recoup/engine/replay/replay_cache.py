@@ -75,8 +75,8 @@ that they had then: a view that a replay made has a counter of its own."""
 class Uses:
     """Knows which operations of a region read a value.
 
-    It forgets operations that can lead to nothing any more, because autograd has let go
-    of all that was computed from them. So many backwards take no longer than one.
+    It forgets operations that can lead to nothing any more, because autograd has freed
+    everything computed from them. So many backwards take no longer than one.
     Backwards on several threads may share it: it only forgets.
 
     Args:
@@ -230,7 +230,7 @@ class ReplayCache:
     def _crossing_at(
         self, parts: ProgramParts, now: int
     ) -> tuple[Live, set[TapeValue]] | None:
-        """Return what was made for other ends and is needed now, and what will be.
+        """Return values made for other ends: those needed now, and those needed later.
 
         None: some of it is not kept for autograd.
 
@@ -380,7 +380,7 @@ class ReplayCache:
         return Program(operations, wanted, dict(sorted(run.items())), given), given
 
     def _stop_crossing(self, uses: Uses) -> None:
-        """Keep for values to come what was kept for ends, if autograd has used it."""
+        """Keep what ends shared for later values, if autograd has used it."""
         crossing, self._kept = self._kept, set()
         for value in crossing:
             if value in self.pending or value not in self.live:
@@ -477,7 +477,7 @@ class ReplayCache:
         run: dict[int, list[TapeValue]],
         uses: Uses,
     ) -> dict[TapeValue, None]:
-        """Settle what is kept for values that are recomputed later.
+        """Decide which values to keep for values that are recomputed later.
 
         To keep it must not cost more than these values would. Else they are recomputed
         now, and what that touches is returned.

@@ -119,7 +119,7 @@ class CheckpointNode(Account):
             region.count_bytes()
 
     def holds(self) -> list[Hold]:
-        """Return what is held, by the node itself and by its region."""
+        """Return the tensors that the node and its region hold."""
         region = self.region
         return [*self._holds, *(() if region is None else region.holds())]
 

@@ -91,7 +91,7 @@ class HeldOutside:
 
 
 class CheckpointProfiler:
-    """Measures what autograd would have kept and what is kept instead.
+    """Measures the bytes that autograd would keep, and those that are kept instead.
 
     Counts unique storages, so that a view costs nothing. It watches what is saved on
     the thread that started it, and inside regions on threads that have no profiler of
@@ -207,7 +207,7 @@ class CheckpointProfiler:
 
     @_OnClassToo
     def parameter_bytes(self) -> int:
-        """Return the bytes of the parameters among what is kept."""
+        """Return the bytes of parameters among the kept tensors."""
         with self._lock:
             return self._kept_parameters.total_bytes
 

@@ -56,7 +56,7 @@ class CheckpointScope(NodeKeeper):
             that differs), or `"off"`.
         cache: Keep recomputed values across several backwards, until the graph is
             freed; by default each backward recomputes.
-        store: Where what is kept lives, as `Host()` or `Disk()`. With a policy that
+        store: The tier of kept values, as `Host()` or `Disk()`. With a policy that
             is what the policy keeps; without one it is all that autograd saves in the
             block, and nothing is recomputed. Parameters and small tensors stay.
 

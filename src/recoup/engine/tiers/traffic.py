@@ -305,7 +305,7 @@ class Traffic:
             earlier = earlier.before
 
     def _make_room(self, parcel: Parcel) -> None:
-        """Wait, in the device's order, for copies of what has been asked for."""
+        """Wait, in the device's order, for the copies that were requested."""
         room_bytes = parcel.window_bytes - parcel.nbytes
         if self.under_way_bytes <= room_bytes or parcel.source is not None:
             return

@@ -63,7 +63,7 @@ class LoopMemory:
     """What the training loop keeps from call to call, seen at the start of backward.
 
     While `recoup.fit` measures, it learns which outputs the measured step keeps. From
-    `finish_measuring` on it reports what is kept beyond that. In each step it looks at
+    `finish_measuring` on it reports other kept memory. In each step it looks at
     a few parameters and at the outputs, however many parameters there are.
 
     Args:

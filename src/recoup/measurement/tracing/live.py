@@ -43,9 +43,9 @@ from recoup.measurement.tracing.tracer import StepTracer
 
 
 class LiveMeter(StorageMeter):
-    """Count the bytes of a step of the user's own, and not what is made after it.
+    """Count the bytes of a step of the user's own, without tensors made after it.
 
-    Once backward has begun, what is made outside of one belongs to user code that
+    Once backward has begun, tensors made outside of one belong to user code that
     follows the step, as copies of gradients and an optimizer's state.
 
     Attributes:
