@@ -411,6 +411,19 @@ def test_measure_and_frontier_as_json(steps, tmp_path, capsys):
     assert (tmp_path / "chart.svg").read_text().startswith("<svg")
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's own
+def test_frontier_of_compiled_blocks(steps, capsys):
+    asked = ["frontier", f"{steps}:named", "--compile", "exact", "--points", "3"]
+    assert run([*asked, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["executor"] == "exact"
+    peaks = [plan["peak_bytes"] for plan in said["plans"]]
+    assert peaks
+    assert peaks == sorted(peaks)
+    assert run(asked) == 0
+    assert "With blocks compiled (exact), the step" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("function", ["make", "own_step"])
 def test_compare_measures_every_contender_on_the_same_step(steps, capsys, function):
     budgets = ["--budget", "80%", "--budget", "1KiB"]
@@ -616,6 +629,12 @@ WRONG = [
     (["measure", "steps.py:no_batch"], TARGET, "neither a batch nor a step"),
     (["measure", "steps.py:make", "--dry", "--device", "abacus"], USAGE, "h100"),
     (["frontier", "steps.py:make", "--device", "h100"], USAGE, "--dry"),
+    (["frontier", "steps.py:make", "--compile", "auto"], USAGE, "exact or inductor"),
+    (
+        ["frontier", "steps.py:make", "--compile", "exact", "--dry"],
+        USAGE,
+        "without --dry",
+    ),
     (["measure", "steps.py:looks", "--dry"], FAILED, "depends on the numbers"),
     (["measure", "steps.py:raises", "--dry"], TARGET, "the data is not there"),
     (["measure", "steps.py:make", "--budget", "1KiB"], INFEASIBLE, "cannot be met"),

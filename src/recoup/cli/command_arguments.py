@@ -111,6 +111,20 @@ def check_compile(how: str | None) -> None:
         raise UsageError(f"expected --compile exact, inductor or auto, got {how!r}.")
 
 
+def check_compiled_frontier(how: str | None, *, others: bool) -> None:
+    """Raise `UsageError` for what `frontier --compile` cannot do.
+
+    Examples:
+        >>> check_compiled_frontier("exact", others=False)
+    """
+    if how is not None and (others or how not in ("exact", "inductor")):
+        raise UsageError(
+            f"expected --compile exact or inductor without --dry, --offload and "
+            f"--chart, got --compile {how}: plans of compiled blocks are predicted "
+            "from blocks that are compiled and run here."
+        )
+
+
 def check_device(device: str | None, *, dry: bool) -> None:
     """Raise before any work if the figures of a device are unknown.
 

@@ -27,6 +27,7 @@ from recoup.cli.command_arguments import (
     TracePath,
     check_budget_text,
     check_compile,
+    check_compiled_frontier,
     check_device,
 )
 from recoup.cli.output_files import (
@@ -234,6 +235,7 @@ def frontier(  # noqa: PLR0913 (one for each output)
     dry: Dry = False,
     device: DeviceName = None,
     chart: ChartPath = None,
+    compile: CompileText = None,  # noqa: A002 (the option's name)
     json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -241,14 +243,34 @@ def frontier(  # noqa: PLR0913 (one for each output)
     del debug
     check_device(device, dry=dry)
     check_figure(chart)
+    has_others = dry or offload or chart is not None
+    check_compiled_frontier(compile, others=has_others)
 
     from recoup.cli.targets import load_target
-    from recoup.cli.work import MeasureMode, frontier_findings, noise
+    from recoup.cli.work import (
+        MeasureMode,
+        compiled_frontier_of,
+        frontier_findings,
+        noise,
+    )
     from recoup.report.charts import frontier_chart
+    from recoup.report.compiled_view import plans_text
     from recoup.report.texts import estimate_words, frontier_text
 
     loaded = load_target(target, dry=dry)
     busy = "" if dry else noise(loaded)
+    if compile is not None:
+        compiled = compiled_frontier_of(loaded, points, compile)
+        if json:
+            plans = [
+                {"peak_bytes": plan.peak_bytes, "seconds": plan.seconds}
+                for plan in compiled
+            ]
+            extra = {"executor": compile, "busy": busy}
+            print(as_json({"target": target, **extra, "plans": plans}))
+        else:
+            print_texts(plans_text(compiled), busy)
+        return
     found = frontier_findings(
         loaded, points, offload=offload, mode=MeasureMode(dry=dry, device=device)
     )

@@ -12,10 +12,12 @@ from typing import Any, Literal, cast
 import torch
 from rich.console import Console
 
+from recoup.backend.compiler.partitioning import Executor
 from recoup.backend.memory.meters import is_out_of_memory
 from recoup.cli.statuses import TARGET, CommandError
 from recoup.cli.targets import Target, first_line
 from recoup.core.callers import calls_user, is_calling_user
+from recoup.core.compiled_plan import CompiledPlan
 from recoup.core.graph import Graph
 from recoup.core.segments import Action
 from recoup.core.units import print_bytes
@@ -26,7 +28,7 @@ from recoup.fitting.collected_findings import frontier_and_rules, graph_findings
 from recoup.fitting.compiled_fit import CompiledFit
 from recoup.fitting.fit import Fit, fit
 from recoup.fitting.largest_batch import LargestBatch, largest_batch
-from recoup.fitting.measuring import measure
+from recoup.fitting.measuring import frontier, measure
 from recoup.fitting.progress import bar
 from recoup.measurement.steps.optimizers import missing_state_bytes, state_bytes
 from recoup.measurement.steps.training_step import device_of, takes_target
@@ -186,6 +188,26 @@ def frontier_findings(
         reserved_bytes=_reserved_bytes(target, mode),
         title=target.name,
     )
+
+
+def compiled_frontier_of(
+    target: Target, points: int, executor: str
+) -> tuple[CompiledPlan, ...]:
+    """Find the fastest plans of compiled blocks for many budgets.
+
+    All peaks include the later state of an optimizer.
+    """
+    with _status("compiling one option of each kind of block"), blaming_step(target):
+        plans = frontier(
+            target.model,
+            target.batch,
+            loss=target.loss,
+            step=target.step,
+            points=points,
+            compile=cast("Executor", executor),
+        )
+    more_bytes = _reserved_bytes(target, _REAL)
+    return tuple(replace(p, peak_bytes=p.peak_bytes + more_bytes) for p in plans)
 
 
 def compare_target(

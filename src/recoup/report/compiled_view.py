@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from recoup.core.compiled_plan import CompiledPlan
 from recoup.core.graph import Graph, module_paths, next_needed
 from recoup.core.simulation import simulate
-from recoup.core.units import print_bytes
+from recoup.core.units import print_bytes, print_seconds
 from recoup.report.composition import Known, compose
 from recoup.report.findings import (
     CATEGORIES,
@@ -20,6 +20,7 @@ from recoup.report.findings import (
     Signed,
     Step,
 )
+from recoup.report.texts import table
 
 _HELD, _RUNNING, _WORKSPACE = map(CATEGORIES.index, ("held", "running", "workspace"))
 _OUTSIDE = "outside the blocks"
@@ -40,6 +41,34 @@ class BlockPeak:
     forward_bytes: int
     backward_bytes: int
     held_bytes: int
+
+
+def plans_text(plans: Sequence[CompiledPlan]) -> str:
+    """Return plans of compiled blocks, from the smallest peak to the fastest.
+
+    Examples:
+        >>> plan = CompiledPlan("exact", (), peak_bytes=2048, seconds=0.5)
+        >>> print(plans_text([plan]))
+        With blocks compiled (exact), the step takes at least 2 KiB, and at best 500 ms.
+        <BLANKLINE>
+        plan   peak  saved by blocks    step
+        ----  -----  ---------------  ------
+        1     2 KiB              0 B  500 ms
+    """
+    rows = [
+        [
+            str(number),
+            print_bytes(plan.peak_bytes),
+            print_bytes(sum(block.saved_bytes for block in plan.blocks)),
+            print_seconds(plan.seconds),
+        ]
+        for number, plan in enumerate(plans, 1)
+    ]
+    return (
+        f"With blocks compiled ({plans[0].executor}), the step takes at least "
+        f"{rows[0][1]}, and at best {rows[-1][3]}.\n\n"
+        + table(["plan", "peak", "saved by blocks", "step"], rows)
+    )
 
 
 def compose_compiled(
