@@ -33,10 +33,15 @@ def saved_bytes(around: AbstractContextManager[None], model: nn.Module) -> int:
     return sum(found)
 
 
+def layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(16, 16), nn.Sigmoid(), nn.Tanh())
+
+
 @pytest.mark.filterwarnings("ignore")  # the compiler has many, of its own code
 @pytest.mark.skipif(shutil.which("g++") is None, reason="nothing to compile with")
-def test_compiled_contenders_in_turns_each_run_what_was_compiled_for_them():
-    model = nn.Sequential(*(Block() for _ in range(3)))
+@pytest.mark.parametrize("block", [Block, layers])
+def test_compiled_contenders_in_turns_each_run_what_was_compiled_for_them(block):
+    model = nn.Sequential(*(block() for _ in range(3)))
     # torch looks for compiled code by the code alone, whatever the budget was.
     generous, meagre = Compiled(model, 1.0), Compiled(model, 0.0)
     first = [saved_bytes(peer(model), model) for peer in (generous, meagre)]

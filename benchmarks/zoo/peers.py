@@ -7,6 +7,7 @@ from types import FunctionType, MethodType
 import torch
 from torch import nn
 
+from recoup.backend.compiler.partitioning import with_own_code
 from recoup.engine.applied.model_blocks import block_names
 from recoup.fitting.benchmark import PEERS, Context
 
@@ -27,7 +28,7 @@ class Compiled:
 
     def __init__(self, model: nn.Module, budget: float) -> None:
         self._budget = budget
-        own = _Copies(f"_with_budget_{round(100 * budget)}_percent")
+        own = _Copies(f"with_budget_{round(100 * budget)}_percent")
         blocks = {name: model.get_submodule(name) for name in block_names(model)}
         self._forwards = {
             name: torch.compile(own.forward_of(block), dynamic=False)
@@ -70,14 +71,5 @@ class _Copies:
         function = type(module).forward
         assert isinstance(function, FunctionType), "written in Python"
         if function not in self._copies:
-            code = function.__code__
-            copy = FunctionType(
-                code.replace(co_name=code.co_name + self._suffix),
-                function.__globals__,
-                function.__name__,
-                function.__defaults__,
-                function.__closure__,
-            )
-            copy.__kwdefaults__ = function.__kwdefaults__
-            self._copies[function] = copy
+            self._copies[function] = with_own_code(function, self._suffix)
         return MethodType(self._copies[function], module)
