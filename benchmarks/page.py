@@ -14,13 +14,13 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (ROOT / "docs" / "benchmarks.md", ROOT / "README.md")
-_MARKED = re.compile(r"(<!-- table: ([a-z-]+) -->\n\n).*?(\n<!-- end -->)", re.DOTALL)
+_MARKED = re.compile(r"(<!-- table: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 Row = dict[str, Any]
 
 
 def filled(text: str) -> str:
     """Return a page with the tables of today's results between its marks."""
-    return _MARKED.sub(lambda m: f"{m[1]}{TABLES[m[2]]()}{m[3]}", text)
+    return _MARKED.sub(lambda m: f"{m[1]}\n{TABLES[m[2]]()}\n{m[3]}", text)
 
 
 def rows_of(name: str) -> list[Row]:
@@ -34,6 +34,7 @@ def table(headings: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
 
 
 ECOSYSTEM = "ecosystem_nvidia-h200_2026-11-18"
+IN_TURNS = "ecosystem-in-turns_nvidia-h200_2026-11-18"
 HUGGING_FACE = "hugging-face_nvidia-h200_2026-11-16"
 TRAINER = "hf-trainer_nvidia-h200_2026-11-18"
 FITTING = "fitting_nvidia-h200_2026-11-16"
@@ -44,6 +45,20 @@ MODELS = {
     "qwen3-moe": "Qwen3-MoE, 4 x 2048",
 }
 VISION = {"swin": "Swin-B, 128 images", "maxvit": "MaxViT-T, 96 images"}
+TURNS = {
+    "llama": "Llama 1.1B, 4 x 2048 tokens",
+    "vit": "ViT-L (timm), 128 images",
+    "u-net": "U-Net, ours",
+}
+CONTENDERS = {
+    "eager": "plain",
+    "own checkpointing": "its own checkpointing",
+    "fit (eager) at own checkpointing": "`fit` at that peak",
+    "torch knob 0.5": "blocks compiled, torch's budget 0.5",
+    "fit (inductor) at torch knob 0.5": '`fit(compile="inductor")` at that peak',
+    "torch knob 0.0": "blocks compiled, torch's budget 0",
+    "fit (inductor) at torch knob 0.0": '`fit(compile="inductor")` at that peak',
+}
 COMPILED = {
     "eager": "plain",
     "own checkpointing": "its own checkpointing",
@@ -77,13 +92,16 @@ TRAINED = {
 }
 
 
-def costs(name: str, models: dict[str, str], contenders: dict[str, str]) -> str:
+def costs(
+    name: str, models: dict[str, str], contenders: dict[str, str], ms_digits: int = 0
+) -> str:
     """A row for each contender, with time and peak of each model."""
     found = {(row["model"], row["contender"]): row for row in rows_of(name)}
 
     def rows() -> Iterator[list[str]]:
         for contender, words in contenders.items():
-            yield [words, *(_cost(found.get((m, contender))) for m in models)]
+            cells = (_cost(found.get((m, contender)), ms_digits) for m in models)
+            yield [words, *cells]
 
     return table(["", *models.values()], rows())
 
@@ -104,13 +122,13 @@ def _pace(row: Row) -> str:
     return f"{row['tokens/s']:,}, {row['peak GiB']:.1f} GiB".replace(",", " ", 1)
 
 
-def _cost(row: Row | None, digits: int = 2) -> str:
+def _cost(row: Row | None, ms_digits: int) -> str:
     if row is None:
         return "not run"
     if row.get("ms") is None:
         (needed,) = re.findall(r"need (?:about )?([0-9.]+ GiB)", row["remark"]) or [""]
         return f"infeasible{f': {needed}' if needed else ''}"
-    return f"{row['ms']:.0f} ms, {row['peak GiB']:.{digits}f} GiB"
+    return f"{row['ms']:.{ms_digits}f} ms, {row['peak GiB']:.2f} GiB"
 
 
 FITTED = {
@@ -227,6 +245,7 @@ def by_hand() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "trainer": trainer,
     "uncompiled": lambda: costs(ECOSYSTEM, {**MODELS, **VISION}, UNCOMPILED),
+    "in-turns": lambda: costs(IN_TURNS, TURNS, CONTENDERS, ms_digits=1),
     "hugging-face": lambda: costs(HUGGING_FACE, MODELS, COMPILED),
     "fitting": fitting,
     "eager-peers": lambda: against("frontier_nvidia-h200_2026-11-16", PEERS),
