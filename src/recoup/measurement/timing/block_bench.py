@@ -19,7 +19,7 @@ from recoup.backend.state.trees import leaves, map_leaves, tensors
 from recoup.core.compiled_plan import BlockOption, JointForward
 from recoup.engine.applied.compiled_blocks import signature_of
 from recoup.measurement.steps.training_step import TrainingStep
-from recoup.measurement.timing.pace import least_seconds, seconds_of
+from recoup.measurement.timing.pace import seconds_of
 
 Forward = Callable[..., Any]
 Result = TypeVar("Result")
@@ -140,6 +140,24 @@ def _copied(leaf: Any) -> Any:
     return copy.requires_grad_(leaf.requires_grad)
 
 
+_IN_A_ROW = 10
+
+
+def _seconds_in_a_row(call: Callable[[], object], device: torch.device) -> float:
+    """Return the time of a call among some that follow each other, as in training.
+
+    One alone would take as long as it takes to start it, where a device is faster than
+    its host. A CPU runs one.
+    """
+    calls = 1 if device.type == "cpu" else _IN_A_ROW
+
+    def row() -> None:
+        for _ in range(calls):
+            call()
+
+    return seconds_of(row, device) / calls
+
+
 class BlockBench:
     """A block with a call of it, on which options are measured.
 
@@ -189,7 +207,8 @@ class BlockBench:
         for _ in range(rounds):
             for forward, found in zip(forwards, times, strict=True):
                 self.run(forward)
-                found.append(seconds_of(partial(self.run, forward), self._device))
+                call = partial(self.run, forward)
+                found.append(_seconds_in_a_row(call, self._device))
         return [min(found) for found in times]
 
     def measure(self, forward: Forward) -> BlockOption:
@@ -278,9 +297,7 @@ _FUSED = 0.02
 is computed in registers, in a kernel that runs in any case."""
 
 _COPY_BYTES = 1 << 26
-_REPEATS, _IN_A_ROW = 3, 10
-"""How often a kernel is timed, and by how many calls that follow each other where a
-device waits for the host: one alone takes as long as it takes to start it."""
+_REPEATS = 3
 
 
 class KernelTimes:
@@ -313,13 +330,7 @@ class KernelTimes:
 
     def _timed(self, function: Callable[[], object]) -> float:
         function()
-        calls = 1 if self._device.type == "cpu" else _IN_A_ROW
-
-        def row() -> None:
-            for _ in range(calls):
-                function()
-
-        return least_seconds(row, self._device, _REPEATS) / calls
+        return min(_seconds_in_a_row(function, self._device) for _ in range(_REPEATS))
 
 
 @functools.cache
