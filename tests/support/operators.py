@@ -82,7 +82,6 @@ OTHER_FORMULA = {
             "_batch_norm_with_update",
             "_native_batch_norm_legit",
             "native_batch_norm",
-            "native_group_norm",
             "nn_functional_batch_norm",
             "nn_functional_group_norm",
             "nn_functional_instance_norm",
@@ -93,6 +92,8 @@ OTHER_FORMULA = {
     ),
     "nn_LinearCrossEntropyLoss": ("train", "eval"),
 }
+if _VERSION >= (2, 13):  # older ones have no samples of it
+    OTHER_FORMULA["native_group_norm"] = OTHER_FORMULA["prod"]
 if _VERSION >= (2, 15):
     OTHER_FORMULA |= dict.fromkeys(
         ("linalg_det", "linalg_slogdet", "logdet"),
