@@ -30,7 +30,7 @@ from recoup.core.graph import Graph, HostCosts
 from recoup.core.segments import Action
 from recoup.core.simulation import simulate
 from recoup.errors import InfeasibleError
-from recoup.planners import option, search
+from recoup.planners import interval_options, search
 from recoup.planners.cost_weighting import WeightedGraph
 from recoup.planners.linear_program import OneLevel, Swaps
 from recoup.planners.planner import EXACT, plan_with
@@ -76,7 +76,7 @@ STAGES: Mapping[str, Sequence[tuple[Any, str, Any]]] = {
     ],
     "narrow segments": [
         (search, "narrowed", lambda _, segment: (segment,)),
-        (option, "recorded_narrowly", lambda _, __, found: found.recorded),
+        (interval_options, "recorded_narrowly", lambda _, __, found: found.recorded),
     ],
     "refine": [(Search, "_refine", _nothing)],
 }

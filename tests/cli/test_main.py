@@ -24,7 +24,7 @@ from recoup.core.plan import Place, Plan, Span
 from recoup.core.version import VERSION
 from recoup.fitting.benchmark import PEERS, PLAIN
 from recoup.report.composition import Known, compose
-from recoup.report.files import from_json, to_json
+from recoup.report.findings import from_json, to_json
 from recoup.report.timeline import timeline
 
 ROOT = Path(__file__).parents[2]

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from recoup.core.footprint import footprint
 from recoup.core.memory_use import MemoryUse, Spans
-from recoup.planners.option import kept_around
+from recoup.planners.interval_options import kept_around
 from tests.support.graphs import graphs, plans
 from tests.support.interpreter import Machine
 

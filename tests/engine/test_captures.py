@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from recoup.engine.replay.captured_variables import Captures
+from recoup.engine.replay.call_state import Captures
 from recoup.errors import CaptureError
 
 SCALE = 2.0

@@ -11,8 +11,8 @@ from recoup.core.simulation import simulate
 from recoup.errors import InfeasibleError
 from recoup.planners.baselines import blocks_of
 from recoup.planners.exhaustive import exhaustive
+from recoup.planners.interval_options import segments_of
 from recoup.planners.linear_program import OneLevel
-from recoup.planners.option import segments_of
 from recoup.planners.planner import plan
 from tests.support.graphs import graphs, hold_sets
 

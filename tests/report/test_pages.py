@@ -21,7 +21,7 @@ from recoup.core.units import print_bytes
 from recoup.errors import UsageError
 from recoup.report.charts import frontier_chart, memory_chart
 from recoup.report.composition import Known, compose
-from recoup.report.files import from_json, to_json
+from recoup.report.findings import from_json, to_json
 from recoup.report.pages import fragment, page
 from tests.support.findings import (
     named_graph,

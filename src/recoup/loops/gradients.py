@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from recoup.errors import UnsupportedError, UsageError
-from recoup.loops.rewriting.found_loops import FoundLoop
 from recoup.loops.rewriting.runtime import LoopOptions, Runtime, warn_about
-from recoup.loops.rewriting.source import Rewritten, rewrite
+from recoup.loops.rewriting.source import FoundLoop, Rewritten, rewrite
 from recoup.loops.state_trees import flatten, unflatten
 
 Checkpoint = bool | int | Mapping[str, Any]

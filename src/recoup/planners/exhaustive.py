@@ -7,7 +7,7 @@ from math import prod
 from recoup.core.graph import Graph
 from recoup.core.memory_use import MemoryUse
 from recoup.core.segments import Interval, Segment
-from recoup.planners.option import (
+from recoup.planners.interval_options import (
     Option,
     footprints_of,
     holding,

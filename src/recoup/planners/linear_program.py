@@ -25,8 +25,7 @@ from scipy.sparse import csr_array
 from recoup.core.graph import Floats, Graph, Integers
 from recoup.core.memory_use import MemoryUse, Spans
 from recoup.core.segments import Action, Interval
-from recoup.planners.min_cut import Demand, demand_between, frontier_of
-from recoup.planners.option import (
+from recoup.planners.interval_options import (
     Option,
     footprints_of,
     holding,
@@ -34,6 +33,7 @@ from recoup.planners.option import (
     kept_around,
     with_actions,
 )
+from recoup.planners.min_cut import Demand, demand_between, frontier_of
 
 _KICKS = 48
 """The number of exchanges that are forced on the search."""

@@ -17,8 +17,13 @@ from recoup.core.simulation import simulate
 from recoup.core.trim_segments import without_idle_actions
 from recoup.planners.baselines import blocks_of, recompute_all, square_root
 from recoup.planners.exhaustive import smallest
-from recoup.planners.interval_options import IntervalOption, IntervalOptions, Memory
-from recoup.planners.option import Option, segments_of
+from recoup.planners.interval_options import (
+    IntervalOption,
+    IntervalOptions,
+    Memory,
+    Option,
+    segments_of,
+)
 
 Path = tuple[tuple[Interval, Option], ...]
 """Intervals in order, with the option of each."""

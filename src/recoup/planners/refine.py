@@ -10,7 +10,7 @@ import numpy as np
 from recoup.core.graph import Graph, Integers
 from recoup.core.memory_use import MemoryUse, held_until
 from recoup.core.segments import Action, Segment
-from recoup.planners.option import Option, footprints_of, kept_around, nested
+from recoup.planners.interval_options import Option, footprints_of, kept_around, nested
 
 _FILLS = 24
 """The number of values tried in place of a dropped one."""

@@ -14,8 +14,7 @@ from recoup.planners.baselines import blocks_of
 from recoup.planners.bounds import bound_seconds
 from recoup.planners.cost_weighting import WeightedGraph
 from recoup.planners.exhaustive import exhaustive
-from recoup.planners.interval_options import Memory
-from recoup.planners.option import segments_of
+from recoup.planners.interval_options import Memory, segments_of
 from recoup.planners.partition import Partition, Path, lowest_plan
 from recoup.planners.refine import refine
 from recoup.planners.repeated_calls import repeat_calls

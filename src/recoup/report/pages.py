@@ -13,8 +13,7 @@ from markupsafe import Markup
 
 from recoup.core.units import print_bytes, print_seconds
 from recoup.report.charts import frontier_chart, memory_chart, opacities
-from recoup.report.files import to_json
-from recoup.report.findings import Baseline, Findings
+from recoup.report.findings import Baseline, Findings, to_json
 from recoup.report.modules import block_rows
 from recoup.report.texts import (
     cost_words,

@@ -63,8 +63,7 @@ from recoup.engine.recording.observers import Listener, observers, tell
 from recoup.engine.replay.call_state import CallState, FunctionState
 from recoup.engine.replay.recomputing import count_replay_seconds, recomputing
 from recoup.engine.scopes.statistics import Account
-from recoup.engine.verification.replay_check import RECOMPUTED
-from recoup.engine.verification.verdicts import Verdict, hand_in
+from recoup.engine.verification.replay_check import RECOMPUTED, Verdict, hand_in
 from recoup.engine.verification.verification_log import LEDGER
 from recoup.errors import ClearedError, MismatchError
 

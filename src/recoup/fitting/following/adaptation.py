@@ -10,9 +10,8 @@ from recoup.backend.state.trees import tensors_within
 from recoup.core.graph import Graph
 from recoup.core.plan import Plan
 from recoup.core.segments import Action
-from recoup.engine.applied.applied_plan import Applied, Choice, shapes_of
+from recoup.engine.applied.applied_plan import Applied, Choice, PassOrder, shapes_of
 from recoup.engine.applied.model_blocks import block_names
-from recoup.engine.applied.pass_order import PassOrder
 from recoup.engine.verification.replay_check import Verify
 from recoup.fitting.following.adapted_pass import AdaptedPass
 from recoup.fitting.following.budget_warnings import BudgetWarnings

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from recoup.core.units import print_bytes
-from recoup.engine.replay.captured_variables import Captures as Variables
+from recoup.engine.replay.call_state import Captures as Variables
 from recoup.errors import CaptureError, MismatchError, UnsupportedError, UsageError
 from recoup.loops.drive import Checkpoints, LoopPlan, Slots
 from recoup.loops.jax.run import (

@@ -12,7 +12,7 @@ from recoup.backend.autograd.saved_tensors import hooks_refused, records_gradien
 from recoup.backend.autograd.transforms import carries_tangents
 from recoup.backend.memory.storages import has_storage, storage_address
 from recoup.backend.state.snapshots import buffers_restored
-from recoup.engine.replay.captured_variables import Captures as Variables
+from recoup.engine.replay.call_state import Captures as Variables
 from recoup.engine.replay.recomputing import count_replay_seconds, recomputing
 from recoup.errors import CaptureError, UnsupportedError
 from recoup.loops.drive import Checkpoints, LoopPlan, LoopRun
