@@ -425,3 +425,24 @@ def test_an_interrupt_at_any_line_of_a_rerun_leaves_no_hooks():
         assert ambient_hooks() is None, at
         at += 1
     assert at > 100
+
+
+def test_a_module_called_again_in_backward_does_not_close_an_interrupted_one():
+    """Torch restores the stack of hooks that the backward began with at its end."""
+    inner = checkpoint_module(nn.Linear(4, 4))
+    model = checkpoint_module(Fatal())
+    x = torch.ones(2, 4, requires_grad=True)
+    y = rerun(lambda x: inner(x).sin().exp(), x)
+    interrupt(model, x)
+    assert len(open_regions()) == 1
+    (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    assert len(open_regions()) == 1
+    (second,) = torch.autograd.grad(first.sum(), x)
+    inner(x)
+    assert open_regions() == []
+    assert ambient_hooks() is None
+    assert not is_in_torch_dispatch_mode()
+    plain = inner(x).sin().exp()
+    (wanted,) = torch.autograd.grad(plain.sum(), x, create_graph=True)
+    assert torch.equal(first, wanted)
+    assert torch.equal(second, torch.autograd.grad(wanted.sum(), x)[0])

@@ -238,6 +238,22 @@ def test_full_verification_accepts_uninitialised_memory_that_is_overwritten():
     y.sum().backward()
 
 
+def test_of_a_buffer_that_one_operator_writes_twice_the_blank_part_is_not_compared():
+    x = vector()
+    with CheckpointScope(fresh(), verify="full"):
+        buffer = torch.empty(3, 50)
+        buffer[1] = x.detach()
+        torch.ops.aten._foreach_add_([buffer[1], buffer[1]], 1.0)
+        y = (buffer[1] * x).sin()
+    del buffer
+    garbage = [torch.full((3, 50), 3.0) for _ in range(8)]
+    del garbage
+    y.sum().backward()
+    shifted = x.detach() + 1.0 + 1.0
+    assert x.grad is not None
+    assert torch.equal(x.grad, (shifted * x.detach()).cos() * shifted)
+
+
 class Loop:
     """A scope used as in a training loop: made at one place, again and again."""
 

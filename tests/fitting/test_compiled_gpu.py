@@ -24,6 +24,7 @@ pytestmark = [
     pytest.mark.cuda,
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
     pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated"),
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),
 ]
 
 DEVICE = torch.device("cuda")

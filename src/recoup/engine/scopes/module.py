@@ -10,6 +10,7 @@ from weakref import WeakSet, finalize, ref
 
 from torch import nn
 
+from recoup.backend.autograd.saved_tensors import is_in_backward
 from recoup.backend.compiler.recognition import call_slot, is_compiled, leave_uncompiled
 from recoup.engine.applied.applied_plan import Applied, plans_on
 from recoup.engine.applied.model_blocks import segment_names
@@ -360,6 +361,12 @@ def is_calling(caller: object) -> bool:
 
 
 def end_interrupted_calls() -> None:
-    """End what was begun in calls that are no longer running."""
+    """End what was begun in calls that are no longer running.
+
+    Not during a backward, at whose end torch restores the stacks of hooks and modes:
+    they would have those of a closed region.
+    """
     while _CALLS.stack and not _CALLS.stack[-1][0].is_under_way():
+        if is_in_backward():
+            return
         _CALLS.stack.pop()[0].end_if_left()
