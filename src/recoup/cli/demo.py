@@ -28,12 +28,6 @@ from recoup.report.pages import page as page_of
 def demonstrate(steps: int, page: Path | None, *, is_small: bool, in_json: bool) -> int:
     """Run the demonstration; return 0 if both runs agree to the last bit, else 1.
 
-    Args:
-        steps: The number of training steps of each run.
-        page: The path of a page about the plan.
-        is_small: Train a tiny model.
-        in_json: Print one JSON object, not a table.
-
     Raises:
         CommandError: The device has too little memory.
     """

@@ -212,7 +212,7 @@ def compare_repeatably(
     """Compare with deterministic kernels, as far as torch has them.
 
     Returns:
-        The plain run, the fitted one, and what may differ by chance; empty: nothing.
+        The plain run, the fitted one, and a note on nondeterminism; may be empty.
     """
     try:
         with repeatable():

@@ -296,10 +296,7 @@ def on_line(graph: Graph, other: Graph, share: float) -> Graph | None:
 
     Exact for bytes that grow with the number of samples. Times are those of the first.
 
-    Args:
-        graph: The step at one size.
-        other: The step at another size.
-        share: The position: 0 at the first size, 1 at the other.
+    `share` is 0 at the first size and 1 at the other.
 
     Returns:
         None if the operators of the two differ, or there is more than one pass.

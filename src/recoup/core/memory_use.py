@@ -128,9 +128,7 @@ class MemoryUse:
     def added(self, footprint: Footprint, until: Integers) -> Spans:
         """Return the bytes of a footprint beyond those in use without it.
 
-        Args:
-            footprint: The footprint of one interval.
-            until: The last moment at which storages are in use without it.
+        `until` is the last moment at which storages are in use without it.
         """
         sizes, born, _ = self.graph.arrays
         storages, lasts = footprint.held
@@ -185,7 +183,7 @@ def _spikes(footprints: Sequence[Footprint]) -> dict[int, int]:
         found |= each.spikes
     if not shared:
         return found
-    # Replays of several intervals at one moment run with what the others leave.
+    # Replays of several intervals at one moment run with values that others leave.
     return spikes(
         [replay for each in footprints for replay in each.replays],
         [one for each in footprints for one in each.passing],

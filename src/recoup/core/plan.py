@@ -303,10 +303,8 @@ def displaced(
     The order of the ends of the step's own calls does not matter: they close any open
     region.
 
-    Args:
-        plan: The plan.
-        measured: Its places in the order of the measured step.
-        reached: Its places in the order of a call.
+    `measured` and `reached` are the plan's places in the order of the measured step and
+    of a call.
 
     Returns:
         Their numbers; None if the order is the measured one.

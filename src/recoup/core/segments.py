@@ -74,10 +74,6 @@ def check_order(segments: Sequence[Segment], start: int, stop: int) -> None:
 def recorded_operators(count: int, depth: int = 0) -> int:
     """Return the cost of recording a region, in operators of an outermost one.
 
-    Args:
-        count: The number of operators in the region.
-        depth: The number of regions around it.
-
     Examples:
         >>> recorded_operators(10), recorded_operators(10, depth=1)
         (13, 26)

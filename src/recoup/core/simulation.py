@@ -1,7 +1,7 @@
 """The cost of a plan: the one definition of its peak and of its time.
 
-`recoup.core.footprint` defines what segments hold and replay, and
-`recoup.core.memory_use` the bytes of that at each moment.
+`recoup.core.footprint` defines the values that segments hold and replay, and
+`recoup.core.memory_use` their bytes at each moment.
 """
 
 from collections import Counter

@@ -62,7 +62,7 @@ def parse_bytes(amount: int | str) -> int:
 def parse_budget(budget: str | float) -> int | float:
     """Return a budget: an int is bytes, a float is a share of the plain peak.
 
-    A text means what the same number means in Python: with a point and without a unit
+    A text has the meaning of the same number in Python: with a point and without a unit
     it is a share if it is at most 1. Floats of 1000 and more are bytes.
 
     Raises:

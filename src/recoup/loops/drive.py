@@ -335,12 +335,6 @@ class LoopMachine(ABC):
 class LoopRun:
     """One loop between its forward and its backward.
 
-    Args:
-        machine: Runs its steps.
-        plan: Its plan.
-        structure: The structure of a state.
-        leaf_count: The number of leaves of a state.
-
     Attributes:
         slots: The states held now.
         steps: The number of steps that ran.

@@ -240,11 +240,7 @@ def choose_options(
     the bytes held by earlier blocks depend on choices, so a partial choice is described
     by bytes held and seconds.
 
-    Args:
-        step: The step.
-        options: The options of each kind of block.
-        budget_bytes: The most bytes of the step.
-        among: The options that may be chosen; None: all.
+    Only options in `among` may be chosen; None: all.
     """
     if step.outside_bytes[0] > budget_bytes:
         return None

@@ -32,11 +32,7 @@ def exhaustive(
     The class: every interval is kept whole, or is one segment that holds any set of the
     values made in it.
 
-    Args:
-        graph: The step.
-        intervals: The intervals of the segments.
-        budget_bytes: The most bytes in use.
-        most: The maximum number of plans to try; None is returned if there are more.
+    None is returned if there are more than `most` plans.
     """
     found = _plans(graph, intervals, most)
     if found is None:

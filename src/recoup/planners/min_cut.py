@@ -91,11 +91,7 @@ def demand_between(
 ) -> Demand:
     """Return the values that backward needs of an interval; resident ones are free.
 
-    Args:
-        graph: The step.
-        first: The boundary where the interval begins.
-        last: The boundary where it ends.
-        until: The last moment at which each storage is in use in any case.
+    `until` is the last moment at which each storage is in use in any case.
     """
     inside = graph.operations_between(first, last)
     half = len(graph.operations)
@@ -162,9 +158,7 @@ def frontier_of(demand: Demand, *, limit: int = 24) -> tuple[Choice, ...]:
     replayed, from the most bytes to the fewest: each the exact minimum for some price
     of a byte.
 
-    Args:
-        demand: The demanded values.
-        limit: The most minimum cuts to compute; the widest gaps come first.
+    At most `limit` minimum cuts are computed; the widest gaps come first.
     """
     most = evaluate(demand, [v for v in demand.values if demand.may_hold(v)])
     least = evaluate(demand, free_values(demand))
@@ -316,9 +310,7 @@ class _FlowGraph:
     def reached(self, capacities: Integers, others: int) -> set[int]:
         """Return the nodes that node 0 reaches in the residual graph of a maximum flow.
 
-        Args:
-            capacities: The capacities of the first edges.
-            others: The capacity of each other edge.
+        `capacities` are those of the first edges, `others` that of each other edge.
         """
         amounts = np.zeros(2 * self._edges, dtype=np.int32)
         amounts[self._places] = others

@@ -33,11 +33,8 @@ def narrow_places(
 ) -> tuple[int, ...]:
     """Return boundaries at which fewer bytes cross than at most others near them.
 
-    Args:
-        graph: The step.
-        most: The approximate number to return; of each interval of equal saved bytes,
-            the narrowest comes first.
-        always: Boundaries to return in any case.
+    About `most` are returned, and those in `always`; of each interval of equal saved
+    bytes, the narrowest comes first.
     """
     crossing = crossing_bytes(graph)
     first, last = _ends(graph)

@@ -80,9 +80,7 @@ class _Refiner:
     def filled(self, options: list[Option], *, most: int | None = None) -> list[Option]:
         """Return options that hold as much as fits.
 
-        Args:
-            options: The options to begin with.
-            most: The maximum number of values to try; None: until none fits.
+        At most `most` values are tried; None: until none fits.
         """
         tried = 0
         found = True

@@ -121,9 +121,8 @@ class Search:
     def with_times_of(self, graph: Graph) -> "Search":
         """Return a search for the same step with other times and the same plans.
 
-        Args:
-            graph: The step. Host times may differ freely; device times by one factor,
-                which changes no plan for the device alone.
+        Host times may differ freely; device times by one factor, which changes no plan
+        for the device alone.
         """
         other = Search(replace(graph, others=()), self.allow)
         other.graph = graph

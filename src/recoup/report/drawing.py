@@ -205,11 +205,7 @@ class Scale:
 def ticks(low: float, high: float, *, base: int = 10, count: int = 5) -> list[float]:
     """Return about `count` round numbers between two numbers.
 
-    Args:
-        low: The smallest.
-        high: The largest.
-        base: Round in powers of this: 10, or 2 for bytes.
-        count: The approximate number of them.
+    Round in powers of `base`: 10, or 2 for bytes.
 
     Examples:
         >>> ticks(0, 10)

@@ -71,10 +71,7 @@ def block_rows(
 ) -> tuple[BlockRow, ...]:
     """Return the effect of a plan on each block, in the order of forward.
 
-    Args:
-        step: The step.
-        view: The plan.
-        merge: Merge neighbours with the same action and saved bytes into one row.
+    With `merge`, neighbours with the same action and saved bytes share a row.
     """
     rows: list[BlockRow] = []
     pairs = zip(step.parts, view.costs, strict=True)

@@ -25,13 +25,6 @@ Held = tuple[Structure, list[Any]]
 class NumpyMachine(LoopMachine):
     """Runs the steps of one loop on arrays.
 
-    Args:
-        step: The step.
-        captured: The traced arrays that its function captures.
-        vjp: Pulls a cotangent back through one step, if the user gave one.
-        verify: As for `LoopMachine`.
-        tolerance: As for `LoopMachine`.
-
     Attributes:
         values: The captured arrays without their traces, in the same order.
     """

@@ -134,10 +134,8 @@ def escaping(
 ) -> ast.AST | None:
     """Return a function or generator of a loop that may outlive its iteration.
 
-    Args:
-        body: The loop's body.
-        own: The variables that are set in every iteration and not read after it.
-        moving: The variables that change in the loop or after it.
+    `own` variables are set in every iteration and not read after it; `moving` ones
+    change in the loop or after it.
 
     Returns:
         The first that would see such a variable at a wrong time, or that passes to the

@@ -206,14 +206,8 @@ class HeldState:
 class TorchMachine(LoopMachine):
     """Runs the steps of one loop on tensors.
 
-    Args:
-        step: The step.
-        captures: The tensors it captures.
-        environment: Generators and autocast of forward.
-        verify: As for `LoopMachine`.
-        tolerance: As for `LoopMachine`.
-        stores: The tiers of states, by the tier of the schedule; empty to hold them in
-            place.
+    `stores` are the tiers of states, by the tier of the schedule; empty to hold them in
+    place.
     """
 
     def __init__(

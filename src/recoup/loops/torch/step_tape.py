@@ -58,14 +58,7 @@ def record(
 ) -> StepTape:
     """Run the steps of a span with a graph.
 
-    Args:
-        step: The step.
-        leaves: The leaves of the state before.
-        structure: Its structure.
-        span: The first step, and the one after the last.
-        captures: The tensors that the step captures.
-        in_place: Whether the step writes to its state; then it must not get the
-            graph's leaves.
+    A step that writes to its state (`in_place`) must not get the graph's leaves.
     """
     start, stop = span
     before, watched = _watched(leaves)

@@ -25,10 +25,8 @@ def checkpoint_blocks(
     around one of these saves nothing. Costs one more forward of the blocks in
     backward; saves the values that they would keep.
 
-    Args:
-        model: The model.
-        only_repeated: Leave out blocks that occur once, such as a stem, an embedding
-            or a head, if the model has repeated blocks.
+    `only_repeated` leaves out blocks that occur once, such as a stem, an embedding or a
+    head, if the model has repeated blocks.
 
     Examples:
         >>> layers = [nn.TransformerEncoderLayer(8, 2) for _ in range(3)]

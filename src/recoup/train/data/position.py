@@ -228,10 +228,7 @@ def _is_stateful(loader: Any) -> bool:
 def own_position(positions: Any, rank: int, count: int) -> dict[str, Any]:
     """Return the position of a process; that of the first if their number changed.
 
-    Args:
-        positions: Those of all processes; in files of version 2 that of the first.
-        rank: The rank of the process.
-        count: The number of processes now.
+    Files of version 2 have only the position of the first process.
 
     Examples:
         >>> own_position([{"samples": 3}, {"samples": 4}], 1, 2)

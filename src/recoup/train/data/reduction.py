@@ -62,10 +62,8 @@ class Reduction:
     ) -> list[float]:
         """Return the factor of each part's loss.
 
-        Args:
-            weights: The weights of this process's parts.
-            total: The mean weight over the processes; None if there is one process.
-            processes: Their number: results are divided by it afterwards.
+        `total` is the mean weight over the processes, None if there is one. Results are
+        divided by the number of processes afterwards.
         """
         if self.sums:
             return [float(processes)] * len(weights)
