@@ -7,6 +7,7 @@ import weakref
 import pytest
 
 from recoup import CheckpointScope
+from recoup.backend.operators.fingerprints import fingerprint, is_fingerprinting
 from tests.support.interrupted_steps import (
     STEPS,
     WRITE_PLACES,
@@ -70,6 +71,14 @@ def test_the_region_goes_on_with_what_an_interrupted_operator_wrote(name, place)
         assert step.is_right(), where
         tried += 1
     assert tried > 20
+
+
+def test_after_an_interrupted_fingerprint_operators_are_seen_again():
+    tried = 0
+    for where in interruptions(lambda: fingerprint(X), only=("fingerprint",)):
+        assert not is_fingerprinting(), where
+        tried += 1
+    assert tried >= 3
 
 
 def test_the_interrupter_interrupts_where_it_says():

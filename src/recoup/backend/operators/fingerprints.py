@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from recoup.backend.memory.storages import has_contents, has_storage, is_dense
+from recoup.core.restoring import restoring
 
 _BLOCK = 1 << 21
 _LEAST_BLOCK = 1 << 11
@@ -87,11 +88,13 @@ def fingerprint(tensor: Tensor) -> Tensor:
         >>> bool(fingerprint(a) == fingerprint(a.clone()))
         True
     """
-    _THREAD.is_fingerprinting = True
-    try:
+    with restoring(_end_fingerprint):
+        _THREAD.is_fingerprinting = True
         return _fingerprint(tensor)
-    finally:
-        _THREAD.is_fingerprinting = False
+
+
+def _end_fingerprint() -> None:
+    _THREAD.is_fingerprinting = False
 
 
 class _Room:
