@@ -392,12 +392,13 @@ class Tape:
             self.tainted[value] = None
         elif self.tainted:
             # Another argument that the operator writes to may lie in the same storage.
-            known = (
-                before,
-                *(made for read, made in operation.writes if read is before),
-            )
-            for source in self.tainted.keys() & set(known):
-                self._fill(source, value, tensor if filled else None)
+            known = [before]
+            for read, made in operation.writes:
+                if read is before and made is not value:
+                    known.append(made)
+            for source in known:
+                if source in self.tainted:
+                    self._fill(source, value, tensor if filled else None)
         if self._watch is not None and value not in self.tainted:
             self._watch(value, tensor)
         if self.placement.policy is not None:
