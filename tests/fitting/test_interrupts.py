@@ -11,8 +11,9 @@ from recoup.engine.recording.observers import observers
 from recoup.fitting.benchmark import run_benchmark
 from recoup.fitting.fit import fit
 from recoup.fitting.measuring import measure
-from tests.support.interrupted_fits import Fitting
+from tests.support.interrupted_fits import Fitting, fits_to_interrupt, interrupt_fits
 from tests.support.interrupts import interruptions_of_lines
+from tests.support.shards import Tally
 
 
 class Counted(nn.Module):
@@ -116,3 +117,24 @@ def test_an_interrupt_at_a_line_of_the_driver_leaves_the_model_as_it_was():
     assert tried > 2
     fitting()
     assert fitting.faults() == []
+
+
+def test_a_fit_that_leaves_something_behind_is_reported(monkeypatch):
+    cases = fits_to_interrupt(r"fitting/arguments\.py$")
+    assert {case.budget for case in cases} == {"met", "infeasible"}
+    assert {case.time > 1 for case in cases} == {True, False}
+    tally = Tally()
+    interrupt_fits(iter(cases[:3]), tally)
+    assert not tally.failures
+    assert tally.kinds == {"whole": 3}
+
+    def leaving(self: Fitting) -> None:
+        whole(self)
+        self.model.calls += 1
+
+    whole = Fitting.__call__
+    monkeypatch.setattr(Fitting, "__call__", leaving)
+    tally = Tally()
+    interrupt_fits(iter(cases[:3]), tally)
+    assert tally.kinds == {"wrong": 1}
+    assert "counted" in tally.failures[cases[0]]

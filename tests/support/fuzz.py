@@ -10,8 +10,8 @@ what they were. A program that fails is reduced to the lines that are needed to 
 
 import argparse
 import contextlib
+import functools
 import gc
-import multiprocessing
 import os
 import random
 import sys
@@ -19,8 +19,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection, wait
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -47,6 +46,7 @@ from tests.support.programs import (
     repaired,
     save_some,
 )
+from tests.support.shards import Tally, run_in_shards
 from tests.support.twin import (
     Observed,
     Region,
@@ -347,24 +347,6 @@ def _simpler(case: Case) -> Iterator[Case]:
         yield replace(case, program=replace(case.program, **change))
 
 
-@dataclass
-class Tally:
-    """What came of many seeds.
-
-    Attributes:
-        kinds: How many programs there were of each kind of verdict.
-        failures: What to say of each that failed, by its seed.
-    """
-
-    kinds: Counter[str] = field(default_factory=Counter)
-    failures: dict[int, str] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(self.kinds.items()))
-        failed = ", ".join(map(str, self.failures)) or "none"
-        return f"{self.kinds.total()} programs: {kinds}; failed seeds: {failed}"
-
-
 def run_seeds(
     seeds: Iterable[int],
     region: Region = CheckpointScope,
@@ -382,7 +364,7 @@ def run_seeds(
         most: How many times a program that fails is run to reduce it.
         tally: What came of others, to be added to.
     """
-    tally = tally or Tally()
+    tally = Tally() if tally is None else tally
     with _small_heap():
         for seed in seeds:
             tally.kinds[_judge(seed, region, tally, report, most)] += 1
@@ -418,73 +400,17 @@ def _small_heap() -> Iterator[None]:
         gc.unfreeze()
 
 
-class _Worker:
-    """A process that runs some of the seeds.
-
-    It says which seed it begins, with its tally so far: what the seed does to the
-    process, which may end there, is known by that.
-    """
-
-    def __init__(self, seeds: Iterable[int], deadline: float, region: Region) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.messages, end = context.Pipe(duplex=False)
-        work = seeds, deadline, region, end
-        self.process = context.Process(target=_work, args=work)
-        self.process.start()
-        end.close()
-        self.seed: int | None = None
-        self.tally = Tally()
-
-    def receive(self) -> bool:
-        """Take one message; return False after the last."""
-        try:
-            self.seed, self.tally = self.messages.recv()
-        except EOFError:
-            self.process.join()
-            if self.seed is not None:
-                end = f"the process ended with {self.process.exitcode}"
-                self._fail(self.seed, "crashed", f"seed {self.seed}: {end}")
-            return False
-        return True
-
-    def stop(self) -> None:
-        """Stop what has not come to an end, long after the time is over."""
-        if self.process.is_alive():
-            self.process.kill()
-            if self.seed is not None:
-                self._fail(self.seed, "hanging", f"seed {self.seed}: does not end")
-
-    def _fail(self, seed: int, kind: str, text: str) -> None:
-        self.tally.kinds[kind] += 1
-        self.tally.failures[seed] = text
-        self.seed = None
-
-
-def _work(
-    seeds: Iterable[int], deadline: float, region: Region, messages: Connection
-) -> None:
+def _work(region: Region, seeds: Iterator[int], tally: Tally) -> None:
     # Python says of an interrupt in a destructor that it is ignored, and that is all.
     sys.unraisablehook = lambda _: None
     torch.set_num_threads(1)
     gc.disable()  # as in tests: what only the collector would free is a leak
     begin_fake_group()
-    tally = Tally()
-
-    def begun() -> Iterator[int]:
-        for seed in seeds:
-            if time.time() > deadline:
-                break
-            messages.send((seed, tally))
-            yield seed
-
-    run_seeds(begun(), region, tally=tally)
-    messages.send((None, tally))
-    messages.close()
-    os._exit(0)  # what torch does at the end is none of the programs' business
+    run_seeds(seeds, region, tally=tally)
 
 
-_GRACE_SECONDS = 120
-"""So long a program that was begun in time may take, with its reduction."""
+_HANG_SECONDS = 600
+"""So long a program may take, with its reduction."""
 
 
 def run_in_processes(
@@ -504,35 +430,10 @@ def run_in_processes(
         region: Makes the regions of the programs.
         report: Called with each failure as it is found, and each minute with a tally.
     """
-    deadline = time.time() + seconds
-    parts = [seeds[n::processes] for n in range(processes)]
-    workers = [_Worker(part, deadline, region) for part in parts]
-    running = {worker.messages: worker for worker in workers}
-    told: set[int] = set()
-    spoken = time.time()
-    while running and time.time() < deadline + _GRACE_SECONDS:
-        for messages in wait(list(running), timeout=5):
-            assert isinstance(messages, Connection), "nothing else is waited for"
-            if not running[messages].receive():
-                del running[messages]
-        total = _total(workers)
-        for seed in total.failures.keys() - told:
-            told.add(seed)
-            report(total.failures[seed])
-        if time.time() > spoken + 60:
-            spoken = time.time()
-            report(str(total))
-    for worker in workers:
-        worker.stop()
-    return _total(workers)
-
-
-def _total(workers: Iterable[_Worker]) -> Tally:
-    total = Tally()
-    for worker in workers:
-        total.kinds += worker.tally.kinds
-        total.failures |= worker.tally.failures
-    return total
+    work = functools.partial(_work, region)
+    return run_in_shards(
+        work, seeds, processes, seconds=seconds, hang=_HANG_SECONDS, report=report
+    )
 
 
 def main() -> None:

@@ -1,7 +1,20 @@
-"""Fits that are interrupted in recoup's own code, and what must hold afterwards."""
+"""Fits that are interrupted in recoup's own code, and what must hold afterwards.
 
+`python -m tests.support.interrupted_fits` interrupts at every line of recoup that a fit
+reaches, the first and the last time, in several processes.
+"""
+
+import argparse
+import functools
+import gc
+import os
+import random
 import sys
+import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +25,10 @@ from recoup.engine.recording.observers import observers
 from recoup.engine.replay.recomputing import is_recomputing
 from recoup.errors import InfeasibleError
 from recoup.fitting.fit import fit
+from tests.support.interrupts import LineInterrupter, places_reached
+from tests.support.shards import Tally, run_in_shards
 from tests.support.twin import leftovers
+from tests.support.work import OURS
 
 
 class Net(nn.Module):
@@ -144,3 +160,135 @@ def global_hooks() -> list[int]:
         if name.startswith("_global_") and isinstance(each, dict)
     ]
     return [*of_modules, *of_optimizers]
+
+
+BUDGETS = {"met": 0.8, "infeasible": 0.05}
+"""The shares of the plain peak that fits are interrupted at."""
+
+
+@dataclass(frozen=True, slots=True)
+class InterruptedFit:
+    """One fit to be interrupted.
+
+    Attributes:
+        budget: The name of its budget.
+        file: The file, from recoup's folder.
+        line: The line that it is interrupted at.
+        time: Which time that it is reached.
+    """
+
+    budget: str
+    file: str
+    line: int
+    time: int
+
+    def __str__(self) -> str:
+        return f"{self.budget} {self.file}:{self.line}, time {self.time}"
+
+
+def fits_to_interrupt(files: str = "") -> list[InterruptedFit]:
+    """List the fits at every line that one reaches, the first and the last time.
+
+    Args:
+        files: What the paths of the files match, if not all count.
+    """
+    found: dict[InterruptedFit, None] = {}
+    for name, budget in BUDGETS.items():
+        fitting = Fitting(budget)
+        for last in (False, True):
+            for (file, line), count in places_reached(fitting, files=files, last=last):
+                below = str(Path(file).relative_to(OURS))
+                found[InterruptedFit(name, below, line, count)] = None
+        fitting.remove()
+    return list(found)
+
+
+_TRIES = 4
+"""So often a fit is run again whose course, which times decide, missed the line."""
+
+_FITS_BETWEEN = 40
+"""After so many that were interrupted one comes to its end."""
+
+
+def interrupt_fits(cases: Iterator[InterruptedFit], tally: Tally) -> None:
+    """Interrupt fits one by one; stop after one that left something behind."""
+    sys.unraisablehook = lambda _: None  # an interrupt in a destructor is ignored
+    torch.set_num_threads(1)
+    gc.disable()  # as in tests: what only the collector would free is a leak
+    fittings = {name: Fitting(budget) for name, budget in BUDGETS.items()}
+    for number, case in enumerate(cases):
+        fitting = fittings[case.budget]
+        was_reached = any(_interrupt(fitting, case) for _ in range(_TRIES))
+        faults = fitting.faults()
+        if not faults and number % _FITS_BETWEEN == 0:
+            fitting()
+            faults = [f"after another fit: {fault}" for fault in fitting.faults()]
+        if faults:
+            tally.kinds["wrong"] += 1
+            tally.failures[case] = f"{case}: {'; '.join(faults)}"
+            return
+        tally.kinds["whole" if was_reached else "not reached"] += 1
+
+
+def _interrupt(fitting: Fitting, case: InterruptedFit) -> bool:
+    place = str(Path(OURS) / case.file), case.line
+    return LineInterrupter(place, time=case.time).run(fitting)
+
+
+def interrupt_all(
+    processes: int,
+    *,
+    seconds: float,
+    files: str = "",
+    every: int = 1,
+    report: Callable[[str], None] = lambda _: None,
+) -> Tally:
+    """Interrupt fits at every line, the first and the last time; return the outcome.
+
+    Args:
+        processes: How many run at a time.
+        seconds: No fit begins later than that.
+        files: What the paths of the files match, if not all count.
+        every: Take every n-th.
+        report: Called with each failure as it is found, and each minute with a tally.
+    """
+    cases = fits_to_interrupt(files)[::every]
+    random.Random(0).shuffle(cases)  # the later its line, the longer a fit takes
+    report(f"{len(cases)} fits to interrupt")
+    tally = run_in_shards(
+        interrupt_fits, cases, processes, seconds=seconds, report=report
+    )
+    left = len(cases) - tally.kinds.total()
+    if left:
+        tally.failures["time"] = f"{left} not begun in {seconds:.0f} s"
+    return tally
+
+
+def main() -> None:
+    """Interrupt fits as the command line asks; fail if one of them does."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--limit", type=float, default=3600, help="in seconds")
+    parser.add_argument("--files", default="", help="a pattern of their paths")
+    parser.add_argument("--every", type=int, default=1, help="take every n-th")
+    options = parser.parse_args()
+    start = time.time()
+    report = functools.partial(print, flush=True)
+    tally = interrupt_all(
+        options.processes,
+        seconds=options.limit,
+        files=options.files,
+        every=options.every,
+        report=report,
+    )
+    report(f"{time.time() - start:.0f} s, {tally}")
+    for text in tally.failures.values():
+        report(text)
+    sys.exit(1 if tally.failures else 0)
+
+
+if __name__ == "__main__":
+    # By its name: what the processes send is of the classes there.
+    from tests.support.interrupted_fits import main as run
+
+    run()

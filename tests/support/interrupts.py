@@ -213,12 +213,32 @@ def _has_line(code: CodeType, place: Place) -> bool:
     return code.co_filename == file and any(at == line for *_, at in code.co_lines())
 
 
+Reached = tuple[Place, int]
+"""A place, and which time that it is reached."""
+
+
+def places_reached(
+    scenario: Callable[[], object], *, files: str = "", last: bool = False
+) -> list[Reached]:
+    """Return the lines of recoup that a scenario reaches.
+
+    Args:
+        scenario: What to run; it may reach other lines each time.
+        files: What the paths of the files match, if not all count.
+        last: When each is reached for the last time, not for the first; those that are
+            reached once are left out.
+    """
+    collector = LineInterrupter()
+    assert not collector.run(scenario), "nothing interrupts it"
+    return [
+        (place, times if last else 1)
+        for place, times in collector.lines.items()
+        if re.search(files, place[0]) and (times > 1 or not last)
+    ]
+
+
 def interruptions_of_lines(
-    scenario: Callable[[], object],
-    *,
-    files: str = "",
-    every: int = 1,
-    last: bool = False,
+    scenario: Callable[[], object], *, files: str = "", every: int = 1
 ) -> Iterator[str]:
     """Run a scenario once for each line of recoup that it reaches, interrupted there.
 
@@ -226,16 +246,7 @@ def interruptions_of_lines(
         scenario: What to run; it may reach other lines each time.
         files: What the paths of the files match, if not all count.
         every: Take every n-th line.
-        last: When it is reached for the last time, not for the first; those that are
-            reached once are left out.
     """
-    collector = LineInterrupter()
-    assert not collector.run(scenario), "nothing interrupts it"
-    wanted = [
-        (place, times if last else 1)
-        for place, times in collector.lines.items()
-        if re.search(files, place[0]) and (times > 1 or not last)
-    ]
-    for place, time in wanted[::every]:
+    for place, time in places_reached(scenario, files=files)[::every]:
         if LineInterrupter(place, time=time).run(scenario):
             yield f"{place[0]}:{place[1]}, time {time}"

@@ -8,7 +8,7 @@ import os
 
 import pytest
 
-from tests.support.interrupted_fits import Fitting
+from tests.support.interrupted_fits import interrupt_all
 from tests.support.interrupted_steps import (
     STEPS,
     WRITE_PLACES,
@@ -19,7 +19,7 @@ from tests.support.interrupted_steps import (
     gradients,
     model,
 )
-from tests.support.interrupts import interruptions, interruptions_of_lines
+from tests.support.interrupts import interruptions
 
 pytestmark = [
     pytest.mark.sweep,
@@ -55,19 +55,11 @@ def test_the_region_goes_on_with_what_an_interrupted_operator_wrote(
     record_property("interrupts", tried)
 
 
-@pytest.mark.parametrize("last", [False, True], ids=["first", "last"])
-@pytest.mark.parametrize("budget", [0.8, 0.05], ids=["met", "infeasible"])
-def test_an_interrupt_at_any_line_of_fit_leaves_the_model_as_it_was(
-    budget, last, record_property
-):
-    fitting = Fitting(budget)
+def test_an_interrupt_at_any_line_of_fit_leaves_the_model_as_it_was(record_property):
+    processes = os.cpu_count() or 1
     files = os.environ.get("RECOUP_FILES", "")
-    tried = 0
-    for where in interruptions_of_lines(fitting, files=files, last=last):
-        assert fitting.faults() == [], where
-        tried += 1
-        if tried % 40 == 0:
-            fitting()
-            assert fitting.faults() == [], f"a second fit after {where}"
-    record_property("interrupts", tried)
-    assert tried
+    tally = interrupt_all(processes, seconds=7000, files=files, report=print)
+    record_property("interrupts", tally.kinds["whole"])
+    assert tally.failures == {}
+    # The times of operators decide the course of a fit: some lines are seldom reached.
+    assert tally.kinds["not reached"] < 0.05 * tally.kinds["whole"]
