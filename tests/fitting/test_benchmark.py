@@ -13,7 +13,7 @@ from torch import nn
 
 from benchmarks.zoo.cases import CASES
 from recoup.fitting import benchmark as contests
-from recoup.fitting.benchmark import PEERS, largest_difference, run_benchmark
+from recoup.fitting.benchmark import PEERS, run_benchmark
 from recoup.measurement.steps.floor import run_step
 from recoup.measurement.steps.training_step import training_step
 
@@ -114,14 +114,3 @@ def test_if_the_plain_step_does_not_fit_the_next_is_compared_with(
     assert plain.failure == "out of memory"
     assert first.name == next(iter(PEERS))
     assert {entry.difference for entry in (first, *others)} == {0.0}
-
-
-def test_differences_are_told_bit_by_bit():
-    zero, one = torch.zeros(2), torch.ones(2)
-    nothing = torch.tensor([float("nan"), 1.0])
-    assert largest_difference([nothing], [nothing.clone()]) == 0.0
-    assert largest_difference([zero], [-zero]) > 0.0
-    assert largest_difference([one], [nothing]) == float("inf")
-    assert largest_difference([None], [one]) == float("inf")
-    assert largest_difference([one], [torch.ones(3)]) == float("inf")
-    assert largest_difference([one, one], [one, one + 2**-20]) == 2**-20

@@ -18,8 +18,8 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from recoup.backend.memory.meters import device_meter
-from recoup.fitting.benchmark import largest_difference
 from recoup.fitting.fit import Fit, fit
+from recoup.measurement.steps.gradients import largest_difference
 from recoup.measurement.steps.optimizers import state_tensors
 from recoup.measurement.timing.pace import synchronize
 

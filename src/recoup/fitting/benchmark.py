@@ -21,12 +21,16 @@ from recoup.errors import InfeasibleError
 from recoup.fitting.budgets import Budget
 from recoup.fitting.fit import Fit, fit
 from recoup.measurement.steps.floor import run_step
+from recoup.measurement.steps.gradients import (
+    Gradients,
+    difference_from,
+    gradients_of,
+)
 from recoup.measurement.steps.training_step import (
     TrainingStep,
     training_step,
     untouched,
 )
-from recoup.measurement.timing.block_frames import gradients_of
 from recoup.measurement.timing.pace import pace_of
 from recoup.report.findings import Entry
 
@@ -92,8 +96,6 @@ _ROUNDS = 2
 
 Progress = Callable[[str, int, int], None]
 """Progress callback: the contender, how many are done, and their total."""
-
-Gradients = Sequence[Tensor | None]
 
 
 def run_benchmark(  # noqa: PLR0913 (a step can be described in several ways)
@@ -228,44 +230,14 @@ class _Benchmark:
             torch.accelerator.empty_cache()
 
     def _measured(self, name: str, step: TrainingStep) -> Entry:
-        gradients = gradients_of(step)
+        difference = 0.0
+        if self._reference is None:
+            self._reference = gradients_of(step)
+        else:
+            difference = difference_from(self._reference, step)
         cost = run_step(step)
         seconds = pace_of(step).seconds
-        if self._reference is None:
-            self._reference = gradients
-        difference = largest_difference(self._reference, gradients)
         return Entry(name, cost.peak_bytes, seconds, difference)
-
-
-def largest_difference(expected: Gradients, found: Gradients) -> float:
-    """Return the largest difference between gradients; 0.0 if all bits are the same.
-
-    A gradient that only one of them has, or another shape, is infinitely far away.
-
-    Examples:
-        >>> one = torch.tensor([1.0, 2.0])
-        >>> largest_difference([one, None], [one.clone(), None])
-        0.0
-        >>> largest_difference([one], [one + 0.5]), largest_difference([one], [None])
-        (0.5, inf)
-    """
-    worst = 0.0
-    for one, other in zip(expected, found, strict=True):
-        if one is None or other is None or one.shape != other.shape:
-            if one is not other:
-                return float("inf")
-        elif not _same_bits(one, other):
-            away = float((one.double() - other.double()).abs().max())
-            # Zeros of both signs, and no numbers at all, differ in their bits.
-            worst = max(worst, away or torch.finfo(torch.float64).tiny)
-            if away != away:
-                return float("inf")
-    return worst
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    first, second = (t.contiguous().flatten().view(torch.uint8) for t in (one, other))
-    return torch.equal(first, second)
 
 
 def _peaks(entries: Sequence[Entry]) -> list[int]:

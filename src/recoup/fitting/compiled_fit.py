@@ -10,11 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from recoup.backend.compiler.partitioning import Executor
 from recoup.backend.compiler.recognition import is_sharded
 from recoup.backend.compiler.suspension import written_path
+from recoup.backend.memory.meters import is_out_of_memory
 from recoup.core.compiled_plan import (
     BlockOption,
     BlockStep,
@@ -32,19 +34,17 @@ from recoup.engine.applied.model_blocks import block_names, outer_names, repeate
 from recoup.engine.applied.planned_runs import Cuts
 from recoup.errors import InfeasibleError, UnsupportedError
 from recoup.fitting.block_search import BlockSearch, PlainStep
+from recoup.fitting.budgets import free_bytes
 from recoup.fitting.closed_loop import Settled
 from recoup.fitting.collected_findings import environment, resident_bytes
 from recoup.fitting.decision import Infeasible
 from recoup.fitting.fit_result import FitResult
 from recoup.fitting.following.adaptation import Adapted
 from recoup.fitting.progress import Progress
+from recoup.measurement.steps.gradients import difference_from, gradients_of
 from recoup.measurement.steps.training_step import TrainingStep, device_of
 from recoup.measurement.timing.block_bench import (
     sample_calls,
-)
-from recoup.measurement.timing.block_frames import (
-    gradients_of,
-    largest_difference,
 )
 from recoup.measurement.timing.pace import pace_of
 from recoup.measurement.tracing.observation import cut
@@ -134,6 +134,7 @@ class CompiledFit(FitResult):
                 title=title or type(self.model).__name__,
                 budget_bytes=self.budget_bytes,
                 floor_bytes=self.floor_bytes,
+                plain_seconds=self.plain_seconds,
                 measured_peak_bytes=self.measured_peak_bytes,
                 measured_seconds=self.measured_seconds,
                 resident=resident_bytes(self.model),
@@ -213,8 +214,9 @@ def fit_compiled(  # noqa: PLR0913 (which part of a step is compiled)
         tell("running the eager step at the least memory")
         with cut(step, Cuts(tuple(found))):
             expected = gradients_of(step)
-            noise = largest_difference(gradients_of(step), expected)
+            noise = difference_from(expected, step)
             calls = sample_calls(step, found)
+        plain_seconds = _plain_seconds(step, plain)
         search.capture(calls, found)
         del calls  # its tensors would count in the peaks that follow
         reference = search.reference()
@@ -227,7 +229,7 @@ def fit_compiled(  # noqa: PLR0913 (which part of a step is compiled)
         plan = search.plan_of(dict(zip(search.order, choice, strict=True)))
         loop = search.watched(plan, plain, asked - reserved)
         seconds = pace_of(step).seconds
-        difference = largest_difference(gradients_of(step), expected)
+        difference = difference_from(expected, step)
     finally:
         search.take_off()
         if loop is not None:
@@ -246,7 +248,7 @@ def fit_compiled(  # noqa: PLR0913 (which part of a step is compiled)
         eager=search.eager,
         budget_bytes=asked,
         plain_peak_bytes=plain.peak_bytes,
-        plain_seconds=plain.seconds,
+        plain_seconds=plain_seconds,
         predicted_peak_bytes=peak_bytes,
         predicted_seconds=predicted_seconds,
         measured_peak_bytes=measured_bytes,
@@ -267,6 +269,22 @@ def fit_compiled(  # noqa: PLR0913 (which part of a step is compiled)
         ),
         _loop=loop,
     )
+
+
+def _plain_seconds(step: TrainingStep, plain: PlainStep) -> float:
+    """Return the time of the plain step: measured, if there is memory for it now."""
+    if plain.peak_bytes > free_bytes(step.device):
+        return plain.seconds
+    try:
+        return pace_of(step).seconds
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return plain.seconds
+    finally:
+        step.begin()
+        if step.device.type != "cpu":
+            torch.accelerator.empty_cache()  # others may need what it took
 
 
 def compiled_frontier(

@@ -26,8 +26,8 @@ class FitResult(ABC):
         graph: The eager step, as it was measured.
         budget_bytes: The budget.
         plain_peak_bytes: The predicted peak of the plain step.
-        plain_seconds: The predicted time of that step, or as measured in turns with the
-            plan on a CPU where it fits into memory.
+        plain_seconds: The predicted time of that step. Where there was memory for it,
+            the measured one: with `compile=`, and on a CPU in turns with the plan.
         predicted_peak_bytes: The predicted peak with the plan.
         predicted_seconds: The predicted time of a step with the plan, corrected by the
             steps that `fit` ran.

@@ -116,10 +116,16 @@ def compose_compiled(
         plan=json.dumps(json.loads(plan.to_json())),
     )
     plain = _view(step, plain_totals, [p.saved_bytes for p in parts[1:]], known, base)
-    plain = replace(plain, name="plain", seconds=eager.plain_seconds)
+    plain_seconds = known.plain_seconds or eager.plain_seconds
+    plain = replace(plain, name="plain", seconds=plain_seconds)
     views = sorted((compiled, plain), key=lambda view: view.peak_bytes)
     return replace(
-        eager, step=step, plans=tuple(views), chosen=views.index(compiled), baselines=()
+        eager,
+        step=step,
+        plans=tuple(views),
+        chosen=views.index(compiled),
+        baselines=(),
+        plain_seconds=plain_seconds,
     )
 
 

@@ -40,6 +40,7 @@ class Known:
         title: The name of the measured step.
         budget_bytes: The budget; 0: none.
         floor_bytes: The smallest budget that can be met; 0: the smallest peak shown.
+        plain_seconds: The measured time of the plain step; 0: it did not run.
         measured_peak_bytes: The peak of a real step with the plan; 0: none ran.
         measured_seconds: The time of a real step with the plan; 0: none ran.
         resident: Names and bytes of memory in use during the whole step.
@@ -52,6 +53,7 @@ class Known:
     title: str = "a training step"
     budget_bytes: int = 0
     floor_bytes: int = 0
+    plain_seconds: float = 0.0
     measured_peak_bytes: int = 0
     measured_seconds: float = 0.0
     resident: tuple[tuple[str, int], ...] = ()

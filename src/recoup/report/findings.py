@@ -233,8 +233,9 @@ class Entry:
         name: The contender.
         peak_bytes: The peak of a step; None: no step ran.
         seconds: The minimum time over some steps; None: no step ran.
-        difference: The maximum difference of its gradients to the first contender's;
-            0.0 if they are bitwise equal. None: there are none to compare.
+        difference: The maximum difference of its gradients to the first contender's,
+            relative to the largest entry; 0.0 if they are bitwise equal. None: there
+            are none to compare.
         failure: Why no step ran; empty: one did.
     """
 

@@ -308,10 +308,11 @@ def _peak(graph: fx.Graph, released: Iterable[fx.Node], *, fuses: bool) -> int:
     for value, node in last_use.items():
         ends.setdefault(node, []).append(value)
     counted = dict.fromkeys(released, True)
+    fuses_away = _fuses_away() if fuses else lambda _: False
     live = peak = 0
     for node in graph.nodes:
         if node.op == "call_function" and owner[node] is node:
-            counted[node] = not (fuses and _is_fused_away(node))
+            counted[node] = not fuses_away(node)
             live += _bytes(node) if counted[node] else 0
             peak = max(peak, live)
         for value in ends.get(node, ()):
@@ -319,12 +320,14 @@ def _peak(graph: fx.Graph, released: Iterable[fx.Node], *, fuses: bool) -> int:
     return peak
 
 
-def _is_fused_away(node: fx.Node) -> bool:
+def _fuses_away() -> Callable[[fx.Node], bool]:
+    """Return whether a node's result stays in registers: its readers fuse with it."""
     from torch._functorch import partitioners
 
     fusible = partitioners.get_default_op_list().is_fusible
-    return fusible(node) and all(
-        user.op == "call_function" and fusible(user) for user in node.users
+    return lambda node: (
+        fusible(node)
+        and all(user.op == "call_function" and fusible(user) for user in node.users)
     )
 
 

@@ -1,0 +1,99 @@
+"""The gradients of a step, and how far those of another run are from them."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from recoup.measurement.steps.training_step import TrainingStep
+
+Gradients = Sequence[Tensor | None]
+"""The gradient of each parameter; None: it has none."""
+
+_CHUNK_BYTES = 1 << 24
+"""How much of a gradient is compared at once: the temporaries of a comparison on a GPU
+are far below what a step needs."""
+
+_NEGLIGIBLE = 1e-3
+"""Gradients below this share of the largest one are zero but for rounding."""
+
+
+def gradients_of(step: TrainingStep) -> list[Tensor | None]:
+    """Run a step once; return copies of the parameters' gradients on the CPU."""
+    step.begin()
+    step.run()
+    gradients = (parameter.grad for parameter in step.model.parameters())
+    found = [None if g is None else g.detach().to("cpu", copy=True) for g in gradients]
+    step.begin()
+    return found
+
+
+def difference_from(expected: Gradients, step: TrainingStep) -> float:
+    """Run a step once; return `largest_difference` of its gradients.
+
+    They are compared where they are: only what is expected is copied to the device.
+    """
+    step.begin()
+    step.run()
+    gradients = [parameter.grad for parameter in step.model.parameters()]
+    found = largest_difference(expected, gradients)
+    del gradients
+    step.begin()
+    return found
+
+
+@torch.no_grad()
+def largest_difference(expected: Gradients, found: Gradients) -> float:
+    """Return the largest difference relative to the largest entry of each gradient.
+
+    0.0 means that all bits are the same. Gradients whose largest entry is below a
+    thousandth of the largest of all are compared with that: they are zero but for
+    rounding. A gradient that only one of them has, or another shape, is infinitely far
+    away.
+
+    Examples:
+        >>> one = torch.tensor([1.0, 2.0])
+        >>> largest_difference([one, None], [one.clone(), None])
+        0.0
+        >>> largest_difference([one], [one + 0.5]), largest_difference([one], [None])
+        (0.25, inf)
+    """
+    sizes: list[float] = []
+    distances: list[float] = []
+    for one, other in zip(expected, found, strict=True):
+        if one is None or other is None or one.shape != other.shape:
+            if one is not other:
+                return float("inf")
+            continue
+        chunks = [_compared(a, b) for a, b in _chunks(one, other)]
+        sizes.append(max((size for size, _ in chunks), default=0.0))
+        distances.append(max((distance for _, distance in chunks), default=0.0))
+    if not any(distances):
+        return 0.0
+    least = max(_NEGLIGIBLE * max(sizes), torch.finfo(torch.float32).tiny)
+    worst = max(d / max(s, least) for d, s in zip(distances, sizes, strict=True))
+    return worst or torch.finfo(torch.float64).tiny
+
+
+def _chunks(expected: Tensor, found: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield parts of both, on the device of the second."""
+    length = max(_CHUNK_BYTES // max(expected.element_size(), 1), 1)
+    flat = [t.to_dense() if t.is_sparse else t for t in (expected, found)]
+    parts = [t.detach().reshape(-1).split(length) for t in flat]
+    for one, other in zip(*parts, strict=True):
+        if other.numel():
+            yield one.to(other.device), other
+
+
+def _compared(expected: Tensor, found: Tensor) -> tuple[float, float]:
+    """Return the largest entry, and the largest difference; 0.0: all bits are equal."""
+    size = float(expected.abs().max().float().nan_to_num(nan=0.0))
+    same_format = expected.dtype == found.dtype
+    if same_format and torch.equal(expected.view(torch.uint8), found.view(torch.uint8)):
+        return size, 0.0
+    wide = torch.promote_types(expected.dtype, torch.float32)
+    distance = float((expected.to(wide) - found.to(wide)).abs().max())
+    if distance != distance:
+        return size, float("inf")
+    # Zeros of both signs differ in their bits.
+    return size, distance or torch.finfo(torch.float64).tiny
