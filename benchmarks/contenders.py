@@ -15,7 +15,7 @@ from torch.utils.checkpoint import (
 
 import recoup
 from recoup.backend.operators.dispatch import OperatorMode
-from recoup.cli.demo_training import Block, RunBlock, run_plain
+from recoup.cli.gpt import Block, RunBlock, run_plain
 
 COSTLY = (
     "mm addmm bmm _scaled_dot_product_flash_attention "

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 import recoup
 from benchmarks.models import TINY, Problem
-from recoup.cli.demo_training import Block, RunBlock, run_plain
+from recoup.cli.gpt import Block, RunBlock, run_plain
 
 
 def run_scope(block: Block, hidden: Tensor) -> Tensor:

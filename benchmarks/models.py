@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recoup.cli.demo_training import GPT, RunBlock, Shape
+from recoup.cli.gpt import GPT, RunBlock, Shape
 
 LARGE = Shape(layers=24, width=2048, heads=16, vocabulary=50304, context=1024)
 """1.4 billion parameters: on one GPU the arithmetic hides the host."""

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 import recoup
-from recoup.cli.demo_training import GPT, Shape, encode, read_text
+from recoup.cli.demo_training import encode, read_text
+from recoup.cli.gpt import GPT, Shape
 from recoup.core.units import print_bytes
 from recoup.report.charts import timeline_chart
 from recoup.report.findings import Findings, PlanView, to_json

@@ -28,7 +28,7 @@ from benchmarks.harness import (
 )
 from benchmarks.models import LARGE, MEDIUM, WIDE, Problem
 from recoup import CheckpointScope, Host
-from recoup.cli.demo_training import Block, RunBlock, Shape, run_plain
+from recoup.cli.gpt import Block, RunBlock, Shape, run_plain
 from recoup.engine.tiers.host import pool_of
 from recoup.tiers import ExactTier, Stored, tier_usage
 

@@ -28,7 +28,7 @@ from benchmarks.harness import (
 )
 from benchmarks.models import LARGE, MEDIUM, TINY, Problem
 from recoup.backend.operators.dispatch import OperatorMode
-from recoup.cli.demo_training import Block, RunBlock, Shape, run_plain
+from recoup.cli.gpt import Block, RunBlock, Shape, run_plain
 
 STEPS_IN_A_ROW = 4
 

@@ -27,7 +27,7 @@ from benchmarks.harness import (
 )
 from benchmarks.resnet import ResNet
 from recoup import Trainer, TrainerSettings
-from recoup.cli.demo_training import GPT, Shape
+from recoup.cli.gpt import GPT, Shape
 from recoup.precision.mixed_precision import Precision
 
 GPT_SHAPE = Shape(layers=24, width=1024, heads=16, vocabulary=50304, context=1024)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.zoo.case import Pair, Scale
-from recoup.cli.demo_training import Block, Shape
+from recoup.cli.gpt import Block, Shape
 
 GPT_SHAPES: dict[Scale, tuple[Shape, int]] = {
     "tiny": (Shape(6, 32, 2, 61, 32), 8),

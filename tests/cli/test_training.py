@@ -7,7 +7,8 @@ import torch
 from rich.progress import Progress
 
 from recoup.cli import demo_training as training
-from recoup.cli.demo_training import Shape, encode, read_text
+from recoup.cli.demo_training import encode, read_text
+from recoup.cli.gpt import Shape
 
 TINY = training.Settings(
     Shape(layers=2, width=16, heads=2, vocabulary=60, context=8, dropout=0.5),

@@ -14,7 +14,7 @@ from benchmarks.zoo import decoders
 from benchmarks.zoo.case import token_loss
 from benchmarks.zoo.cases import CASES
 from recoup.backend.state.trees import tensors_within
-from recoup.cli.demo_training import Shape
+from recoup.cli.gpt import Shape
 from recoup.core.simulation import simulate
 from recoup.engine.scopes.module import checkpoint_module
 from recoup.errors import (

@@ -11,13 +11,13 @@ from rich.table import Table
 
 from recoup.cli.demo_training import (
     Settings,
-    Shape,
     TrainingRun,
     compare_repeatably,
     gradients_equal,
     losses_equal,
     read_text,
 )
+from recoup.cli.gpt import Shape
 from recoup.cli.output_files import as_json, print_verdict, write_whole
 from recoup.cli.statuses import FAILED, CommandError
 from recoup.cli.work import other_work

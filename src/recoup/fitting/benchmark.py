@@ -21,7 +21,7 @@ from recoup.errors import InfeasibleError
 from recoup.fitting.budgets import Budget
 from recoup.fitting.fit import Fit, fit
 from recoup.measurement.steps.floor import run_step
-from recoup.measurement.steps.gradients import (
+from recoup.measurement.steps.gradient_difference import (
     Gradients,
     difference_from,
     gradients_of,

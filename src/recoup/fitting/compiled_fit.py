@@ -41,7 +41,7 @@ from recoup.fitting.decision import Infeasible
 from recoup.fitting.fit_result import FitResult
 from recoup.fitting.following.adaptation import Adapted
 from recoup.fitting.progress import Progress
-from recoup.measurement.steps.gradients import difference_from, gradients_of
+from recoup.measurement.steps.gradient_difference import difference_from, gradients_of
 from recoup.measurement.steps.training_step import TrainingStep, device_of
 from recoup.measurement.timing.block_bench import (
     sample_calls,

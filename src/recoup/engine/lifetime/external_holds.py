@@ -6,8 +6,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from recoup.backend.autograd.saved_tensors import stays_leaf
-from recoup.backend.memory.storages import Geometry, alias, storage_address
-from recoup.engine.lifetime.values import MOVED, Hold
+from recoup.backend.memory.storages import Geometry, alias
+from recoup.engine.lifetime.values import Hold, separate_holds
 
 
 class ExternalHolds:
@@ -58,14 +58,7 @@ class ExternalHolds:
 
     def part(self) -> None:
         """Part all of them; one whose tensor got other memory cannot be used."""
-        for hold, address in self._holds.values():
-            # Written out: a call for each would cost as much as the rest.
-            tensor = hold.tensor
-            if tensor is None:
-                continue
-            if storage_address(tensor) != address:
-                hold.version = MOVED  # by an assignment to its `.data`
-            hold.tensor = tensor.detach()
+        separate_holds(self._holds.values())
         self._holds = {}
         self._found = {}
         self._searched = 0

@@ -17,7 +17,8 @@ from recoup.backend.autograd.saved_tensors import (
 from recoup.backend.autograd.wrappers import is_wrapper
 from recoup.backend.memory.storages import copy_storage, has_storage, version_of
 from recoup.core.restoring import restoring
-from recoup.engine.lifetime.values import Hold, TapeOperation, TapeValue
+from recoup.engine.lifetime.operations import TapeOperation
+from recoup.engine.lifetime.values import Hold, TapeValue
 from recoup.engine.recording.observers import is_transparent
 
 _MARKS = 8191

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from recoup.backend.autograd.saved_tensors import is_activation
-from recoup.backend.memory.storages import alias
 from recoup.engine.lifetime.values import OUTSIDE, Hold, TapeValue
 from recoup.engine.scopes.policies import Policy
 from recoup.engine.tiers.protocol import Tier
@@ -37,8 +36,8 @@ class Placement:
         if kept:
             # The very tensor lies as the value does: no view is needed to give it back.
             whole = value.born is not None and value.born() is tensor
-            value.hold = Hold(alias(tensor), None if whole else value.geometry)
-            value.hold.assign(self._store if kept is True else kept)
+            hold = value.keep_tensor(tensor, is_first=whole)
+            hold.assign(self._store if kept is True else kept)
 
     def place_saved(self, hold: Hold) -> None:
         """Say where a value is kept that autograd saved."""

@@ -1,4 +1,9 @@
-"""Values, the operations that made them, and the holds that keep some of them."""
+"""Values, and the holds that keep some of them.
+
+Both own their transitions. Other modules set their attributes in two places only, where
+a call would cost as much as the rest: `demand` in `Region.pack`, and `is_spare` in
+`record_call`.
+"""
 
 import weakref
 from collections.abc import Iterable, Sequence
@@ -6,9 +11,8 @@ from copy import copy
 from math import prod
 from typing import Any, Protocol, final
 
-from torch import Generator, Tensor
+from torch import Tensor
 
-from recoup.backend.autograd.autocast import default_dtype
 from recoup.backend.autograd.saved_tensors import (
     Pack,
     Unpack,
@@ -19,6 +23,7 @@ from recoup.backend.autograd.wrappers import is_wrapper
 from recoup.backend.memory.storages import (
     NO_VERSION,
     Geometry,
+    alias,
     fitted,
     flat,
     geometry_of,
@@ -28,8 +33,6 @@ from recoup.backend.memory.storages import (
     version_counter,
     version_of,
 )
-from recoup.backend.operators.kernels import Kernel
-from recoup.backend.operators.properties import Operator
 from recoup.backend.state.trees import tensors
 from recoup.engine.tiers.deposits import Deposit, DepositClaim, deposit
 from recoup.engine.tiers.device import Device
@@ -81,14 +84,20 @@ class TapeValue:
         "producer",
     )
 
-    def __init__(self, producer: int, geometry: Geometry | None) -> None:
+    def __init__(
+        self,
+        producer: int,
+        geometry: Geometry | None,
+        born: weakref.ref[Tensor] | None = None,
+        place: int | None = None,
+    ) -> None:
         self.producer = producer
         self.geometry = geometry
-        self.place: int | None = None
+        self.place = place
         self.hold: Hold | None = None
         self.demand = 0
         self.is_spare = False
-        self.born: weakref.ref[Tensor] | None = None
+        self.born = born
         self.layouts: dict[Geometry, Layout] | None = None
 
     @property
@@ -122,9 +131,50 @@ class TapeValue:
         self.hold = hold
         return hold
 
+    def keep_tensor(self, tensor: Tensor, *, is_first: bool = False) -> "Hold":
+        """Keep the value by an alias of a tensor that names it; return the hold.
+
+        Args:
+            tensor: The tensor.
+            is_first: It is the one that first named the value, and lies as that does.
+        """
+        self.hold = Hold(alias(tensor), None if is_first else self.geometry)
+        return self.hold
+
+    def keep_from_outside(self, hold: "Hold", tensor: Tensor) -> None:
+        """Keep a value that the region did not make and that a tensor names."""
+        is_held = self.geometry is None and hold.tensor is tensor
+        self.hold = hold
+        self.born = HELD if is_held else weakref.ref(tensor)
+        self.is_spare = False
+
+    def keep_spare(self, hold: "Hold", tensor: Tensor) -> None:
+        """Keep a value as `keep_from_outside` does, for autograd alone so far."""
+        self.hold = hold
+        self.born = HELD if hold.tensor is tensor else weakref.ref(tensor)
+        self.is_spare = True
+
     def drop_hold(self) -> None:
         """Recompute the value instead of keeping it."""
         self.hold = None
+        self.is_spare = False
+
+    def mark_used(self) -> None:
+        """Record that an operation refers to the value."""
+        self.is_spare = False
+
+    def forget_tensor(self) -> None:
+        """Forget the tensor that first named it: that may lie otherwise from now on."""
+        self.born = None
+
+    def move_outside(self) -> None:
+        """Forget how it was made: the memory was filled by something unknown."""
+        self.producer = OUTSIDE
+        self.born = None
+
+    def drop_demand(self) -> None:
+        """Count one saved tensor less."""
+        self.demand -= 1
 
 
 class Layout:
@@ -153,125 +203,31 @@ class Layout:
         return fitted(whole, self.geometry)
 
 
-View = tuple[TapeValue, Layout]
-"""A reference to a value by a layout."""
+def forget_tensors(values: Iterable[TapeValue]) -> None:
+    """Do `forget_tensor` of each, without a call for each."""
+    for value in values:
+        value.born = None
 
 
-class TapeOperation:
-    """One operator call on the tape, its tensors replaced by values.
+class Makes(Protocol):
+    """An operation, as its values know it."""
 
-    Attributes:
-        kernel: What was called.
-        args: Positional arguments; each tensor is a `TapeValue`, if it has the geometry
-            of the tensor that first named it, or a `View`.
-        kwargs: Keyword arguments, likewise.
-        places: Positions of the arguments that hold references.
-        names: Names of the keyword arguments that do.
-        outputs: Its new values.
-        writes: Pairs of the value before and the value after a write.
-        random: The generator it draws from and the state before it did.
-        default_dtype: The default type of floating-point numbers when it was called.
+    outputs: list[TapeValue]
+    writes: Sequence[tuple[TapeValue, TapeValue]]
+
+
+def number(operations: Sequence[Makes]) -> None:
+    """Let the values know their places among the operations, for good.
+
+    What only recording needs to know of them is forgotten.
     """
-
-    __slots__ = (
-        "args",
-        "default_dtype",
-        "kernel",
-        "kwargs",
-        "names",
-        "outputs",
-        "places",
-        "random",
-        "writes",
-    )
-
-    def __init__(
-        self,
-        kernel: Kernel,
-        args: list[Any],
-        kwargs: dict[str, Any],
-        places: tuple[int, ...],
-    ) -> None:
-        self.kernel = kernel
-        self.args = args
-        self.kwargs = kwargs
-        self.places = places
-        self.names: Sequence[str] = ()
-        self.outputs: list[TapeValue] = []
-        self.writes: Sequence[tuple[TapeValue, TapeValue]] = ()
-        self.random: tuple[Generator, Tensor] | None = None
-        self.default_dtype = default_dtype()
-
-    def reads(self) -> list[TapeValue]:
-        """Return the values it takes."""
-        found: list[TapeValue] = []
-        args = self.args
-        for place in self.places:
-            reference = args[place]
-            # Written out for the common kinds: a call costs as much as all the rest.
-            if type(reference) is TapeValue:
-                found.append(reference)
-            elif type(reference) is tuple:
-                found.append(reference[0])
-            else:
-                _collect(reference, found)
-        for name in self.names:
-            _collect(self.kwargs[name], found)
-        return found
-
-    def lies(self) -> "list[tuple[TapeValue, Geometry]]":
-        """Return the values from outside that it takes, and how each lies there."""
-        found: list[tuple[TapeValue, Geometry]] = []
-        references = [self.args[place] for place in self.places]
-        references += [self.kwargs[name] for name in self.names]
-        while references:
-            reference = references.pop()
-            if type(reference) is list:
-                references += reference
-            elif type(reference) is tuple:
-                found.append((reference[0], reference[1].geometry))
-            elif type(reference) is TapeValue:
-                hold = reference.hold
-                geometry = None if hold is None else hold.geometry
-                if geometry is not None:
-                    found.append((reference, geometry))
-        return found
-
-    @property
-    def operator(self) -> Operator:
-        """The operator that was called."""
-        return self.kernel.operator
-
-
-def _collect(reference: Any, found: list[TapeValue]) -> None:
-    kind = type(reference)
-    if kind is TapeValue:
-        found.append(reference)
-    elif kind is tuple:
-        found.append(reference[0])
-    elif kind is list:
-        for element in reference:
-            _collect(element, found)
-
-
-def reads_of(operations: Iterable[TapeOperation]) -> list[list[TapeValue]]:
-    """Return what `reads` of each returns, without a call for each."""
-    all_reads: list[list[TapeValue]] = []
-    for operation in operations:
-        found: list[TapeValue] = []
-        args = operation.args
-        for place in operation.places:
-            reference = args[place]
-            if type(reference) is TapeValue:
-                found.append(reference)
-            elif type(reference) is tuple:
-                found.append(reference[0])
-            else:
-                _collect(reference, found)
-        for name in operation.names:
-            _collect(operation.kwargs[name], found)
-        all_reads.append(found)
-    return all_reads
+    for index, operation in enumerate(operations):
+        for value in operation.outputs:
+            value.producer = index
+            value.born = None
+        for _, value in operation.writes:
+            value.producer = index
+            value.born = None
 
 
 class Earlier(Protocol):
@@ -351,6 +307,10 @@ class Hold:
         self.past = past
         self.tensor = None
         self.address = None
+
+    def forget_version(self) -> None:
+        """Take the version later, by `settle`: a write that is under way counts."""
+        self.version = None
 
     def replace_tensor(self, tensor: Tensor) -> None:
         """Keep the value by another tensor of the same memory."""
@@ -537,6 +497,24 @@ class Hold:
                 "the one that runs its backward. Put each region inside one unit"
             )
             raise changed_tensor(tensor, user, happened)
+
+
+def separate_holds(holds: Iterable[tuple[Hold, int]]) -> None:
+    """Give each hold an alias of its tensor with a version counter of its own.
+
+    Without a call for each: the end of forward waits for it.
+
+    Args:
+        holds: Holds of tensors from outside, each with the address of its storage when
+            it was used. A tensor that has other memory now is lost.
+    """
+    for hold, address in holds:
+        tensor = hold.tensor
+        if tensor is None:
+            continue
+        if storage_address(tensor) != address:
+            hold.version = MOVED  # by an assignment to its `.data`
+        hold.tensor = tensor.detach()
 
 
 def changed_tensor(tensor: Tensor, user: str, happened: str) -> ChangedTensorError:

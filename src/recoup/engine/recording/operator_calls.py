@@ -11,8 +11,9 @@ from recoup.backend.memory.storages import storage_address
 from recoup.backend.operators.kernels import Kernel
 from recoup.backend.operators.properties import Facts
 from recoup.backend.state.trees import tensors
+from recoup.engine.lifetime.operations import TapeOperation
 from recoup.engine.lifetime.past_contents import Indices
-from recoup.engine.lifetime.values import HELD, OUTSIDE, TapeOperation
+from recoup.engine.lifetime.values import HELD, OUTSIDE
 from recoup.engine.recording.tape import Tape
 
 _TORCH_KINDS = {torch.device, torch.dtype, torch.layout, torch.memory_format}

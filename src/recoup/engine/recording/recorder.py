@@ -29,8 +29,9 @@ from recoup.backend.operators.repeatable import is_repeatable
 from recoup.backend.state.rng import generator_of, same_state
 from recoup.backend.state.trees import tensors
 from recoup.core.restoring import restoring
+from recoup.engine.lifetime.operations import TapeOperation
 from recoup.engine.lifetime.past_contents import Indices
-from recoup.engine.lifetime.values import OUTSIDE, TapeOperation, TapeValue
+from recoup.engine.lifetime.values import OUTSIDE, TapeValue
 from recoup.engine.recording.operator_calls import (
     NO_TENSORS,
     indices_of,

@@ -32,19 +32,22 @@ from recoup.engine.lifetime.handover import (
     role_around,
 )
 from recoup.engine.lifetime.placement import placement_of
-from recoup.engine.lifetime.values import OUTSIDE, Hold, Layout, TapeValue
+from recoup.engine.lifetime.values import (
+    OUTSIDE,
+    Hold,
+    Layout,
+    TapeValue,
+    forget_tensors,
+    number,
+)
 from recoup.engine.recording.observers import Listener, Tracer, tell
 from recoup.engine.recording.recorder import Recorder
 from recoup.engine.recording.region_counts import Counted
 from recoup.engine.recording.region_options import Options
 from recoup.engine.recording.tape import Tape
 from recoup.engine.replay.nested_replays import Request, run_nested
-from recoup.engine.replay.program import Live, Program, derived_from_lossy, number
-from recoup.engine.replay.program_choice import (
-    choice_for,
-    program_at_once,
-    program_for,
-)
+from recoup.engine.replay.program import Live, Program, derived_from_lossy
+from recoup.engine.replay.program_choice import choice_for, program_at_once, program_for
 from recoup.engine.replay.recomputing import SECONDS, count_replay_seconds
 from recoup.engine.replay.replay_cache import ReplayCache, Saved, Uses, wanted_of
 from recoup.engine.tiers.protocol import Tier
@@ -208,11 +211,11 @@ class Region(Counted):
             tape.saved = dict.fromkeys(wanted)
         take_note(self._check, self._key, tape)
         tape.placement.place_roots(roots)
+        forget_tensors(roots)
         written = tape.written
         for value in roots:
             hold = value.hold
             assert hold is not None, "roots are held"
-            value.born = None
             if hold.version is None:
                 hold.settle()
             if written and value in written:
@@ -254,13 +257,13 @@ class Region(Counted):
         hold = value.hold
         if hold is None:
             if not self.options.recompute and value not in tape.forced:
-                hold = value.hold = Hold(alias(tensor), value.geometry)
+                hold = value.keep_tensor(tensor)
                 tape.placement.place_saved(hold)
             elif self._check is not None and value not in tape.unverified:
                 self._fingerprint(value, tensor, layout)
         if value.demand == 0:
             tape.saved[value] = None
-        value.demand += 1
+        value.demand += 1  # written out: autograd waits
         if hold is not None and hold.stored is not None:
             hold.stored.claims += 1
         elif hold is not None and hold.tier is not None:
@@ -319,7 +322,7 @@ class Region(Counted):
         """Hold a value that the tensor names, and say where it is to be kept."""
         hold = value.hold
         if hold is None:
-            hold = value.hold = Hold(alias(tensor), value.geometry)
+            hold = value.keep_tensor(tensor)
             hold.assign(store or self.options.store)
         elif store is not None:
             hold.assign(store)

@@ -26,16 +26,10 @@ from recoup.backend.operators.properties import gives_permutation
 from recoup.backend.training.optimizer_steps import STEPS
 from recoup.engine.lifetime.external_holds import ExternalHolds
 from recoup.engine.lifetime.handover import HANDING, is_handing_over
+from recoup.engine.lifetime.operations import TapeOperation, View
 from recoup.engine.lifetime.past_contents import History, Indices, LateWrites
 from recoup.engine.lifetime.placement import Placement
-from recoup.engine.lifetime.values import (
-    HELD,
-    OUTSIDE,
-    Hold,
-    TapeOperation,
-    TapeValue,
-    View,
-)
+from recoup.engine.lifetime.values import HELD, OUTSIDE, Hold, TapeValue
 from recoup.engine.recording.intervals import Intervals, runs_of
 from recoup.engine.replay.program import Program
 
@@ -157,13 +151,11 @@ class Tape:
             # One that was given up lies as it was made wherever it was used before.
             lies = value.geometry
             if lies is None:
-                value.hold = hold
-                value.born = HELD if hold.tensor is tensor else weakref.ref(tensor)
-                value.is_spare = True
+                value.keep_spare(hold, tensor)
             else:
-                value.hold = self.attached.hold(tensor, address, lies)
-                value.born = weakref.ref(tensor)
-                value.is_spare = False
+                value.keep_from_outside(
+                    self.attached.hold(tensor, address, lies), tensor
+                )
         return hold
 
     def reference(self, tensor: Tensor, *, read: bool = True) -> TapeValue | View:
@@ -185,13 +177,11 @@ class Tape:
         elif value.producer != OUTSIDE:
             return self.lying(value, tensor)
         elif value.hold is not None:
-            value.is_spare = False
+            value.mark_used()
             return self.lying(value, tensor)
         if value.hold is None and value.producer == OUTSIDE:
-            whole = value.geometry
-            hold = value.hold = self.attached.hold(tensor, address, whole)
-            is_held = whole is None and hold.tensor is tensor
-            value.born = HELD if is_held else weakref.ref(tensor)
+            hold = self.attached.hold(tensor, address, value.geometry)
+            value.keep_from_outside(hold, tensor)
         return self.lying(value, tensor)
 
     def view(self, tensor: Tensor) -> View:
@@ -316,10 +306,10 @@ class Tape:
         hold = value.hold
         if hold is not None:
             if hold.stored is not None:
-                value.born = None
+                value.forget_tensor()
                 hold.stored.settle()
             elif value.producer != OUTSIDE:
-                value.hold = None
+                value.drop_hold()
             else:
                 self._supersede(value, hold, tensor)
         address = storage_address(tensor)
@@ -331,19 +321,17 @@ class Tape:
 
     def _supersede(self, value: TapeValue, hold: Hold, tensor: Tensor) -> None:
         """Let the past keep a value from outside that is about to be written to."""
-        value.born = None
+        value.forget_tensor()
         if value.is_spare:
             # Autograd looks at what it was given as plain autograd would.
-            value.hold = None
-            value.is_spare = False
+            value.drop_hold()
         elif hold.tensor is not None:
             address = storage_address(tensor)
             history = self.histories.get(address)
             if history is None:
                 history = self.histories[address] = History(tensor)
             # Its own hold: autograd goes by the tensor that it was given.
-            value.hold = hold.twin()
-            value.hold.become_past(history.add(value))
+            value.keep(hold.twin()).become_past(history.add(value))
 
     def settle_histories(self, needed: Program) -> None:
         """Hold the earlier contents that a program needs, and no others."""
@@ -384,8 +372,7 @@ class Tape:
         geometry = before.geometry
         if resized and born is not None and born() is tensor:
             geometry = self.geometry(tensor)
-        value = TapeValue(len(self.operations) - 1, geometry)
-        value.born = born
+        value = TapeValue(len(self.operations) - 1, geometry, born)
         operation.writes = (*operation.writes, (before, value))
         self.name_again(tensor, value)
         if tainted:
@@ -404,7 +391,7 @@ class Tape:
         if self.placement.policy is not None:
             self.placement.place_output(operation.kernel.facts.name, value, tensor)
             if value.hold is not None:
-                value.hold.version = None  # the write will count when it is done
+                value.hold.forget_version()  # the write will count when it is done
 
     def forget(self, tensor: Tensor) -> None:
         """Handle a write that is not recorded: the storage is opaque now."""
@@ -424,11 +411,10 @@ class Tape:
         """
         value = self.value_of(tensor)
         if value is not None:
-            value.born = None
+            value.forget_tensor()
             if value.hold is not None and value.hold.tensor is not None:
                 # Its own hold: one that autograd was given goes by the old version.
-                value.hold = self.attached.twin(value.hold)
-                value.hold.version = None
+                value.keep(self.attached.twin(value.hold)).forget_version()
 
     def lying(self, value: TapeValue, tensor: Tensor) -> TapeValue | View:
         """Return a reference to a value by a tensor that names it."""
@@ -451,7 +437,11 @@ class Tape:
             )
         ):
             return value
-        return self.viewed(value, tensor)
+        # `viewed`, written out: most saved tensors get here.
+        geometry = self.geometry(tensor)
+        if geometry == whole:
+            return value
+        return value, value.layout(geometry)
 
     def viewed(self, value: TapeValue, tensor: Tensor) -> TapeValue | View:
         """Return a reference to a value by a tensor that may be any view of it."""
@@ -498,8 +488,7 @@ class Tape:
     def _give_up(self, value: TapeValue) -> None:
         """Uninitialised memory that somebody reads was filled behind our back."""
         self.tainted.pop(value, None)
-        value.producer = OUTSIDE
-        value.born = None
+        value.move_outside()
 
     def name_again(self, tensor: Tensor, value: TapeValue) -> None:
         """Let a tensor name a value that others may name too."""
@@ -520,9 +509,8 @@ class Tape:
         if address in named:
             free_weak_reference(address)
             return
-        value = TapeValue(len(self.operations) - 1, geometry)
-        value.born = weakref.ref(tensor)
-        value.place = place
+        producer = len(self.operations) - 1
+        value = TapeValue(producer, geometry, weakref.ref(tensor), place)
         operation.outputs.append(value)
         named[address] = value
         if self.placement.policy is not None:

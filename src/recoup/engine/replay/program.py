@@ -13,12 +13,8 @@ from recoup.backend.autograd.saved_tensors import below_autograd
 from recoup.backend.autograd.transforms import is_transformed, outside_transforms
 from recoup.backend.memory.storages import copy_storage
 from recoup.backend.state.rng import random_state
-from recoup.engine.lifetime.values import (
-    OUTSIDE,
-    Layout,
-    TapeOperation,
-    TapeValue,
-)
+from recoup.engine.lifetime.operations import TapeOperation
+from recoup.engine.lifetime.values import OUTSIDE, Layout, TapeValue
 from recoup.engine.replay.program_parts import (
     MOST_ENDS,
     WANTED,
@@ -266,20 +262,6 @@ def _note_writes(
         if after not in later:
             frees.append(after)
     return copied
-
-
-def number(operations: Sequence[TapeOperation]) -> None:
-    """Let the values know their places among the operations, for good.
-
-    What only recording needs to know of them is forgotten.
-    """
-    for index, operation in enumerate(operations):
-        for value in operation.outputs:
-            value.producer = index
-            value.born = None
-        for _, value in operation.writes:
-            value.producer = index
-            value.born = None
 
 
 def derived_from_lossy(

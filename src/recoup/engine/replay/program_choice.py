@@ -2,7 +2,8 @@
 
 from typing import Protocol
 
-from recoup.engine.lifetime.values import TapeOperation, TapeValue
+from recoup.engine.lifetime.operations import TapeOperation
+from recoup.engine.lifetime.values import TapeValue
 from recoup.engine.replay.program import Live, Program
 from recoup.engine.replay.program_parts import Part
 from recoup.engine.replay.replay_cache import ReplayCache, wanted_of

@@ -3,7 +3,8 @@
 from collections import defaultdict
 from collections.abc import Sequence
 
-from recoup.engine.lifetime.values import TapeOperation, TapeValue
+from recoup.engine.lifetime.operations import TapeOperation
+from recoup.engine.lifetime.values import TapeValue
 
 Part = tuple[list[int], list[TapeValue]]
 """The places of operations, in order, and the wanted values that they make."""

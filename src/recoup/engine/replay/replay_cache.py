@@ -12,13 +12,8 @@ from typing import Protocol
 from torch import Tensor
 
 from recoup.backend.memory.storages import NO_VERSION, version_counter, version_of
-from recoup.engine.lifetime.values import (
-    Layout,
-    TapeOperation,
-    TapeValue,
-    reads_of,
-    written_in_backward,
-)
+from recoup.engine.lifetime.operations import TapeOperation, reads_of
+from recoup.engine.lifetime.values import Layout, TapeValue, written_in_backward
 from recoup.engine.replay.program import Live, Program, free
 from recoup.engine.replay.program_parts import Part, ProgramParts
 
@@ -59,7 +54,7 @@ class Saved:
         except AttributeError:  # an interrupt came before it was whole
             return
         value = self.value
-        value.demand -= 1
+        value.drop_demand()
         hold = value.hold
         if hold is not None and hold.stored is not None:
             hold.stored.release(self)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from recoup.measurement.steps import gradients
-from recoup.measurement.steps.gradients import (
+from recoup.measurement.steps.gradient_difference import (
     difference_from,
     gradients_of,
     largest_difference,
