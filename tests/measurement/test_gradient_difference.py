@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from recoup.measurement.steps import gradients
+from recoup.measurement.steps import gradient_difference
 from recoup.measurement.steps.gradient_difference import (
     difference_from,
     gradients_of,
@@ -72,7 +72,7 @@ def test_chunks_change_nothing(values, data):
     other = one + torch.tensor(change[: len(values)])
     whole = largest_difference([one], [other])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gradients, "_CHUNK_BYTES", 12)
+        patch.setattr(gradient_difference, "_CHUNK_BYTES", 12)
         assert largest_difference([one], [other]) == whole
 
 
