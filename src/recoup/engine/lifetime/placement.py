@@ -37,7 +37,9 @@ class Placement:
             # The very tensor lies as the value does: no view is needed to give it back.
             whole = value.born is not None and value.born() is tensor
             hold = value.keep_tensor(tensor, is_first=whole)
-            hold.assign(self._store if kept is True else kept)
+            store = self._store if kept is True else kept
+            if store is not None:
+                hold.assign(store)
 
     def place_saved(self, hold: Hold) -> None:
         """Say where a value is kept that autograd saved."""

@@ -1,8 +1,8 @@
 """Values, and the holds that keep some of them.
 
-Both own their transitions. Other modules set their attributes in two places only, where
-a call would cost as much as the rest: `demand` in `Region.pack`, and `is_spare` in
-`record_call`.
+Both own their transitions. Other modules set their attributes in four places only,
+where a call would cost as much as the rest: `demand` in `Region.pack` and
+`Saved.__del__`, `is_spare` in `record_call`, and what `Tape.save` keeps for autograd.
 """
 
 import weakref
@@ -148,12 +148,6 @@ class TapeValue:
         self.born = HELD if is_held else weakref.ref(tensor)
         self.is_spare = False
 
-    def keep_spare(self, hold: "Hold", tensor: Tensor) -> None:
-        """Keep a value as `keep_from_outside` does, for autograd alone so far."""
-        self.hold = hold
-        self.born = HELD if hold.tensor is tensor else weakref.ref(tensor)
-        self.is_spare = True
-
     def drop_hold(self) -> None:
         """Recompute the value instead of keeping it."""
         self.hold = None
@@ -171,10 +165,6 @@ class TapeValue:
         """Forget how it was made: the memory was filled by something unknown."""
         self.producer = OUTSIDE
         self.born = None
-
-    def drop_demand(self) -> None:
-        """Count one saved tensor less."""
-        self.demand -= 1
 
 
 class Layout:

@@ -151,7 +151,10 @@ class Tape:
             # One that was given up lies as it was made wherever it was used before.
             lies = value.geometry
             if lies is None:
-                value.keep_spare(hold, tensor)
+                # `keep_from_outside`, written out: of most parameters.
+                value.hold = hold
+                value.born = HELD if hold.tensor is tensor else weakref.ref(tensor)
+                value.is_spare = True
             else:
                 value.keep_from_outside(
                     self.attached.hold(tensor, address, lies), tensor

@@ -54,7 +54,7 @@ class Saved:
         except AttributeError:  # an interrupt came before it was whole
             return
         value = self.value
-        value.drop_demand()
+        value.demand -= 1
         hold = value.hold
         if hold is not None and hold.stored is not None:
             hold.stored.release(self)
