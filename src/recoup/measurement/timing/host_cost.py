@@ -205,7 +205,7 @@ Plans = Sequence[Sequence[Segment]]
 
 
 def calibrated(graph: Graph, floor_seconds: float) -> Graph:
-    """Return the graph, scaled so that the predicted time of its floor is the given one.
+    """Return the graph, scaled so that its floor's predicted time is the given one.
 
     If the operators add up to more than the step, they overlapped: all times shrink.
     Time beyond their sum is attributed to the plain step.
