@@ -71,7 +71,7 @@ class Managed:
         self.applied = Applied(model, self.choose)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a copy, without models and managers, with their locks."""
+        """Return the state for a copy, without the original's model and manager."""
         others = {"owner": _nobody, "model": _nobody, "_reader": None}
         return {**vars(self), **others}
 
