@@ -166,7 +166,7 @@ def has_hooks(tensor: Tensor) -> bool:
 class recording:  # noqa: N801 (used as a verb: `with recording():`)
     """Run the block with gradients enabled.
 
-    A class of our own, because `torch.enable_grad` costs as much as a small operator.
+    A separate class, because `torch.enable_grad` costs as much as a small operator.
     """
 
     __slots__ = ("_before",)

@@ -30,15 +30,15 @@ class MemoryMeter(Protocol):
         ...
 
     def reset_peak(self) -> None:
-        """Start a new peak at what is alive now."""
+        """Restart the peak at the bytes that are alive now."""
         ...
 
     def track(self, *things: Tensor | nn.Module) -> None:
-        """Count what existed before, where the meter would not know of it."""
+        """Count existing tensors, unless the meter counts them anyway."""
         ...
 
     def counted_bytes(self, nbytes: int) -> int:
-        """Return what a storage of so many bytes counts."""
+        """Return the size counted for a storage of `nbytes`."""
         ...
 
 
@@ -115,7 +115,7 @@ class AllocatorMeter:
         return _allocated(self._device, "peak")
 
     def reset_peak(self) -> None:
-        """Start a new peak at what is alive now."""
+        """Restart the peak at the bytes that are alive now."""
         torch.accelerator.reset_peak_memory_stats(self._device)
 
     def track(self, *things: Tensor | nn.Module) -> None:
@@ -145,7 +145,7 @@ class StorageMeter(OperatorMode):
     A storage counts from the moment an operator returns it until the moment it dies,
     once, however many tensors and autograd nodes share it. What existed before
     entry counts only if given to `track`. Resizes count at once. Frees are noticed
-    after leaving too, so `live_bytes` stays right for what was counted.
+    after leaving too, so `live_bytes` stays correct for counted storages.
 
     Not counted: a kernel's workspace, and storages made outside the dispatcher (states
     of random generators, `torch.UntypedStorage` before it becomes a tensor). Costs some
@@ -191,7 +191,7 @@ class StorageMeter(OperatorMode):
         return self._ledger.peak_bytes
 
     def reset_peak(self) -> None:
-        """Start a new peak at what is alive now."""
+        """Restart the peak at the bytes that are alive now."""
         self._ledger.reset_peak()
 
     def track(self, *things: Tensor | nn.Module) -> None:
@@ -207,7 +207,7 @@ class StorageMeter(OperatorMode):
             self._add(storage)
 
     def counted_bytes(self, nbytes: int) -> int:
-        """Return what a storage of so many bytes counts."""
+        """Return the size counted for a storage of `nbytes`."""
         return self._ledger.counted_bytes(nbytes)
 
     def __torch_dispatch__(
@@ -256,7 +256,7 @@ class StorageMeter(OperatorMode):
 
 def _counts(actual: torch.device, wanted: torch.device | None) -> bool:
     if wanted is None:
-        return actual.type != "meta"  # where nothing has memory
+        return actual.type != "meta"  # meta tensors take no memory
     return actual.type == wanted.type and wanted.index in (None, actual.index)
 
 

@@ -73,7 +73,7 @@ class BufferPool:
             return self._in_use_bytes
 
     def take(self, nbytes: int) -> Buffer:
-        """Return a buffer of at least so many bytes."""
+        """Return a buffer of at least `nbytes`."""
         size = rounded(nbytes)
         with self._lock:
             self._sort_in()

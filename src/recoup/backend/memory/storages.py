@@ -296,15 +296,15 @@ class TensorSet:
         self._members = WeakIdKeyDictionary()
 
     def add(self, tensor: Tensor) -> None:
-        """Put a tensor in."""
+        """Add a tensor."""
         self._members[tensor] = None
 
     def discard(self, tensor: Tensor) -> None:
-        """Take a tensor out, if it is in."""
+        """Remove a tensor if it is a member."""
         self._members.pop(tensor, None)
 
     def clear(self) -> None:
-        """Take all out."""
+        """Remove all tensors."""
         self._members.clear()
 
     def __contains__(self, tensor: Tensor) -> bool:

@@ -110,7 +110,7 @@ class NoStreams:
     is_concurrent = False
 
     def allocate(self, nbytes: int) -> Tensor:
-        """Return memory."""
+        """Return CPU memory."""
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def now(self) -> StreamMark:
@@ -120,7 +120,7 @@ class NoStreams:
     def copy_out(
         self, destination: Tensor, source: Tensor, *, after: Sequence[StreamMark]
     ) -> StreamMark:
-        """Copy at once."""
+        """Copy synchronously."""
         del after
         destination.copy_(source)
         return REACHED

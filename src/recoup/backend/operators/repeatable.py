@@ -74,7 +74,7 @@ def _rounds(dtype: torch.dtype) -> bool:
 
 
 # Their shapes may depend on a mask, but they only gather elements of their first
-# argument, exactly. The number of elements returned is that in the argument.
+# argument, exactly, and leave no part of their results unwritten.
 GATHERING = frozenset({"aten::index", "aten::masked_select"})
 
 # Order among equal elements, counts, indices: all reproducible on a CPU, some on an

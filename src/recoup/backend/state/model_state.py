@@ -175,7 +175,7 @@ class StateReader:
         return found
 
     def _larger_since(self, before: bytes, now: bytes) -> list[str]:
-        """Return the names of the parameters whose number is larger than before."""
+        """Return the names of the parameters whose entry has increased."""
         if before == now:
             return []
         names = [

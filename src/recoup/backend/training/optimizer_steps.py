@@ -58,7 +58,7 @@ class JointOptimizer(Optimizer):
     def state(  # pyright: ignore[reportIncompatibleVariableOverride]
         self,
     ) -> "defaultdict[Tensor, Any]":
-        """The state of all members, as it is now."""
+        """The current state of all members."""
         found: defaultdict[Tensor, Any] = defaultdict(dict)
         for member in self.members:
             found.update(member.state)
@@ -118,7 +118,7 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def joined(optimizers: Optimizer | Sequence[Optimizer]) -> Optimizer:
-    """Return one optimizer: the one given, or several as one."""
+    """Return the given optimizer, or a joint one for several."""
     if isinstance(optimizers, Optimizer):
         return optimizers
     members = list(optimizers)
