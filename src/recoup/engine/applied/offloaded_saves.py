@@ -1,4 +1,4 @@
-"""Offload the tensors that a compiled block saves for backward, and prefetch them.
+"""Offload the tensors that a compiled block saves for backward, and fetch them back.
 
 Inputs, parameters and buffers of the block are not offloaded: they have other owners.
 """

@@ -21,7 +21,7 @@ from recoup.engine.lifetime.values import Hold, TapeOperation, TapeValue
 from recoup.engine.recording.observers import is_transparent
 
 _MARKS = 8191
-"""The number of shapes that distinguish tensors."""
+"""The number of distinct shapes for marking tensors."""
 
 
 HANDING: set[int] = set()

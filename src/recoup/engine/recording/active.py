@@ -295,7 +295,7 @@ def end_or_leave(owner: Call) -> None:
 
 
 def _end_inside(owner: object) -> bool:
-    """End all entries inside the owner's; return whether a user's region was open.
+    """End all entries inside the owner's; return whether one had to end too early.
 
     Left open, such a region might record forever. Entries without region, such as
     disabled scopes, may end later.

@@ -73,7 +73,7 @@ class Recorder(OperatorMode):
             return self._on_wrappers(kernel, types, args, kwargs or {})
         if kernel.passes or self.paused:
             if kernel.is_watched:
-                # One frame less for each of many nested regions than in a method.
+                # Inlined: a method would add a frame for each nested region.
                 if kernel.reshapes:
                     return self._reshaped(kernel, args, kwargs or {})
                 if not self.paused:
@@ -96,7 +96,7 @@ class Recorder(OperatorMode):
             operation = record_call(tape, kernel, args, kwargs)
         except NotImplementedError:
             return self._unrecorded(kernel, args, kwargs)
-        # Written out: nearly every operator takes this path.
+        # Inlined: nearly every operator takes this path.
         if tape.lazy_bits_seen:
             out = run_complex(kernel.run, args, kwargs)
         else:

@@ -266,7 +266,7 @@ class FunctionState:
 
     Args:
         original: The user's function, uncompiled and without wrappers.
-        call: The called function and its arguments, from which modules are searched.
+        call: The called function and its arguments, in which modules are searched.
         key: The function's identity.
     """
 

@@ -507,7 +507,7 @@ class ReplayCache:
         return more
 
     def _share(self, value: TapeValue, later: TapeValue | None) -> None:
-        """Keep a value for one that may be asked for later, or for none."""
+        """Keep a value for one that may be requested later; None: stop keeping it."""
         if later is None and value in self._kept:
             self._kept.discard(value)
             self._spare_bytes += value.nbytes

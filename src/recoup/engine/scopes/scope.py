@@ -158,7 +158,7 @@ class CheckpointScope(NodeKeeper):
                 self._account.calls += 1
                 region.own_accounts = ref(self._account), ref(node)
             return self
-        except BaseException:  # `with` does not exit what was not entered
+        except BaseException:  # `__exit__` is not called if `__enter__` raises
             abandon_from(self, place)
             raise
 

@@ -34,7 +34,7 @@ except ImportError:  # not a POSIX system: directories of dead processes stay
 PREFIX = "recoup-disk-"
 _LOCK = "owner.lock"
 _UNFINISHED_SECONDS = 60.0
-"""A directory without a lock is being made, or its maker died just then."""
+"""The age at which a directory without a lock counts as abandoned."""
 
 
 class PrivateDirectory:
@@ -249,7 +249,7 @@ class Shelf:
                     raise TierError(self._failure)
                 self._waiting_bytes += slot.nbytes
                 self._slots[number] = slot
-            self._report()  # not before an error that says the same
+            self._report()  # only if no error with the same message was raised
         except BaseException:
             with self._room:
                 if self._slots.pop(number, None) is not None:
@@ -289,7 +289,7 @@ class Shelf:
         try:
             return reading.result()
         finally:
-            del reading  # it holds the error, and the error this frame
+            del reading  # breaks a cycle: it holds the error, which holds this frame
 
     def read_ahead(self, slot: ShelfSlot) -> None:
         """Start reading a file."""

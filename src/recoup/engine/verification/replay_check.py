@@ -1,4 +1,4 @@
-"""Verification: a replayed value must have the bits that forward saw."""
+"""Verification: replayed values must equal forward's bitwise."""
 
 import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -32,13 +32,13 @@ class Verdict:
 
     Args:
         region: The region's name.
-        key: Identifies the region in the log; None: nothing is logged.
+        key: The region's identity in the log, or None to log nothing.
         operators: The signature of its operators.
-        since: The ledger's moment at which the region was run.
+        since: The ledger's moment when the region ran.
 
     Attributes:
-        task: The backward that it is for.
-        is_whole: All values that could have been replayed were compared.
+        task: The task id of its backward.
+        is_whole: Whether all values that could have been replayed were compared.
     """
 
     task = -1
