@@ -417,7 +417,7 @@ def fit(  # noqa: PLR0913 (a step can be described in several ways)
             report.verify = verify
         return model, report
     except BaseException:
-        # Also an interrupt after the plan was applied, before the caller has it.
+        # Including an interrupt after the plan was applied.
         for applied in plans_in(described.model):
             if applied not in known:
                 applied.remove()
