@@ -1,4 +1,4 @@
-"""The border to torch: private names of torch are used here and nowhere else.
+"""The border to torch: the only package that uses torch's private names.
 
 One sub-package for each part of torch that recoup needs. Nothing here decides what
 is kept or recomputed.

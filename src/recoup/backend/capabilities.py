@@ -1,8 +1,8 @@
 """Every private name of torch that recoup uses, checked in one place.
 
-Torch may change these between versions. `require` looks for them when the border is
-imported, so that a torch without one of them fails in one sentence and not in the
-middle of a step. `tests/backend/test_capabilities.py` compares list and source.
+Torch may change these between versions. `require` checks them when this package is
+imported, so that a missing name fails with one clear error instead of in the middle of
+a step. `tests/backend/test_capabilities.py` compares this list with the source.
 """
 
 import importlib
@@ -111,7 +111,7 @@ NAMES = {
         "torch._C._dynamo.eval_frame._FrameExecStrategy",
     ),
 }
-"""Names that recoup needs in any case, by what they are for."""
+"""Names that recoup always needs, grouped by purpose."""
 
 COMPILER = (
     "torch._C._len_torch_dispatch_stack",
@@ -128,30 +128,30 @@ COMPILER = (
 """Names that only `fit(..., compile=...)` needs; importing them takes seconds."""
 
 DEVICE = ("torch._C._cuda_memoryStats",)
-"""Names that only a build of torch for an accelerator has."""
+"""Names that only exist in builds of torch with CUDA."""
 
 UNCHECKED = (
-    "_is_param",  # set for torch to read, as the next two
+    "_is_param",  # set by recoup, read by torch; so are the next two
     "_torchdynamo_disable",
     "_torchdynamo_disable_msg",
-    "_iterator",  # of a data loader, which cannot be made without data
-    "_orig_mod",  # of compiled modules and functions, as the next one
+    "_iterator",  # of a data loader, which needs data to be constructed
+    "_orig_mod",  # of compiled modules and functions, like the next one
     "_torchdynamo_orig_callable",
-    "_saved_result",  # of nodes of the graph
-    "_lengths",  # of nested tensors, as the next one
+    "_saved_result",  # of autograd nodes
+    "_lengths",  # of nested tensors, like the next one
     "_offsets",
-    "_dispatch_key",  # of modes of torch's own, as the next two
+    "_dispatch_key",  # of torch's own dispatch modes, like the next two
     "_mode_key",
     "_is_in_any_mode_without_ignore_compile_internals",
-    "_is_in",  # the beginning of the names of such flags
-    "_hop_compile_and_call",  # functions of torch whose frames are recognised
+    "_is_in",  # prefix of the names of such flags
+    "_hop_compile_and_call",  # torch functions whose frames are recognised
     "_maybe_compile_and_run_fn",
 )
-"""Attributes that cannot be looked for; tests of their modules cover them."""
+"""Attributes that `require` cannot check; tests of their modules cover them."""
 
 
 def require(names: Iterable[str]) -> None:
-    """Look for names of torch, and say which are missing.
+    """Check that torch has these names.
 
     Raises:
         UnsupportedError: This torch does not have one of them.

@@ -1,1 +1,1 @@
-"""Carry it out: record regions, replay them in backward, and the tools made of it."""
+"""Record regions in forward and replay them in backward; scopes, plans and tiers."""

@@ -1,4 +1,4 @@
-"""Whole workflows: measure a model, plan for a budget, apply the plan, check it.
+"""Whole workflows: measure a model, plan for a budget, apply and check the plan.
 
-`fit`, `frontier` and the manager; below them, one driver for each.
+`fit`, `frontier` and the manager, each with its driver.
 """

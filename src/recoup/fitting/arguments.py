@@ -1,4 +1,4 @@
-"""Arguments that several calls take: checked before anything runs."""
+"""Checks of arguments that several calls take."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
@@ -11,10 +11,10 @@ from recoup.errors import UsageError
 
 
 def actions_of(allow: Iterable[Action]) -> frozenset[Action]:
-    """Return what may be done with values, given as actions or as their names.
+    """Return a set of actions, given as actions or as their names.
 
     Raises:
-        UsageError: It is something else.
+        UsageError: Something else is given.
 
     Examples:
         >>> actions_of(["keep", Action.OFFLOAD]) == {Action.KEEP, Action.OFFLOAD}
@@ -36,10 +36,10 @@ def actions_of(allow: Iterable[Action]) -> frozenset[Action]:
 def optimizers_of(
     optimizer: Optimizer | Sequence[Optimizer] | None,
 ) -> tuple[Optimizer, ...]:
-    """Return the optimizers that were given: none, one, or several.
+    """Return the given optimizers: none, one, or several.
 
     Raises:
-        UsageError: Something else is among them.
+        UsageError: Something else is given.
 
     Examples:
         >>> optimizers_of(None)
@@ -63,10 +63,10 @@ def optimizers_of(
 
 
 def one_model(model: nn.Module | Sequence[nn.Module], step: object) -> nn.Module:
-    """Return the model that was given, or one that contains all that were given.
+    """Return the given model, or a `ModuleList` of several.
 
     Raises:
-        UsageError: It is neither a model nor several, or several without a step.
+        UsageError: Something else is given, or several models without a step.
 
     Examples:
         >>> layer = nn.Linear(1, 1)

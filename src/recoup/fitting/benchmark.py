@@ -36,7 +36,7 @@ from recoup.report.findings import Entry
 
 Forward = Callable[..., Any]
 Context = Callable[[nn.Module], AbstractContextManager[Any]]
-"""Puts something around the blocks of a model while it is entered."""
+"""Function that returns a context manager which wraps the blocks of a model."""
 
 COMPUTE_INTENSIVE = (
     "mm addmm bmm convolution upsample_bilinear2d _scaled_mm "
@@ -44,8 +44,8 @@ COMPUTE_INTENSIVE = (
     "_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention "
     "_scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention_for_cpu"
 )
-"""The operators that torch's own partitioner takes to be dear by default, and the other
-kernels of attention."""
+"""The operators that torch's partitioner considers expensive by default, and the other
+attention kernels."""
 
 _torch: Any = checkpoint  # its functions have no types
 
@@ -56,7 +56,7 @@ _SAVED = {getattr(torch.ops.aten, name).default for name in COMPUTE_INTENSIVE.sp
 def wrapped(
     model: nn.Module, *, wrap: Callable[[Forward], Forward], step: int = 1
 ) -> Generator[None]:
-    """Call one of so many blocks of a model through something else in the block."""
+    """Wrap the forward of every `step`-th block of a model in the `with` block."""
     with ExitStack() as stack:
         for name in block_names(model)[::step]:
             module = model.get_submodule(name)
@@ -86,16 +86,16 @@ PEERS: dict[str, Context] = {
     ),
     "torch SAC, default list": partial(wrapped, wrap=_selective),
 }
-"""By the names that tables give them."""
+"""PyTorch's checkpointing tools, by their names in tables."""
 
 
 PLAIN = "plain"
 
 _ROUNDS = 2
-"""The number of further rounds in which all are timed in turn."""
+"""The number of further rounds in which all contenders are timed in turn."""
 
 Progress = Callable[[str, int, int], None]
-"""Progress callback: the contender, how many are done, and their total."""
+"""Progress callback with the contender, the number done, and the total."""
 
 
 def run_benchmark(  # noqa: PLR0913 (a step can be described in several ways)
@@ -108,10 +108,10 @@ def run_benchmark(  # noqa: PLR0913 (a step can be described in several ways)
     offload: bool = False,
     progress: Progress | None = None,
 ) -> tuple[Entry, ...]:
-    """Measure a step as it is, with PyTorch's tools, and with recoup.
+    """Measure a plain step, with PyTorch's checkpointing tools, and with recoup.
 
-    Each runs in turn on the same model from the same state; afterwards the model is as
-    it was. Running out of memory, or any other failure, is an entry too.
+    All run in turn on the same model from the same state, which is restored afterwards.
+    Running out of memory, or any other failure, is also an entry.
 
     Costs about ten steps for each of PyTorch's tools, twenty for each budget, and the
     gradients of two contenders in host memory.
@@ -120,9 +120,9 @@ def run_benchmark(  # noqa: PLR0913 (a step can be described in several ways)
         model: The model.
         batch: Its arguments, as for `fit`.
         budgets: Budgets for recoup; by default the peaks of PyTorch's tools.
-        loss: Computes the loss, as for `fit`.
-        step: Runs forward and backward by itself, as for `fit`.
-        offload: Values may also wait on the host.
+        loss: The loss function, as for `fit`.
+        step: A function that runs forward and backward, as for `fit`.
+        offload: Whether values may also be offloaded to the host.
         progress: Progress callback.
 
     Returns:
@@ -163,7 +163,7 @@ def run_benchmark(  # noqa: PLR0913 (a step can be described in several ways)
 
 
 class _Fitted:
-    """recoup in a budget: fitted when first entered, the same plan from then on."""
+    """recoup with a budget: fits at the first entry, then reuses the plan."""
 
     def __init__(self, fitted: Callable[[], Fit]) -> None:
         self._fitted = fitted
@@ -183,7 +183,7 @@ class _Fitted:
 
 
 class _Benchmark:
-    """Measures contenders, one after the other."""
+    """Measures contenders in sequence."""
 
     def __init__(
         self, step: TrainingStep, progress: Progress | None, total: int
@@ -196,7 +196,7 @@ class _Benchmark:
         self._contexts: list[Context] = []
 
     def enter(self, name: str, context: Context) -> None:
-        """Measure a contender; what it fails with is its entry."""
+        """Measure a contender; a failure becomes its entry."""
         if self._progress is not None:
             self._progress(name, len(self.entries), self._total)
         try:
@@ -212,7 +212,7 @@ class _Benchmark:
         self._empty_cache()
 
     def time_again(self) -> None:
-        """Time all who ran once more, in turn, so that noise hits all alike."""
+        """Time all successful contenders again, in turn, so that noise affects all."""
         for _ in range(_ROUNDS):
             for number, context in enumerate(self._contexts):
                 entry = self.entries[number]
@@ -241,7 +241,7 @@ class _Benchmark:
 
 
 def _peaks(entries: Sequence[Entry]) -> list[int]:
-    """Return the peaks that there are, each once, from the largest to the smallest."""
+    """Return the distinct measured peaks, largest first."""
     found = {entry.peak_bytes for entry in entries if entry.peak_bytes is not None}
     return sorted(found, reverse=True)
 

@@ -1,4 +1,4 @@
-"""The search for what compiled blocks save: options of each kind, a choice for all."""
+"""The search for what compiled blocks save: options per kind, a choice for all."""
 
 import sys
 from collections.abc import Mapping, Sequence, Set
@@ -56,30 +56,30 @@ from recoup.planners.block_choice import (
 _BENCH_ROUNDS = 5
 
 _ENOUGH = 4
-"""The options of a kind of block that are compiled to make a step faster: the smallest,
-two neighbours that fill the budget, and one in place of one that was mispredicted."""
+"""The most options of a kind of block to compile for speed: the smallest, two
+neighbours that fill the budget, and a replacement for a mispredicted one."""
 
 _UNKNOWN = BlockOption(0, False, 0, 0, 0.0, is_measured=False)
 
 
 @dataclass
 class BlockKind:
-    """Blocks that are alike, and the options for them.
+    """Equal blocks and their options.
 
     Args:
-        number: Its number.
-        block: One of them.
-        bench: Measures options on it.
-        executor: Who runs captured graphs.
-        partitions: For each option what it saves; None: run the block as written.
-        sets: The saved sets of the first options, from the fastest to the smallest.
-        moves: Bytes of each of these that can be on the host instead: as many further
-            options. Empty: none are to be.
-        link_bytes_per_second: How fast they get there.
+        number: The number of the kind.
+        block: One of the blocks.
+        bench: The bench that measures options on it.
+        executor: The executor of captured graphs.
+        partitions: The partition of each option; None runs the block uncompiled.
+        sets: The saved sets of the first options, from fastest to smallest.
+        moves: The bytes of each of these that can be offloaded, which adds as many
+            options; empty without offloading.
+        link_bytes_per_second: The bandwidth to the host.
 
     Attributes:
-        options: What is known of each option.
-        compiled: How many of them were compiled.
+        options: The measured or predicted costs of each option.
+        compiled: The number of compiled options.
     """
 
     number: int
@@ -99,16 +99,16 @@ class BlockKind:
 
     @property
     def reference(self) -> int:
-        """The option of the reference step: it holds next to nothing."""
+        """The option of the reference step, which holds almost nothing."""
         return compiled_first(self.sets) if self.sets else 1
 
     def measure_first(self) -> None:
-        """Measure the reference; if nothing can be compiled, all there is."""
+        """Measure the reference, or all options if nothing can be compiled."""
         for option in (self.reference,) if self.sets else (0, 1):
             self.measure(option)
 
     def measure(self, option: int) -> None:
-        """Compile and measure an option; predict the others anew."""
+        """Compile and measure an option; update the predictions of the others."""
         count = len(self.sets)
         option -= count if count <= option < count + len(self.moves) else 0
         self.options[option] = self._measured(option)
@@ -120,17 +120,17 @@ class BlockKind:
             self.options[count + number] = offloaded(self.options[number], moved, link)
 
     def add_region(self) -> None:
-        """Add and measure one more option: a region recomputes all of the block."""
+        """Add and measure an option that recomputes the whole block in a region."""
         if all(partition is None or partition.digest for partition in self.partitions):
             self.partitions.append(_region(self.number))
             self.options.append(self._measured(len(self.options)))
 
     def _predicted(self, option: int) -> BlockOption:
-        """Return an option predicted from the next smaller one that is measured.
+        """Predict an option from the next smaller measured one, or else a larger one.
 
-        If a larger one is measured too, the time lies between both: without that, one
-        option after the other would be compiled because the last one was slower than
-        predicted. If no smaller one is measured, the next larger one serves.
+        If options on both sides are measured, the time is interpolated: otherwise
+        options would be compiled one by one, each because the last one was slower than
+        predicted.
         """
         known = [n for n in range(len(self.sets)) if self.options[n].is_measured]
         above = [n for n in known if n < option]
@@ -170,15 +170,15 @@ class BlockKind:
 
 @dataclass(frozen=True, slots=True)
 class PlainStep:
-    """The eager step without recoup, and what is in memory besides it.
+    """The eager step without recoup, and other resident memory.
 
     Attributes:
         peak_bytes: Its predicted peak.
         seconds: Its predicted time.
-        graph: The step, as it was measured.
-        resident: What else is in memory, as an optimizer's state.
-        reserved_bytes: Kept free for optimizer state that does not exist yet.
-        link_bytes_per_second: How fast values get to the host; 0: they stay.
+        graph: The measured step.
+        resident: Other objects in memory, such as an optimizer's state.
+        reserved_bytes: Bytes reserved for optimizer state that does not exist yet.
+        link_bytes_per_second: The bandwidth to the host; 0: no offloading.
     """
 
     peak_bytes: int
@@ -190,7 +190,7 @@ class PlainStep:
 
 
 class BlockSearch:
-    """One fit: what is known of the step, and the plan that is active."""
+    """The state of one fit: knowledge of the step, and the active plan."""
 
     def __init__(
         self,
@@ -258,7 +258,7 @@ class BlockSearch:
             )
 
     def reference(self) -> BlockStep:
-        """Measure a step in which every block holds as little as it can."""
+        """Measure a step in which every block holds as little as possible."""
         references = [kind.reference for kind in self.kinds]
         self.apply(self.plan_of({n: references[k] for n, k in self.kind_of.items()}))
         self._tell("measuring the compiled step at the least memory")
@@ -273,7 +273,7 @@ class BlockSearch:
         return block_step(marks, self.kind_of, options, seconds)
 
     def settle(self, step: BlockStep, budget_left: int) -> tuple[int, ...] | Infeasible:
-        """Choose, compile what was chosen, check it on a real step, correct."""
+        """Choose options, compile them, check them on a real step, and correct."""
         last: tuple[int, ...] | None = None
 
         def attempt(
@@ -306,7 +306,7 @@ class BlockSearch:
         ]
 
     def plan_of(self, choice: Mapping[str, int]) -> CompiledPlan:
-        """Return the plan with an option for each block, and for the rest."""
+        """Return the plan with the chosen options, including the rest of the model."""
         blocks: list[BlockPartition] = []
         for name, option in choice.items():
             kind = self.kinds[self.kind_of[name]]
@@ -328,7 +328,7 @@ class BlockSearch:
         return step.peak_bytes([known[frame.kind][n] for frame, n in pairs])
 
     def frontier(self, step: BlockStep, points: int) -> tuple[CompiledPlan, ...]:
-        """Return plans from the smallest peak to the fastest, by known options."""
+        """Return plans of known options, from the smallest peak to the fastest."""
         options = [kind.options for kind in self.kinds]
         least = least_peak(step, options)
         lowest = step.peak_bytes(self.options_of(step, least))
@@ -350,7 +350,7 @@ class BlockSearch:
     def watched(
         self, plan: CompiledPlan, plain: PlainStep, budget_left: int
     ) -> Adapted | None:
-        """Return what watches the training loop, and applies the rest of the plan."""
+        """Apply the plan; return the observer of the training loop, if any."""
         reserved = plain.reserved_bytes
         self.apply(replace(plan, rest=None))
         model, rest = self._step.model, plan.rest
@@ -360,17 +360,17 @@ class BlockSearch:
         return loop
 
     def take_off(self) -> None:
-        """Give the blocks their own forwards again."""
+        """Restore the blocks' own forwards."""
         if self.applied is not None:
             self.applied.remove()
             self.applied = None
 
     def _choose(self, step: BlockStep, target: int | None) -> tuple[int, ...] | None:
-        """Choose measured options; compile and measure what is worth it before.
+        """Choose measured options, after compiling and measuring promising ones.
 
         Args:
             step: The step.
-            target: The peak to plan for; None: the smallest there is.
+            target: The peak to plan for; None: the smallest possible.
         """
         while True:
             choice, missing = self._wanted(step, target)
@@ -388,7 +388,7 @@ class BlockSearch:
     def _wanted(
         self, step: BlockStep, target: int | None
     ) -> tuple[tuple[int, ...] | None, Set[KindOption]]:
-        """Return a choice, and the options to measure before it is taken."""
+        """Return a choice, and the options to measure before accepting it."""
         options = [kind.options for kind in self.kinds]
         if target is not None:
             enough = {k.number for k in self.kinds if k.compiled >= _ENOUGH}
@@ -398,7 +398,7 @@ class BlockSearch:
         return choice, {(k, n) for k, n in pairs if not options[k][n].is_measured}
 
     def apply(self, plan: CompiledPlan) -> None:
-        """Apply a plan in place of the one that is active."""
+        """Replace the active plan."""
         self.take_off()
         self.applied = CompiledBlocks(self._step.model, plan)
 

@@ -1,4 +1,4 @@
-"""Budgets: what a user may ask for, in bytes."""
+"""Budgets: convert a user's budget to bytes."""
 
 import os
 
@@ -10,10 +10,10 @@ from recoup.planners.infeasible import reworded
 
 Budget = str | int | float | None
 """Bytes as a number or as text ("8GiB"), a share of the plain peak (a float up to 1,
-"0.6" or "60%"), or None for what the device has. See `parse_budget`."""
+"0.6" or "60%"), or None for the device's free memory. See `parse_budget`."""
 
 _SHARE_OF_DEVICE = 0.95
-"""Of a device's free memory, the rest is left to fragments of the allocator."""
+"""The usable share of a device's free memory; the rest is for fragmentation."""
 
 
 _TWO_BLOCKS_BYTES = 2 << 20
@@ -23,7 +23,7 @@ BUDGET_VARIABLE = "RECOUP_BUDGET"
 
 
 def budget_or_environment(budget: Budget) -> Budget:
-    """Return a budget, or the one in the environment where none is given.
+    """Return a budget, or the one in the environment if None is given.
 
     Raises:
         UsageError: It is no budget.
@@ -60,7 +60,7 @@ def budget_bytes(budget: Budget, plain_peak_bytes: int, device: torch.device) ->
 
 
 def check_budget(budget: Budget) -> None:
-    """Raise `UsageError` if it is no budget; costs nothing, so it can be done first.
+    """Raise `UsageError` if it is no budget; cheap, so it can run first.
 
     Examples:
         >>> check_budget("0.5 GiB")
@@ -75,10 +75,10 @@ def check_budget(budget: Budget) -> None:
 def budget_for_floor(floor_bytes: int, device: torch.device) -> int:
     """Return the smallest budget to report for the peak of the smallest plan.
 
-    On the CPU bytes are counted exactly, and it is the same. An allocator may count up
-    to 1 MiB more of a block of more than 1 MiB, by what happens to be free, so that the
-    same plan takes a little more or less each time. A margin is added for as much as
-    two such blocks, but at most a hundredth and at least a thousandth of it all.
+    On the CPU, where bytes are counted exactly, they are equal. An allocator may use up
+    to 1 MiB more for a block above 1 MiB, depending on its free blocks, so the peak of
+    a plan varies a little. The margin added is two such blocks, but at most a hundredth
+    and at least a thousandth of the peak.
 
     Examples:
         >>> budget_for_floor(1000, torch.device("cpu"))
@@ -102,17 +102,16 @@ def infeasible_with(
     needed_bytes: int = 0,
     reserved_bytes: int = 0,
 ) -> InfeasibleError:
-    """Return an error for a budget of which a part had been set aside.
+    """Return an error for a budget of which a part was reserved.
 
-    It speaks of the whole budget alone, so that only one amount is to be given.
+    It names the whole budget only, so that the user need not add amounts.
 
     Args:
         error: The error for the rest of the budget.
         asked_bytes: The whole budget.
-        device: Where bytes are counted.
-        needed_bytes: What the smallest plan took on a real step, if that is more than
-            the error says.
-        reserved_bytes: What was set aside.
+        device: The device whose bytes are counted.
+        needed_bytes: The measured peak of the smallest plan, if above the error's.
+        reserved_bytes: The reserved bytes.
 
     Examples:
         >>> error = InfeasibleError("no.", budget_bytes=4, floor_bytes=7, reason="no.")
@@ -126,7 +125,7 @@ def infeasible_with(
     floor_bytes = budget_for_floor(needed_bytes, device)
     if floor_bytes == error.floor_bytes:
         return error
-    # Budget and advice of the error are of a part of the budget: its reason will do.
+    # The error's own text names a part of the budget: use only its reason.
     reason = (
         f"{print_bytes(floor_bytes - error.floor_bytes)} are set aside for an "
         "optimizer's state, for what a real step took beyond its plan, and for blocks "
@@ -144,10 +143,10 @@ def infeasible_with(
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return how many bytes a step may use there: what it uses now, and what is free.
+    """Return the bytes that a step may use on a device: in use and free ones.
 
-    On an accelerator that is this process's share with a margin for fragments; on the
-    CPU it is the memory that is available now.
+    On an accelerator these are the free and this process's bytes, less a margin for
+    fragmentation; on the CPU the available memory.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)

@@ -62,11 +62,11 @@ from recoup.planners.search import Search
 from recoup.planners.solution import Solution
 
 _TURNS = 2
-"""How often the plan and the plain step are timed in turns on a CPU."""
+"""The number of turns in which plan and plain step are timed on a CPU."""
 
 _VERIFIED = 0.005
-"""The largest share of a budget that is left free for verification on an accelerator.
-On the CPU nothing is: a plan that uses all of the budget may be much faster."""
+"""The largest share of a budget reserved for verification on an accelerator. On the CPU
+nothing is reserved: a plan that uses the whole budget may be much faster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +74,11 @@ class Measurements:
     """The measurements that the loop makes, each a function of the step.
 
     Attributes:
-        graph: Measure it at floor memory.
-        cost: Run it once, and return its peak and time.
-        pace: Run it several times in a row, and return the time of each.
-        clock: Return the time in seconds.
-        repeatable: Run it once, and return the blocks that can be called again.
+        graph: Function that returns its graph, measured at floor memory.
+        cost: Function that runs it once and returns its peak and time.
+        pace: Function that runs it several times in a row and returns its pace.
+        clock: Function that returns the time in seconds.
+        repeatable: Function that runs it once and returns the repeatable blocks.
     """
 
     graph: Callable[..., Graph] = measure_floor
@@ -92,10 +92,10 @@ _REAL = Measurements()
 
 
 def _shared(mine: Measurements, sharing: SharingProcesses) -> Measurements:
-    """Return measurements whose results are the same in all processes.
+    """Return measurements with equal results in all processes.
 
-    The graph is that of the process whose plain step takes most, a cost the largest,
-    the time that of the first process.
+    The graph is that of the process with the largest plain peak, a cost is the largest,
+    times are those of the first process.
     """
 
     def graph(*args: Any, **kwargs: Any) -> Graph:
@@ -147,9 +147,9 @@ class Settled:
     """The accepted plan, which is active, and its pace.
 
     Attributes:
-        attempt: The plan.
-        pace: The time of steps with it.
-        solution: The plan, with its cost by times that are corrected by its pace.
+        attempt: The attempt with the plan.
+        pace: The pace of steps with it.
+        solution: The plan, with costs from times corrected by its pace.
     """
 
     attempt: Attempt
@@ -158,19 +158,19 @@ class Settled:
 
 
 class ClosedLoop:
-    """Measure a step, and find the fastest plan that holds a budget on a real step.
+    """Measure a step, and find the fastest plan that keeps a budget on a real step.
 
-    Processes that share the parameters of the model run the same steps with the same
-    plan, that of the first process.
+    Processes that share the model's parameters run the same steps with the same plan,
+    that of the first process.
 
     Attributes:
         graph: The measured step.
-        search: The known plans of it.
+        search: Its known plans.
         allow: Actions allowed on a value besides recomputing it.
-        resident: What else is in memory, as the optimizers' state.
-        reserved_bytes: Kept free for an optimizer's state that does not exist yet.
-        planning_seconds: The time of all planning so far.
-        rounds: The number of plans that a real step ran with so far.
+        resident: Other objects in memory, such as the optimizers' state.
+        reserved_bytes: Bytes reserved for optimizer state that does not exist yet.
+        planning_seconds: The total planning time so far.
+        rounds: The number of plans tried on a real step so far.
     """
 
     graph: Graph
@@ -201,17 +201,17 @@ class ClosedLoop:
         self.rounds = 0
 
     def reserve(self, optimizers: Sequence[Optimizer]) -> None:
-        """Leave room for the state of optimizers, and count the state they have."""
+        """Reserve memory for missing optimizer state; count the existing state."""
         for optimizer in optimizers:
             self.resident += state_tensors(optimizer)
             self.reserved_bytes += missing_state_bytes(optimizer, self._step.device)
         self.reserved_bytes = max(self._sharing.gather(self.reserved_bytes))
 
     def asked_bytes(self, budget: Budget) -> int:
-        """Return a budget in bytes: the smallest of the processes that share a model.
+        """Return a budget in bytes, the smallest of all processes sharing the model.
 
         Args:
-            budget: As `recoup.fit` takes it.
+            budget: The budget, as for `recoup.fit`.
         """
         plain_bytes = self.search.plain_bytes + self.reserved_bytes
         found = budget_bytes(budget, plain_bytes, self._step.device)
@@ -226,10 +226,10 @@ class ClosedLoop:
         self.search = Search(self.graph, self.allow)
 
     def settle(self, asked_bytes: int) -> Settled:
-        """Plan and try until a plan holds the budget on a real step; leave it active.
+        """Plan and try until a plan keeps the budget on a real step; leave it active.
 
         Raises:
-            InfeasibleError: Not even the smallest plan does.
+            InfeasibleError: Even the smallest plan exceeds the budget.
         """
         budget_bytes = asked_bytes - self.reserved_bytes
         try:
@@ -254,7 +254,7 @@ class ClosedLoop:
 
     def _accepted(self, budget_bytes: int, asked_bytes: int) -> Attempt:
         """Return the accepted attempt; its plan need not be active now."""
-        # An allocator counts a little more or less than predicted.
+        # An allocator's peak differs a little from the prediction.
         margin_bytes = budget_for_floor(budget_bytes, self._step.device) - budget_bytes
         if margin_bytes and self._verify != "off":
             verified_bytes = least_verification_bytes(self.graph, self._step.device)
@@ -287,7 +287,7 @@ class ClosedLoop:
         return accepted
 
     def _plan(self, target: int | None) -> Solution | None:
-        """Return the fastest plan for a target; None: there is none."""
+        """Return the fastest plan for a target, or None."""
         return self._sharing.gather(self._own_plan(target))[0]
 
     def _own_plan(self, target: int | None) -> Solution | None:
@@ -306,7 +306,7 @@ class ClosedLoop:
     def _infeasible(
         self, needed_bytes: int, budget_bytes: int, asked_bytes: int
     ) -> InfeasibleError:
-        """Return the error that names the floor: predicted, or measured if larger."""
+        """Return the error with the floor: predicted, or measured if larger."""
         return infeasible_with(
             infeasible_with_search(self.search, budget_bytes),
             asked_bytes,
@@ -354,7 +354,7 @@ class ClosedLoop:
         return self._settled(attempt, pace, corrected(self.graph, solution.plans, pace))
 
     def _settled(self, attempt: Attempt, pace: Pace, graph: Graph) -> Settled:
-        """Return a plan with its pace; use the times of a graph from now on."""
+        """Return a plan with its pace; adopt the times of `graph`."""
         solution = attempt.solution
         if graph is not self.graph:
             self.graph = graph
@@ -367,17 +367,17 @@ class ClosedLoop:
         first, again = self._measure.pace(self._step, repeats=1), None
         laps = more_laps(first, predicted_seconds, self._left)
         if laps:
-            gc.collect()  # a full collection within a lap would count as one
+            gc.collect()  # so that no full collection falls into a lap
             again = self._measure.pace(
                 self._step, repeats=laps, expected_seconds=predicted_seconds
             )
         return settled_pace(first, again, alone_seconds)
 
     def _compared(self, attempt: Attempt) -> tuple[Pace, Graph]:
-        """Time the plan and the plain step in turns, where the plain step fits.
+        """Time the plan and the plain step in turns, if the plain step fits.
 
         Returns:
-            The pace of the plan; and the graph with times to match.
+            The pace of the plan, and the graph with corrected times.
         """
         plans = attempt.solution.plans
         planned = [self._measure.pace(self._step, repeats=1).seconds]
@@ -400,7 +400,7 @@ class ClosedLoop:
         return Pace(seconds, seconds), graph
 
     def _hastened(self, slow: Settled, budget_bytes: int) -> Settled:
-        """Plan again with the measured CPU time; return the faster of both plans."""
+        """Plan again with the measured host time; return the faster of both plans."""
         self.tell("planning once more, for a slower host")
         known, before = self.search, slow.attempt
         target = before.target_bytes
@@ -415,13 +415,13 @@ class ClosedLoop:
     def _faster(
         self, slow: Settled, tried: Attempt, budget_bytes: int
     ) -> Settled | None:
-        """Return another plan, which is active, if it fits and is faster."""
+        """Return the other plan, which is active, if it fits and is faster."""
         if tried.cost.peak_bytes > budget_bytes:
             return None
         if self.graph.host_costs is None:
             found = self._timed(tried)
             return found if found.pace.seconds < slow.pace.seconds else None
-        # A host varies with time: both are timed now, in the same way.
+        # Host times drift: time both plans now, in the same way.
         self.tell("timing both plans")
         before, now = self._lap(slow.attempt), self._lap(tried)
         if now.seconds >= before.seconds:
@@ -440,12 +440,12 @@ class ClosedLoop:
         return is_wanted and may_repeat_calls(pace, self._left)
 
     def _repeating(self, slow: Settled, budget_bytes: int) -> Settled:
-        """Try to repeat calls of blocks instead; return the faster of both plans."""
+        """Try to rerun blocks instead of recording; return the faster of both plans."""
         known = self.search
         blocks = frozenset(c.module for each in known.passes for c in each.graph.calls)
         if not blocks or not any(slow.solution.plans):
             return slow
-        # The step that runs decides: a peak may be a little less than predicted.
+        # The real step decides: its peak may be a little below the prediction.
         slack = budget_for_floor(budget_bytes, self._step.device) - budget_bytes
         if self._plan_by_calls(known, blocks, budget_bytes + slack, slow) is None:
             return self._kept(slow, known)
@@ -455,14 +455,14 @@ class ClosedLoop:
         try:
             found = self._called(slow, blocks, slack, budget_bytes)
         except MismatchError:
-            # A second call gave other bits: what it depends on could not be seen.
+            # The second call gave other bits: it has undetected dependencies.
             found = None
         return found or self._kept(slow, known)
 
     def _called(
         self, slow: Settled, blocks: frozenset[str], slack: int, budget_bytes: int
     ) -> Settled | None:
-        """Return the plan that repeats calls of these blocks, if it is faster."""
+        """Return the plan that reruns these blocks, if it is faster."""
         known = self.search
         for target in dict.fromkeys((budget_bytes + slack, budget_bytes - slack)):
             other = self._plan_by_calls(known, blocks, target, slow)
@@ -476,10 +476,10 @@ class ClosedLoop:
     def _plan_by_calls(
         self, search: Search, blocks: frozenset[str], target: int, slow: Settled
     ) -> Solution | None:
-        """Plan with blocks that can be called again; use that graph from now on.
+        """Plan with repeatable blocks; adopt that graph.
 
         Returns:
-            None: No such plan fits.
+            The plan, or None if no such plan fits.
         """
         self.graph = search.graph.map_passes(
             lambda each: replace(each, repeatable=blocks)
@@ -490,7 +490,7 @@ class ClosedLoop:
         return self._sharing.gather(found)[0]
 
     def _kept(self, settled: Settled, search: Search) -> Settled:
-        """Return to a plan that ran before, and to what was known then."""
+        """Return to an earlier plan, and to its search and graph."""
         self._activate(settled.attempt)
         self.search, self.graph = search, search.graph
         return settled

@@ -1,4 +1,4 @@
-"""From a measured or fitted model to the findings that reports show."""
+"""Collect the findings about a measured or fitted model for reports."""
 
 import platform
 from collections.abc import Callable, Iterable, Sequence
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 
 def fit_findings(fitted: "Fit", *, title: str = "", points: int = 7) -> Findings:
-    """Return what `fit` found, with the frontier around the active plan.
+    """Return the findings of `fit`, with the frontier around the active plan.
 
-    Costs a planning and a simulation for each point.
+    Costs planning and simulation for each point.
     """
     model = fitted.model
     allow = frozenset({Action.KEEP, *map(Action, fitted.plan.count())})
@@ -62,9 +62,9 @@ def frontier_and_rules(
     points: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Solution, ...]:
-    """Return plans for budgets evenly spread, and for the peak of each known rule.
+    """Return plans for evenly spaced budgets, and for the peak of each known rule.
 
-    So that each rule can be compared with a plan of the same peak.
+    The latter allow comparing each rule with a plan of the same peak.
     """
     peaks = set(rule_peaks(search.graph)) - {search.plain_bytes}
     ours = [plan_with(search, n) for n in sorted(peaks) if n >= search.floor_bytes]
@@ -81,7 +81,7 @@ def graph_findings(  # noqa: PLR0913 (a report has many parts)
     reserved_bytes: int = 0,
     title: str = "",
 ) -> Findings:
-    """Return what is known of a measured step, without running a plan."""
+    """Return the findings about a measured step, without running a plan."""
     return compose(
         graph,
         chosen,
@@ -100,7 +100,7 @@ def graph_findings(  # noqa: PLR0913 (a report has many parts)
 
 
 def _checks(fitted: "Fit") -> tuple[tuple[str, str], ...]:
-    """Return what `fit` verified, and how."""
+    """Return descriptions of what `fit` checked."""
     measured, predicted = fitted.measured_peak_bytes, fitted.predicted_peak_bytes
     if fitted.tightenings:
         peak = (
@@ -138,7 +138,7 @@ def _checks(fitted: "Fit") -> tuple[tuple[str, str], ...]:
 def environment(
     device: torch.device, *, estimated_for: str = ""
 ) -> tuple[tuple[str, str], ...]:
-    """Return names and values of what a measurement depends on.
+    """Return names and values of the environment of a measurement.
 
     Examples:
         >>> [name for name, _ in environment(torch.device("cpu"))]
@@ -155,7 +155,7 @@ def environment(
 
 
 def device_words(device: torch.device) -> str:
-    """Return what a device is, in words.
+    """Describe a device.
 
     Examples:
         >>> device_words(torch.device("cpu"))
@@ -178,9 +178,9 @@ def _estimate_words(name: str) -> str:
 
 
 def resident_bytes(model: nn.Module) -> tuple[tuple[str, int], ...]:
-    """Return names and bytes of what of a model is in memory all the time.
+    """Return names and bytes of a model's resident memory.
 
-    Each storage counts once, however many parameters share it.
+    Each storage counts once, even if parameters share it.
 
     Examples:
         >>> resident_bytes(nn.Linear(2, 2))

@@ -1,8 +1,8 @@
-"""Decisions of a closed loop: from measurements to the next plan, as pure functions.
+"""Decisions of a closed loop: pure functions from measurements to the next plan.
 
-`recoup.fit` and the manager do the same: plan for a target, run a step, compare the
-measured peak with the budget, and plan for another target or accept. They differ in
-who runs the step. Everything they decide is decided here, from plain data.
+`recoup.fit` and the manager both plan for a target, run a step, compare the measured
+peak with the budget, and plan for another target or accept. They differ in who runs the
+step, and share these decisions.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,42 +14,41 @@ from recoup.measurement.timing.pace import Pace
 Attempted = TypeVar("Attempted")
 
 _ROUNDS = 4
-"""The number of plans above the budget that are tried before the smallest."""
+"""The number of plans that may exceed the budget before the smallest is tried."""
 
 _ROOM = 0.02
 """A plan that leaves more than this share of the budget unused is improved once."""
 
 _PATIENCE_SECONDS, _PATIENCE_STEPS = 3.0, 6.0
-"""Thorough planning begins no later than this after the start: seconds, and steps."""
+"""The latest start of thorough planning: seconds, plus plain steps."""
 
 _LIMIT_SECONDS, _LIMIT_STEPS = 4.0, 12.0
-"""Optional work begins no later than this after the start, so that all of a fit takes
-at most 5 s and 15 plain steps, though a step may take longer than those before it."""
+"""The time limit for optional work, so that a fit takes at most 5 s and 15 plain steps,
+even if a step takes longer than earlier ones."""
 
 _ANOTHER_SECONDS, _ANOTHER_STEPS = 0.7, 2.0
 _TIMING_STEPS = 6.0
-"""The cost of planning and trying once more, and of timing that: seconds, and steps as
-long as those of the plan so far."""
+"""The cost of another plan and attempt, and of timing it: seconds, plus steps with the
+current plan."""
 
 _LOOKING_STEPS = 3.0
 _REPEATING_SECONDS, _REPEATING_STEPS = 20.0, 40.0
-"""The cost of looking for blocks that can be called again, in steps; and when all of a
-fit must have ended if they are looked for: what is gained is gained in every step."""
+"""The cost of looking for repeatable blocks, in steps; and the time limit of a fit that
+does so, which is higher because every later step gains."""
 
 _SLOWER = 1.05
 """A plan whose host time exceeds the prediction by this factor is planned again."""
 
 _NEAR_HOST = 0.8
-"""A step whose host takes this share of its time may be faster if it records nothing.
-What the device alone would take is not known: its operators were timed as the host
-issued them."""
+"""A step whose host time is this share of its time may be faster without recording. The
+device's time alone is unknown: operators were timed as the host launched them."""
 
 _SURPRISE = 0.05
 LAPS, _HOST_LAPS = 3, 7
 _LOOK_SECONDS = 1.0
-"""A pace that differs from the prediction by more than this share is measured again, by
-this many laps. The pace of a CPU-bound step varies: it is measured again by up to so
-many laps that take about this many seconds."""
+"""A pace that differs from the prediction by more than `_SURPRISE` is measured again,
+in `LAPS` laps. The pace of a CPU-bound step varies: it is measured again in up to
+`_HOST_LAPS` laps, for about `_LOOK_SECONDS`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +59,8 @@ class Outcome:
         budget_bytes: The budget of the attempt.
         target_bytes: The peak that was planned for; None: the smallest plan.
         predicted_bytes: The predicted peak; None: there is no plan for the target.
-        measured_bytes: The peak of a real step; None: no step ran, because there is no
-            plan for the target or it is the plan of the attempt before.
+        measured_bytes: The peak of a real step; None if no step ran, because there is
+            no plan for the target or it equals the previous one.
     """
 
     budget_bytes: int
@@ -86,14 +85,14 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Try:
-    """Plan for a target and run a step; None: with the smallest plan."""
+    """Plan for a target (None: the smallest plan) and run a step."""
 
     target_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class Accept:
-    """Use the plan of this attempt, counted from 0 in the history."""
+    """Use the plan of this attempt, by index in the history."""
 
     number: int
 
@@ -117,16 +116,16 @@ def decide(
 ) -> Decision:
     """Return what to do after the attempts so far.
 
-    A plan that exceeds the budget is followed by one for as much less as any step has
-    exceeded its prediction. A plan that needs less than predicted and leaves room is
-    followed, once and if there is time, by one that uses the room.
+    After a plan that exceeds the budget, the target is reduced by the largest
+    prediction error so far. After a plan that needs less than predicted and leaves room
+    follows, once and if there is time, one that uses the room.
 
     Args:
-        history: All attempts, in order. Errors are learned from all of them; attempts
-            for other budgets count for nothing else.
+        history: All attempts, in order. Attempts for other budgets only contribute
+            their prediction errors.
         budget_bytes: The most bytes that a step may take.
-        margin_bytes: Planned to stay free, where there is a plan for that.
-        has_time: There is time for an attempt that is not needed.
+        margin_bytes: Bytes to leave free, if there is a plan for that.
+        has_time: Whether there is time for an optional attempt.
 
     Examples:
         >>> decide([], 100, margin_bytes=1)
@@ -173,14 +172,15 @@ def settle(
     margin_bytes: int = 0,
     has_time: Callable[[], bool] = lambda: False,
 ) -> Attempted | Infeasible:
-    """Attempt plans as `decide` says; return the accepted attempt, or that none fits.
+    """Attempt plans as `decide` returns; return the accepted attempt or `Infeasible`.
 
     Args:
-        attempt: Plans for a target, None: with the smallest plan, and runs a step.
-            Returns `Outcome.predicted_bytes`, `Outcome.measured_bytes` and the attempt.
+        attempt: Function that plans for a target (None: the smallest plan) and runs a
+            step. Returns the predicted and measured bytes of `Outcome`, and the
+            attempt.
         budget_bytes: The most bytes that a step may take.
         margin_bytes: As for `decide`.
-        has_time: Returns whether there is time for an attempt that is not needed.
+        has_time: Function that returns whether there is time for an optional attempt.
 
     Examples:
         >>> settle(lambda target: (target or 5, (target or 5) + 2, target), 10)
@@ -206,7 +206,7 @@ def settle(
 
 @dataclass(frozen=True, slots=True)
 class TimeLeft:
-    """The time that a fit has left for what is optional.
+    """The time that a fit has left for optional work.
 
     Attributes:
         elapsed_seconds: The time since it began.
@@ -233,13 +233,13 @@ class TimeLeft:
         return self.elapsed_seconds + seconds < limit
 
     def allows_attempt(self, step_seconds: float, *, timed: bool = False) -> bool:
-        """Return whether there is time to plan and try once more, and to time that."""
+        """Return whether there is time for another plan and attempt, and its timing."""
         steps = _ANOTHER_STEPS + (_TIMING_STEPS if timed else 0.0)
         return self.allows(_ANOTHER_SECONDS + steps * step_seconds)
 
 
 def more_laps(pace: Pace, predicted_seconds: float, left: TimeLeft) -> int:
-    """Return by how many laps to measure a pace again; 0: it is believed.
+    """Return the number of laps to measure a pace again, or 0 to accept it.
 
     Examples:
         >>> more_laps(Pace(1.0, 0.1), 1.0, TimeLeft(0.0, 1.0))
@@ -258,13 +258,13 @@ def more_laps(pace: Pace, predicted_seconds: float, left: TimeLeft) -> int:
 
 
 def settled_pace(first: Pace, again: Pace | None, alone_seconds: float) -> Pace:
-    """Return the pace that a plan is reported with.
+    """Return the pace to report for a plan.
 
     Args:
-        first: Its first measurement.
-        again: The second one, if there was one.
-        alone_seconds: The time of a step alone, which steps in a row do not exceed.
-            Many laps of a CPU that varies say more than one step.
+        first: The first measurement.
+        again: The second one, if any. If CPU-bound, its many laps are preferred to
+            `alone_seconds`.
+        alone_seconds: The time of a single step, an upper bound for steps in a row.
     """
     if again is not None and again.is_bound_by_host:
         return again
@@ -274,7 +274,7 @@ def settled_pace(first: Pace, again: Pace | None, alone_seconds: float) -> Pace:
 
 
 def plan_for_slower_host(pace: Pace, predicted_seconds: float, left: TimeLeft) -> bool:
-    """Return whether to plan again because the CPU is slower than predicted."""
+    """Return whether to plan again because the host is slower than predicted."""
     is_late = pace.is_bound_by_host and pace.host_seconds > _SLOWER * predicted_seconds
     return is_late and left.allows_attempt(pace.seconds, timed=True)
 
@@ -290,7 +290,7 @@ def is_near_host(pace: Pace) -> bool:
 
 
 def may_repeat_calls(pace: Pace, left: TimeLeft) -> bool:
-    """Return whether there is time to look for blocks that can be called again.
+    """Return whether there is time to look for repeatable blocks.
 
     Examples:
         >>> may_repeat_calls(Pace(1.0, 1.0), TimeLeft(12.0, 1.0))

@@ -1,4 +1,4 @@
-"""fit: name a budget in bytes, get the fastest plan that fits, applied and checked."""
+"""fit: apply and check the fastest plan within a memory budget."""
 
 import time
 import warnings
@@ -75,7 +75,7 @@ _RAN_TWICE = (
 )
 
 _RUNS = 10
-"""How often the step runs if the first plan holds, for the progress callback."""
+"""The number of step runs if the first plan fits, for the progress callback."""
 
 
 @dataclass(repr=False, kw_only=True)
@@ -84,15 +84,16 @@ class Fit(FitResult):
 
     Attributes:
         plan: The plan.
-        planned_seconds: The predicted time before a step had run with the plan.
-        gap: By which part of its time the step could at best be shorter.
+        planned_seconds: The predicted time before any step ran with the plan.
+        gap: The optimality gap: an upper bound on the share of the step's time that
+            another plan could save.
         planner: The algorithm that found the plan.
-        planning_seconds: How long planning took.
-        retries: How often a step ran out of memory and was repeated.
-        tightenings: How often it was planned anew for less memory. Since then peak and
-            time are those that are predicted: what was measured is the plan before.
+        planning_seconds: The planning time.
+        retries: The number of steps that ran out of memory and were repeated.
+        tightenings: The number of times a new plan for less memory was made. Since then
+            peak and time are predictions: the measurements are of the earlier plan.
         verify: When recomputed values are compared with forward's.
-        search: All plans of the step that were found.
+        search: All plans that were found for the step.
     """
 
     plan: Plan
@@ -108,7 +109,7 @@ class Fit(FitResult):
 
     @cached_property
     def floor_bytes(self) -> int:
-        """The smallest budget that can be met, as predicted; found when first asked.
+        """The predicted smallest feasible budget, computed at first access.
 
         On an accelerator with a margin; see `budget_for_floor`.
         """
@@ -117,16 +118,16 @@ class Fit(FitResult):
         return budget_for_floor(needed_bytes, device_of(self.model))
 
     def remove(self) -> nn.Module:
-        """Take the plan off the model, which is then as it was before `fit`."""
+        """Remove the plan from the model, restoring its state before `fit`."""
         if self._adapted is not None:
             self._adapted.remove()
             self._adapted = None
         return self.model
 
     def tighten(self) -> bool:
-        """Plan anew for a tenth less memory; say whether that was possible.
+        """Plan again for a tenth less memory; return whether that was possible.
 
-        Less than the budget, and less than what the last step was planned to take.
+        A tenth less than the budget, and than the last plan's predicted peak.
         """
         if self._adapted is None or not self._adapted.tighten():
             return False
@@ -149,19 +150,20 @@ class Fit(FitResult):
         self.plan = plan
 
     def run(self, step: Callable[[], Any]) -> Any:
-        """Run a step; if it runs out of memory, plan tighter and run it once more.
+        """Run a step; if it runs out of memory, plan for less and run it again.
 
-        Before that, gradients, buffers and random generators are put back as the step
-        found them, those of the model and of what else the step refers to, so that it
-        gives what it would have given. If it had already added to gradients that were
-        there before, as the second of several batches that are summed, it is not run
-        again. Costs one copy of the buffers.
+        Before the retry, gradients, buffers and random generators of the model, and of
+        everything else that the step refers to, are restored, so that the result is the
+        same. The step is not retried if it had already added to existing gradients, as
+        the second of several accumulated batches does. Costs one copy of the buffers.
 
         Args:
-            step: Runs forward and backward, and whatever else may be done twice.
+            step: Function that runs forward and backward, and anything else that may be
+                repeated.
 
         Raises:
-            Exception: What the step raised: not of memory, or with nothing left to do.
+            Exception: The step's error, if it is not out of memory or cannot be
+                retried.
         """
         device = device_of(self.model)
         before = StepSnapshot(step, self.model, devices=[device])
@@ -187,7 +189,7 @@ class Fit(FitResult):
             raise
 
     def numbers(self) -> dict[str, Any]:
-        """Return what it costs as plain data, for other programs."""
+        """Return the costs as plain data, for other programs."""
         return {
             **super().numbers(),
             "planner": self.planner,
@@ -197,7 +199,7 @@ class Fit(FitResult):
         }
 
     def findings(self, *, title: str = "", points: int = 7) -> Findings:
-        """Return all that was found, for `recoup.report`; see `fit_findings`."""
+        """Return the findings for `recoup.report`; see `fit_findings`."""
         return fit_findings(self, title=title, points=points)
 
     def __repr__(self) -> str:
@@ -297,72 +299,72 @@ def fit(  # noqa: PLR0913 (a step can be described in several ways)
     rerun: bool | None = None,
     compile: Compile = False,  # noqa: A002 (torch's own word)
 ) -> tuple[Model, Fit | CompiledFit]:
-    """Make a model train within a budget of memory, as fast as it can be done.
+    """Make a model train within a memory budget, as fast as possible.
 
-    One step is measured while every block is recomputed, the fastest plan that fits is
-    worked out, applied to the model, and checked on a real step; where the measurement
-    differs from the prediction, the plan is corrected. Parameters, buffers,
-    gradients and random generators are afterwards as they were before. Train with any
-    loop; gradients are bitwise those of the plain model.
+    Measures one step with every block recomputed, finds the fastest plan that fits,
+    applies it to the model, and checks it on a real step; if the measurement differs
+    from the prediction, the plan is corrected. Parameters, buffers, gradients and
+    random generators are restored. Train with any loop; gradients are bitwise those of
+    the plain model.
 
     Costs ten steps on a CPU, seven on an accelerator, and the planning; two more steps
-    for each correction, and up to twenty where an accelerator waits for its host. Steps
-    with the plan that is returned stay within the budget, the one that verifies it as
-    well (on a CPU within 2 % of the largest tensor above it). A plan that is tried and
-    given up may exceed it; on an accelerator, one that calls blocks again is tried up
-    to 1 % above it. The measured
-    step takes what recomputing every block takes, which may be more than the smallest
-    plan; on a CPU with enough free memory the plain step is timed twice.
+    for each correction, and up to twenty if an accelerator's step is CPU-bound. Steps
+    with the returned plan stay within the budget, including the one that verifies it
+    (on a CPU up to 2 % of the largest tensor above it). A plan that is tried and
+    rejected may exceed it; on an accelerator, one that calls blocks again is tried up
+    to 1 % above it. The measured step needs the memory of recomputing every block,
+    which may be more than the smallest plan; on a CPU with enough free memory the plain
+    step is timed twice.
 
     Args:
-        model: The model; it stays the same object with the same parameters. Or several,
-            as a list, or as a module that contains what the step calls and is not
-            called itself: they share one budget, and `step` describes what they do.
-        batch: Its arguments: a tensor, a tuple of positional arguments, or a
-            mapping of keyword arguments. With a loss that takes the output and a
-            target: a pair of what the model is called with and the target.
+        model: The model, which stays the same object with the same parameters. Or
+            several that share one budget, as a list, or as a module that contains the
+            models that `step` calls and is not called itself.
+        batch: Its arguments: a tensor, a tuple of positional arguments, or a mapping of
+            keyword arguments. With a loss that takes the output and a target: a pair of
+            the model's arguments and the target.
         budget: The most bytes on the device at any moment of forward and backward,
-            everything counted: a number, a text as "8GiB", a share of the plain peak
-            (a float up to 1, or as in "60%"), or None for what the device has.
-        loss: Computes the loss from the output (and the target). Without it the output
-            must be the loss, or have it as `loss`.
-        step: Runs forward and backward by itself, instead of `batch` and `loss`. It may
-            have several backward passes, as for gradient accumulation or a GAN.
-        optimizer: Room is left for its state, if that does not exist yet; or several
-            optimizers. What its
-            `step` makes and drops while it runs is not counted: with `foreach=True`,
+            everything included: a number, a text such as "8GiB", a share of the plain
+            peak (a float up to 1, or a text such as "60%"), or None for the device's
+            free memory.
+        loss: Function from the output (and the target) to the loss. Without it the
+            output must be the loss, or have it as `loss`.
+        step: Function that runs forward and backward, instead of `batch` and `loss`. It
+            may have several backward passes, as for gradient accumulation or a GAN.
+        optimizer: One or several optimizers, for whose missing state memory is
+            reserved. Temporaries of its `step` are not counted: with `foreach=True`,
             torch's default on accelerators, up to about two copies of the parameters,
-            in place of the activations, which are gone by then; with `fused=True`
-            nothing, with `foreach=False` a few copies of the largest parameter.
-        accumulate: Gradients of earlier steps are there when a step begins, as when the
-            step is one micro-batch of several whose gradients add up, or gradients are
-            zeroed in place. They count from the beginning.
+            at a time when the activations are freed; with `fused=True` none, with
+            `foreach=False` a few copies of the largest parameter.
+        accumulate: Whether gradients of earlier steps exist when a step begins, as when
+            the step is one micro-batch of gradient accumulation, or gradients are
+            zeroed in place. They count from the start.
         allow: Actions allowed on a value besides recomputing it.
         blocks: The paths of the modules between which the model is cut; by default
-            they are found.
-        device: Where to count memory; by default where the parameters are.
-        progress: A progress callback: the current activity, and about how long it will
-            still take; True shows it, None shows it in a terminal.
+            they are found automatically.
+        device: The device whose memory is counted; by default that of the parameters.
+        progress: Progress callback with the current activity and the estimated
+            remaining time; True shows it, None shows it in a terminal.
         verify: When replayed values are compared with forward's; see `CheckpointScope`.
         rerun: Whether blocks may be recomputed by calling them again, if that is faster
-            than recording their operators, and in a call of them no side effect was
-            seen. None: where an accelerator waits for the host, as measured. True:
-            anywhere. False: no code of the model runs twice. See the guide to `fit`.
-        compile: Who runs the blocks. False: torch, eagerly, and recoup recomputes
+            than recording their operators and a call showed no side effects. None: only
+            if an accelerator's step is CPU-bound, as measured. True: anywhere. False:
+            no code of the model runs twice. See the guide to `fit`.
+        compile: The executor of the blocks. False: eager torch, and recoup recomputes
             operators; gradients are bitwise those of the plain model. "exact": blocks
             are captured by torch.compile, partitioned by recoup's plan and run with
             eager kernels; gradients are bitwise those of the plain model wherever its
             kernels are deterministic. "inductor": the same partitions, compiled;
-            gradients are those of the compiled model, and the report says how far that
-            is from the plain one. "auto": measure all three, take the fastest. Parts
-            that are compiled already run as they were written until `remove`. See the
-            guide "Compiled models".
+            gradients are those of the compiled model, and the report names their
+            difference from the plain ones. "auto": measure all three, take the fastest.
+            Parts that are already compiled run uncompiled until `remove`. See the guide
+            "Compiled models".
 
     Returns:
-        The model, and the report. `Fit.remove` removes the plan again.
+        The model, and the report. `Fit.remove` removes the plan.
 
     Raises:
-        InfeasibleError: No plan fits; it names the smallest budget that can be met.
+        InfeasibleError: No plan fits; it names the smallest feasible budget.
         UsageError: The arguments describe no step, or no budget.
 
     Examples:
@@ -415,7 +417,7 @@ def fit(  # noqa: PLR0913 (a step can be described in several ways)
             report.verify = verify
         return model, report
     except BaseException:
-        # Also an interrupt after the plan was applied, before the caller has it.
+        # Including an interrupt after the plan was applied.
         for applied in plans_in(described.model):
             if applied not in known:
                 applied.remove()
@@ -426,10 +428,10 @@ def _executors(
     compile: Compile,  # noqa: A002
     model: nn.Module,
 ) -> tuple[Literal[False] | Executor, ...]:
-    """Return who is to run the blocks; of several, the fastest is taken."""
+    """Return the executors to try, of which the fastest is used."""
     if compile != "auto":
         return (compile,)
-    # The tape cannot record what the user has compiled.
+    # The recorder cannot see operators of compiled code.
     return ("inductor", "exact") if is_compiled(model) else ("inductor", "exact", False)
 
 
@@ -486,7 +488,7 @@ def _fitted(  # noqa: PLR0913 (what the step and the budget are)
 def _infeasible_page(
     model: nn.Module, search: Search, asked_bytes: int, reserved_bytes: int
 ) -> str:
-    """Return the page about a budget that is too small: the plan of least memory."""
+    """Return the page for an infeasible budget, with the smallest plan."""
     return page(
         graph_findings(
             search.graph,
@@ -508,10 +510,10 @@ def _fit_by(
     *,
     is_alone: bool,
 ) -> Fit | CompiledFit:
-    """Return the fit without a compiler, applied, or that with one, not applied.
+    """Return the eager fit, applied, or the compiled fit, not applied.
 
-    Where compiled blocks alone do not fit and no other executor is asked for, regions
-    recompute what else they can, or everything.
+    If compiled blocks alone do not fit and no other executor is requested, regions
+    recompute the rest of the model, or everything.
     """
     if not executor:
         settled = loop.settle(asked_bytes)
@@ -551,7 +553,7 @@ def _fit_by(
 
 
 def check_compile(compile: object) -> None:  # noqa: A002
-    """Raise `UsageError` unless there is such an executor."""
+    """Raise `UsageError` if the executor is unknown."""
     if compile not in (False, "exact", "inductor", "auto"):
         raise UsageError(
             'expected compile=False, "exact", "inductor" or "auto", got '

@@ -19,23 +19,23 @@ Found = TypeVar("Found", bound="FitResult")
 
 @dataclass(repr=False, kw_only=True)
 class FitResult(ABC):
-    """What every result of `fit` has: `Fit` and `CompiledFit` extend it.
+    """The common part of all results of `fit`; `Fit` and `CompiledFit` extend it.
 
     Attributes:
-        model: The model, with the plan applied; of several, a list that contains them.
-        graph: The eager step, as it was measured.
+        model: The model with the plan applied; several are in a `ModuleList`.
+        graph: The measured eager step.
         budget_bytes: The budget.
         plain_peak_bytes: The predicted peak of the plain step.
-        plain_seconds: The predicted time of that step. Where there was memory for it,
-            the measured one: with `compile=`, and on a CPU in turns with the plan.
+        plain_seconds: The predicted time of that step; if memory allowed, the measured
+            one: with `compile=`, and on a CPU in turns with the plan.
         predicted_peak_bytes: The predicted peak with the plan.
         predicted_seconds: The predicted time of a step with the plan, corrected by the
             steps that `fit` ran.
         measured_peak_bytes: The measured peak of a real step with the plan.
         measured_seconds: The measured time of a real step with the plan.
-        reserved_bytes: Kept free for optimizer state that does not exist yet.
-        total_seconds: How long all of `fit` took.
-        rounds: How many plans were tried on a real step.
+        reserved_bytes: Bytes reserved for optimizer state that does not exist yet.
+        total_seconds: The duration of `fit`.
+        rounds: The number of plans tried on a real step.
         contenders: With `compile="auto"`: for each executor the time of its step, or
             why it cannot run it.
     """
@@ -70,19 +70,19 @@ class FitResult(ABC):
 
     @abstractmethod
     def remove(self) -> nn.Module:
-        """Take the plan off the model, which is then as it was before `fit`."""
+        """Remove the plan from the model, restoring its state before `fit`."""
 
     @abstractmethod
     def findings(self, *, title: str = "", points: int = 7) -> Findings:
-        """Return all that was found, for `recoup.report`.
+        """Return the findings for `recoup.report`.
 
         Args:
             title: The title; by default the class of the model.
-            points: How many other plans are worked out.
+            points: The number of other plans to make.
         """
 
     def numbers(self) -> dict[str, Any]:
-        """Return what it costs as plain data, for other programs."""
+        """Return the costs as plain data, for other programs."""
         found = {name: getattr(self, name) for name in self._COSTS}
         if self.contenders:
             found["contenders"] = dict(self.contenders)
@@ -98,7 +98,7 @@ class FitResult(ABC):
         return fragment(self.findings(points=0))
 
     def _compared(self) -> str:
-        """Return in words which contenders there were; empty: one only."""
+        """Describe the contenders; empty without any."""
         if not self.contenders:
             return ""
         found = ", ".join(f"{name} {said}" for name, said in self.contenders.items())
@@ -117,7 +117,7 @@ def fastest(contenders: Mapping[str, Callable[[], Found]]) -> Found:
     """Fit with each contender, remove all but the fastest, and return that one.
 
     Args:
-        contenders: For each name a function that fits, and may leave its plan applied.
+        contenders: By name, functions that fit, and may leave their plans applied.
 
     Raises:
         InfeasibleError: None of them fits.

@@ -1,4 +1,4 @@
-"""measure: one training step as a graph, or dry; frontier: what it could cost."""
+"""`measure` one training step as a graph, also dry; `frontier` of its plans."""
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
@@ -38,32 +38,32 @@ def measure(  # noqa: PLR0913 (a step can be described in several ways)
     device: torch.device | str | None = None,
     dry: bool = False,
 ) -> Graph:
-    """Run a step at the least memory it can run in, and return its graph.
+    """Run a step at floor memory, and return its graph.
 
-    The arguments are those of `fit`. The model is afterwards as it was before.
+    The arguments are those of `fit`. The model's state is restored.
 
-    Costs four steps. Dry, it computes nothing and takes no memory, so that it does for
-    a model that does not fit here, or for a device that is not here: some
-    milliseconds for each operator. The model and the batch may be on the meta device.
-    Bytes are those of the real step on the model's device (of a model on the meta
-    device: on the CPU). Times are estimates from the peak throughput of a device.
-    Plan with such a graph, with `plan` and `frontier`; to apply a plan, `fit` the model
-    where it runs.
+    Costs four steps. With `dry=True` nothing is computed and no memory is needed, so it
+    works for a model that does not fit, or for a device that is not available, in some
+    milliseconds per operator. The model and the batch may be on the meta device. Bytes
+    are those of the real step on the model's device (for a model on the meta device, on
+    the CPU). Times are estimates from the peak throughput of a device. Use such a graph
+    with `plan` and `frontier`; to apply a plan, `fit` the model where it runs.
 
     Args:
         model: The model.
         batch: Its arguments.
-        loss: Computes the loss from the output (and the target).
-        step: Runs forward and backward by itself, instead of `batch` and `loss`.
+        loss: Function from the output (and the target) to the loss.
+        step: Function that runs forward and backward, instead of `batch` and `loss`.
         blocks: The paths of the modules between which the model is cut.
-        device: Where to count memory. Dry, the device to estimate times for: h200,
-            h100, a100, rtx4090, or by default this machine's CPU.
-        dry: Do not compute the step.
+        device: The device whose memory is counted. With `dry=True`, the device to
+            estimate times for: h200, h100, a100, rtx4090, or by default this machine's
+            CPU.
+        dry: Whether to measure without computing the step.
 
     Raises:
-        UsageError: The arguments describe no step, or there is no such device.
-        UnsupportedError: Dry, and what the step does depends on the numbers in its
-            tensors, or it has recurrent layers that keep what only their kernels know.
+        UsageError: The arguments describe no step, or the device is unknown.
+        UnsupportedError: With `dry=True`: the step depends on tensor contents, or has
+            recurrent layers whose workspace only their kernels know.
 
     Examples:
         >>> graph = measure(nn.Linear(4, 4), torch.ones(2, 4), loss=Tensor.sum)
@@ -125,26 +125,26 @@ def frontier(  # noqa: PLR0913 (a step can be described in several ways)
     progress: Callable[[int, int], None] | None = None,
     compile: Literal[False] | Executor = False,  # noqa: A002 (torch's own word)
 ) -> tuple[Solution, ...] | tuple[CompiledPlan, ...]:
-    """Return plans from the smallest peak to that of plain training.
+    """Return Pareto-optimal plans from the smallest peak to that of plain training.
 
-    More memory never takes more time: a plan that another one beats in both is left
-    out. Costs a plan for each point, and four steps if a model is given.
+    Costs planning for each point, and four steps if a model is given.
 
     Args:
-        measured: One step, as measured; or a model, which is measured then.
-        batch: With a model: what it is called with, as for `measure`.
-        loss: With a model: computes the loss.
-        step: With a model: runs forward and backward, instead of `batch` and `loss`.
-        points: For how many budgets, evenly spread, plans are looked for.
+        measured: A measured step, or a model to measure.
+        batch: With a model: its arguments, as for `measure`.
+        loss: With a model: the loss function.
+        step: With a model: a function that runs forward and backward, instead of
+            `batch` and `loss`.
+        points: The number of evenly spaced budgets to plan for.
         allow: Actions allowed on a value besides recomputing it, as for `fit`.
-        progress: Progress callback: budgets done, and their total.
-        compile: Who runs the blocks, as for `fit`: with "exact" or "inductor" plans of
-            compiled blocks are returned. One option of each kind of block is compiled,
-            and the others are predicted. It takes a model.
+        progress: Progress callback with the number of budgets done and in total.
+        compile: The executor of the blocks, as for `fit`: with "exact" or "inductor"
+            plans of compiled blocks are returned. Requires a model. One option of each
+            kind of block is compiled, and the others are predicted.
 
     Raises:
-        UsageError: The arguments describe no step, or a graph is given with a batch
-            or to be compiled.
+        UsageError: The arguments describe no step, or a graph is given together with a
+            batch or `compile`.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 4))
@@ -197,16 +197,16 @@ def measure_dry(
     step: Callable[[], object] | None = None,
     names: Sequence[str] | None = None,
 ) -> Graph:
-    """Return the graph of a step that is not computed.
+    """Return the graph of a step without computing it.
 
-    The step runs twice on stand-ins for the model's tensors and the batch's, which have
-    shapes and no memory. The model has its own tensors again afterwards.
+    Runs the step twice on fake stand-ins for the tensors of the model and the batch.
+    The model's own tensors are restored afterwards.
 
     Raises:
-        UnsupportedError: What the step does depends on numbers in its tensors.
+        UnsupportedError: The step depends on tensor contents.
     """
     training_step(model, batch, loss=loss, step=step)
-    # With a busy accelerator, recording does not add to the time of the step.
+    # On a busy accelerator, recording does not add to the time of the step.
     recording = recording_seconds() if figures.name == "cpu" else 0.0
     shadows = Shadows(_HOST)
     given = shadows.of_batch(batch)
@@ -231,7 +231,7 @@ def measure_dry(
 
 @contextmanager
 def _explained() -> Generator[None]:
-    """Say of errors inside the block what they have to do with dry measurement."""
+    """Add to errors in the block an explanation about dry measurement."""
     try:
         yield
     except NEEDS_CONTENTS as error:

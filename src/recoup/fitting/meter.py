@@ -1,4 +1,4 @@
-"""Meter: one line for each step of any training loop."""
+"""Meter: one status line per step of any training loop."""
 
 from dataclasses import dataclass
 from time import perf_counter
@@ -15,27 +15,27 @@ from recoup.fitting.fit import Fit
 
 
 class ScalarWriter(Protocol):
-    """Takes numbers by name, as TensorBoard's `SummaryWriter` does."""
+    """A sink of named numbers, such as TensorBoard's `SummaryWriter`."""
 
     def add_scalar(
         self, tag: str, scalar_value: float, global_step: int | None = None
     ) -> Any:
-        """Take a number of a step."""
+        """Record a number of a step."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a meter shows for a step.
+    """The reading of a meter for a step.
 
     Attributes:
-        step: How many steps have been taken.
+        step: The number of steps so far.
         loss: The loss, if one was given.
-        seconds: The time of a step, on average since the last reading.
-        peak_bytes: The most bytes in use since the last reading; None where the device
+        seconds: The average time of a step since the last reading.
+        peak_bytes: The most bytes in use since the last reading; None if the device
             does not count them.
         budget_bytes: The budget; 0: none.
-        replay_share: The part of the host's time that went into replays.
+        replay_share: The share of the host time spent in replays.
 
     Examples:
         >>> print(Reading(7, 0.25, 1.5, 2**30, 2**31, 0.125))
@@ -67,21 +67,23 @@ class Reading:
 
 
 class Meter:
-    """Watches a training loop: step, loss, peak against budget, share of replays.
+    """Measures a training loop: step, loss, peak versus budget, share of replays.
 
-    On an accelerator it reads the allocator's peak and sets it back at each reading. On
-    the CPU, where counting would slow the loop down, the peak is left out. Reading a
-    loss waits for the device; with `every` that happens rarely.
+    On an accelerator each reading reads and resets the allocator's peak. On the CPU,
+    where counting would slow down the loop, the peak is omitted. Reading a loss
+    synchronises; `every` makes that rare.
 
     Args:
-        budget: The limit of the peak: bytes, text such as "8GiB", or what
-            `fit` returned.
-        device: Where memory is counted; by default the current accelerator, if any.
-        every: Give a reading for one of so many steps.
-        writer: Is given every reading as scalars; TensorBoard's `SummaryWriter` fits.
+        budget: The limit of the peak: bytes, text such as "8GiB", or the result of
+            `fit`.
+        device: The device whose memory is counted; by default the current accelerator,
+            if any.
+        every: The number of steps per reading.
+        writer: Receives every reading as scalars, such as a TensorBoard
+            `SummaryWriter`.
 
     Raises:
-        UsageError: The budget is none in bytes, or `every` is below 1.
+        UsageError: The budget is not in bytes, or `every` is below 1.
 
     Examples:
         >>> meter = Meter("8GiB", device="cpu", every=2)

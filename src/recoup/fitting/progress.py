@@ -12,10 +12,10 @@ from rich.progress import Progress as Bars
 from recoup.core.units import print_seconds
 
 Progress = Callable[[str], None]
-"""Called with what is being done now, in a few words."""
+"""Progress callback with the current activity."""
 
 Show = Callable[[str, int, int], None]
-"""Called with what is being done, how much of it is done, and how much there is."""
+"""Progress callback with the current activity, the amount done, and the total."""
 
 
 class Course:
@@ -39,7 +39,7 @@ class Course:
         def counted() -> object:
             result = run()
             self._done += 1
-            # A plan that is corrected runs the step more often than was thought.
+            # Corrections of the plan run the step more often than expected.
             self._runs = max(self._runs, self._done + 1)
             self._tell()
             return result
@@ -52,7 +52,7 @@ class Course:
 
     @property
     def seconds_left(self) -> float | None:
-        """The estimated remaining time; None: nothing has run yet."""
+        """The estimated remaining time, or None before the first run."""
         if not self._done:
             return None
         spent = time.perf_counter() - self._started
@@ -65,12 +65,12 @@ def progress_for(
     *,
     runs: int,
 ) -> Generator[Course]:
-    """Return the progress callback, and the count of steps that were run.
+    """Yield a `Course` that reports to the progress callback.
 
     Args:
         progress: A progress callback; True shows a line in the terminal, False
             shows nothing, None shows it if standard error is a terminal.
-        runs: How often the step will probably run.
+        runs: The expected number of step runs.
     """
     if callable(progress):
         yield _told(progress, runs)
@@ -87,7 +87,7 @@ def progress_for(
 
 @contextmanager
 def bar(doing: str, total: int | None = None) -> Generator[Show]:
-    """Show a bar with the time that is left, in a terminal; give what moves it."""
+    """Show a progress bar in the terminal; yield the function that updates it."""
     with Bars(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -104,7 +104,7 @@ def bar(doing: str, total: int | None = None) -> Generator[Show]:
 
 
 def _told(progress: Progress, runs: int) -> Course:
-    """Return a course that calls a function, once for each activity."""
+    """Return a course that calls `progress` once per activity."""
     before = ""
 
     def show(doing: str, done: int, total: int) -> None:

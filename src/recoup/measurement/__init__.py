@@ -1,4 +1,4 @@
-"""Measure training steps: what they keep, how long they take, what they compute.
+"""Measure training steps: their memory, times, operators and gradients.
 
 Observes and returns data; nothing here plans or chooses.
 """

@@ -1,4 +1,4 @@
-"""Advice: where in a model a checkpoint saves most for the least recomputation."""
+"""Advice: where a checkpoint saves most memory for the least recomputation."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,13 +22,13 @@ from recoup.errors import UsageError
 class Suggestion:
     """The effect of a checkpoint around one module on one step.
 
-    Parameters are in memory in any case and are not counted.
+    Parameters are always in memory and are not counted.
 
     Attributes:
-        name: The module's name in the model.
-        plain_bytes: The activations that autograd keeps for it without a checkpoint.
+        name: The module's path in the model.
+        plain_bytes: The activations that autograd keeps without a checkpoint.
         kept_bytes: The activations and random states that are kept with one.
-        replay_flops: The operations to recompute it in backward.
+        replay_flops: The FLOPs to recompute it in backward.
     """
 
     name: str
@@ -44,9 +44,9 @@ class Suggestion:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Places for checkpoints, best first: most bytes for the least recomputation.
+    """Places for checkpoints, sorted by bytes saved per recomputed FLOP.
 
-    Printing it gives a table.
+    Prints as a table.
     """
 
     suggestions: tuple[Suggestion, ...]
@@ -63,23 +63,23 @@ class Advice:
 
 
 def suggest(model: nn.Module, *args: Any, **kwargs: Any) -> Advice:
-    """Measure where in a model checkpoints are worth most.
+    """Measure where checkpoints in a model are worth most.
 
     Runs one forward on the given batch with a region around every block (each member
-    of a `ModuleList` or `Sequential`, outermost; else each child), and replays each
-    region once. The model, its gradients and the graph are left as they were; its
-    buffers and the random state move on as in any forward.
+    of an outermost `ModuleList` or `Sequential`; else each child), and replays each
+    region once. The model, its gradients and the graph are unchanged; its buffers and
+    the random state advance as in any forward.
 
     Args:
-        model: The model, in the mode it is trained in.
-        *args: A batch, as the model takes it.
-        **kwargs: The rest of the batch.
+        model: The model, in training mode if it is trained so.
+        *args: The model's positional arguments.
+        **kwargs: The model's keyword arguments.
 
     Returns:
         The blocks that save anything, best first.
 
     Raises:
-        UsageError: It is no module, or autograd saves nothing in any of its blocks.
+        UsageError: `model` is no module, or autograd saves nothing in its blocks.
 
     Examples:
         >>> import torch
@@ -109,7 +109,7 @@ def suggest(model: nn.Module, *args: Any, **kwargs: Any) -> Advice:
 
 
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the model's repeated parts by name: what people put checkpoints around."""
+    """Return the model's blocks by path: members of containers, else its children."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         inside = any(name == n or name.startswith(f"{n}.") for n in found)
@@ -120,7 +120,7 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 class _Watcher:
-    """Sees what each region would have saved."""
+    """Counts what autograd would have saved in each region."""
 
     def __init__(self) -> None:
         self.found: list[Watched] = []

@@ -1,4 +1,4 @@
-"""Autograd and its surroundings: saved-tensor hooks, modes, autocast, wrappers.
+"""Autograd and its context: saved-tensor hooks, modes, autocast, wrapper subclasses.
 
-Reads and changes what torch keeps for each thread; holds no region of its own.
+Reads and changes torch's thread-local state; owns no region.
 """

@@ -1,4 +1,4 @@
-"""Autocast and the default type: known in forward, restored for a second run."""
+"""Autocast state and default dtype: read in forward, restored for recomputation."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,7 +14,7 @@ from recoup.core.restoring import restoring
 
 @dataclass(frozen=True, slots=True)
 class AutocastState:
-    """The state of autocast for one kind of device."""
+    """The autocast settings of one device type."""
 
     device_type: str
     enabled: bool
@@ -23,7 +23,7 @@ class AutocastState:
 
 
 def autocast_states(device_types: Iterable[str]) -> tuple[AutocastState, ...]:
-    """Return how autocast stands now for the CPU and these kinds of device."""
+    """Return the current autocast settings of the CPU and these device types."""
     return tuple(
         AutocastState(
             device_type=kind,
@@ -38,7 +38,7 @@ def autocast_states(device_types: Iterable[str]) -> tuple[AutocastState, ...]:
 
 @contextmanager
 def autocast_as(states: Iterable[AutocastState]) -> Iterator[None]:
-    """Run the block with autocast as it stood before."""
+    """Run the block with recorded autocast settings."""
     with ExitStack() as stack:
         for state in states:
             stack.enter_context(
@@ -53,17 +53,17 @@ def autocast_as(states: Iterable[AutocastState]) -> Iterator[None]:
 
 
 default_dtype: Callable[[], torch.dtype] = torch.get_default_dtype
-"""Return the type that floating-point numbers get where nothing says another."""
+"""Return the default floating-point dtype."""
 
 
 def run_in_default(
     dtype: torch.dtype, run: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Run an operator as it was run while another default dtype was active.
+    """Run an operator under the default dtype that was active when it was recorded.
 
-    Only those that are given no floating-point tensor go by the default: those that
-    make tensors, and those that turn integers into fractions. The default is one for
-    all threads, so it is left alone for the others.
+    Only operators without a floating-point argument depend on the default: factories
+    and integer operators with a float result. The default is shared by all threads, so
+    it is left unchanged for all other operators.
 
     Examples:
         >>> run_in_default(torch.float64, torch.ones, 1).dtype
@@ -78,7 +78,7 @@ def run_in_default(
 
 
 class in_default(restoring):  # noqa: N801 (used as a verb)
-    """Run the block with another default type, on all threads.
+    """Run the block with another default dtype, which holds for all threads.
 
     Examples:
         >>> with in_default(torch.float64):

@@ -1,8 +1,8 @@
-"""Stacks of hooks and modes that torch keeps for each thread: take one out of them.
+"""Torch's per-thread stacks of hooks and modes: remove one entry from any position.
 
-Torch takes off what is on top, whatever it is. Where an interrupt has left something
-there, somebody who was there before has taken that off instead of his own, which is
-still there; and somebody else may have come since.
+Torch pops the top entry, whatever it is. After an interrupt left an entry on top, the
+owner of the entry below pops the wrong one: its own stays on the stack, and other
+entries may have been pushed since.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ _TELL = "set_is_in_mode_without_ignore_compile_internals"
 
 
 class Footing:
-    """The top of both stacks before a push."""
+    """The top of both stacks before recoup pushed its own entries."""
 
     __slots__ = ("hooks", "mode")
 
@@ -39,7 +39,7 @@ class Footing:
         self.mode = stack[-1] if stack else None
 
     def take_off_hooks(self, pack: Pack) -> None:
-        """Take off the hooks that were put here."""
+        """Remove the hooks that were pushed at this point of the stack."""
         hooks = ambient_hooks()
         if hooks is not None and hooks[0] == pack:
             pop_hooks()
@@ -54,7 +54,7 @@ class Footing:
 
     @staticmethod
     def drop(pack: Pack, mode: TorchDispatchMode | None) -> None:
-        """Take off these hooks and this mode wherever they are, if they are there."""
+        """Remove these hooks and this mode from any position, if they are present."""
         above = _pop_hooks_above(lambda hooks: hooks[0] == pack)
         if ambient_hooks() is not None:
             pop_hooks()
@@ -63,7 +63,7 @@ class Footing:
             Footing.__new__(Footing).leave_mode(mode)
 
     def leave_mode(self, mode: TorchDispatchMode) -> None:
-        """Leave the dispatch mode that was entered here."""
+        """Leave the dispatch mode that was entered at this point of the stack."""
         stack: list[Any] = _get_current_dispatch_mode_stack()
         if stack and stack[-1] is mode:
             return mode.__exit__(None, None, None)
@@ -90,28 +90,28 @@ class StacksSnapshot:
         self._flags = {name: flags[name] for name in flags if name.startswith("_is_in")}
 
     def restore(self) -> None:
-        """Take off what was put there since, as after an interrupt."""
+        """Remove entries pushed since, such as those that an interrupt left."""
         for mode in reversed(_get_current_dispatch_mode_stack()):
             if any(mode is known for known in self._modes):
                 break
-            # Not by `__exit__`: it may have been called and have popped another mode.
+            # Not `__exit__`: it may have run already and popped another mode.
             _pop_mode(vars(mode).get("_dispatch_key", vars(mode).get("_mode_key")))
             for name, flag in self._flags.items():
                 setattr(_python_dispatch, name, flag)
-            tell_guards = getattr(_python_dispatch, _TELL, None)  # of later versions
+            tell_guards = getattr(_python_dispatch, _TELL, None)  # newer torch only
             if tell_guards is not None:
                 flag = self._flags["_is_in_any_mode_without_ignore_compile_internals"]
                 tell_guards(flag)
         above = _pop_hooks_above(lambda hooks: hooks == self._hooks)
-        if ambient_hooks() != self._hooks:  # taken off since: the others may stay
+        if ambient_hooks() != self._hooks:  # popped since: keep the others
             _push_all(above)
 
 
 def enter_at_bottom(mode: TorchDispatchMode) -> None:
     """Enter a dispatch mode below all that are active on this thread.
 
-    There it can stay while user code enters and leaves modes of its own: torch pops
-    the top of the stack, which is never this one.
+    There it survives modes that user code enters and leaves: torch pops the top of the
+    stack, which is never this one.
     """
     above: list[Any] = [_pop_mode() for _ in _get_current_dispatch_mode_stack()]
     mode.__enter__()
@@ -122,7 +122,7 @@ def enter_at_bottom(mode: TorchDispatchMode) -> None:
 
 
 def leave_anywhere(mode: TorchDispatchMode) -> None:
-    """Leave a dispatch mode wherever it is on the stack; do nothing if it is not."""
+    """Leave a dispatch mode at any position of the stack; do nothing if absent."""
     stack: list[Any] = _get_current_dispatch_mode_stack()
     if not any(entered is mode for entered in stack):
         return
@@ -142,20 +142,20 @@ def has_infrastructure_modes() -> bool:
 
 
 def push_hooks_at_bottom(pack: Pack, unpack: Unpack) -> None:
-    """Put saved-tensor hooks below all that are active on this thread."""
+    """Push saved-tensor hooks below all that are active on this thread."""
     above = _pop_hooks_above(lambda _: False)
     push_hooks(pack, unpack)
     _push_all(above)
 
 
 def take_out_hooks(pack: Pack) -> None:
-    """Take saved-tensor hooks out of the stack, wherever they are."""
+    """Remove saved-tensor hooks from any position of the stack."""
     stack = _pop_hooks_above(lambda _: False)
     _push_all([hooks for hooks in stack if hooks[0] != pack])
 
 
 def _pop_hooks_above(is_reached: Callable[[_Hooks], bool]) -> list[_Hooks]:
-    """Pop hooks until some are on top, or all; return them, the highest first."""
+    """Pop hooks until `is_reached` holds for the top; return them, topmost first."""
     above: list[_Hooks] = []
     while (hooks := ambient_hooks()) is not None and not is_reached(hooks):
         above.append(hooks)
@@ -169,7 +169,7 @@ def _push_all(above: list[_Hooks]) -> None:
 
 
 def _swap_flags(one: TorchDispatchMode, other: TorchDispatchMode) -> None:
-    """Exchange what two modes restore when they are left, as they change places."""
+    """Swap the flags that two modes restore on exit, because they swap positions."""
     for name, flags in vars(one).items():
         others = vars(other).get(name)
         if name.startswith("old_") and flags and others:
@@ -177,12 +177,12 @@ def _swap_flags(one: TorchDispatchMode, other: TorchDispatchMode) -> None:
 
 
 def _place_of(wanted: Any, stack: list[Any]) -> int | None:
-    """Return where something is, from the top; by equality, as of bound methods."""
+    """Return the position from the top; by `==`, since bound methods are not unique."""
     return next((n for n, found in enumerate(stack) if found == wanted), None)
 
 
 def _give_flags(left: TorchDispatchMode, above: TorchDispatchMode) -> None:
-    """Let the mode above one that is left put back what that one would have."""
+    """Pass the flags that a removed mode would restore to the mode above it."""
     for name, flags in vars(left).items():
         others = vars(above).get(name)
         if name.startswith("old_") and flags and others:

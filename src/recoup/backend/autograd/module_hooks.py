@@ -1,4 +1,4 @@
-"""The hooks of modules, arguments that torch does not pass them, and running calls."""
+"""Module hooks, the arguments that torch does not pass to them, and running frames."""
 
 import sys
 from collections.abc import Callable, Iterable
@@ -10,7 +10,7 @@ from torch.nn.modules import module as _module
 
 
 def forward_pre_hooks(module: nn.Module) -> Iterable[Callable[..., Any]]:
-    """Return what is called before the module's forward, in order.
+    """Return the module's forward pre-hooks, in order.
 
     Examples:
         >>> layer = nn.Identity()
@@ -22,10 +22,10 @@ def forward_pre_hooks(module: nn.Module) -> Iterable[Callable[..., Any]]:
 
 
 def keywords_of_call() -> dict[str, Any]:
-    """Return the keyword arguments of the call whose hook asks, from the hook itself.
+    """Return the keyword arguments of the module call, from within one of its hooks.
 
-    A hook for all modules gets the positional ones alone: there is no
-    `with_kwargs` for it. They are taken from the frame that calls it.
+    Global module hooks get positional arguments only: they have no `with_kwargs`. So
+    the keyword arguments are read from the frame that calls the hook.
 
     Examples:
         >>> from torch.nn.modules.module import register_module_forward_pre_hook
@@ -59,9 +59,9 @@ def calling_frame() -> FrameType | None:
 
 
 def is_running(frame: FrameType) -> bool:
-    """Return whether a frame is one of those that run now on this thread.
+    """Return whether a frame is running on this thread.
 
-    Costs some ten nanoseconds for each.
+    Costs some ten nanoseconds per frame on the stack.
 
     Examples:
         >>> is_running(sys._getframe())

@@ -1,4 +1,4 @@
-"""The autograd border: saved-tensor hooks, the running backward, no graph at all."""
+"""Autograd internals: saved-tensor hooks, the running backward, graph-free code."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -16,14 +16,14 @@ push_hooks: Callable[[Pack, Unpack], None] = _autograd._push_saved_tensors_defau
 pop_hooks: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
 
-"""Return the number of the backward that runs on this thread, or -1."""
+"""Return the task id of the backward that runs on this thread, or -1."""
 
 _is_grad_enabled = torch.is_grad_enabled
 _set_grad_enabled = torch._C._set_grad_enabled
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 _BelowAutograd = torch._C._AutoDispatchBelowADInplaceOrView
 _IDLE: set[Any] = set()
-"""Guards that nobody uses now: making one takes as long as entering and leaving it."""
+"""Unused guards for reuse: construction costs as much as entering and leaving."""
 
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 for _name in ("CUDA", "XPU", "MPS", "HPU", "PrivateUse1"):
@@ -33,7 +33,7 @@ for _name in ("CUDA", "XPU", "MPS", "HPU", "PrivateUse1"):
 
 
 def is_in_backward() -> bool:
-    """Return whether this thread runs a backward pass now.
+    """Return whether this thread is running a backward pass.
 
     Examples:
         >>> is_in_backward()
@@ -43,15 +43,15 @@ def is_in_backward() -> bool:
 
 
 def ambient_hooks() -> tuple[Pack, Unpack] | None:
-    """Return the active saved-tensor hooks of this thread, if there are any."""
+    """Return the innermost saved-tensor hooks of this thread, or None."""
     return _autograd._top_saved_tensors_default_hooks(False)
 
 
 def finds_by_place(pack: Pack) -> bool:
-    """Return whether hooks are those of torch.utils.checkpoint, of either call.
+    """Return whether hooks belong to torch.utils.checkpoint, forward or recompute.
 
-    Its second call gives back the n-th tensor that it saves for the n-th that the first
-    saved, if shape, type and device are equal.
+    It matches tensors by position: the n-th one saved by the recomputation replaces the
+    n-th one saved in forward, if shape, dtype and device are equal.
     """
     return getattr(pack, "__module__", None) == "torch.utils.checkpoint"
 
@@ -64,15 +64,15 @@ def hooks_refused() -> str | None:
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Call `call` when the backward that runs now has finished."""
+    """Queue a callback for the end of the running backward."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 class Follower(Protocol):
-    """Is called when a backward is over."""
+    """An object that is notified when a backward ends."""
 
     def end(self, task: int) -> None:
-        """Handle the end of the backward of this number."""
+        """Handle the end of the backward with this task id."""
         ...
 
 
@@ -91,19 +91,19 @@ class _Ending:
             follower.end(self._task)
 
     def __del__(self) -> None:
-        # A backward that raises never calls; it only lets go.
+        # A backward that raises runs no callbacks; it only releases them.
         self()
 
 
 def follow_backward(follower: Follower) -> None:
-    """Call the follower when the running backward is over, however it ends."""
+    """Notify the follower when the running backward ends, also if it raises."""
     at_end_of_backward(_Ending(follower, current_backward()))
 
 
 class below_autograd:  # noqa: N801 (used as a verb: `with below_autograd():`)
-    """Run operators as autograd's kernels do: no graph, no views, no autocast.
+    """Run operators below autograd: no graph, no view tracking, no autocast.
 
-    Written out: `contextmanager` and `torch.no_grad` cost more than an operator.
+    A class, because `contextmanager` and `torch.no_grad` cost more than an operator.
     """
 
     __slots__ = ("_gradients", "_guards")
@@ -113,7 +113,7 @@ class below_autograd:  # noqa: N801 (used as a verb: `with below_autograd():`)
         self._gradients = _is_grad_enabled()
         self._guards: tuple[Any, ...] = ()
         try:
-            if self._gradients:  # a backward has switched them off already
+            if self._gradients:  # backward has disabled gradients already
                 _set_grad_enabled(False)
             try:
                 guard = _IDLE.pop()
@@ -123,9 +123,9 @@ class below_autograd:  # noqa: N801 (used as a verb: `with below_autograd():`)
             guard.__enter__()
             if _is_any_autocast_enabled():
                 self._add(torch._C._ExcludeDispatchKeyGuard(_AUTOCAST))
-            if self._is_unseen:  # last: this one is active as soon as it is made
+            if self._is_unseen:  # last: this guard is active once constructed
                 self._add(torch._C._DisableTorchDispatch())
-        except BaseException:  # an interrupt: nobody else will leave
+        except BaseException:  # an interrupt: `__exit__` will not be called
             self._leave()
             raise
 
@@ -136,7 +136,7 @@ class below_autograd:  # noqa: N801 (used as a verb: `with below_autograd():`)
     def __exit__(self, *error: object) -> None:
         try:
             self._leave()
-        except BaseException:  # an interrupt: leaving twice does no harm
+        except BaseException:  # an interrupt: leaving twice is harmless
             self._leave()
             raise
 
@@ -145,14 +145,14 @@ class below_autograd:  # noqa: N801 (used as a verb: `with below_autograd():`)
         for guard in reversed(guards):
             guard.__exit__(None, None, None)
         if guards:
-            self._guards = ()  # first: an idle guard is somebody else's
+            self._guards = ()  # first: an idle guard may be reused at once
             _IDLE.add(guards[0])
         if _is_grad_enabled() is not self._gradients:
             _set_grad_enabled(self._gradients)
 
 
 def has_hooks(tensor: Tensor) -> bool:
-    """Return whether something is to be called with the tensor's gradient.
+    """Return whether the tensor has backward hooks.
 
     Examples:
         >>> x = torch.ones(2, requires_grad=True)
@@ -164,9 +164,9 @@ def has_hooks(tensor: Tensor) -> bool:
 
 
 class recording:  # noqa: N801 (used as a verb: `with recording():`)
-    """Run operators with a graph.
+    """Run the block with gradients enabled.
 
-    Written out: `torch.enable_grad` costs as much as a small operator.
+    A separate class, because `torch.enable_grad` costs as much as a small operator.
     """
 
     __slots__ = ("_before",)
@@ -180,7 +180,7 @@ class recording:  # noqa: N801 (used as a verb: `with recording():`)
 
 
 class out_of_sight(below_autograd):  # noqa: N801 (used as a verb)
-    """Run operators of our own, unseen by dispatch modes and by autograd."""
+    """Run recoup's own operators, hidden from dispatch modes and autograd."""
 
     __slots__ = ()
     _is_unseen = True
@@ -189,10 +189,10 @@ class out_of_sight(below_autograd):  # noqa: N801 (used as a verb)
 def pull_gradients(
     results: Sequence[Tensor], inputs: Sequence[Tensor], gradients: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """Return what `torch.autograd.grad(..., allow_unused=True)` returns, unchecked.
+    """Return `torch.autograd.grad(..., allow_unused=True)` without argument checks.
 
-    Each gradient must have its result's shape. The checks that are left out cost as
-    much as a small step of a loop.
+    Each gradient must have its result's shape. The omitted checks cost as much as a
+    small loop step.
 
     Examples:
         >>> x = torch.ones(2, requires_grad=True)
@@ -211,12 +211,12 @@ def pull_gradients(
 
 
 def records_gradients() -> bool:
-    """Return whether autograd would save anything for backward here."""
+    """Return whether autograd records operators here."""
     return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
 def has_graph(tensor: Tensor) -> bool:
-    """Return whether autograd knows how a tensor was computed.
+    """Return whether a tensor has an autograd graph.
 
     Examples:
         >>> x = torch.ones(2, requires_grad=True)
@@ -228,15 +228,15 @@ def has_graph(tensor: Tensor) -> bool:
     try:
         return not tensor.is_leaf
     except RuntimeError:
-        # One of several views that an operator returned at once, of a tensor that was
-        # written to since: torch knows that it has a graph, and will not give it.
+        # A multi-output view whose base was written to since: it has a graph, but
+        # torch refuses to return it.
         return True
 
 
 def stays_leaf(tensor: Tensor) -> bool:
-    """Return whether a tensor that requires a gradient has no graph and gets none.
+    """Return whether a tensor that requires a gradient is and stays a leaf.
 
-    A view without a graph gets that of its base when that is written to.
+    A view without a graph gets its base's graph when the base is written to.
 
     Examples:
         >>> x = torch.ones(2, requires_grad=True)
@@ -249,10 +249,10 @@ def stays_leaf(tensor: Tensor) -> bool:
 
 
 def is_activation(tensor: Tensor) -> bool:
-    """Return whether a tensor from outside is one that the graph alone may keep.
+    """Return whether an external tensor may be kept alive by the graph alone.
 
-    Parameters and other leaves are kept by the graph itself, and what has no graph is
-    data and buffers, which belong to somebody: moving them would free nothing.
+    Parameters and other leaves are excluded, and tensors without a graph are data and
+    buffers with another owner: offloading any of these would free nothing.
     """
     if not has_graph(tensor):
         return False
@@ -273,7 +273,7 @@ def is_parameter(tensor: Tensor) -> bool:
 
 
 def without_parameters(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return those that `is_parameter` is false for, without a call for each.
+    """Return the tensors that are not parameters, without a function call for each.
 
     Examples:
         >>> weight = torch.nn.Linear(2, 3).weight
@@ -289,12 +289,12 @@ def without_parameters(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def saves_its_result(node: Any) -> bool:
-    """Return whether an operator saves what it returns for its own derivative.
+    """Return whether an operator saves its result for backward.
 
     Examples:
         >>> x = torch.ones(1, requires_grad=True)
         >>> saves_its_result(x.tanh().grad_fn), saves_its_result(x.sin().grad_fn)
         (True, False)
     """
-    # Of the class: asking the node itself would unpack what is saved.
+    # Ask the class: reading the node's attribute would unpack the saved tensor.
     return hasattr(type(node), "_saved_result")

@@ -16,8 +16,8 @@ _is_included: Callable[[torch._C.DispatchKey], bool] = (
 )
 
 _BATCHED_GRADIENTS = torch._C._dispatch_key_parse("VmapMode")
-"""Active while autograd runs for a batch of gradients (`is_grads_batched`): that is
-not one of the transforms of torch.func, but older than they are."""
+"""Active while autograd runs with `is_grads_batched`, which uses the older vmap and
+none of the transforms of torch.func."""
 
 
 _NOTHING = nullcontext()
@@ -26,9 +26,9 @@ _NOTHING = nullcontext()
 def outside_transforms() -> AbstractContextManager[object]:
     """Run the block as if no transform of torch.func were active on this thread.
 
-    Inside one, every operator returns a wrapper that means nothing after its end: a
-    `detach` there has a version counter of its own. Nor as if backward ran for a batch
-    of gradients at once, where no operator may draw random numbers.
+    Inside one, every operator returns a wrapper that is invalid after the transform
+    ends, and `detach` gives it a separate version counter. Also leaves batched
+    gradients (`is_grads_batched`), where random operators are forbidden.
 
     Examples:
         >>> found = []
@@ -45,7 +45,7 @@ def outside_transforms() -> AbstractContextManager[object]:
 
 
 def is_transformed() -> bool:
-    """Return whether a transform of torch.func, or a batch of gradients, is active."""
+    """Return whether a transform of torch.func or batched gradients are active."""
     return _innermost() is not None or _is_included(_BATCHED_GRADIENTS)
 
 
@@ -61,9 +61,9 @@ def _outside() -> Iterator[None]:
 
 
 def carries_tangents(tensors: Iterable[Tensor]) -> bool:
-    """Return whether forward-mode derivatives are being computed here.
+    """Return whether forward-mode derivatives are active.
 
-    By a transform such as `jvp`, or because one of the tensors is dual.
+    That is, a transform such as `jvp` is innermost, or one of the tensors is dual.
 
     Examples:
         >>> x = torch.ones(1)

@@ -1,7 +1,7 @@
-"""Wrapper subclasses: tensors without a storage that are made of other tensors.
+"""Wrapper subclasses: tensors without a storage that are made of inner tensors.
 
-DTensor, jagged nested tensors, quantized tensors of other libraries. An operator on one
-is a few operators on its inner tensors, and the wrapper is rebuilt from those.
+Examples: DTensor, jagged nested tensors, quantized tensors of other libraries. An
+operator on one runs operators on its inner tensors and rebuilds the wrapper.
 """
 
 import functools
@@ -20,7 +20,7 @@ from recoup.backend.state.trees import tensors
 
 @functools.cache
 def are_taken_apart(kinds: tuple[type, ...]) -> bool:
-    """Return whether tensors of these types are plain or say what they are made of.
+    """Return whether all types are plain tensors or define `__tensor_flatten__`.
 
     Examples:
         >>> are_taken_apart((Tensor,)), are_taken_apart((type("Other", (Tensor,), {}),))
@@ -31,17 +31,17 @@ def are_taken_apart(kinds: tuple[type, ...]) -> bool:
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """Return whether a tensor says of which tensors it is made."""
+    """Return whether a tensor is a traceable wrapper subclass."""
     return type(tensor) is not Tensor and is_traceable_wrapper_subclass(tensor)
 
 
 def wrappers_in(tree: Any) -> list[Tensor]:
-    """Return the wrappers in a nested structure."""
+    """Return the wrappers in a pytree."""
     return [each for each in tensors(tree) if is_wrapper(each)]
 
 
 def inner_tensors(tensor: Tensor) -> list[Tensor]:
-    """Return the plain tensors that a wrapper is made of, also of wrappers inside."""
+    """Return the plain inner tensors of a wrapper, recursively."""
     if not is_wrapper(tensor):
         return [tensor]
     wrapper: Any = tensor
@@ -56,14 +56,14 @@ def inner_tensors(tensor: Tensor) -> list[Tensor]:
 
 
 def unwrapped_now(inner: Tensor, below: dict[str, Any]) -> Tensor | None:
-    """Return the DTensor whose inner tensor is being given out, if one is.
+    """Return the DTensor whose inner tensor is being returned, or None.
 
-    `to_local` and `full_tensor` return a view of the inner tensor, which does not know
-    its wrapper. The function that makes the view and its callers do.
+    `to_local` and `full_tensor` return a view of the inner tensor, which has no
+    reference to its wrapper. The wrapper is found in the callers' local variables.
 
     Args:
         inner: The tensor of which a view is made.
-        below: The globals of the module that sees it; its frames are passed over.
+        below: The globals of the calling module, whose frames are skipped.
     """
     frame = sys._getframe(1)
     while frame.f_globals is below and frame.f_back is not None:
@@ -81,14 +81,14 @@ def unwrapped_now(inner: Tensor, below: dict[str, Any]) -> Tensor | None:
         for name in ("input", "self"):
             named = caller.f_locals.get(name)
             if isinstance(named, Tensor) and is_wrapper(named):
-                # The last is what the user has: the others may be made on the way.
+                # The outermost is the user's: the others may be temporaries.
                 found = named if _is_in(inner, named) else found
         caller = caller.f_back
     return found
 
 
 _CALLERS = 3
-"""The function, torch's call of it, and the method of DTensor."""
+"""Frames searched: the autograd function, torch's call of it, DTensor's method."""
 
 
 def _is_in(inner: Tensor, wrapper: Tensor) -> bool:
@@ -96,10 +96,10 @@ def _is_in(inner: Tensor, wrapper: Tensor) -> bool:
 
 
 class Shell:
-    """The properties of a wrapper besides its inner tensors.
+    """A wrapper's metadata, from which it can be rebuilt around other inner tensors.
 
     Attributes:
-        parts: By name, the inner tensors, and whatever else it is made of.
+        parts: The wrapper's components by name, inner tensors and others.
     """
 
     __slots__ = ("_kind", "_meta", "_size", "_stride", "parts")
@@ -115,7 +115,7 @@ class Shell:
     def around(self, parts: dict[str, Any]) -> Tensor:
         """Return the wrapper, rebuilt around other inner tensors."""
         if self._kind is _nested.NestedTensor:
-            # The ragged size is known by the tensor that gives it, which is another.
+            # Torch looks the ragged size up by the offsets tensor, which is a new one.
             source = parts.get("_lengths")
             source = parts["_offsets"] if source is None else source
             _nested._tensor_symint_registry[source] = self._size[
@@ -126,7 +126,7 @@ class Shell:
 
 
 class Wrapped:
-    """Stands for a wrapper subclass that autograd saved, by its inner tensors."""
+    """A saved wrapper subclass, represented by its packed inner tensors."""
 
     __slots__ = ("__weakref__", "_names", "_shell")
 
@@ -138,7 +138,7 @@ class Wrapped:
             parts[name] = pack(parts[name])
 
     def unpack(self, unpack: Callable[[Any], Tensor]) -> Tensor:
-        """Return the wrapper, rebuilt from what its inner tensors are now."""
+        """Return the wrapper, rebuilt from its unpacked inner tensors."""
         parts = self._shell.parts
         found = {name: unpack(parts[name]) for name in self._names}
         return self._shell.around({**parts, **found})

@@ -1,4 +1,4 @@
-"""Dynamo, AOTAutograd and Inductor: joint graphs, and partitions of our own.
+"""Dynamo, AOTAutograd and Inductor: joint graphs and custom partitions.
 
-Graphs leave here as plain data; the choice of a partition comes from a planner.
+Returns graphs as plain data; a planner chooses the partition.
 """

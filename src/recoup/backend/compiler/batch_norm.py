@@ -1,7 +1,7 @@
-"""Batch normalisation in training that backward can compute again.
+"""Batch normalisation in training that backward can recompute.
 
 It reads the running statistics only to update them. Its result does not depend on them,
-so that it can run once more in backward without them, where they have new values.
+so backward, where they have new values, can recompute it without them.
 """
 
 import operator
@@ -23,7 +23,7 @@ def normalises_batch(node: fx.Node) -> bool:
 
 
 def forget_running_statistics(joint: fx.Graph) -> None:
-    """Let backward of normalised batches not read the running statistics."""
+    """Remove the running statistics from the inputs of batch norm's backward."""
     for node in joint.nodes:
         if node.target is _BACKWARD and node.args[7] is True:
             node.args = (*node.args[:3], None, None, *node.args[5:])
@@ -32,12 +32,12 @@ def forget_running_statistics(joint: fx.Graph) -> None:
 def normalise_again(
     forward: fx.GraphModule, backward: fx.GraphModule, forward_outputs: int
 ) -> None:
-    """Let backward normalise again without the running statistics, and not save them.
+    """Make backward recompute batch norm without, and forward not save, the statistics.
 
     Args:
         forward: The forward half of a joint graph.
-        backward: The other half.
-        forward_outputs: How many outputs of forward are not saved for backward.
+        backward: The backward half.
+        forward_outputs: The number of forward's outputs before the saved values.
     """
     graph = backward.graph
     statistics: set[fx.Node] = set()

@@ -1,7 +1,7 @@
-"""The partitioner in the form that Inductor takes and its caches can store.
+"""The partitioner as a picklable Inductor pass.
 
-A module of its own: importing Inductor takes a second, and only `compile="inductor"`
-needs it.
+A separate module, because importing Inductor takes a second and only
+`compile="inductor"` needs it.
 """
 
 import time
@@ -14,11 +14,11 @@ from recoup.backend.compiler.partitioning import Partitioner
 
 
 class InductorPartitioner(CustomPartitionerFn):
-    """Hands joint graphs to a `Partitioner`."""
+    """Passes joint graphs to a `Partitioner`."""
 
     def __init__(self, partitioner: Partitioner) -> None:
         self._partitioner = partitioner
-        # Graphs from the caches are not partitioned: a probe must not be found there.
+        # Cached graphs are not partitioned again: a probe must miss the cache.
         self._nonce = time.time_ns() if partitioner.is_probe else 0
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
 """Read AOTAutograd's joint graph of a compiled block as plain data.
 
-The joint graph holds forward and backward of a captured function in one graph. What a
-planner needs of it is forward alone: its operators, the values they make, which of them
-backward reads, and what recomputing or saving each of them costs.
+The joint graph holds forward and backward of a captured function in one graph. A
+planner only needs forward: its operators, their values, which of these backward reads,
+and what recomputing or saving each costs.
 """
 
 import hashlib
@@ -26,13 +26,13 @@ _REDUCTIONS = frozenset(
 
 
 _STATE_BYTES = 1 << 14
-"""What is saved in place of random numbers must be less than they are: the state of the
-CPU's generator has 5 KB."""
+"""Random values smaller than this are saved rather than redrawn: redrawing saves the
+generator's state instead, 5 KB on the CPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelCall:
-    """How to run one operator of a joint graph by itself, to time it.
+    """The call of one operator of a joint graph, to time it alone.
 
     Attributes:
         target: The operator.
@@ -66,23 +66,22 @@ class JointGraph:
     """The forward half of a joint graph, for planning what backward recomputes.
 
     Attributes:
-        digest: Identifies the structure: operators and connections, not sizes. Graphs
-            of one digest have the same node names.
+        digest: Hash of the structure: operators and connections, not sizes. Graphs with
+            equal digests have the same node names.
         graph: Operators and values. Times are zero: see `measure.joint_costs`. An
             operator that must not run twice (writes, collectives, random numbers that
             the compiler draws) is not replayable.
-        names: The node of each value.
+        names: The node name of each value.
         demanded: The values that backward reads.
-        resident: Values that are in memory in any case: parameters and buffers.
-        calls: For each operator that runs as a kernel of its own, how to run it; None
-            for one that the compiler fuses with its neighbours.
+        resident: Values that are always in memory: parameters and buffers.
+        calls: For each operator the call to time, or None if the compiler fuses it with
+            its neighbours.
         traffic: For each operator, the bytes that it reads and writes.
-        once: Operators that forward itself does not need: they run once, here or in
-            backward.
-        materialized: Values that forward writes to memory in any case.
-        whole: Values that a backward kernel reads that cannot fuse their producer.
+        once: Operators that forward does not need: they run once, here or in backward.
+        materialized: Values that forward always writes to memory.
+        whole: Values read by a backward kernel that cannot fuse their producer.
         draws: Whether forward draws random numbers.
-        peaks: Returns for some saved values, by name, the predicted peaks of forward
+        peaks: Function from the names of saved values to the predicted peaks of forward
             and backward above the bytes in use at their start.
     """
 
@@ -105,7 +104,7 @@ def read_joint_graph(graph: fx.Graph, node_info: Any, *, fuses: bool) -> JointGr
 
     Args:
         graph: The joint graph, as the partitioner gets it.
-        node_info: The partitioner's own classification of its nodes.
+        node_info: Torch's classification of its nodes.
         fuses: Whether the executor fuses operators; False: each is a kernel.
     """
     return _Reader(graph, node_info, fuses=fuses).read()
@@ -120,7 +119,7 @@ class _Reader:
         self._backward = {n for n in node_info.tangents_closure if n.op != "output"}
         self._types: Any = partitioners.get_default_op_list() if fuses else None
         self._must_recompute = partitioners.must_recompute
-        # The value that a node is, or is a view of.
+        # The value of each node; a view has its base's.
         self._value: dict[fx.Node, int] = {}
         self._names: list[str] = []
         self._values: list[Value] = []
@@ -227,8 +226,8 @@ class _Reader:
     def _is_replayable(self, node: fx.Node, makes: list[int]) -> bool:
         """Return whether a node may run again in backward.
 
-        Eager kernels draw from a generator, whose state can be saved in place of what
-        they drew. The state takes some kilobytes.
+        Eager kernels can redraw from the saved state of the generator, which takes some
+        kilobytes.
         """
         if self._types is None and draws_again(node):
             return sum(self._storages[v].bytes for v in makes) > _STATE_BYTES
@@ -271,7 +270,7 @@ class _Reader:
 
 
 def digest_of(graph: fx.Graph) -> str:
-    """Return a text that is equal for graphs of one structure, whatever their sizes."""
+    """Return a hash of the graph's structure, without sizes."""
     digest = hashlib.sha256()
     for node in graph.nodes:
         inputs = " ".join(source.name for source in node.all_input_nodes)
@@ -280,7 +279,7 @@ def digest_of(graph: fx.Graph) -> str:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Return whether a node is another view of its first argument's storage."""
+    """Return whether a node is a view of its first argument."""
     if node.op != "call_function":
         return False
     if node.target is operator.getitem:
@@ -297,10 +296,10 @@ def is_view(node: fx.Node) -> bool:
 
 
 def mutated_inputs(graph: fx.Graph) -> set[fx.Node]:
-    """Return the inputs that forward writes to, as running statistics.
+    """Return the inputs that forward writes to, such as running statistics.
 
-    What is computed from them cannot be recomputed in backward, when they have their
-    new values. Some are written by a node of the graph, the others after it ran.
+    Values computed from them cannot be recomputed in backward, when the inputs have new
+    contents. A node of the graph writes to some, the others are written after it ran.
     """
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     found = {
@@ -322,7 +321,7 @@ def mutated_inputs(graph: fx.Graph) -> set[fx.Node]:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Return whether a node gives something else when it runs once more."""
+    """Return whether a node gives a different result when it runs again."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return target is not operator.getitem
@@ -332,7 +331,7 @@ def is_random(node: fx.Node) -> bool:
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     if "inductor_lookup_seed" in name or "inductor_random" in name:
-        return False  # it is computed from a seed, which is an argument
+        return False  # a function of a seed, which is an argument
     for place, argument in enumerate(target._schema.arguments):
         if argument.name == "dropout_p":
             given = node.args[place] if place < len(node.args) else None
@@ -341,9 +340,9 @@ def is_random(node: fx.Node) -> bool:
 
 
 def draws_again(node: fx.Node) -> bool:
-    """Return whether a random node draws the same again from the same generator state.
+    """Return whether a random node is reproducible from the generator's state.
 
-    Higher-order operators, and operators that write to their arguments, do not.
+    Higher-order operators, and operators that write to their arguments, are not.
     """
     target = node.target
     return (
@@ -356,7 +355,7 @@ def draws_again(node: fx.Node) -> bool:
 
 
 def is_final(node: fx.Node) -> bool:
-    """Return whether a node must run once only: its results are saved if needed."""
+    """Return whether a node must not be recomputed: its results are saved if needed."""
     from torch.utils.checkpoint import CheckpointPolicy
 
     if node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE or is_random(node):

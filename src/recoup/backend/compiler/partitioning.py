@@ -1,8 +1,8 @@
-"""Compile a function with a partition of our own between forward and backward.
+"""Compile a function with a custom partition into forward and backward.
 
-AOTAutograd asks a partitioner which values of forward to save for backward. Two
-executors take the answer: Inductor (fused kernels) and AOTAutograd alone (the captured
-graph with eager kernels). See `docs/design/compiled.md`.
+AOTAutograd asks a partitioner which forward values to save for backward. Two executors
+are supported: Inductor (fused kernels) and AOTAutograd alone (the captured graph with
+eager kernels). See `docs/design/compiled.md`.
 """
 
 import copy
@@ -32,26 +32,26 @@ from recoup.backend.compiler.joint_graphs import (
 from recoup.errors import UnsupportedError
 
 Executor = Literal["exact", "inductor"]
-"""Who runs a captured block: eager kernels, or Inductor's."""
+"""The executor of a captured block: eager kernels or Inductor."""
 
 Saves = Mapping[str, tuple[str, ...]]
-"""For each joint graph, by its digest, the names of the values that it saves."""
+"""The names of saved values by joint graph digest."""
 
 
 class Probed(Exception):  # noqa: N818 (it ends a compilation that served its purpose)
-    """Raised inside a compilation whose only purpose was to see the joint graph."""
+    """Raised to end a compilation that was only started to get the joint graph."""
 
 
 class Partitioner:
     """Splits joint graphs into forward and backward by given sets of saved values.
 
     Args:
-        saves: What each joint graph saves, besides its inputs. A graph that is not
-            named is split as torch splits it by default.
-        executor: Who runs the result.
-        probe: Collects joint graphs, and ends the compilation; None: compile.
-        notice: Called with each joint graph that is partitioned, and the bytes of what
-            it saves of those named; None if it was not named.
+        saves: The values that each joint graph saves besides its inputs. Torch's
+            default partition is used for other graphs.
+        executor: The executor of the result.
+        probe: List that collects joint graphs instead of compiling; None: compile.
+        notice: Callback for each partitioned joint graph, with the bytes of its named
+            saved values, or None if the graph is not in `saves`.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Partitioner:
     def _split(
         self, module: fx.GraphModule, inputs: Any, kwargs: dict[str, Any]
     ) -> tuple[fx.GraphModule, fx.GraphModule, bool]:
-        """Return forward, backward, and whether the graph was named."""
+        """Return forward, backward, and whether the graph is in `saves`."""
         from torch._functorch import partitioners
 
         default = partitioners.choose_saved_values_set
@@ -120,32 +120,32 @@ class Partitioner:
         digest: str,
         names: tuple[str, ...],
     ) -> tuple[int, int]:
-        """Return the predicted peaks of forward and backward that save some values."""
+        """Return the predicted peaks of forward and backward with some saved values."""
         split = Partitioner({digest: names}, self._executor)
         forward, backward, _ = split._split(copy.deepcopy(module), inputs, kwargs)
         fuses = self._executor == "inductor"
         return split_peaks(forward.graph, backward.graph, fuses=fuses)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what the compiler's caches may store: data, and no callbacks."""
+        """Return the state without callbacks, for the compiler's caches."""
         return {**vars(self), "_probe": None, "_notice": None}
 
     def key(self) -> str:
-        """Return a text that is equal for partitioners that do the same."""
+        """Return a text that is equal for partitioners with equal results."""
         return repr(("recoup", 1, self._executor, sorted(self._saves.items())))
 
     @property
     def is_probe(self) -> bool:
-        """Whether it only looks at joint graphs."""
+        """Whether it only collects joint graphs."""
         return self._probe is not None
 
 
 def _draw_again(
     joint: fx.GraphModule, forward: fx.GraphModule, backward: fx.GraphModule
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Let backward draw forward's random numbers again, from the generator's state.
+    """Make backward redraw forward's random numbers from the generator's state.
 
-    Torch's own functions do it, as for checkpointing inside a compiled function.
+    Uses torch's own functions, as for checkpointing inside a compiled function.
     """
     from torch._functorch import config, partitioners
     from torch.utils.checkpoint import CheckpointPolicy
@@ -163,13 +163,13 @@ def _draw_again(
         isinstance(node, fx.Node) and isinstance(node.meta.get("val"), numbers)
         for node in output.args[0]
     )
-    # The other way to save the state changes the signature of both functions.
+    # The graph-safe variant would change the signature of both functions.
     with config.patch(graphsafe_rng_functionalization=False):
         return partitioners.functionalize_rng_ops(joint, forward, backward, symbols)
 
 
 def _refuse_random_twice(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
-    """Raise if backward would draw forward's random numbers once more."""
+    """Raise if backward would draw other random numbers than forward."""
     drawn = {
         node.name
         for node in forward.graph.nodes
@@ -188,9 +188,9 @@ def _refuse_random_twice(forward: fx.GraphModule, backward: fx.GraphModule) -> N
 
 
 def backend_for(partitioner: Partitioner, executor: Executor) -> dict[str, Any]:
-    """Return the arguments of `compiled_by` that compile with a partition.
+    """Return the backend arguments of `compiled_by` for a partitioner.
 
-    Blocks that share compiled code must share this as well: Dynamo compiles again for
+    Blocks that share compiled code must share this object: Dynamo recompiles for
     another backend.
 
     Raises:
@@ -200,8 +200,8 @@ def backend_for(partitioner: Partitioner, executor: Executor) -> dict[str, Any]:
     if executor == "inductor":
         from recoup.backend.compiler.inductor import InductorPartitioner
 
-        # Values that are fused are rounded as eager kernels round them, so that what is
-        # recomputed has the bits of what is saved. No cost in time was measurable.
+        # Fused values are rounded as eager kernels round them, so that recomputed
+        # values equal saved ones bit for bit. The cost in time was not measurable.
         return {
             "options": {
                 "custom_partitioner_fn": InductorPartitioner(partitioner),
@@ -211,7 +211,7 @@ def backend_for(partitioner: Partitioner, executor: Executor) -> dict[str, Any]:
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
 
-    # It runs the graph as it is, and releases what was saved after its last use.
+    # It runs the graph unchanged, and frees saved values after their last use.
     return {"backend": aot_autograd(fw_compiler=boxed_nop, partition_fn=partitioner)}
 
 
@@ -220,17 +220,17 @@ def compiled_by(
 ) -> Callable[..., Any]:
     """Return a function compiled as one graph by a backend of `backend_for`.
 
-    Dynamo finds compiled code by code object. Give each partition a function of its own
-    (`with_own_code`), or it finds that of another partition.
+    Dynamo caches compiled code by code object. Each partition needs a separate function
+    (`with_own_code`), or it gets the code of another partition.
     """
     return torch.compile(function, dynamic=False, fullgraph=True, **backend)
 
 
 def with_own_code(function: FunctionType, name: str) -> FunctionType:
-    """Return a function that does the same by a copy of its code.
+    """Return an equivalent function with a copied code object.
 
-    Dynamo calls functions of torch's own modules from a frame that is the same for all
-    of them, and counts what it compiles by that: there a frame of ours is around it.
+    Dynamo calls all functions of torch's own modules from one shared frame, and counts
+    recompilations by frame: such functions get an extra frame.
     """
     code = function.__code__
     copy = FunctionType(
@@ -251,7 +251,7 @@ def with_own_code(function: FunctionType, name: str) -> FunctionType:
 
 
 def saved_bytes(joint: JointGraph, names: Iterable[str], *, least: int = 0) -> int:
-    """Return the bytes of those of some values of a joint graph that have the least."""
+    """Return the total bytes of named values that have at least `least` bytes each."""
     wanted = set(names)
     sizes = (
         joint.graph.bytes_of(value)
@@ -262,12 +262,12 @@ def saved_bytes(joint: JointGraph, names: Iterable[str], *, least: int = 0) -> i
 
 
 def hits_recompile_limit(error: BaseException) -> bool:
-    """Return whether a function met more kinds of inputs than Dynamo compiles for."""
+    """Return whether an error is Dynamo's recompile limit."""
     return type(error).__name__ in ("FailOnRecompileLimitHit", "RecompileLimitExceeded")
 
 
 def compiler_error(error: BaseException) -> BaseException:
-    """Return the cause of a failed compilation, below what the compiler adds."""
+    """Return the cause of a failed compilation, without the compiler's wrappers."""
     inner = getattr(error, "inner_exception", None)
     return compiler_error(inner) if isinstance(inner, BaseException) else error
 
@@ -277,14 +277,14 @@ def split_peaks(
 ) -> tuple[int, int]:
     """Return the peaks of forward and backward above the bytes in use at their start.
 
-    Operators run in the order of the graphs, and a value is released after its last
-    use. Inputs of the block stay in use; what was saved for backward is released too.
+    Operators run in graph order, and a value is freed after its last use. Inputs of the
+    block stay in use; values saved for backward are freed.
 
     Args:
         forward: The forward graph.
         backward: The backward graph.
-        fuses: Whether operators are fused: what only fused operators read is not
-            written to memory then.
+        fuses: Whether operators are fused: values that only fused operators read are
+            then not written to memory.
     """
     inputs = {node.name for node in forward.nodes if node.op == "placeholder"}
     saved = [
@@ -321,7 +321,7 @@ def _peak(graph: fx.Graph, released: Iterable[fx.Node], *, fuses: bool) -> int:
 
 
 def _fuses_away() -> Callable[[fx.Node], bool]:
-    """Return whether a node's result stays in registers: its readers fuse with it."""
+    """Return a predicate: whether all readers of a node's result fuse with it."""
     from torch._functorch import partitioners
 
     fusible = partitioners.get_default_op_list().is_fusible

@@ -1,4 +1,4 @@
-"""Recognise what torch.compile has compiled, and what `fully_shard` has sharded."""
+"""Recognise functions and modules compiled by torch.compile or sharded by FSDP."""
 
 import functools
 from collections.abc import Callable
@@ -14,8 +14,8 @@ Hook = TypeVar("Hook", bound=Callable[..., Any])
 def is_compiled(function: Any) -> bool:
     """Return whether a function, or any module it is or belongs to, is compiled.
 
-    A compiled function that is called under a dispatch mode runs uncompiled, silently.
-    So it cannot be recorded; it is run again instead.
+    A compiled function silently runs uncompiled under a dispatch mode. So it cannot be
+    recorded, and is rerun as a whole instead.
     """
     if isinstance(function, functools.partial):
         return is_compiled(function.func) or any(
@@ -30,7 +30,7 @@ def is_compiled(function: Any) -> bool:
 
 
 def original_of(function: Any) -> Any:
-    """Return what the user wrote: the function or module that was compiled, or itself.
+    """Return the user's function or module, without compilation and partials.
 
     Examples:
         >>> original_of(len) is len
@@ -46,7 +46,7 @@ def original_of(function: Any) -> Any:
 
 
 def uncompiled(function: Any) -> Any:
-    """Return what was compiled as it was given to the compiler, partial or not."""
+    """Return the argument that was given to the compiler, or the function itself."""
     if isinstance(function, MethodType):
         return _original_method(function)
     for name in ("_orig_mod", "_torchdynamo_orig_callable"):
@@ -68,19 +68,19 @@ def eager(model: nn.Module) -> nn.Module:
 def _original_method(method: MethodType) -> Any:
     owner, function = method.__self__, method.__func__
     if isinstance(owner, nn.Module) and function.__module__ == nn.Module.__module__:
-        return uncompiled(owner)  # the way in which torch calls any module
+        return uncompiled(owner)  # torch's wrapper of any module's call
     inside = uncompiled(function)
     return method if inside is function else MethodType(inside, owner)
 
 
 def _is_of_compiler(function: Any) -> bool:
-    # What it wraps around objects that can be called takes their `__module__` over.
+    # Its wrappers copy `__module__` from the wrapped callable, but not the globals.
     names: dict[str, Any] = getattr(function, "__globals__", {})
     return names.get("__name__", "").startswith("torch._dynamo")
 
 
 def sees_operators() -> bool:
-    """Return whether a dispatch mode is active: what is compiled would escape it.
+    """Return whether a dispatch mode is active, which compiled code would bypass.
 
     Examples:
         >>> sees_operators()
@@ -90,12 +90,12 @@ def sees_operators() -> bool:
 
 
 def leave_uncompiled(function: Hook) -> Hook:
-    """Keep torch.compile from tracing a function, and all it calls; return it.
+    """Exclude a function and its callees from torch.compile; return the function.
 
-    A compiled function that is called inside a region would otherwise make it compile
-    the recorder, and hooks of a model that is compiled would be taken for a part of the
-    model, and open no region. Unlike `torch.compiler.disable`, this wraps nothing and
-    so costs nothing per call, and it does not import the compiler.
+    Otherwise a compiled function called inside a region would compile the recorder, and
+    hooks of a compiled model would be compiled with it and open no region. Unlike
+    `torch.compiler.disable`, this adds no wrapper, hence no cost per call, and does not
+    import the compiler.
     """
     marked: Any = function
     marked._torchdynamo_disable = True
@@ -109,13 +109,13 @@ def leave_uncompiled(function: Hook) -> Hook:
 
 
 def is_sharded(kind: type[nn.Module]) -> bool:
-    """Return whether a class is one that `fully_shard` gives a module."""
-    # Not by the class itself, which is slow to import.
+    """Return whether a class was created by `fully_shard`."""
+    # By name: the class itself is slow to import.
     return kind.__module__.startswith("torch.distributed.fsdp")
 
 
 def call_slot(module: nn.Module) -> str:
-    """Return the attribute through which calling a compiled module goes."""
+    """Return the attribute that a call of a compiled module runs."""
     return "forward" if module._compiled_call_impl is None else "_compiled_call_impl"
 
 
@@ -127,9 +127,9 @@ def _is_compiled_module(module: Any) -> bool:
 
 
 def has_compiled_forward(module: nn.Module) -> bool:
-    """Return whether a compiled function is in the place of a module's `forward`.
+    """Return whether a module's `forward` was replaced by a compiled function.
 
-    Also if it is one of the modules that `torch.compile` returns.
+    Also handles the modules that `torch.compile` returns.
     """
     forward = vars(module).get("forward")
     wrapped = vars(module).get("_modules", {}).get("_orig_mod")

@@ -1,8 +1,8 @@
-"""Run what the user has compiled as it was written, for a while.
+"""Suspend the user's compiled modules and functions, and restore them later.
 
-A compiled module runs uncompiled under a dispatch mode, and a compiler of a whole block
-partitions it by its own choice. Blocks that are planned are therefore compiled anew,
-and what the user compiled comes back when the plan is removed.
+A compiled module runs uncompiled under a dispatch mode, and the user's compiler chooses
+its own partition. So planned blocks are recompiled, and the user's compilation is
+restored when the plan is removed.
 """
 
 from collections.abc import Iterator
@@ -17,11 +17,11 @@ _WRAPPED = "_orig_mod"
 
 
 class SuspendedCompilation:
-    """Compiled parts of a model that run as they were written, until `restore`.
+    """Compiled parts of a model that run uncompiled until `restore`.
 
-    `module.compile()`, `torch.compile(module)` in place of a module, and a compiled
-    function in place of a module's `forward` are suspended. Compiled functions that the
-    model calls are not: they do not belong to it.
+    Covers `module.compile()`, `torch.compile(module)` in place of a module, and a
+    compiled function in place of a module's `forward`. Compiled functions that the
+    model calls are not suspended: they do not belong to it.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -42,7 +42,7 @@ class SuspendedCompilation:
         self._replaced.append((module, name, vars(module)[name]))
 
     def restore(self) -> None:
-        """Compile again what was compiled."""
+        """Restore the compiled modules and functions."""
         for module, name, found in self._replaced:
             vars(module)[name] = found
         self._replaced = []
@@ -50,7 +50,7 @@ class SuspendedCompilation:
 
 @contextmanager
 def suspended_compilation(model: nn.Module) -> Iterator[None]:
-    """Run the compiled parts of a model as they were written, inside a block."""
+    """Run the compiled parts of a model uncompiled in the block."""
     suspended = SuspendedCompilation(model)
     try:
         yield
@@ -59,7 +59,7 @@ def suspended_compilation(model: nn.Module) -> Iterator[None]:
 
 
 def written_path(model: nn.Module, path: str) -> str:
-    """Return the path of the module that the user wrote, behind `torch.compile`.
+    """Return the path of the user's module, inside `torch.compile`'s wrappers.
 
     Examples:
         >>> written_path(nn.Sequential(nn.Tanh()), "0")

@@ -1,4 +1,4 @@
 """Storages and memory: identity, ledgers, meters, pinned buffers, copy streams.
 
-Counts bytes and moves them; what is worth moving is decided elsewhere.
+Counts and copies bytes; other packages decide what to offload.
 """

@@ -1,4 +1,4 @@
-"""A ledger of unique storages: who is counted, how large it is, when it dies."""
+"""A ledger of unique storages: which are counted, their sizes, when they die."""
 
 import collections
 import threading
@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 class StorageLedger:
     """Count unique storages from the moment they are added until they die.
 
-    Torch keeps the Python object of a storage as long as the storage itself, also
-    while only C++ refers to it. So a weak reference to that object dies exactly with
-    the bytes, and `id` names a storage as long as it lives. The reference's callback
-    only queues the death: it runs wherever the last owner lets go, in any thread, and
-    must take no lock. Every method first books the queued deaths.
+    Torch keeps the Python object of a storage alive as long as the storage itself, even
+    if only C++ refers to it. So a weak reference to that object dies exactly with the
+    bytes, and `id` identifies a live storage. The weak reference's callback may run in
+    any thread and must take no lock, so it only queues the death; every method first
+    processes the queue.
 
     Args:
         block_bytes: Round every storage up to a multiple.
@@ -62,13 +62,13 @@ class StorageLedger:
         return self._total_bytes
 
     def reset_peak(self) -> None:
-        """Start a new peak at what is alive now."""
+        """Restart the peak at the bytes that are alive now."""
         with self._lock:
             self._bury()
             self._peak_bytes = self._live_bytes
 
     def add(self, storage: torch.UntypedStorage) -> bool:
-        """Count `storage`; say whether it was new."""
+        """Count `storage`; return whether it was new."""
         with self._lock:
             if self.refresh(storage):
                 return False
@@ -80,12 +80,12 @@ class StorageLedger:
             return True
 
     def add_all(self, tree: Any) -> None:
-        """Count the storages of all tensors in a structure; see `storages_in`."""
+        """Count the storages of all tensors in a pytree; see `storages_in`."""
         for storage in storages_in(tree):
             self.add(storage)
 
     def refresh(self, storage: torch.UntypedStorage) -> bool:
-        """Book the size `storage` has now, if it is counted; say whether it is."""
+        """Update the size of `storage` if it is counted; return whether it is."""
         with self._lock:
             self._bury()
             entry = self._entries.get(id(storage))
@@ -98,11 +98,11 @@ class StorageLedger:
             return True
 
     def counted_bytes(self, nbytes: int) -> int:
-        """Return what a storage of so many bytes counts."""
+        """Return the size counted for a storage of `nbytes`."""
         return rounded_up(nbytes, self._block_bytes)
 
     def watch_resizes(self) -> None:
-        """Notice `UntypedStorage.resize_` at once, until `unwatch_resizes`."""
+        """Count `UntypedStorage.resize_` at once, until `unwatch_resizes`."""
         _RESIZES.watch(self)
 
     def unwatch_resizes(self) -> None:
@@ -117,7 +117,7 @@ class StorageLedger:
 
 
 def rounded_up(nbytes: int, multiple: int) -> int:
-    """Return the smallest multiple that is not below a number of bytes.
+    """Return a number of bytes, rounded up to a multiple.
 
     Examples:
         >>> [rounded_up(nbytes, 512) for nbytes in (0, 1, 512, 513)]
@@ -129,9 +129,9 @@ def rounded_up(nbytes: int, multiple: int) -> int:
 def storages_in(tree: Any) -> list[torch.UntypedStorage]:
     """Return the storages of all tensors in nested tuples, lists and dictionaries.
 
-    Modules may be in it too, and stand for their parameters, gradients and buffers.
-    A strided tensor has one, a sparse tensor one for its values and for each of its
-    indices, a wrapper subclass those of its inner tensors, an opaque one none.
+    A module counts as its parameters, gradients and buffers. A strided tensor has one
+    storage, a sparse tensor one for its values and for each of its indices, a wrapper
+    subclass those of its inner tensors, an opaque tensor none.
 
     Examples:
         >>> tree = {"a": torch.ones(2), "b": ("text", torch.eye(3).to_sparse())}
@@ -144,7 +144,7 @@ def storages_in(tree: Any) -> list[torch.UntypedStorage]:
 
 
 def _collect(tree: Any, found: list[torch.UntypedStorage]) -> None:
-    # By hand, because this runs twice an operator and torch's trees are slower.
+    # By hand: this runs twice per operator, and torch's pytrees are slower.
     if isinstance(tree, Tensor):
         if tree.layout is torch.strided and not is_traceable_wrapper_subclass(tree):
             found.append(tree.untyped_storage())
@@ -169,7 +169,7 @@ def _parts(tensor: Tensor) -> list[Any]:
 
 
 _PARTS = {
-    # Underscored: `indices()` and `values()` refuse a tensor that is not coalesced.
+    # Private: `indices()` and `values()` reject uncoalesced tensors.
     torch.sparse_coo: ("_indices", "_values"),
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
     torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
@@ -179,7 +179,7 @@ _PARTS = {
 
 
 class _Entry(weakref.ref[torch.UntypedStorage]):
-    """A counted storage; it knows the queue of deaths but no ledger: no cycle."""
+    """A counted storage; refers to the queue, not the ledger, to avoid a cycle."""
 
     __slots__ = ("counted_bytes", "key")
 
@@ -188,10 +188,10 @@ class _Entry(weakref.ref[torch.UntypedStorage]):
 
 
 class _ResizeWatch:
-    """Notify ledgers of `UntypedStorage.resize_`, which no dispatch mode sees.
+    """Notifies ledgers of `UntypedStorage.resize_`, which no dispatch mode sees.
 
-    The method is replaced on the class while any ledger watches, and put back after.
-    That is state of the process, hence the one instance below.
+    Patches the method on the class while any ledger watches. That is process-wide
+    state, hence the one instance below.
     """
 
     def __init__(self) -> None:

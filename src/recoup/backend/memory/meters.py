@@ -1,4 +1,4 @@
-"""Meters of live and peak bytes: by storage, by allocator, or between marks."""
+"""Meters of live and peak bytes: per storage, per allocator, or between marks."""
 
 from collections.abc import Hashable, Iterable
 from typing import Any, NamedTuple, Protocol, Self
@@ -30,15 +30,15 @@ class MemoryMeter(Protocol):
         ...
 
     def reset_peak(self) -> None:
-        """Start a new peak at what is alive now."""
+        """Restart the peak at the bytes that are alive now."""
         ...
 
     def track(self, *things: Tensor | nn.Module) -> None:
-        """Count what existed before, where the meter would not know of it."""
+        """Count existing tensors, unless the meter counts them anyway."""
         ...
 
     def counted_bytes(self, nbytes: int) -> int:
-        """Return what a storage of so many bytes counts."""
+        """Return the size counted for a storage of `nbytes`."""
         ...
 
 
@@ -62,7 +62,7 @@ def device_meter(device: torch.device | str) -> MemoryMeter:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that memory ran out, on any device.
+    """Return whether an error is an out-of-memory error, on any device.
 
     Examples:
         >>> is_out_of_memory(torch.OutOfMemoryError()), is_out_of_memory(KeyError())
@@ -74,18 +74,17 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 BLOCK_BYTES = 512
-"""Torch's caching allocators give memory in multiples of it."""
+"""Torch's caching allocators round every request up to a multiple of this."""
 
 
 class AllocatorMeter:
     """Read live and peak bytes from the allocator of an accelerator.
 
-    The figures are those of the whole process on that device. What is counted of a
-    storage is its block: rounded up to 512 bytes, and if it is larger than 1 MiB up
-    to 1 MiB more, because a free block that leaves less than that over is given away
-    whole. Which free block is found depends on what ran before. Entering starts a new
-    peak, which is a process-wide setting; after leaving, `peak_bytes` stays what it was
-    at the end.
+    The figures are those of the whole process on that device. A storage counts as its
+    block: rounded up to 512 bytes, and above 1 MiB up to 1 MiB more, because a free
+    block with a smaller remainder is not split. Which free block is used depends on
+    earlier allocations. Entering resets the process-wide peak; leaving freezes
+    `peak_bytes`.
 
     Examples:
         >>> meter = AllocatorMeter("cuda:0")  # then: with meter: step()
@@ -116,22 +115,22 @@ class AllocatorMeter:
         return _allocated(self._device, "peak")
 
     def reset_peak(self) -> None:
-        """Start a new peak at what is alive now."""
+        """Restart the peak at the bytes that are alive now."""
         torch.accelerator.reset_peak_memory_stats(self._device)
 
     def track(self, *things: Tensor | nn.Module) -> None:
-        """Do nothing: the allocator counts what existed before as well."""
+        """Do nothing: the allocator also counts what existed before."""
 
     def counted_bytes(self, nbytes: int) -> int:
-        """Return the size of the smallest block for so many bytes."""
+        """Return the size of the smallest block for `nbytes`."""
         return rounded_up(nbytes, BLOCK_BYTES)
 
 
 def _allocated(device: torch.device, which: str) -> int:
     """Return the current or the peak bytes of an accelerator's allocator."""
     if device.type == "cuda":
-        # A meter is read at every operator of a traced step, and torch's own function
-        # sorts some hundred statistics for each of its figures.
+        # Tracing reads the meter at every operator, and torch's public function sorts
+        # some hundred statistics per call.
         index = torch.cuda.current_device() if device.index is None else device.index
         statistics: Any = torch._C._cuda_memoryStats(index)
         return statistics["allocated_bytes"]["all"][which]
@@ -146,18 +145,16 @@ class StorageMeter(OperatorMode):
     A storage counts from the moment an operator returns it until the moment it dies,
     once, however many tensors and autograd nodes share it. What existed before
     entry counts only if given to `track`. Resizes count at once. Frees are noticed
-    after leaving too, so `live_bytes` stays right for what was counted.
+    after leaving too, so `live_bytes` stays correct for counted storages.
 
-    Not seen: memory that a kernel uses inside one operator, and storages that are
-    made outside the dispatcher (states of random generators, `torch.UntypedStorage`
-    before it becomes a tensor). Costs some ten microseconds an operator, keeps no
-    tensor alive, and may be nested in or around any other mode. Like every dispatch
-    mode it follows the thread that entered it, and autograd's own threads in the
-    backward passes started there.
+    Not counted: a kernel's workspace, and storages made outside the dispatcher (states
+    of random generators, `torch.UntypedStorage` before it becomes a tensor). Costs some
+    ten microseconds per operator, keeps no tensor alive, and nests with any other mode.
+    Like every dispatch mode it is active on the thread that entered it, and on
+    autograd's threads in the backward passes started there.
 
     Args:
-        device: Count only storages there; by default those of every device that has
-            memory.
+        device: Device whose storages are counted; by default all but the meta device.
         block_bytes: Round every storage up to a multiple, as allocators do.
 
     Examples:
@@ -194,13 +191,11 @@ class StorageMeter(OperatorMode):
         return self._ledger.peak_bytes
 
     def reset_peak(self) -> None:
-        """Start a new peak at what is alive now."""
+        """Restart the peak at the bytes that are alive now."""
         self._ledger.reset_peak()
 
     def track(self, *things: Tensor | nn.Module) -> None:
-        """Count what existed before: tensors, or modules with all that is in them.
-
-        Of a module that is its parameters, their gradients, and its buffers.
+        """Count tensors, or modules with parameters, gradients and buffers.
 
         Examples:
             >>> linear, meter = nn.Linear(10, 5), StorageMeter()
@@ -212,7 +207,7 @@ class StorageMeter(OperatorMode):
             self._add(storage)
 
     def counted_bytes(self, nbytes: int) -> int:
-        """Return what a storage of so many bytes counts."""
+        """Return the size counted for a storage of `nbytes`."""
         return self._ledger.counted_bytes(nbytes)
 
     def __torch_dispatch__(
@@ -225,12 +220,12 @@ class StorageMeter(OperatorMode):
         """Run the operator, then count what it returned."""
         kwargs = kwargs or {}
         if types and any(map(is_traceable_wrapper_subclass_type, types)):
-            # The subclass then runs its inner operators, and those come here.
+            # The subclass then runs its inner operators, which are counted here.
             return NotImplemented
         if torch.is_inference_mode_enabled() and isinstance(
             func, torch._ops.OpOverload
         ):
-            # Without autograd a composite operator arrives whole; its parts count.
+            # Without autograd a composite operator is not decomposed before it arrives.
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
@@ -240,14 +235,14 @@ class StorageMeter(OperatorMode):
         return result
 
     def _account(self, func: Any, arguments: Any, result: Any) -> None:
-        # `torch.tensor` fills a tensor out of sight and shows it with `lift_fresh`.
+        # `torch.tensor` fills a tensor below the dispatcher, then calls `lift_fresh`.
         given = set[int]() if func is torch.ops.aten.lift_fresh.default else None
         for storage in storages_in(result):
             if self._ledger.refresh(storage):
                 continue
             if given is None:
                 given = {id(storage) for storage in storages_in(arguments)}
-            # A view of memory that existed before and is not counted makes nothing new.
+            # A view of an uncounted, earlier storage allocates nothing.
             if id(storage) not in given:
                 self._add(storage)
         if isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
@@ -261,7 +256,7 @@ class StorageMeter(OperatorMode):
 
 def _counts(actual: torch.device, wanted: torch.device | None) -> bool:
     if wanted is None:
-        return actual.type != "meta"  # where nothing has memory
+        return actual.type != "meta"  # meta tensors take no memory
     return actual.type == wanted.type and wanted.index in (None, actual.index)
 
 
@@ -273,8 +268,8 @@ class Interval(NamedTuple):
     """The memory between two marks.
 
     Attributes:
-        mark: The mark that began it; None for the first.
-        live_bytes: Bytes in use at its begin.
+        mark: The mark at its start; None for the first.
+        live_bytes: Bytes in use at its start.
         peak_bytes: The most bytes in use in it.
     """
 
@@ -284,7 +279,7 @@ class Interval(NamedTuple):
 
 
 def interval_meter(device: torch.device) -> "IntervalMeter":
-    """Return a meter for a device; it counts from zero at entry on the CPU."""
+    """Return an interval meter for a device; on the CPU it starts from zero."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is not None and device.type == accelerator.type:
         return _AllocatorIntervals(device)
@@ -339,7 +334,7 @@ class _AllocatorIntervals(IntervalMeter):
 
 
 class _ProfiledIntervals(IntervalMeter):
-    """Reads allocations from torch's first profiler, which records nothing else."""
+    """Reads allocations from torch's legacy profiler, with all else switched off."""
 
     def __enter__(self) -> Self:
         self._names: list[Hashable] = []
@@ -357,8 +352,8 @@ class _ProfiledIntervals(IntervalMeter):
 
     def __exit__(self, *exception: Any) -> None:
         threads = _autograd._disable_profiler_legacy()
-        # Each thread has its own list; all that allocate are in the first one here,
-        # because autograd runs backward on the CPU in the thread that calls it.
+        # Each thread has its own list. All allocations are in the first, because
+        # autograd runs CPU backward in the calling thread.
         start = threads[0][0]
         events = sorted(
             (event for thread in threads for event in thread), key=start.cpu_elapsed_us

@@ -1,4 +1,4 @@
-"""Buffers of host memory that copies can use directly, kept for the next step."""
+"""A pool of pinned host buffers for device copies, reused from step to step."""
 
 import ctypes
 import threading
@@ -16,11 +16,11 @@ _STEPS = 8
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Host memory, and when it is free to be written.
+    """Host memory, and the point in its stream from which it may be written.
 
     Attributes:
         memory: The bytes.
-        ready: What last read or wrote them has run by then.
+        ready: The mark behind the last copy that read or wrote them.
     """
 
     memory: Tensor
@@ -28,16 +28,16 @@ class Buffer:
 
 
 class BufferPool:
-    """Host buffers by size, taken and given back.
+    """A pool of host buffers, by size.
 
-    Buffers that were given back are used again, also before the copy that last used
-    them has run: whoever takes one queues its own copy behind `ready`. Memory is only
-    asked for where no buffer of the size is free; before that, free buffers of other
-    sizes are freed if the total would exceed twice what was in use at once so far.
-    So the total is bounded, however the shapes change from step to step.
+    A returned buffer may be reused before the copy that last used it has run: the next
+    user queues its own copy behind `ready`. New memory is allocated only if no buffer
+    of that size is free; before that, free buffers of other sizes are dropped if the
+    total would exceed twice the most bytes in use at once so far. So the total is
+    bounded even if shapes change from step to step.
 
     Args:
-        pinned: Ask for page-locked memory, which a device can copy to by itself.
+        pinned: Whether to allocate page-locked memory.
 
     Examples:
         >>> pool = BufferPool(pinned=False)
@@ -52,8 +52,8 @@ class BufferPool:
     def __init__(self, *, pinned: bool) -> None:
         self._pinned = pinned
         self._free: OrderedDict[int, deque[Buffer]] = OrderedDict()
-        # Finalizers give buffers back, and must not wait for a lock that their own
-        # thread may hold: they append here, and `take` sorts them in.
+        # Finalizers return buffers and must not wait for a lock that their own thread
+        # may hold: they append here, and `take` moves them to `_free`.
         self._returned: deque[Buffer] = deque()
         self._lock = threading.Lock()
         self._in_use_bytes = 0
@@ -67,13 +67,13 @@ class BufferPool:
 
     @property
     def in_use_bytes(self) -> int:
-        """The bytes of the buffers that were taken and not given back."""
+        """The bytes of the buffers in use."""
         with self._lock:
             self._sort_in()
             return self._in_use_bytes
 
     def take(self, nbytes: int) -> Buffer:
-        """Return a buffer of at least so many bytes."""
+        """Return a buffer of at least `nbytes`."""
         size = rounded(nbytes)
         with self._lock:
             self._sort_in()
@@ -82,7 +82,7 @@ class BufferPool:
             if waiting:
                 self._free_bytes -= size
                 self._free.move_to_end(size)
-                # The one given back first is the likeliest to be ready.
+                # The one returned first is the likeliest to be ready.
                 return waiting.popleft()
             self._busiest_bytes = max(self._busiest_bytes, self._in_use_bytes)
             self._let_go()
@@ -90,7 +90,7 @@ class BufferPool:
         return Buffer(memory)
 
     def give(self, buffer: Buffer) -> None:
-        """Take a buffer back; finalizers may call this at any point."""
+        """Return a buffer to the pool; finalizers may call this at any point."""
         self._returned.append(buffer)
 
     def clear(self) -> None:
@@ -110,7 +110,7 @@ class BufferPool:
             self._free_bytes += size
 
     def _let_go(self) -> None:
-        """Drop free buffers, of the sizes unused for longest first."""
+        """Drop free buffers, least recently used sizes first."""
         while self._free and self.total_bytes > 2 * self._busiest_bytes:
             size, waiting = next(iter(self._free.items()))
             if waiting:
@@ -121,7 +121,7 @@ class BufferPool:
 
 
 def rounded(nbytes: int) -> int:
-    """Return the size of the buffer for so many bytes.
+    """Return the buffer size for `nbytes`.
 
     Examples:
         >>> rounded(1), rounded(1024), rounded(1025), rounded(3_000_000)
@@ -132,9 +132,9 @@ def rounded(nbytes: int) -> int:
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor on the host, to read and to write.
+    """Return a writable view of a contiguous CPU tensor's bytes.
 
-    They do not keep the tensor alive.
+    The view does not keep the tensor alive.
 
     Examples:
         >>> tensor = torch.zeros(3, dtype=torch.uint8)

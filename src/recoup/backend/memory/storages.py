@@ -1,4 +1,4 @@
-"""Storage identity and geometry: which memory a tensor names, and how it lies there."""
+"""Storage identity and geometry: a tensor's storage, and its layout in it."""
 
 import weakref
 from collections.abc import Callable, Iterable
@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 storage_address: Callable[[Tensor], int] = getattr(  # noqa: B009 (no stub names it)
     torch._C, "_storage_address"
 )
-"""Return the address of the tensor's storage object, its identity.
+"""Return the address of the tensor's storage object, which identifies the storage.
 
 In C, for the recorder's inner loop. Raises NotImplementedError if the tensor has no
 storage (sparse, wrapper subclass).
@@ -22,8 +22,8 @@ storage (sparse, wrapper subclass).
 version_counter: Callable[[Tensor], int] = attrgetter("_version")
 """Return the tensor's version counter.
 
-In C, because it runs for every tensor. Raises RuntimeError if the tensor has none, as
-inference tensors: `version_of` returns `NO_VERSION` for them.
+In C, because it runs for every tensor. Raises RuntimeError for inference tensors, which
+have none: `version_of` returns `NO_VERSION` for them.
 """
 
 NO_VERSION = -1
@@ -31,11 +31,10 @@ NO_VERSION = -1
 take_weak_reference: Callable[[torch.UntypedStorage], int] = (
     torch.UntypedStorage._weak_ref
 )  # pyright: ignore[reportAssignmentType]
-"""Return a storage's address and pin that address, not the memory behind it.
+"""Return a storage's address and reserve the address, not the memory behind it.
 
 While the weak reference exists, no other storage gets the same address, so the address
-alone is an identity; a lookup needs no further guard. Release it with
-`free_weak_reference`.
+identifies the storage. Release it with `free_weak_reference`.
 """
 
 free_weak_reference = torch.UntypedStorage._free_weak_ref
@@ -50,17 +49,17 @@ _is_switched_off: Callable[[torch._C.DispatchKey], bool] = (
 QUANTIZED = frozenset(
     {torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 )
-"""Types whose tensors are more than their storage."""
+"""Dtypes whose tensors have state besides their storage (scale, zero point)."""
 
 
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype, int]
-"""How a tensor lies in its storage: shape, strides, offset, type and lazy bits, which
-are 1 for a lazily conjugated tensor, 2 for a lazily negated one, 3 for both. A plain
-tuple, because two are made for every operator that is recorded."""
+"""A tensor's layout in its storage: shape, strides, offset, dtype and lazy bits (1 if
+lazily conjugated, 2 if lazily negated, 3 if both). A plain tuple, because two are made
+for every recorded operator."""
 
 
 class StorageWatch:
-    """Reports whether the memory of a tensor still exists, without keeping it.
+    """Reports whether a tensor's memory still exists, without keeping it alive.
 
     Attributes:
         nbytes: The bytes of its storage.
@@ -127,10 +126,9 @@ def has_storage(tensor: Tensor) -> bool:
 
 
 def has_contents(tensor: Tensor) -> bool:
-    """Return whether there are numbers in a tensor, or at least may be.
+    """Return whether a tensor has data.
 
-    There are none on the meta device and in the stand-ins of fake tensor modes, whose
-    storages are there.
+    Tensors on the meta device and fake tensors, whose storages are on it, have none.
 
     Examples:
         >>> has_contents(torch.ones(1)), has_contents(torch.ones(1, device="meta"))
@@ -150,9 +148,9 @@ def version_of(tensor: Tensor) -> int:
 
 
 def writes_hidden(tensors: Iterable[Tensor]) -> AbstractContextManager[object]:
-    """Give tensors their versions back at the end of the block.
+    """Restore the version counters of tensors at the end of the block.
 
-    For a block that leaves in them what it found: autograd need not know.
+    For a block that leaves their contents unchanged, so autograd need not know.
 
     Examples:
         >>> t = torch.ones(1)
@@ -168,13 +166,12 @@ def writes_hidden(tensors: Iterable[Tensor]) -> AbstractContextManager[object]:
 def alias(tensor: Tensor) -> Tensor:
     """Return the tensor without its graph, sharing memory and version counter.
 
-    A parameter is returned as it is: it has no graph and cannot get one. So is a view
-    of a parameter: the graph behind it is views and nothing else. A view of any other
-    tensor gets a graph when that is written to, even if it has none now. Inside a
-    dispatch mode a plain `detach` has a version counter of its own, because the key
-    that shares it is switched off there. No mode is shown the call: it costs three
-    times as much. Guards are entered where they change something: each costs as much as
-    the call.
+    Parameters, which cannot get a graph, and views of parameters, whose graph consists
+    of views only, are returned unchanged. A view of any other tensor may get a graph
+    when its base is written to. Inside a dispatch mode a plain `detach` gets a new
+    version counter, because the dispatch key that shares it is excluded there. Dispatch
+    modes do not see the call, which would cost three times as much. Guards are entered
+    only where needed, since each costs as much as the call.
     """
     if tensor.requires_grad:
         base = tensor._base
@@ -187,7 +184,7 @@ def alias(tensor: Tensor) -> Tensor:
 
 
 def sharing_versions() -> AbstractContextManager[object]:
-    """Let views made in the block share version counters, also in a dispatch mode."""
+    """Make views in the block share version counters, even in a dispatch mode."""
     return torch._C._SetExcludeDispatchKeyGuard(_VIEW_TRACKING, False)
 
 
@@ -199,7 +196,7 @@ def _detached(tensor: Tensor) -> Tensor:
 
 
 def geometry_of(tensor: Tensor) -> Geometry:
-    """Return how the tensor lies in its storage."""
+    """Return the tensor's layout in its storage."""
     return (
         tensor.shape,
         tensor.stride(),
@@ -241,9 +238,9 @@ def fitted(tensor: Tensor, geometry: Geometry) -> Tensor:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """Return the whole storage as one dimension, in the tensor's type.
+    """Return the whole storage as a one-dimensional tensor of the same dtype.
 
-    In bytes, if the storage is not a whole number of the tensor's elements.
+    As bytes, if its size is not a multiple of the tensor's element size.
 
     Examples:
         >>> flat(torch.zeros(10, dtype=torch.uint8)[:8].view(torch.int32)).shape
@@ -263,7 +260,7 @@ def copy_storage(tensor: Tensor) -> Tensor:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Return whether the elements fill one interval of memory, each in its own place.
+    """Return whether the elements fill one memory interval without gaps or overlaps.
 
     Examples:
         >>> is_dense(torch.zeros(2, 3).T), is_dense(torch.zeros(2, 3)[:, 1:])
@@ -299,15 +296,15 @@ class TensorSet:
         self._members = WeakIdKeyDictionary()
 
     def add(self, tensor: Tensor) -> None:
-        """Put a tensor in."""
+        """Add a tensor."""
         self._members[tensor] = None
 
     def discard(self, tensor: Tensor) -> None:
-        """Take a tensor out, if it is in."""
+        """Remove a tensor if it is a member."""
         self._members.pop(tensor, None)
 
     def clear(self) -> None:
-        """Take all out."""
+        """Remove all tensors."""
         self._members.clear()
 
     def __contains__(self, tensor: Tensor) -> bool:

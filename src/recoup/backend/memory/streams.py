@@ -1,4 +1,4 @@
-"""Copies between a device and the host, concurrent with the computation, in order."""
+"""Ordered copies between device and host that overlap with the computation."""
 
 import functools
 from collections.abc import Sequence
@@ -21,16 +21,16 @@ class StreamMark(Protocol):
 
 
 class Streams(Protocol):
-    """Two queues of copies that overlap with the computation: to the host and back.
+    """Two copy queues that overlap with the computation: to the host and back.
 
-    Nothing here makes the calling thread wait.
+    No method blocks the calling thread.
     """
 
     is_concurrent: bool
     """Whether copies overlap with the computation, so that their order matters."""
 
     def allocate(self, nbytes: int) -> Tensor:
-        """Return device memory that the computation may have used until now."""
+        """Return device memory, which the current stream may still be using."""
         ...
 
     def now(self) -> StreamMark:
@@ -50,7 +50,7 @@ class Streams(Protocol):
         ...
 
     def hold_back(self, mark: StreamMark) -> None:
-        """Let the computation that is queued from now on run after the mark."""
+        """Make computation that is queued from now on wait for the mark."""
         ...
 
 
@@ -65,7 +65,7 @@ class DeviceStreams:
         self._in = torch.Stream(device)
 
     def allocate(self, nbytes: int) -> Tensor:
-        """Return memory of the current stream."""
+        """Return memory allocated on the current stream."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def now(self) -> StreamMark:
@@ -85,13 +85,13 @@ class DeviceStreams:
         return _queue(self._in, destination, source, after)
 
     def hold_back(self, mark: StreamMark) -> None:
-        """Let the current stream wait for the mark."""
+        """Make the current stream wait for the mark."""
         assert isinstance(mark, torch.Event), "made by these streams"
         torch.accelerator.current_stream(self._device).wait_event(mark)
 
 
 class _Reached:
-    """A mark that lies behind."""
+    """A mark that has been reached."""
 
     def query(self) -> bool:
         return True
@@ -101,26 +101,26 @@ class _Reached:
 
 
 REACHED: StreamMark = _Reached()
-"""A mark that lies behind."""
+"""A mark that has been reached."""
 
 
 class NoStreams:
-    """The CPU: a copy has happened when it returns."""
+    """The CPU's streams: every copy is synchronous."""
 
     is_concurrent = False
 
     def allocate(self, nbytes: int) -> Tensor:
-        """Return memory."""
+        """Return CPU memory."""
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def now(self) -> StreamMark:
-        """Return a mark that lies behind: everything has run."""
+        """Return a reached mark: everything has run."""
         return REACHED
 
     def copy_out(
         self, destination: Tensor, source: Tensor, *, after: Sequence[StreamMark]
     ) -> StreamMark:
-        """Copy at once."""
+        """Copy synchronously."""
         del after
         destination.copy_(source)
         return REACHED
@@ -128,13 +128,13 @@ class NoStreams:
     copy_in = copy_out
 
     def hold_back(self, mark: StreamMark) -> None:
-        """Do nothing: every mark lies behind."""
+        """Do nothing: every mark has been reached."""
         del mark
 
 
 @functools.cache
 def streams_of(device: torch.device) -> Streams:
-    """Return the two queues of copies of a device, always the same ones."""
+    """Return the copy streams of a device, always the same object."""
     if device.type == "cpu":
         return NoStreams()
     return DeviceStreams(device)
@@ -160,10 +160,9 @@ _REPEATS = 3
 
 
 def link_bytes_per_second(device: torch.device) -> float:
-    """Return how fast pinned memory is copied to a device; 0 where there is no link.
+    """Return the bandwidth from pinned memory to a device; 0 if there is no link.
 
-    Copies 64 MiB a few times. The link of today's machines is as fast in the other
-    direction.
+    Copies 64 MiB a few times. The other direction is assumed to be as fast.
 
     Examples:
         >>> link_bytes_per_second(torch.device("cpu"))

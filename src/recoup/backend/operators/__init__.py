@@ -1,4 +1,4 @@
-"""Operators: what they write, draw and repeat; how they are called and timed.
+"""Operators: their writes, randomness, reproducibility, fast calls and timing.
 
-Facts about one operator call; which calls are recorded is decided in the engine.
+Facts about one operator call; the engine decides which calls are recorded.
 """

@@ -25,25 +25,25 @@ _PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor})
 
 
 class OperatorMode(TorchDispatchMode):
-    """A dispatch mode that sees operators, higher-order ones too, at low cost."""
+    """A low-overhead dispatch mode that also sees higher-order operators."""
 
     supports_higher_order_operators = True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # True would wrap every call in a second one that costs more than the call.
+        # True would wrap every call in another one that costs more than the call.
         return False
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return whether the compiler may run under the mode: for control flow alone.
+        """Return whether the compiler may run under the mode: only for control flow.
 
-        `torch.cond` and its like compile their functions even in eager mode, and fail
-        on functions that were not. They reach the mode as one operator. Any other
-        compiled function runs uncompiled, so that the mode sees its operators.
+        `torch.cond` and similar operators compile their functions even in eager mode,
+        fail if they cannot, and reach the mode as one operator. Any other compiled
+        function runs uncompiled, so that the mode sees its operators.
         """
         frame = sys._getframe(1)
-        if frame.f_code.co_name == "__enter__":  # asked once for each region
+        if frame.f_code.co_name == "__enter__":  # called once per region
             return False
         for _ in range(_FRAMES):
             if (frame.f_globals.get("__name__"), frame.f_code.co_name) in _CONTROL_FLOW:
@@ -55,12 +55,12 @@ class OperatorMode(TorchDispatchMode):
 
 
 def all_plain(types: tuple[type, ...]) -> bool:
-    """Return whether tensors of these types are plain memory with a storage."""
+    """Return whether tensors of these types are all backed by a plain storage."""
     return _PLAIN.issuperset(types)
 
 
 def copy_unseen(tensor: Tensor) -> Tensor:
-    """Return a copy on the host that no dispatch mode hears of.
+    """Return a CPU copy, hidden from dispatch modes.
 
     Examples:
         >>> copy_unseen(torch.ones(2))
@@ -71,10 +71,10 @@ def copy_unseen(tensor: Tensor) -> Tensor:
 
 
 def run_complex(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run an operator from inside a mode as it runs outside of one.
+    """Run an operator inside a mode as it would run outside.
 
-    Inside a mode torch leaves lazy conjugation and negation switched off, so kernels
-    that make such views on the way (`linalg.pinv`) would lose them.
+    Inside a mode torch keeps lazy conjugation and negation disabled, so kernels that
+    create such views internally (`linalg.pinv`) would lose them.
     """
     with (
         torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.Conjugate, False),

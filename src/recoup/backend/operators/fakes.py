@@ -1,4 +1,4 @@
-"""Tensors without memory, on which operators compute shapes and nothing else."""
+"""Fake tensors: operators compute their shapes only, without memory."""
 
 import collections
 import copy
@@ -31,7 +31,7 @@ NEEDS_CONTENTS = (
     DynamicOutputShapeException,
     UnsupportedFakeTensorException,
 )
-"""Raised by an operator whose result depends on the contents."""
+"""Errors of operators whose result depends on tensor contents."""
 
 
 _WHOLE = (Tensor, nn.Module)
@@ -39,9 +39,9 @@ _WHOLE = (Tensor, nn.Module)
 
 
 class _Silence(logging.Filter):
-    """Drops what torch logs of an operator that fails on fake tensors.
+    """Drops torch's log records of operators that fail on fake tensors.
 
-    It raises the error too, and who runs the step reports it, once.
+    The error is also raised, and the caller reports it once.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class _Silence(logging.Filter):
         self.open_modes = 0
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether a record is to be shown."""
+        """Return whether to log a record."""
         failed = "failed while attempting to run meta" in str(record.msg)
         return not (failed and self.open_modes > 0)
 
@@ -59,7 +59,7 @@ logging.getLogger(FakeTensorMode.__module__).addFilter(_SILENCE)
 
 
 class QuietFakeMode(FakeTensorMode):
-    """Run operators without memory; their errors are raised and not logged as well."""
+    """Run operators on fake tensors; errors are raised without also being logged."""
 
     def __enter__(self) -> Self:
         _SILENCE.open_modes += 1
@@ -71,7 +71,7 @@ class QuietFakeMode(FakeTensorMode):
 
 
 def without_memory() -> AbstractContextManager[object]:
-    """Make every tensor that is made inside the block one without memory.
+    """Create all tensors in the block as fake tensors, without memory.
 
     Examples:
         >>> import torch
@@ -84,14 +84,13 @@ def without_memory() -> AbstractContextManager[object]:
 
 
 class Shadows:
-    """Stand-ins without memory for tensors, equal ones for equal storages.
+    """Fake stand-ins for tensors, which alias each other as their originals do.
 
-    A stand-in has the shape, strides, offset and type of its original, shares its
-    storage with those of the same original storage, and says that it is on `device`.
+    A stand-in has the shape, strides, offset, dtype and device of its original, and
+    shares its storage with stand-ins for the same storage.
 
     Args:
-        device: Where stand-ins say they are whose originals have no place of their
-            own, being on the meta device.
+        device: Device of stand-ins whose originals are on the meta device.
 
     Examples:
         >>> shadows = Shadows(torch.device("cpu"))
@@ -106,7 +105,7 @@ class Shadows:
     def __init__(self, device: torch.device) -> None:
         self.mode = QuietFakeMode(allow_non_fake_inputs=True)
         self._device = device
-        # The originals are kept, so that their identities are not given to others.
+        # Keeps the originals alive, so that their ids are not reused.
         self._known: dict[int, tuple[Tensor, Tensor]] = {}
         self._storages: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
 
@@ -114,7 +113,7 @@ class Shadows:
         """Return the stand-in of a tensor, the same one each time.
 
         Raises:
-            UnsupportedError: The tensor is more than one plain storage.
+            UnsupportedError: The tensor is not backed by one plain storage.
         """
         known = self._known.get(id(tensor))
         if known is not None:
@@ -135,13 +134,13 @@ class Shadows:
         return shadow
 
     def within(self, tree: Any) -> Any:
-        """Return a structure with stand-ins for the tensors in it."""
+        """Return a pytree with stand-ins for its tensors."""
         return map_leaves(lambda x: self.of(x) if isinstance(x, Tensor) else x, tree)
 
     def of_batch(self, batch: Any) -> Any:
-        """Return a batch with stand-ins, also for tensors that objects in it hold.
+        """Return a batch with stand-ins, also for tensors in attributes of objects.
 
-        Such an object is copied; modules in it are not.
+        Such objects are copied; modules in them are not.
 
         Raises:
             UnsupportedError: An object that holds tensors cannot be copied.
@@ -170,10 +169,10 @@ class Shadows:
 
     @contextmanager
     def instead_of(self, model: nn.Module) -> Iterator[None]:
-        """Put stand-ins in the place of all tensors of a model.
+        """Replace all tensors of a model by stand-ins in the block.
 
-        Afterwards every module has the attributes that it had before: what a step has
-        added, or put in a buffer, is gone with the stand-ins.
+        Afterwards every module has its previous attributes: changes that a step made
+        are discarded with the stand-ins.
         """
         before = [(module, dict(module.__dict__)) for module in model.modules()]
 
@@ -188,7 +187,7 @@ class Shadows:
             yield
 
     def _attributes(self, attributes: dict[str, Any]) -> dict[str, Any]:
-        """Return those of a module's attributes that stand-ins replace."""
+        """Return stand-ins for a module's attributes that hold tensors."""
         found: dict[str, Any] = {}
         for name, value in attributes.items():
             if name == "_modules" or not storages_in(value):
@@ -200,7 +199,7 @@ class Shadows:
         return found
 
     def _outline(self, tensor: Tensor) -> Tensor:
-        """Return a meta tensor that lies as the tensor does."""
+        """Return a meta tensor with the tensor's layout and aliasing."""
         plain = tensor.detach()
         if plain.device.type == "meta":
             return plain
@@ -219,10 +218,10 @@ class Shadows:
 
 
 class FakeMeter(StorageMeter):
-    """Count the bytes that tensors without memory would take.
+    """Count the bytes that fake tensors would take.
 
-    All their storages are on the meta device; those of tensors that a replay only takes
-    the shape from say that they are, and do not count.
+    Their storages are all on the meta device. Tensors that report the meta device
+    themselves are not counted: a replay only needs their shape.
     """
 
     def __init__(self) -> None:
@@ -237,7 +236,7 @@ class FakeMeter(StorageMeter):
     ) -> Any:
         """Run the operator, then count what it returned."""
         kwargs = kwargs or {}
-        # A view of a tensor that has memory is of another storage than that.
+        # A fake view of a real tensor has a new storage.
         if makes_no_memory(kwargs) or _only_views(func):
             return func(*args, **kwargs)
         if func in _SIZED_BY_KERNELS:
@@ -248,7 +247,7 @@ class FakeMeter(StorageMeter):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def track(self, *things: Tensor | nn.Module) -> None:
-        """Count what existed before, with memory or without."""
+        """Count existing tensors, real or fake."""
         for storage in storages_in(things):
             self._ledger.add(storage)
 
@@ -260,7 +259,7 @@ class FakeMeter(StorageMeter):
 
 
 def _enlarge(result: Tensor, elements: int) -> None:
-    """Give a result the storage that its kernel leaves it with."""
+    """Enlarge a result's storage to the size that its kernel leaves it with."""
     storage = result.untyped_storage()
     storage.resize_(max(storage.nbytes(), elements * result.element_size()))
 
@@ -276,19 +275,19 @@ _REUSING = {
     )
     for name in names.split()
 }
-"""Operators that compute something larger, or like their argument, where their result
-will be: its storage keeps that size."""
+"""Operators that first compute a larger value in their result's storage, which keeps
+that size; with the number of its elements."""
 
 _SIZED_BY_KERNELS = frozenset(
     getattr(torch.ops.aten, name).default
     for name in ("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn")
 )
-"""Recurrent layers: of the workspace that they return, torch says that it is empty."""
+"""Recurrent layers, whose fake kernels return an empty workspace."""
 
 
 @functools.cache
 def _only_views(operator: Any) -> bool:
-    # `torch.tensor` fills a tensor out of sight and shows it with `lift_fresh`.
+    # `torch.tensor` fills a tensor below the dispatcher, then calls `lift_fresh`.
     return facts_of(operator).passes and operator is not _SHOWS_NEW
 
 
@@ -296,7 +295,7 @@ _SHOWS_NEW = torch.ops.aten.lift_fresh.default
 
 
 def makes_no_memory(kwargs: dict[str, Any]) -> bool:
-    """Return whether an operator is asked for a tensor on the meta device.
+    """Return whether an operator is called to create a tensor on the meta device.
 
     Examples:
         >>> makes_no_memory({"device": "meta"}), makes_no_memory({})

@@ -1,4 +1,4 @@
-"""Fingerprints: a few integers on the device that stand for a tensor's bits."""
+"""Fingerprints: 64-bit hashes of tensors' bits, computed on the device."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ _CHUNKS = 1 << 8
 _PRODUCT_BYTES = 16  # the weight of an integer, and their product
 _COPY_BYTES = 4
 _PLACES = 1
-_BLOCKS = 1 << 40  # beyond any place, so that no weight serves both
+_BLOCKS = 1 << 40  # beyond any place, so that places and blocks share no weight
 _GOLDEN = -7046029254386353131
 _MIXER = -4658895280553007687
 
@@ -33,15 +33,15 @@ _THREAD = _Thread()
 
 
 def is_fingerprinting() -> bool:
-    """Return whether the operators that run on this thread now make a fingerprint."""
+    """Return whether this thread is computing a fingerprint."""
     return _THREAD.is_fingerprinting
 
 
 def is_written(tensor: Tensor) -> bool:
-    """Return whether a saved tensor has bits, none of which happened to be in memory.
+    """Return whether a saved tensor has contents without uninitialised parts.
 
-    Bytes are workspaces with padding (oneDNN's), never activations. Attention without
-    dropout saves a seed and an offset that it has not written, on an accelerator.
+    uint8 tensors are workspaces with padding (oneDNN's), never activations. On an
+    accelerator, attention without dropout saves an unwritten seed and offset.
     """
     if not (has_storage(tensor) and has_contents(tensor)):
         return False
@@ -51,15 +51,15 @@ def is_written(tensor: Tensor) -> bool:
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """Return one integer on the device that stands for a tensor's bits.
+    """Return a 64-bit hash of a tensor's bits, on its device.
 
     The bits, read as integers of up to four bytes, are multiplied by an odd
     pseudo-random number for their place in a block and summed; the sums of the blocks
     are multiplied by an odd pseudo-random number for the block and summed, all modulo
     2**64. Equal tensors give equal fingerprints. Any other tensor of the same size
-    (changed, swapped or permuted elements) gives another one, but for a chance of
-    2**-25 at most. (`torch.hash_tensor` ignores positions: it takes a dropout mask for
-    any other with as many ones.)
+    (changed, swapped or permuted elements) collides with probability 2**-25 at most.
+    (`torch.hash_tensor` ignores positions: dropout masks with equally many ones
+    collide.)
 
     The bound: let d be the differences of one changed block and 2**k, k < 32, the
     largest power of two that divides them all: they are below 2**32. With independent,
@@ -72,10 +72,9 @@ def fingerprint(tensor: Tensor) -> Tensor:
     m from k + 1 to 63, and 2**(k - 63) for s = 0; in all (64 - k) * 2**(k - 62), which
     is largest for k = 31: 33 * 2**-31.
 
-    The weights are fixed numbers that stand for drawn ones; the tests count how often
-    they cancel. With one sequence for w and v they would not be independent: swapping
-    the second place of the first block with the first place of the second would change
-    nothing.
+    The weights are fixed instead of drawn; the tests count how often they cancel. With
+    one sequence for w and v they would not be independent: swapping the second place of
+    the first block with the first place of the second would change nothing.
 
     Costs two passes over the tensor, in two blocks or more, of two million integers at
     most, and the memory that `fingerprint_bytes` returns, or less where
@@ -98,9 +97,9 @@ def _end_fingerprint() -> None:
 
 
 class _Room:
-    """The memory that fingerprints may take; None: as much as they like.
+    """The memory that fingerprints may use; None for no limit.
 
-    Of the process, not of a thread: backward runs on threads of its own.
+    Process-wide, because backward runs on other threads.
     """
 
     def __init__(self) -> None:
@@ -112,12 +111,12 @@ _ROOM = _Room()
 
 @contextmanager
 def fingerprints_within(free_bytes: Callable[[], int]) -> Iterator[None]:
-    """Let fingerprints take no more memory than there is, while the block runs.
+    """Limit the memory of fingerprints in the block to the free bytes.
 
-    They take `least_fingerprint_bytes` at least. They are the same in any room.
+    They take at least `least_fingerprint_bytes`. The limit does not change the result.
 
     Args:
-        free_bytes: Return how many bytes are free now.
+        free_bytes: Callback that returns the free bytes.
 
     Examples:
         >>> a = torch.arange(100_000)
@@ -155,7 +154,7 @@ def _fingerprint(tensor: Tensor) -> Tensor:
 def _sums(
     elements: Tensor, width: int, length: int, begin: int, end: int
 ) -> Iterator[Tensor]:
-    """Yield a sum for each block, of its elements from `begin` to `end`."""
+    """Yield, for each block, the sum over its elements from `begin` to `end`."""
     step_bytes = elements.element_size()
     count = (min(end, elements.numel()) - begin) * step_bytes // width
     first = _PLACES + begin * step_bytes // width
@@ -170,15 +169,15 @@ def _sums(
 
 
 def _combined(sums: Tensor) -> Tensor:
-    """Return one number for the sums of all blocks."""
+    """Return the weighted sum of all blocks' sums."""
     return (sums * _weights(_BLOCKS, len(sums), sums.device)).sum()
 
 
 def fingerprint_bytes(nbytes: int) -> int:
-    """Return what a fingerprint of a tensor of so many bytes takes while it is made.
+    """Return the workspace of a fingerprint of a tensor of `nbytes`.
 
-    A quarter of the tensor where that is large, and at most 32 MiB. Where the room is
-    limited it takes less: see `least_fingerprint_bytes`.
+    A quarter of the tensor if that is large, and at most 32 MiB. With limited memory it
+    takes less: see `least_fingerprint_bytes`.
 
     Examples:
         >>> fingerprint_bytes(64 << 20) >> 20, fingerprint_bytes(8 << 30) >> 20
@@ -188,11 +187,11 @@ def fingerprint_bytes(nbytes: int) -> int:
 
 
 def least_fingerprint_bytes(nbytes: int, *, scalar_bytes: int = 8) -> int:
-    """Return what a fingerprint takes where there is no room.
+    """Return the smallest workspace of a fingerprint.
 
     Args:
         nbytes: The size of the tensor.
-        scalar_bytes: What the device allocates for one number.
+        scalar_bytes: The bytes that the device allocates for one number.
 
     Examples:
         >>> least_fingerprint_bytes(1 << 20), least_fingerprint_bytes(1 << 30) >> 10
@@ -205,17 +204,17 @@ def least_fingerprint_bytes(nbytes: int, *, scalar_bytes: int = 8) -> int:
 
 
 def _scalar_bytes(blocks: int, each_bytes: int = 8) -> int:
-    """Return what the sums of blocks take, their totals, weights and products."""
+    """Return the bytes of the blocks' sums, totals, weights and products."""
     return each_bytes * (blocks + 3) + 3 * 8 * blocks
 
 
 def _least_chunk(integers: int) -> int:
-    """Return the fewest integers to read at a time: an operator takes time as well."""
+    """Return the fewest integers to read at once, to bound launch overhead."""
     return max(_LEAST_CHUNK, integers // _CHUNKS)
 
 
 def _chunk(elements: Tensor, width: int, length: int) -> int:
-    """Return how many elements of a block to read at a time."""
+    """Return how many elements of a block to read at once."""
     size = elements.element_size()
     room_bytes = _PRODUCT_BYTES * length * size // width
     if _ROOM.free_bytes is not None:
@@ -230,20 +229,20 @@ def _chunk(elements: Tensor, width: int, length: int) -> int:
 
 
 def _block_integers(integers: int) -> int:
-    """Return how many integers make a block: few, for the memory of their weights."""
+    """Return the integers per block: few, because their weights take memory."""
     half = -(-integers // 2)
     return min(half, max(_LEAST_BLOCK, -(-integers // _PARTS)), _BLOCK)
 
 
 def _weights(begin: int, count: int, device: torch.device) -> Tensor:
-    """Return odd pseudo-random numbers (the mixer of SplitMix64), from one on."""
+    """Return numbers `begin` and following of an odd sequence (SplitMix64's mixer)."""
     places = torch.arange(begin, begin + count, device=device).mul_(_GOLDEN)
     places.bitwise_xor_(places >> 30).mul_(_MIXER)
     return places.bitwise_xor_(places >> 27).bitwise_or_(1)
 
 
 def _length(elements: Tensor, width: int) -> int:
-    """Return how many elements make a block."""
+    """Return the elements per block."""
     element_bytes = elements.element_size()
     group = max(1, width // element_bytes)  # elements that are whole integers
     integers = _block_integers(elements.nbytes // width)
@@ -251,7 +250,7 @@ def _length(elements: Tensor, width: int) -> int:
 
 
 def _elements(tensor: Tensor) -> Tensor:
-    """Return the elements, each once: in one row, where that takes no copy."""
+    """Return the elements without repeats, flat if that takes no copy."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     for dimension, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.size(dimension) > 1:
@@ -264,7 +263,7 @@ def _elements(tensor: Tensor) -> Tensor:
 
 
 def _run(tensor: Tensor, begin: int, end: int) -> Tensor:
-    """Return some elements, counted along the last dimension first, in one row."""
+    """Return a range of elements in row-major order, flat."""
     if tensor.dim() == 1 and tensor.stride(0) == 1:
         return tensor[begin:end]
     row = tensor.new_empty(end - begin)
@@ -293,12 +292,11 @@ def _copy(tensor: Tensor, begin: int, row: Tensor) -> None:
 
 
 def _width(nbytes: int) -> int:
-    """Return how many bytes of a row of so many are read as one integer.
+    """Return how many bytes of `nbytes` are read as one integer.
 
-    Few wide ones are read faster than many narrow ones, but not eight: times an odd
-    number, their highest bit is the same everywhere, so two changed signs would cancel.
-    The width depends on the size alone, so that equal tensors are read alike wherever
-    they lie.
+    Wide integers are faster, but not eight bytes: an odd factor keeps their highest
+    bit, so two changed signs would cancel. The width depends on the size alone, so that
+    equal tensors get equal fingerprints whatever their offset.
     """
     return next(width for width in (4, 2, 1) if nbytes % width == 0)
 

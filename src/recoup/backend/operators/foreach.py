@@ -1,4 +1,4 @@
-"""One call for many tensors: fewer kernels, less host time."""
+"""Multi-tensor operations: fewer kernels, less host time."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,7 +13,7 @@ _lerp: Callable[[list[Tensor], list[Tensor], float], None] = vars(torch)[
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each source to its target; all of one type and on one device.
+    """Copy each source to its target; all have one dtype and one device.
 
     Examples:
         >>> targets = [torch.zeros(2), torch.zeros(3)]
@@ -25,7 +25,7 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def lerp_all(targets: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> None:
-    """Move each target towards its end by a share of the way.
+    """Interpolate each target towards its end in place.
 
     Examples:
         >>> targets = [torch.zeros(2)]
@@ -39,9 +39,9 @@ def lerp_all(targets: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -
 def choose_all(
     targets: Sequence[Tensor], sources: Sequence[Tensor], flag: Tensor
 ) -> None:
-    """Copy each source to its target if the flag is set on their device.
+    """Copy each source to its target if the flag on their device is set.
 
-    The host need not know the flag. All are of one type and on one device.
+    Does not synchronise. All tensors have one dtype and one device.
 
     Examples:
         >>> targets = [torch.zeros(2), torch.zeros(())]

@@ -65,30 +65,29 @@ _BOUND: dict[str, Callable[..., Any]] = {
     for name in names
     if hasattr(module, name.split(".")[0])
 }
-"""Common operators, with the functions that PyTorch generates for Python.
+"""Common operators, with the Python bindings that PyTorch generates for them.
 
-Such a function takes half the time to read its arguments, but chooses among overloads
-by what it is given. These are used because nothing that the operator can be given leads
-to another one; a test shows it.
+A binding parses its arguments in half the time, but chooses among overloads by their
+types. A test shows that no arguments of these operators lead to another overload.
 """
 
 
 class Kernel:
-    """An operator with its facts; those that every call asks for are at hand.
+    """An operator with its facts, of which those used at every call are attributes.
 
     Attributes:
         operator: The operator.
         facts: Its properties.
-        run: Calls exactly this operator, as fast as possible.
+        run: The fastest function that calls exactly this operator.
         passes: It only makes views or changes metadata.
-        simple: It is a plain function of its arguments, or only takes memory.
-        blank: It only takes memory, and leaves there whatever was in it.
-        quiet: It would be, but for a dropout rate that may be zero.
-        in_place: It only changes what is in its first argument.
-        statistics: Positions of running statistics, if moving them is all that it does
-            besides its results and it can be run without them.
-        training_at: The position of the flag without which it moves none, or -1.
-        is_unproven: Whether it writes to its arguments has to be seen at its next call.
+        simple: It is a pure function of its arguments, or only allocates memory.
+        blank: It only allocates memory, uninitialised.
+        quiet: It would be simple if its dropout rate is zero.
+        in_place: It only changes the contents of its first argument.
+        statistics: Positions of running statistics, if updating them is its only side
+            effect and it can run without them.
+        training_at: The position of the flag that enables the update, or -1.
+        is_unproven: Whether its next call must be checked for undeclared writes.
         reshapes: It changes the metadata of its argument.
         is_watched: It passes, but reshapes, or `DTensor.to_local` may have called it.
         moves: It may copy to another device.
@@ -100,7 +99,7 @@ class Kernel:
         self.learn(facts_of(operator))
 
     def learn(self, facts: Facts) -> None:
-        """Go by these facts from now on."""
+        """Replace the facts about the operator."""
         self.facts = facts
         self.passes = facts.passes
         self.blank = facts.blank
@@ -116,8 +115,8 @@ class Kernel:
 
 
 KERNELS: dict[int, Kernel] = {}
-"""The kernels so far, by the operator's identity: hashing one is a call into Python. A
-kernel keeps its operator, so that its identity is not given to another."""
+"""Kernels by the operator's id, because hashing an operator is a Python call. A kernel
+keeps its operator alive, so that the id is not reused."""
 
 
 def kernel_of(operator: Any) -> Kernel:
@@ -145,20 +144,20 @@ _VIEW = kernel_of(torch.ops.aten.view.default)
 
 
 def watch_unwrapping() -> None:
-    """Watch the view that `DTensor.to_local` makes, where there may be a DTensor.
+    """Watch the view that `DTensor.to_local` makes, if DTensors may exist.
 
-    It needs a process group. Without one, views cost what they did.
+    They need a process group; without one, views have no extra cost.
     """
     group = torch.distributed
     _VIEW.is_watched = group.is_available() and group.is_initialized()
 
 
 class FirstSight:
-    """Finds out at an operator's first call whether it writes to its arguments.
+    """Detects at an operator's first call whether it writes to its arguments.
 
-    Costs a copy of the tensors that it does not say it writes to, two passes over each
-    and one synchronisation: once for each operator of an unknown library, in each
-    process. Nothing is found out on tensors without contents; the next call is asked.
+    Costs a copy of the arguments without a declared write, two passes over each and one
+    synchronisation: once per operator of an unknown library and process. A call on
+    tensors without contents shows nothing, so the next call is checked.
     """
 
     def __init__(
@@ -177,11 +176,11 @@ class FirstSight:
         self._copies: list[Tensor] | None = None
 
     def begin(self) -> None:
-        """Copy the arguments: the operator is about to run."""
+        """Copy the arguments before the operator runs."""
         self._copies = [tensor.detach().clone() for _, tensor in self._suspects]
 
     def end(self) -> list[Tensor]:
-        """Let the kernel know what it writes to; return those tensors."""
+        """Record in the kernel which arguments it wrote to; return those tensors."""
         kernel, copies = self._kernel, self._copies
         known = all(has_contents(tensor) for _, tensor in self._suspects)
         if copies is None or not known:
@@ -197,7 +196,7 @@ class FirstSight:
 
     @contextmanager
     def undone(self, written: Sequence[Tensor]) -> Iterator[None]:
-        """Give tensors their contents before the call, while the block runs."""
+        """Restore the tensors' contents from before the call for the block."""
         assert self._copies is not None, "only called after `end`"
         before = {
             id(tensor): copy

@@ -21,32 +21,32 @@ class Facts:
         name: The operator's name with its overload, as `aten.add.Tensor`.
         passes: It only makes views or changes metadata: nothing to record.
         opaque: Its outputs are kept, never recomputed.
-        may_vary: A second run may give other bits on some devices: `is_repeatable` of
-            `backend/operators/repeatable.py` says where.
-        is_unproven: It belongs to a library that is not known to be honest in its
-            schemas: whether it writes to its arguments has to be seen.
+        may_vary: A second run may give other bits on some devices; see `is_repeatable`
+            in `backend/operators/repeatable.py`.
+        is_unproven: It belongs to a library whose schemas may omit writes, so its first
+            call is checked.
         writes: Arguments it writes to: positions, or names of keywords.
-        overwrites: It writes without reading what was there.
+        overwrites: It writes without reading the previous contents.
         makes_more: It returns tensors other than those it writes to.
         random: It draws from a generator.
-        dropout_at: The position of a dropout rate, or -1; it draws only if that is
+        dropout_at: The position of a dropout rate, or -1; it draws only if the rate is
             above zero.
-        uninitialised: What it makes, or enlarges, holds whatever was in memory.
-        asks_gradient_mode: Its kernel returns what backward needs only if the gradient
-            mode is on.
-        ragged: Places of outputs that have parts the kernel does not write.
-        shape_only: It looks at the shape and kind of its first argument, not at what
-            is in it.
-        statistics: Positions of running statistics that it updates on the side and
-            that its outputs do not depend on when argument `training_at` is true.
+        uninitialised: It returns, or enlarges a tensor by, uninitialised memory.
+        asks_gradient_mode: Its kernel returns what backward needs only if gradients are
+            enabled.
+        ragged: Positions of outputs with parts that the kernel does not write.
+        shape_only: It depends on its first argument's shape and dtype, not on its
+            contents.
+        statistics: Positions of running statistics that it updates and that its outputs
+            do not depend on when argument `training_at` is true.
         training_at: The position of the training flag, or -1 for always.
-        nullable: Those among the statistics that the operator does without.
-        draws_on_its_own: A rate above zero among its arguments lets it draw from state
-            that is not a generator's: cuDNN keeps the state of dropout between
-            recurrent layers in its own buffer.
+        nullable: Those of the statistics that may be None.
+        draws_on_its_own: A rate above zero among its arguments makes it draw from other
+            state than a generator: cuDNN keeps the dropout state of recurrent layers in
+            a buffer.
         copies: It may copy between devices.
         is_foreach: It writes to lists of tensors. Under a dispatch mode such operators
-            give no tensor a new version.
+            bypass the version counters.
     """
 
     name: str
@@ -72,24 +72,24 @@ class Facts:
 
     @property
     def simple(self) -> bool:
-        """Whether it is a plain function of its arguments."""
+        """Whether it is a pure function of its arguments."""
         return not self.random and self._is_plain
 
     @property
     def simple_without_dropout(self) -> bool:
-        """Whether only a dropout rate above zero makes it more than that."""
+        """Whether it is a pure function if its dropout rate is zero."""
         return self.random and self.dropout_at >= 0 and self._is_plain
 
     @property
     def blank(self) -> bool:
-        """Whether it only takes memory, and leaves there whatever was in it."""
+        """Whether it only allocates memory, uninitialised."""
         return self.uninitialised and not (
             self.random or self.writes or self.statistics or self._is_irregular
         )
 
     @property
     def in_place(self) -> bool:
-        """Whether it only changes what is in its first argument, which it reads."""
+        """Whether it only reads and changes the contents of its first argument."""
         return self.writes == (0,) and not (
             self.resizes
             or self.makes_more
@@ -103,10 +103,10 @@ class Facts:
 
     @property
     def resizes(self) -> bool:
-        """Whether what it writes to may lie in another way afterwards.
+        """Whether it may change the layout of the tensors that it writes to.
 
-        Of torch's own operators on their first argument it is known that they leave
-        that alone: the others say so. A custom operator may do anything.
+        Torch's in-place operators (`aten.*_`) do not, except those that resize. Out
+        variants and custom operators may.
         """
         base = self.name.split(".")
         of_torch = base[0] == "aten" and base[1].endswith("_")
@@ -114,7 +114,7 @@ class Facts:
 
     @property
     def moves_statistics(self) -> bool:
-        """Whether it is simple but for running statistics that it can do without."""
+        """Whether it is simple except for running statistics that may be None."""
         return (
             bool(self.statistics)
             and self.nullable == self.statistics
@@ -231,11 +231,11 @@ def draws_outside_generators(facts: Facts, args: tuple[Any, ...]) -> bool:
 
 
 def gives_permutation(facts: Facts, place: int | None) -> bool:
-    """Return whether a result names each place along a dimension exactly once.
+    """Return whether a result is a permutation of the indices of a dimension.
 
     Args:
         facts: The properties of its operator.
-        place: Its place among the results, or None if there is only one.
+        place: Its position among the results, or None if there is only one.
 
     Examples:
         >>> gives_permutation(facts_of(torch.ops.aten.sort.stable), 1)
@@ -258,14 +258,14 @@ def _writes(schema: Any) -> tuple[int | str, ...]:
 
 
 def _hidden_writes(base: str) -> tuple[int | str, ...]:
-    """Return what an operator writes to although its schema does not say so."""
+    """Return the arguments with writes that the operator's schema does not declare."""
     library, name = base.split("::")
-    # The collectives of process groups: each fills its first argument, or changes it.
+    # In-place collectives of process groups write to their first argument.
     return (0,) if library == "c10d" and name.endswith("_") else ()
 
 
 def _takes_tensors(schema: Any, written: tuple[int | str, ...]) -> bool:
-    """Return whether there are tensors among the arguments that it does not write."""
+    """Return whether some tensor argument has no declared write."""
     return any(
         "Tensor" in str(argument.type)
         and (argument.name if argument.kwarg_only else position) not in written
@@ -274,7 +274,7 @@ def _takes_tensors(schema: Any, written: tuple[int | str, ...]) -> bool:
 
 
 def _is_out(written: tuple[int | str, ...]) -> bool:
-    """Return whether results go into tensors that were given by keyword."""
+    """Return whether it is an out variant."""
     return bool(written) and all(isinstance(place, str) for place in written)
 
 
@@ -312,8 +312,8 @@ def _is_opaque(base: str, tags: list[torch.Tag]) -> bool:
     return (
         base in _KEPT
         or base.split("::")[0] in _COLLECTIVES
-        # Their shapes are the same in a replay. Others with this tag leave parts of
-        # their results unwritten (`_ctc_loss`, `linalg_lstsq`), or are not known.
+        # These have equal shapes in a replay. Others with this tag leave parts of
+        # their results unwritten (`_ctc_loss`, `linalg_lstsq`), or are unknown.
         or (
             torch.Tag.dynamic_output_shape in tags
             and base not in GATHERING
@@ -326,14 +326,14 @@ def _is_opaque(base: str, tags: list[torch.Tag]) -> bool:
 
 _KEPT = frozenset(
     {
-        # cuDNN's recurrent kernels write to it without saying so.
+        # cuDNN's recurrent kernels write to it undeclared.
         "aten::_cudnn_init_dropout_state",
-        # A draw, and a cumulative sum that some devices add in any order.
+        # Draws, and uses a cumulative sum that is nondeterministic on some devices.
         "aten::multinomial",
     }
 )
 
-# Several processes take part: running one twice would block, or change what others see.
+# Several processes take part: running one twice would block, or affect the others.
 _COLLECTIVES = frozenset(
     {
         "_c10d_functional",
@@ -346,7 +346,7 @@ _COLLECTIVES = frozenset(
     }
 )
 
-# Libraries of torch itself: their schemas, and `_hidden_writes`, name their writes.
+# Torch's own libraries: their schemas and `_hidden_writes` declare all writes.
 _KNOWN = _COLLECTIVES | {
     "_quantized",
     "aten",
@@ -417,16 +417,15 @@ _ASKING = frozenset({"aten::mkldnn_rnn_layer"})
 # The workspaces of oneDNN and cuDNN have padding.
 _RAGGED = {"aten::mkldnn_rnn_layer": (3,), "aten::_cudnn_rnn": (3,)}
 
-# Where a tensor without memory is, is asked through the dispatcher.
+# The device of a fake tensor is queried through the dispatcher.
 _ASKED = frozenset({"prim::device"})
 
-# Views that autograd is not to know of as views: their schemas do not say so.
+# Views that their schemas do not declare, to hide them from autograd.
 _UNTOLD_VIEWS = frozenset({"aten::_unsafe_view"})
 
 _RESIZING = frozenset({"aten::resize_", "aten::resize_as_", "aten::_resize_output_"})
 
-# Operators that update running statistics, most of them without saying so in their
-# schema.
+# Operators that update running statistics, most of them undeclared in the schema.
 _UPDATING = frozenset(
     {
         "aten::_batch_norm_with_update",

@@ -1,4 +1,4 @@
-"""Which calls give the same bits when they run a second time on the same inputs."""
+"""Which operator calls are bitwise reproducible on the same inputs."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,9 +11,9 @@ from torch import Tensor
 def is_repeatable(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return whether running a call again gives the same bits.
 
-    It does not where threads write to one place in any order. Accelerators do that in
-    many kernels. On a CPU only a few kernels do, when there are several threads and
-    more elements than one thread takes.
+    It does not if threads write to one place in any order. Many GPU kernels do. On a
+    CPU only a few kernels do, with several threads and more elements than one thread
+    processes.
 
     Args:
         name: The operator's name with its overload, as `aten.topk.default`.
@@ -41,9 +41,9 @@ def is_repeatable(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         indices, values = [None] * args[1] + [args[2]], args[3]
     else:
         values = args[2]
-    if isinstance(indices, Tensor):  # of `put`, whose target is one row to it
+    if isinstance(indices, Tensor):  # of `put`, which indexes the flat target
         return indices.numel() < _GRAIN
-    # Masks name each place once; one value gives the same sum in any order.
+    # Masks select each place once; a single value gives the same sum in any order.
     places = [i for i in indices if i is not None and i.dtype not in _MASKS]
     if not places or values.numel() == 1:
         return True
@@ -60,7 +60,7 @@ def _is_repeatable_on_accelerator(
     kwargs: Mapping[str, Any],
 ) -> bool:
     if base == "scatter":
-        # One number, wherever it is written, in any order.
+        # A scalar: the order of writes does not matter.
         return not isinstance(args[3], Tensor)
     if base in _ADDING:
         # Sums of integers are exact, in any order.
@@ -73,12 +73,12 @@ def _rounds(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-# Their shapes may depend on what is in a mask, but they choose nothing: they gather
-# elements of their first argument, exactly. What they return is as large as that.
+# Their shapes may depend on a mask, but they only gather elements of their first
+# argument, exactly, and leave no part of their results unwritten.
 GATHERING = frozenset({"aten::index", "aten::masked_select"})
 
-# Order among equals, counts, places: a second run on the same inputs chooses the same
-# on a CPU. On an accelerator only some do.
+# Order among equal elements, counts, indices: all reproducible on a CPU, some on an
+# accelerator.
 CHOOSING = frozenset(
     {
         "aten::_unique",
@@ -101,7 +101,7 @@ CHOOSING = frozenset(
     }
 )
 
-# Built on stable sorts, prefix sums and comparisons, without a race.
+# Built on stable sorts, prefix sums and comparisons, without races.
 _ORDERED_ON_CUDA = frozenset(
     {
         "_unique",
@@ -119,9 +119,9 @@ _ORDERED_ON_CUDA = frozenset(
 # Only sums make their results vary.
 _ADDING = frozenset({"bincount", "cumsum", "histc", "index_add", "scatter_add"})
 
-# Writes to one place in any order on accelerators; the documentation of
-# torch.use_deterministic_algorithms lists them. Derivatives are among them: gradients
-# may be taken inside a region.
+# Write to one place in any order on accelerators; the documentation of
+# torch.use_deterministic_algorithms lists them. Backward operators are included,
+# because regions may compute gradients.
 _ATOMIC = frozenset(
     {
         "aten::_adaptive_avg_pool2d_backward",
@@ -171,12 +171,12 @@ _ATOMIC = frozenset(
 )
 
 VARYING = _ATOMIC | CHOOSING
-"""Operators that `is_repeatable` is asked about."""
+"""Operators whose reproducibility depends on the call; see `is_repeatable`."""
 
-# Those that do so on a CPU with several threads: additions are atomic, and where a
-# place is named twice, either value may stay.
+# Nondeterministic on a CPU with several threads: additions are atomic, and of two
+# writes to one place either may win.
 _RACING_ON_CPU = frozenset(
     {"_index_put_impl", "_unsafe_index_put", "index_copy", "index_put", "put"}
 )
-_GRAIN = 32768  # elements; fewer are left to one thread (`at::internal::GRAIN_SIZE`)
+_GRAIN = 32768  # elements; one thread processes fewer (`at::internal::GRAIN_SIZE`)
 _MASKS = frozenset({torch.bool, torch.uint8})

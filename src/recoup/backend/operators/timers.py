@@ -1,4 +1,4 @@
-"""The time of an operator: by events on an accelerator, by the clock elsewhere."""
+"""Operator timing: by events on an accelerator, by the clock elsewhere."""
 
 import contextlib
 import itertools
@@ -12,36 +12,36 @@ import torch
 from torch import Tensor
 
 REPEATS = 3
-"""How often an operator is repeated for its time when it first occurs."""
+"""Repetitions for timing an operator at its first occurrence."""
 
 _TRIALS = 5
 
 _LEAST_SECONDS = 1e-6
-"""No kernel takes less, though events cannot resolve it."""
+"""Lower bound on a kernel's time, below the resolution of events."""
 
 
 class Timer(Protocol):
-    """Says how long operators take; what it says of a run is asked for by number."""
+    """Times operators; each measurement is read later, by its number."""
 
     def run(self, call: partial[Any]) -> tuple[Any, int]:
-        """Run an operator once; return its result and the number of its time."""
+        """Run an operator once; return its result and its measurement's number."""
         ...
 
     def again(self, call: partial[Any], number: int) -> int:
-        """Return the number of a better time for an operator that has run."""
+        """Measure an operator again, better; return that measurement's number."""
         ...
 
     def join(self, number: int, other: int) -> None:
-        """Take two times for times of one call: the least is its time."""
+        """Merge two measurements of one call: the smaller one is its time."""
         ...
 
     def seconds(self, number: int) -> float:
-        """Return how long one call took."""
+        """Return the duration of one call."""
         ...
 
 
 class Laps:
-    """The times between points in the work of a device, without synchronising.
+    """The times between marks in a device's work; marking does not synchronise.
 
     Examples:
         >>> laps = Laps(torch.device("cpu"))
@@ -56,7 +56,7 @@ class Laps:
         self._marks: list[Any] = []
 
     def mark(self) -> None:
-        """Record the point that the device's work has reached."""
+        """Record a mark in the device's work."""
         if self._device.type == "cpu":
             self._marks.append(time.perf_counter())
         else:
@@ -65,7 +65,7 @@ class Laps:
             self._marks.append(event)
 
     def seconds(self) -> list[float]:
-        """Wait for the last point, and return the times between them."""
+        """Wait for the last mark; return the times between consecutive marks."""
         between = list(itertools.pairwise(self._marks))
         if self._device.type == "cpu":
             return [stop - start for start, stop in between]
@@ -75,10 +75,10 @@ class Laps:
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """The time that events show for operators that take none on the device.
+    """The launch latency that events measure around operators on an idle device.
 
-    The device is idle when an operator is timed by itself, so the time between events
-    begins before the host has issued it. Times are of one operator, and of `REPEATS`.
+    The device is idle when a single operator is timed, so the time between events
+    includes the host's launch overhead. Measured for one operator, and for `REPEATS`.
     """
 
     once_seconds: float
@@ -86,7 +86,7 @@ class Latency:
 
     @classmethod
     def of(cls, device: torch.device) -> "Latency":
-        """Measure it on a device that has nothing else to do."""
+        """Measure it on an idle device."""
         least = torch.zeros(1, device=device)
         once, repeated = (
             min(cls._between_events(device, least, repeats) for _ in range(_TRIALS))
@@ -106,7 +106,7 @@ class Latency:
         return start.elapsed_time(stop) / 1000
 
     def busy_seconds(self, found_seconds: float, repeats: int) -> float:
-        """Return what an operator takes on a busy device.
+        """Return the time of an operator on a busy device.
 
         Args:
             found_seconds: The time between events around all repeats.
@@ -122,7 +122,7 @@ class Latency:
         once = self.once_seconds
         all_seconds = once if repeats == 1 else self.repeated_seconds
         if found_seconds >= 2 * all_seconds or not all_seconds:
-            # Only the first was issued to an idle device.
+            # Only the first was launched on an idle device.
             return (found_seconds - once) / repeats
         steepness = (2 * all_seconds - once) / all_seconds
         return max(0.0, found_seconds - all_seconds) * steepness / repeats
@@ -131,8 +131,8 @@ class Latency:
 class OperatorTimer:
     """Time calls on one device without waiting for each.
 
-    On an accelerator the times are read from events when all is done; `seconds` then
-    synchronises, once. What the host takes to issue a call is taken off.
+    On an accelerator the times are read from events; `seconds` synchronises once, when
+    all is done. The launch latency is subtracted.
 
     Examples:
         >>> timer = OperatorTimer("cpu")
@@ -150,11 +150,11 @@ class OperatorTimer:
         self._joined: dict[int, list[int]] = {}
 
     def time(self, call: Callable[[], Any], *, repeats: int = 1) -> int:
-        """Run a call some times; return a number to ask `seconds` for.
+        """Run and time a call; return the measurement's number for `seconds`.
 
         Args:
             call: The call to run; its result is dropped at once.
-            repeats: How many times.
+            repeats: The number of runs.
         """
         if self._on_events:
             return self._time_by_events(call, repeats)
@@ -167,26 +167,26 @@ class OperatorTimer:
         return len(self._seconds) - 1
 
     def run(self, call: partial[Any]) -> tuple[Any, int]:
-        """Run an operator once; return its result and the number of its time."""
+        """Run an operator once; return its result and its measurement's number."""
         box: list[Any] = []
         number = self.time(lambda: box.append(call()))
         return box.pop(), number
 
     def again(self, call: partial[Any], number: int) -> int:
-        """Run an operator again, whose first run takes longer than later ones.
+        """Measure an operator again, because a first run takes longer than later ones.
 
-        Where memory is short, its one run will do.
+        If memory runs out, keep the first measurement.
         """
         with contextlib.suppress(torch.OutOfMemoryError):
             number = self.time(call, repeats=REPEATS)
         return number
 
     def join(self, number: int, other: int) -> None:
-        """Take two times for times of one call: the least is its time."""
+        """Merge two measurements of one call: the smaller one is its time."""
         self._joined.setdefault(number, [number]).append(other)
 
     def seconds(self, number: int) -> float:
-        """Return how long one call took, or the fastest of those joined to it."""
+        """Return the duration of one call, the shortest of its joined measurements."""
         return min(map(self._one, self._joined.get(number, (number,))))
 
     def _one(self, number: int) -> float:

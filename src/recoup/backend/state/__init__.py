@@ -1,4 +1,4 @@
-"""State that a step reads or changes: found by one walk, kept by one snapshot.
+"""State that a step reads or changes: found by `walk`, saved by `snapshots`.
 
 Objects, attributes, buffers and random generators; no autograd here.
 """

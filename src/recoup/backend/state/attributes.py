@@ -1,4 +1,4 @@
-"""Python attributes of modules and objects: taken at one moment and restored later."""
+"""Snapshots of Python attributes of modules and objects."""
 
 import operator
 from collections import OrderedDict, deque
@@ -24,14 +24,13 @@ _PLAIN = (int, float, complex, str, bytes, type(None))
 
 
 class Attributes:
-    """Python attributes of modules and objects, and what is in plain containers there.
+    """A snapshot of Python attributes, including contents of plain containers in them.
 
-    These are counters, flags such as "initialised", lists and dictionaries, arrays of
-    NumPy up to 16 MiB, training flags, and which tensors are parameters. They belong to
-    the modules and objects that things lead to, as `reach` finds them, through code
-    too. A list or a number that is a variable of a function is not restored. Objects of
-    torch, NumPy and the standard library are not changed, nor containers of more than
-    10 000 items.
+    These are counters, flags such as "initialised", lists and dictionaries, NumPy
+    arrays up to 16 MiB, training flags, and which tensors are parameters, of all
+    modules and objects that `reach` finds, also through code. A list or number in a
+    function's variable is not restored. Objects of torch, NumPy and the standard
+    library are not changed, nor containers of more than 10 000 items.
 
     Examples:
         >>> layer = nn.Tanh()
@@ -51,7 +50,7 @@ class Attributes:
         self.take()
 
     def take(self) -> None:
-        """Read the attributes as they are now."""
+        """Save the current attributes."""
         self._restorers = [
             restorer
             for each in _held_by_objects(self._things)
@@ -59,16 +58,15 @@ class Attributes:
         ]
 
     def restore(self) -> None:
-        """Put attributes and contents back, where they have changed."""
+        """Restore attributes and contents that have changed."""
         for restorer in self._restorers:
             restorer()
 
 
 class Numbers:
-    """The attributes of things that are numbers, texts or flags.
+    """A snapshot of attributes that are numbers, texts or flags.
 
-    Unlike `Attributes` this keeps nothing alive, such as what a step has left in an
-    attribute.
+    Unlike `Attributes` this keeps no tensors alive that a step stored in an attribute.
     """
 
     def __init__(self, *things: object) -> None:
@@ -81,14 +79,14 @@ class Numbers:
         ]
 
     def restore(self) -> None:
-        """Put them back where they still are attributes."""
+        """Restore those that still exist."""
         for attributes, name, value in self._known:
             if name in attributes:
                 attributes[name] = value
 
 
 def _held_by_objects(things: Iterable[object]) -> list[Any]:
-    """Return the modules and users' objects that things lead to, and what they hold."""
+    """Return the modules and user objects that things lead to, and their contents."""
     owners = [each for each in reach(*things, kind=object) if _is_owner(each)]
     return reach(*owners, kind=object, through_code=False)
 
@@ -103,14 +101,14 @@ def _is_owner(thing: Any) -> bool:
 
 
 def _state_of(thing: Any) -> dict[str, Any]:
-    """Return the dictionary of attributes to restore: of modules and users' objects."""
+    """Return the attributes of a module or user object; else an empty dictionary."""
     return attributes_of(thing) if _is_owner(thing) else {}
 
 
 def _restorers_of(thing: Any) -> Iterator[Callable[[], None]]:
-    """Yield what puts an object back as it is now."""
+    """Yield functions that restore an object's current state."""
     if _is_owner(thing):
-        # An object without attributes may get some: those of its class that are set.
+        # Also if empty: the object may get attributes later.
         hooks = HOOKS if isinstance(thing, nn.Module) else ()
         yield _dictionary(attributes_of(thing), hooks)
         for slot in slots_of(type(thing)):
@@ -127,7 +125,7 @@ def _dictionary(now: dict[Any, Any], left_out: Iterable[str]) -> Callable[[], No
     skipped = frozenset(left_out)
 
     def is_skipped(pair: tuple[Any, Any]) -> bool:
-        # As hooks do, the forward that a plan puts on a block stays.
+        # Hooks stay, and so does the forward that a plan puts on a block.
         return pair[0] in skipped or (
             bool(skipped)
             and pair[0] == "forward"
@@ -135,7 +133,7 @@ def _dictionary(now: dict[Any, Any], left_out: Iterable[str]) -> Callable[[], No
         )
 
     before = [pair for pair in items_of(now) if not is_skipped(pair)]
-    # By the base class: subclasses may refuse, or do more.
+    # Through the base class: subclasses may override with other behaviour.
     base: Any = OrderedDict if isinstance(now, OrderedDict) else dict
 
     def restore() -> None:

@@ -1,4 +1,4 @@
-"""The state of a model that decides what its step saves: modes, and what is trained."""
+"""The model state that affects what a step saves: modes and trained parameters."""
 
 import weakref
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ _SENSITIVE = (
     nn.FractionalMaxPool2d,
     nn.FractionalMaxPool3d,
 )
-"""Layers of torch that do something else in training than in evaluation."""
+"""Torch's layers that behave differently in training and evaluation."""
 
 _WITNESSES = 8
 """The number of parameters that are checked for a gradient in every step."""
@@ -31,7 +31,7 @@ class ModelState:
         training: For each module, whether it is in training mode.
         trained: For each parameter, whether it requires a gradient.
         element_bytes: For each parameter, the size of an element.
-        autocast: Whether autocast is on for the model's device, and its type.
+        autocast: The autocast dtype on the model's device, or None if it is off.
     """
 
     training: bytes
@@ -43,11 +43,11 @@ class ModelState:
 class StateReader:
     """Reads the state of one model at every call.
 
-    It costs one attribute of each module, two of each parameter, and no call of a
-    Python function for each. The model is not kept alive.
+    Costs one attribute access per module and two per parameter, without Python function
+    calls. Does not keep the model alive.
 
     Attributes:
-        classes: The classes of its modules when it was read last.
+        classes: The classes of its modules at the last `read`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -66,7 +66,7 @@ class StateReader:
         self._device_type = "cpu" if first is None else first.device.type
 
     def is_of(self, model: nn.Module) -> bool:
-        """Return whether this reads the state of a model, all parts of which exist."""
+        """Return whether this reads `model`, and all its modules still exist."""
         return self._modules[0]() is model and None not in [
             module() for module in self._modules
         ]
@@ -92,10 +92,10 @@ class StateReader:
         )
 
     def _choose_witnesses(self) -> list[tuple[weakref.ref[nn.Module], str]]:
-        """Return the parameters whose gradients stand for those of the model.
+        """Return a sample of parameters, whose gradients represent the model's.
 
-        The largest trained one of each part of the model that has the most of them:
-        optimizers and freezing divide a model into its parts.
+        The largest trained one of each top-level child, because optimizers and freezing
+        usually divide a model by these; at most `_WITNESSES` in all.
         """
         largest: dict[str, tuple[int, weakref.ref[nn.Module], str]] = {}
         for path, owner in self._owners:
@@ -110,9 +110,9 @@ class StateReader:
         return [(owner, name) for _, owner, name in chosen]
 
     def carries_gradients(self) -> int:
-        """Return which sampled parameters have a gradient, as bits: runs in every step.
+        """Return a bit for each sampled parameter that has a gradient.
 
-        It looks at a few parameters, however many the model has.
+        Cheap enough for every step: the sample is small, whatever the model's size.
         """
         found = 0
         for number, (owner, name) in enumerate(self._witnesses):
@@ -145,7 +145,7 @@ class StateReader:
         }
 
     def differences(self, before: ModelState, now: ModelState) -> list[str]:
-        """Return in words what makes a step take more than the measured one."""
+        """Describe the changes that make a step take more than the measured one."""
         found: list[str] = []
         if before.training != now.training:
             changed = [
@@ -175,7 +175,7 @@ class StateReader:
         return found
 
     def _larger_since(self, before: bytes, now: bytes) -> list[str]:
-        """Return the names of the parameters whose number is larger than before."""
+        """Return the names of the parameters whose entry has increased."""
         if before == now:
             return []
         names = [
@@ -195,7 +195,7 @@ def _parameters_of(module: nn.Module | None) -> Mapping[str, nn.Parameter | None
 
 
 def evaluation_advice(model: nn.Module) -> str | None:
-    """Return what to say of a model that is measured in eval mode; None: nothing.
+    """Return the warning for a model that is measured in eval mode, or None.
 
     Examples:
         >>> evaluation_advice(nn.Dropout()) is None
@@ -221,12 +221,12 @@ def evaluation_advice(model: nn.Module) -> str | None:
 
 
 def _acts(module: Any) -> bool:
-    """Return whether a layer does anything in training; dropout of nothing does not."""
+    """Return whether a layer has an effect in training; `Dropout(0)` has none."""
     return getattr(module, "p", None) != 0
 
 
 def needs(needed_bytes: int, budget_bytes: int) -> str:
-    """Return in words what a step needs and what it may take."""
+    """Describe what a step needs and what its budget is."""
     return (
         f"it needs about {print_bytes(needed_bytes)}, the budget is "
         f"{print_bytes(budget_bytes)}"

@@ -1,4 +1,4 @@
-"""Random generators: of operators, of the whole process, and of users' objects."""
+"""Random generators: of operators, of the process, and of user objects."""
 
 import ctypes
 import random
@@ -15,7 +15,7 @@ from recoup.core.restoring import restoring
 
 
 def generator_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Generator:
-    """Return the generator an operator called with these arguments draws from.
+    """Return the generator that an operator with these arguments draws from.
 
     Examples:
         >>> generator_of((torch.zeros(2),), {}) is torch.default_generator
@@ -45,12 +45,12 @@ def same_state(before: Tensor, after: Tensor) -> bool:
 
 
 class random_state(restoring):  # noqa: N801 (used as a verb)
-    """Run the block with the generator in `state`, then put it back as it was."""
+    """Run the block with the generator in `state`, then restore its previous state."""
 
     __slots__ = ("_generator", "_state")
 
     def __init__(self, generator: Generator, state: Tensor) -> None:
-        # As `super` does: replays wait for this.
+        # Inlined `super().__init__`: this is on the replay's critical path.
         self.restore = partial(generator.set_state, generator.get_state())
         self.is_due = False
         self._generator = generator
@@ -69,9 +69,8 @@ def default_states(devices: Sequence[torch.device]) -> list[tuple[Generator, Ten
 def devices_in_use() -> list[torch.device]:
     """Return the accelerators of this process, once it uses any.
 
-    None while their work is captured into a graph: their generators cannot be read.
-    A runtime that this process has not started is asked nothing: without a driver any
-    question to it is an error.
+    Returns none during graph capture, when their generators cannot be read. Does not
+    query a runtime that this process has not started: without a driver that fails.
 
     Examples:
         >>> all(device.type != "cpu" for device in devices_in_use())
@@ -81,7 +80,7 @@ def devices_in_use() -> list[torch.device]:
     if accelerator is None:
         return []
     module = torch.get_device_module(accelerator)
-    # `bool()` is False: what cannot be asked has no generators of this kind either.
+    # `bool()` is False: a backend without this query has no such generators.
     if not getattr(module, "is_initialized", bool)():
         return []
     if getattr(module, "is_current_stream_capturing", bool)():
@@ -104,14 +103,14 @@ def _device_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
 
 @dataclass(frozen=True, slots=True)
 class RandomStates:
-    """The states of Python's, NumPy's and torch's generators at one moment."""
+    """A snapshot of the states of Python's, NumPy's and torch's generators."""
 
     python: Any
     numpy: Any
     torch: tuple[Tensor, ...]
 
     def plain(self) -> dict[str, Any]:
-        """Return them as numbers, texts and tensors, for a file."""
+        """Return the states as numbers, texts and tensors, for a file."""
         version, words, spare = self.python
         plain: dict[str, Any] = {
             "python": [version, list(words), spare],
@@ -124,7 +123,7 @@ class RandomStates:
 
     @staticmethod
     def of_plain(plain: dict[str, Any]) -> "RandomStates":
-        """Return what `plain` was made of."""
+        """Return the states from the result of `plain`."""
         version, words, spare = plain["python"]
         return RandomStates(
             python=(version, tuple(words), spare),
@@ -136,7 +135,7 @@ class RandomStates:
 def random_states(*devices: torch.device, with_numpy: bool = True) -> RandomStates:
     """Return the states of all generators that a step on devices may draw from.
 
-    NumPy's counts only if NumPy has been imported. It alone costs more than a hundred
+    NumPy's is included only if NumPy has been imported. It takes more than a hundred
     microseconds, the others together ten.
 
     Examples:
@@ -155,7 +154,7 @@ def random_states(*devices: torch.device, with_numpy: bool = True) -> RandomStat
 
 
 def restore_random_states(states: RandomStates, *devices: torch.device) -> None:
-    """Put every generator back into the state it had; the devices are the same."""
+    """Restore every generator; pass the same devices as to `random_states`."""
     random.setstate(states.python)
     for generator, state in zip(_generators(devices), states.torch, strict=False):
         generator.set_state(state)
@@ -165,7 +164,7 @@ def restore_random_states(states: RandomStates, *devices: torch.device) -> None:
 
 
 def same_random_states(states: RandomStates, *devices: torch.device) -> bool:
-    """Return whether no generator was drawn from since; NumPy's is not looked at.
+    """Return whether no generator was drawn from since; ignores NumPy's.
 
     Examples:
         >>> before = random_states(torch.device("cpu"))
@@ -182,7 +181,7 @@ def same_random_states(states: RandomStates, *devices: torch.device) -> bool:
 
 
 def _generators(devices: Sequence[torch.device]) -> list[torch.Generator]:
-    if not devices:  # of every step of a loop on the CPU
+    if not devices:  # a fast path, for every step of a loop on the CPU
         return [torch.default_generator]
     found = [torch.default_generator, *map(default_generator, devices)]
     return list({id(generator): generator for generator in found}.values())
@@ -195,7 +194,7 @@ AnyGenerator = Any
 def generators_of(things: Iterable[object]) -> list[AnyGenerator]:
     """Return the generators that are attributes of objects, each once, in order.
 
-    Those called `generator` come first, as torch's loaders and samplers call them.
+    Attributes named `generator` come first: torch's loaders and samplers use that name.
 
     Examples:
         >>> from torch.utils.data import RandomSampler
@@ -222,7 +221,7 @@ def generator_states(generators: Sequence[AnyGenerator]) -> list[Any]:
 def restore_generators(
     generators: Sequence[AnyGenerator], states: Sequence[Any]
 ) -> None:
-    """Put generators back into states, as many as there are of both."""
+    """Restore the states of generators, pairwise."""
     for generator, state in zip(generators, states, strict=False):
         _restore(generator, state)
 
@@ -258,7 +257,7 @@ def _restore(generator: AnyGenerator, state: Any) -> None:
 
 
 def _plain(state: Any) -> Any:
-    """Return a state of NumPy's with its arrays as lists, marked by their type."""
+    """Return a NumPy generator state with arrays as lists, tagged by their dtype."""
     if isinstance(state, dict):
         return {name: _plain(value) for name, value in state.items()}
     if hasattr(state, "tolist") and getattr(state, "ndim", 0):
@@ -275,11 +274,11 @@ def _of_plain(state: Any) -> Any:
 
 
 def draw_as_if_new(loader: Any) -> None:
-    """Draw what a loader's new iterator would, if it goes on with that of last time.
+    """Draw the seed that a loader's new iterator would draw, if it reuses the old one.
 
     A new iterator draws a seed for its workers before the sampler draws an order. A
-    loader with persistent workers has such an iterator in its first epoch only, so
-    that its orders would depend on when its process was started.
+    loader with persistent workers creates an iterator in its first epoch only, so its
+    orders would depend on when its process was started.
 
     Examples:
         >>> torch.manual_seed(0)  # doctest: +ELLIPSIS
@@ -290,6 +289,6 @@ def draw_as_if_new(loader: Any) -> None:
         True
     """
     persists = getattr(loader, "persistent_workers", False)
-    # torchdata's loader has an iterator in any case, and replaces it.
+    # torchdata's loader always has an iterator, and replaces it.
     if persists and getattr(loader, "_iterator", None) is not None:
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)

@@ -1,8 +1,8 @@
-"""State that running a model changes: taken at one moment and restored later.
+"""Snapshots of the state that running a model changes.
 
-`StateSnapshot` is what callers use. Each kind of state has a class of its own here, for
-callers that need one kind alone: `Generators`, `Buffers`, `Gradients`, `NotedGradients`
-and `WrittenTensors`; `Attributes` is in `recoup.backend.state.attributes`.
+Callers use `StateSnapshot`, or one of the classes for a single kind of state:
+`Generators`, `Buffers`, `Gradients`, `NotedGradients` and `WrittenTensors`;
+`Attributes` is in `recoup.backend.state.attributes`.
 """
 
 import weakref
@@ -37,11 +37,11 @@ from recoup.backend.state.walk import reach
 from recoup.core.restoring import restoring
 
 BufferSlot = tuple[dict[str, Tensor | None], str, Tensor | None]
-"""A buffer in its place: the dictionary of a module, the name, and what is there."""
+"""A module's buffer dictionary, a name in it, and the buffer."""
 
 
 def buffer_slots(modules: Iterable[nn.Module]) -> list[BufferSlot]:
-    """Return the buffers that modules themselves have, not their parts, in place.
+    """Return the slots of the modules' own buffers, without those of submodules.
 
     Examples:
         >>> norm = nn.BatchNorm1d(3)
@@ -56,19 +56,19 @@ def buffer_slots(modules: Iterable[nn.Module]) -> list[BufferSlot]:
 
 
 def buffers_in(slots: Iterable[BufferSlot]) -> list[Tensor]:
-    """Return the buffers that are in their places, each once."""
+    """Return the buffers of slots, each once."""
     return list({id(b): b for _, _, b in slots if b is not None}.values())
 
 
 def are_in_place(slots: Iterable[BufferSlot]) -> bool:
-    """Return whether every buffer is still the tensor that was in its place."""
+    """Return whether every slot still holds the same tensor."""
     return all(buffers.get(name) is buffer for buffers, name, buffer in slots)
 
 
 def put_in_place(slots: Iterable[BufferSlot]) -> None:
-    """Put buffers back that a forward pass replaced, as `self.mean = ...` does.
+    """Restore buffers that a forward pass replaced, as `self.mean = ...` does.
 
-    Names that were not there before are taken out.
+    Buffers under new names are removed.
 
     Examples:
         >>> norm = nn.BatchNorm1d(3)
@@ -89,25 +89,25 @@ def put_in_place(slots: Iterable[BufferSlot]) -> None:
 
 
 class StateSnapshot:
-    """The state of generators and of modules at one moment.
+    """A snapshot of the state of random generators and modules.
 
-    Included are the global generators of Python, NumPy, torch and the devices, the
-    generators that the given things lead to, and the buffers of the modules that they
-    lead to; on request also Python attributes (see `Attributes`). Not included are
-    gradients and parameters: see `Gradients` and `WrittenTensors`.
+    Includes the global generators of Python, NumPy, torch and the devices, generators
+    reachable from the given things, and the buffers of reachable modules; on request
+    also Python attributes (see `Attributes`). Excludes gradients and parameters: see
+    `Gradients` and `WrittenTensors`.
 
     Costs a copy of the buffers, and a walk through the things.
 
     Args:
         *things: Modules, functions and other objects; see `reach`.
-        devices: The devices whose global generators count, besides the CPU.
-        with_numpy: Whether NumPy's global generator counts: reading it takes longer
-            than all the others.
-        with_attributes: Whether Python attributes count.
+        devices: Devices whose global generators are included, besides the CPU.
+        with_numpy: Whether to include NumPy's global generator, which takes longer to
+            read than all the others.
+        with_attributes: Whether to include Python attributes.
         on_cpu: Whether copies of buffers are made on the CPU.
 
     Attributes:
-        modules: The modules that were found.
+        modules: The reachable modules.
 
     Examples:
         >>> norm = nn.BatchNorm1d(2)
@@ -138,22 +138,22 @@ class StateSnapshot:
             self._attributes = Attributes(*things, *self.modules)
 
     def take(self) -> None:
-        """Take the state as it is now, of the same things as before."""
+        """Save the current state of the same objects."""
         self.generators.take()
         self.buffers.take()
         if self._attributes is not None:
             self._attributes.take()
 
     def can_restore_on(self, device: torch.device) -> bool:
-        """Return whether a device could restore everything by itself.
+        """Return whether `buffers.restore_if` would restore everything, on the device.
 
-        No generator was drawn from, and no buffer replaced by another tensor: these
-        are on the host. Then `buffers.restore_if` restores everything.
+        That is, no generator was drawn from and no buffer replaced by another tensor:
+        only the host can restore these.
         """
         return self.buffers.are_on(device) and self.generators.are_unmoved()
 
     def restore(self) -> None:
-        """Put everything back as it was when it was last taken."""
+        """Restore the state that was last saved."""
         if self._attributes is not None:
             self._attributes.restore()
         self.buffers.restore()
@@ -164,12 +164,12 @@ class Generators:
     """Random generators and their states: the global ones, and others.
 
     Args:
-        devices: The devices whose global generators count, besides the CPU.
+        devices: Devices whose global generators are included, besides the CPU.
         own: Generators of torch, Python or NumPy that are not global.
-        with_numpy: Whether NumPy's global generator counts, if NumPy is imported.
+        with_numpy: Whether to include NumPy's global generator, if NumPy is imported.
 
     Attributes:
-        devices: The accelerators whose global generators count.
+        devices: The accelerators whose global generators are included.
 
     Examples:
         >>> own = torch.Generator()
@@ -195,17 +195,17 @@ class Generators:
         self.take()
 
     def take(self) -> None:
-        """Read the states as they are now."""
+        """Save the current states."""
         self._global = random_states(*self.devices, with_numpy=self._with_numpy)
         self._states = generator_states(self._own)
 
     def restore(self) -> None:
-        """Put all generators back into the states that were last taken."""
+        """Restore the states that were last saved."""
         restore_random_states(self._global, *self.devices)
         restore_generators(self._own, self._states)
 
     def are_unmoved(self) -> bool:
-        """Return whether none was drawn from; NumPy's global one is not asked."""
+        """Return whether none was drawn from; ignores NumPy's global generator."""
         now = generator_states(self._own)
         return same_random_states(self._global, *self.devices) and all(
             torch.equal(one, other) if isinstance(one, Tensor) else one == other
@@ -216,11 +216,11 @@ class Generators:
 class Buffers:
     """The buffers of modules: which tensors they are, and their contents.
 
-    All are copied: kernels such as those of batch normalization write to running
-    statistics without a new version.
+    All are copied, because kernels such as those of batch normalization bypass the
+    version counters of running statistics.
 
     Args:
-        modules: The modules, without regard to their parts.
+        modules: The modules, whose submodules are not included.
         on_cpu: Whether the copies are made on the CPU.
     """
 
@@ -232,7 +232,7 @@ class Buffers:
         self.take()
 
     def take(self) -> None:
-        """Copy the buffers that the modules have now, into the memory of before."""
+        """Save the current buffers, reusing the memory of earlier copies."""
         slots = buffer_slots(self._modules)
         same = len(slots) == len(self._slots) and are_in_place(self._slots)
         if same:
@@ -251,20 +251,20 @@ class Buffers:
         return [buffer for group, _ in self._groups for buffer in group]
 
     def restore(self) -> None:
-        """Put the tensors back in their places, and their contents in the tensors."""
+        """Restore which tensors the buffers are, and their contents."""
         put_in_place(self._slots)
         for group, copies in self._groups:
-            # Through `.data`: autograd need not notice that it is as before.
+            # Through `.data`, which does not change the version counters.
             _copy_group([buffer.data for buffer in group], copies)
 
     def are_on(self, device: torch.device) -> bool:
-        """Return whether all are in their places, and on one device."""
+        """Return whether no buffer was replaced, and all are on one device."""
         return are_in_place(self._slots) and all(
             group[0].device == device for group, _ in self._groups
         )
 
     def restore_if(self, flag: Tensor) -> None:
-        """Restore contents if the flag is set on their device, without waiting."""
+        """Restore contents if the flag on their device is set; does not synchronise."""
         with torch.no_grad():
             for group, copies in self._groups:
                 choose_all(group, copies, flag)
@@ -277,7 +277,7 @@ class Buffers:
 
 @contextmanager
 def buffers_restored(*things: object) -> Iterator[None]:
-    """Run the block, then restore the buffers of the modules that things lead to.
+    """Run the block, then restore the buffers of the modules reachable from things.
 
     Costs a copy of them while the block runs.
 
@@ -293,9 +293,9 @@ def buffers_restored(*things: object) -> Iterator[None]:
 
 
 class Gradients:
-    """The gradients of leaves, to be taken off and restored later.
+    """The gradients of leaves, which can be removed and restored later.
 
-    On an accelerator they wait on the CPU: a step makes new ones in their place.
+    Gradients on an accelerator move to the CPU, to make room for a step's new ones.
 
     Examples:
         >>> weight = nn.Parameter(torch.ones(1))
@@ -314,7 +314,7 @@ class Gradients:
         self._away: list[tuple[torch.UntypedStorage, Tensor, Tensor]] = []
 
     def take_off(self) -> None:
-        """Take the gradients off, until `restore`."""
+        """Remove the gradients until `restore`."""
         gradients = [grad for _, grad, _ in self._known if grad is not None]
         storages = {
             id(grad.untyped_storage()): (grad, grad.untyped_storage())
@@ -330,7 +330,7 @@ class Gradients:
         self._received.clear()
 
     def drop(self) -> None:
-        """Drop the gradients that the leaves have now."""
+        """Drop the leaves' current gradients."""
         for leaf, _, _ in self._known:
             if leaf.grad is not None:
                 self._received.add(id(leaf))
@@ -343,7 +343,7 @@ class Gradients:
         )
 
     def restore(self) -> None:
-        """Put gradients, and which leaves require them, back."""
+        """Restore gradients and `requires_grad`."""
         self.drop()
         for storage, there, here in self._away:
             storage.resize_(here.nbytes)
@@ -370,15 +370,15 @@ def carry_gradients(leaves: Iterable[Tensor]) -> None:
 
 
 class NotedGradients:
-    """The gradients of leaves, noted without holding them: a step may free them."""
+    """The gradients of leaves, referenced weakly: a step may free them."""
 
     def __init__(self, leaves: Iterable[Tensor]) -> None:
         self._noted = [_Noted(leaf) for leaf in leaves]
 
     def restore(self) -> bool:
-        """Put the gradients back if that is possible; return whether it was.
+        """Restore the gradients if possible; return whether it was.
 
-        It is not where gradients that were there before have changed.
+        It is impossible if earlier gradients have been changed in place.
         """
         if any(noted.has_changed() for noted in self._noted):
             return False
@@ -390,9 +390,9 @@ class NotedGradients:
 class StepSnapshot:
     """A snapshot of the state before a step, to restore after a failure.
 
-    Included are generators and buffers of everything that the step reaches, and
-    gradients, which are noted without being held; not Python attributes. Costs a copy
-    of the buffers, and a walk through the variables of the step.
+    Includes generators and buffers reachable from the step, and gradients, referenced
+    weakly; not Python attributes. Costs a copy of the buffers, and a walk through the
+    variables of the step.
 
     Examples:
         >>> layer = nn.Linear(1, 1)
@@ -409,9 +409,9 @@ class StepSnapshot:
         self._state = StateSnapshot(*things, devices=devices)
 
     def restore(self) -> bool:
-        """Put everything back if that is possible; return whether it was.
+        """Restore everything if possible; return whether it was.
 
-        It is not where gradients that were there before have changed.
+        It is impossible if earlier gradients have been changed in place.
         """
         if not self._gradients.restore():
             return False
@@ -420,12 +420,12 @@ class StepSnapshot:
 
 
 def takes_gradient(tensor: Tensor) -> bool:
-    """Return whether backward adds to the gradient of a tensor."""
+    """Return whether backward accumulates into the tensor's `grad`."""
     return tensor.requires_grad and (tensor.is_leaf or tensor.retains_grad)
 
 
 class _Noted:
-    """The gradient of a leaf, known by a weak reference and its version."""
+    """The gradient of a leaf: a weak reference and its version."""
 
     def __init__(self, leaf: Tensor) -> None:
         gradient = leaf.grad
@@ -435,11 +435,11 @@ class _Noted:
         self._is_dense = gradient is None or gradient.layout is torch.strided
 
     def has_changed(self) -> bool:
-        """Return whether the gradient of before cannot be had again.
+        """Return whether the earlier gradient cannot be restored.
 
-        A gradient that is gone was dropped by the step, which will do so again. But
-        backward adds to it in place only if both are dense and no graph is made: else
-        it is gone because the sum has taken its place.
+        A dead gradient was usually dropped by the step, which will do so again. But
+        unless both gradients are dense and no graph is created, backward replaces it
+        by the sum instead of adding in place.
         """
         if self._known is None:
             return False
@@ -449,19 +449,19 @@ class _Noted:
         return now is not None and (now.requires_grad or not self._is_dense)
 
     def restore(self) -> None:
-        """Put it back, or none if the step had dropped it."""
+        """Restore the gradient, or set None if the step dropped it."""
         self._leaf.grad = None if self._known is None else self._known()
 
 
 class WrittenTensors:
     """Restores tensors that a step writes to, such as parameters that a hook updates.
 
-    The first run is watched, and a tensor copied to the CPU before an operator writes
-    to it: later runs of the same step write to the same ones. Nearly always there is
-    none, and nothing is copied. Costs a look at every operator of that run.
+    Observes the first run, and copies a tensor to the CPU before an operator writes to
+    it; later runs of the same step write to the same tensors. Usually there is none and
+    nothing is copied. Costs a dispatch mode in that run.
 
     Args:
-        known: The tensors; others than plain memory are left out.
+        known: The tensors; those without a plain storage are ignored.
 
     Examples:
         >>> table = nn.Embedding(2, 2, max_norm=1.0)
@@ -482,7 +482,7 @@ class WrittenTensors:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Watch what the block writes to, the first time that there is one."""
+        """Observe the writes of the first such block; later ones run unobserved."""
         if self._has_run:
             yield
             return
@@ -491,7 +491,7 @@ class WrittenTensors:
             yield
 
     def restore(self) -> None:
-        """Give the tensors back the memory they had, and its contents."""
+        """Restore the tensors' storages and contents."""
         for tensor, before in self._before:
             if storage_address(tensor) != storage_address(before):
                 tensor.data = before
@@ -524,7 +524,7 @@ class _Watch(OperatorMode):
         del types
         kwargs = kwargs or {}
         for place in kernel_of(func).facts.writes:
-            # One that is left to its default is not among the arguments.
+            # An omitted argument has its default and is absent here.
             by_name = isinstance(place, str)
             given = kwargs.get(place) if by_name else args[place : place + 1]
             for tensor in filter(has_storage, tensors(given)):
@@ -533,18 +533,18 @@ class _Watch(OperatorMode):
 
     def _copy(self, address: int) -> None:
         for before in self._waiting.pop(address, ()):
-            self._copies.append((before, copy_unseen(before)))  # no part of the step
+            self._copies.append((before, copy_unseen(before)))  # hidden from modes
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Return whether a tensor is memory of this process, with contents."""
+    """Return whether a tensor has a plain storage with contents."""
     return has_storage(tensor) and has_contents(tensor)
 
 
 def _detached(tensor: Tensor) -> Tensor:
     if type(tensor) not in (Tensor, nn.Parameter):
         return tensor.detach()
-    # A fake tensor mode would return one without memory.
+    # A fake tensor mode would return a fake tensor.
     with torch._C._DisableTorchDispatch():
         return tensor.detach()
 
@@ -554,7 +554,7 @@ def _bytes_of(device: torch.device, storage: torch.UntypedStorage) -> Tensor:
 
 
 def _alike(buffers: list[Tensor]) -> list[list[Tensor]]:
-    """Return the buffers that hold something, in groups of one type and device."""
+    """Return the buffers with contents, grouped by dtype and device."""
     groups: dict[Any, list[Tensor]] = {}
     for buffer in buffers:
         if buffer.device.type != "meta":

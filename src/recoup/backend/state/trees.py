@@ -1,4 +1,4 @@
-"""Nested arguments and results: find the tensors in them, rebuild them."""
+"""Pytrees of arguments and results: find their tensors, rebuild them."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -13,7 +13,7 @@ from recoup.backend.state.walk import attributes_of, slots_of
 
 
 def leaves(tree: Any) -> list[Any]:
-    """Return the leaves of a nested structure, in order.
+    """Return the leaves of a pytree, in order.
 
     Examples:
         >>> leaves({"a": (1, [2]), "b": None})
@@ -23,14 +23,14 @@ def leaves(tree: Any) -> list[Any]:
 
 
 def tensors(tree: Any) -> list[Tensor]:
-    """Return the tensors of a nested structure, in order."""
+    """Return the tensors of a pytree, in order."""
     return [leaf for leaf in _pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def bytes_in(tree: Any) -> int:
-    """Return the bytes of the tensors and arrays of a nested structure.
+    """Return the bytes of the tensors and arrays of a pytree.
 
-    Arrays of NumPy and of libraries like it say themselves how large they are.
+    Arrays are objects with an integer `nbytes`, such as NumPy's.
 
     Examples:
         >>> import numpy as np
@@ -39,19 +39,19 @@ def bytes_in(tree: Any) -> int:
     """
     total = 0
     for leaf in _pytree.tree_leaves(tree):
-        with suppress(RuntimeError):  # a sparse tensor does not say
+        with suppress(RuntimeError):  # sparse tensors have no `nbytes`
             size = getattr(leaf, "nbytes", 0)
             total += size if isinstance(size, int) else 0
     return total
 
 
 def map_leaves(change: Callable[[Any], Any], tree: Any) -> Any:
-    """Return the structure with every leaf changed."""
+    """Return the pytree with `change` applied to every leaf."""
     return _pytree.tree_map(change, tree)
 
 
 _MOST_OBJECTS = 1000
-"""Only so many objects that are no tensors are looked into: a batch has few."""
+"""The most objects, other than tensors, that are searched: a batch has few."""
 
 _DEPTH = 8
 
@@ -65,9 +65,9 @@ _DULL = (
 def named_tensors(
     tree: Any, *, kinds: tuple[type, ...] = (Tensor,)
 ) -> list[tuple[str, Any]]:
-    """Return the tensors of a batch and where each is, each tensor once.
+    """Return the tensors of a batch with their paths, each tensor once.
 
-    Unlike `tensors` it looks into any object, as a dataclass, a mapping that is no
+    Unlike `tensors` it searches any object, such as a dataclass, a mapping that is no
     dictionary, or a graph of PyTorch Geometric. Modules are not part of a batch.
 
     Args:
@@ -100,7 +100,7 @@ def named_tensors(
 
 
 def tensors_within(tree: Any) -> list[Tensor]:
-    """Return the tensors of a batch, also those that objects in it hold."""
+    """Return the tensors of a batch, including those in attributes of objects."""
     return [tensor for _, tensor in named_tensors(tree)]
 
 
@@ -115,4 +115,4 @@ def _parts(thing: Any) -> Iterator[tuple[object, Any]]:
             try:
                 yield slot.__name__, slot.__get__(thing, type(thing))
             except AttributeError:
-                continue  # it has no value yet
+                continue  # an unset slot

@@ -42,35 +42,34 @@ _OPAQUE = (
     *("recoup.core.", "recoup.engine.", "recoup.planners.", "recoup.measurement."),
     *("recoup.report.", "recoup.fitting."),
 )
-"""Packages whose objects are not followed: nothing that user code uses is in them."""
+"""Packages whose objects are not followed: they hold nothing that user code uses."""
 
 
 HOOKS = frozenset(vars(nn.Module())) - {
     *("training", "_parameters", "_buffers", "_modules")
 }
-"""Attributes of every module that hold hooks and how it is called."""
+"""Attributes of every module that hold hooks and its compiled call."""
 
 
 def reach(
     *things: object, kind: type | tuple[type, ...], through_code: bool = True
 ) -> list[Any]:
-    """Return the objects of a kind that things lead to, each once, nearest first.
+    """Return the objects of a kind reachable from things, each once, nearest first.
 
-    Followed are closures, globals that code names (also the code of comprehensions,
+    Follows closures, globals that code names (including the code of comprehensions,
     generator expressions and inner functions), defaults, partial arguments, bound
     objects, methods that other methods name, decorated and compiled functions,
-    containers, attributes and slots of objects, and parts, attributes, hooks and
-    `forward` of modules. Tensors are not followed: what their hooks lead to, see
-    `hooks_of`. Weak references are not followed: they stand for what an object does not
-    own.
+    containers, attributes and slots of objects, and submodules, attributes, hooks and
+    `forward` of modules.
 
-    Not followed are globals and classes of torch, NumPy, JAX and the standard library,
-    containers of more than 10 000 items, and anything after the first 100 000 objects.
+    Does not follow tensors (for their hooks, see `hooks_of`), weak references, globals
+    and classes of torch, NumPy, JAX and the standard library, containers of more than
+    10 000 items, and anything after the first 100 000 objects.
 
-    Costs about a microsecond for each object on the way.
+    Costs about a microsecond per visited object.
 
     Args:
-        *things: Where to begin; they are found too if they are of the kind.
+        *things: The start objects, which are returned too if they are of the kind.
         kind: The classes to look for. `object` finds all but numbers, texts, classes
             and tensors.
         through_code: False follows only what objects hold, not what functions use: no
@@ -84,7 +83,7 @@ def reach(
     walk = _Walk(through_code=through_code)
     wanted = () if kind is object else kind
     found: dict[int, Any] = {}
-    # Visited objects stay alive in this list, so that no address is used twice.
+    # This list keeps visited objects alive, so that no id is reused.
     waiting: list[Any] = list(things)
     for place, thing in enumerate(waiting):
         if place >= _MOST_OBJECTS:
@@ -102,10 +101,10 @@ def reach(
 
 
 def variables_of(function: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the names and contents of the variables that a function does not own.
+    """Yield the names and contents of a function's nonlocal and global variables.
 
-    These are closure cells that have a value, and globals that its code, or code inside
-    of it, names.
+    That is, closure cells with a value, and globals named in its code or in nested
+    code.
 
     Examples:
         >>> scale = 3
@@ -130,14 +129,14 @@ def hooks_of(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def attributes_of(thing: object) -> dict[str, Any]:
-    """Return an object's own dictionary of attributes, or an empty one.
+    """Return an object's own `__dict__`, or an empty dictionary.
 
     Examples:
         >>> attributes_of(3)
         {}
     """
     try:
-        # Not `vars`: an object may answer that with something of its own.
+        # Not `vars`, which an object can override.
         return object.__getattribute__(thing, "__dict__")
     except (AttributeError, TypeError):
         return {}
@@ -155,13 +154,12 @@ def slots_of(kind: type) -> tuple[types.MemberDescriptorType, ...]:
 
 
 def is_of_library(name: str) -> bool:
-    """Return whether a module of this name belongs to torch, NumPy, Python or so."""
+    """Return whether a module belongs to torch, NumPy, JAX, recoup or Python."""
     return name.partition(".")[0] in _LIBRARIES
 
 
 def _is_library_code(function: types.FunctionType) -> bool:
-    # An example in a docstring runs in a copy of the library's namespace: it is a
-    # user's all the same.
+    # A doctest runs in a copy of the library's namespace, but counts as user code.
     name = function.__globals__.get("__name__", "")
     module = sys.modules.get(name)
     is_copy = module is not None and vars(module) is not function.__globals__
@@ -169,10 +167,10 @@ def _is_library_code(function: types.FunctionType) -> bool:
 
 
 class _Walk:
-    """One search: what it has seen, and how it goes on from an object.
+    """The state of one search.
 
     Attributes:
-        seen: The addresses of the objects that were visited.
+        seen: The ids of visited objects.
     """
 
     def __init__(self, *, through_code: bool) -> None:
@@ -187,13 +185,13 @@ class _Walk:
             yield from self._parts_of_function(thing) if self._through_code else ()
         elif isinstance(thing, nn.Module):
             for name, value in list(attributes_of(thing).items()):
-                # Most hooks are empty dictionaries: they would be most of the objects.
+                # Most hooks are empty dictionaries, which would dominate the walk.
                 if name not in HOOKS or (self._through_code and value):
                     yield value
             yield from self._methods(type(thing), "forward")
         elif isinstance(thing, types.MethodType):
             yield from (thing.__self__, thing.__func__)
-            # A method may be made of a partial, as torchao does: it has no name.
+            # The function may be a partial without a name, as in torchao.
             name = getattr(thing.__func__, "__name__", "")
             yield from self._methods(type(thing.__self__), name)
         elif isinstance(thing, types.BuiltinMethodType | types.MethodWrapperType):
@@ -215,7 +213,7 @@ class _Walk:
         yield from (content for _, content in _cells_of(function))
         yield from (function.__defaults__, function.__kwdefaults__)
         yield from attributes_of(function).values()  # as `__wrapped__`
-        # A library's function may decorate a user's; what it uses itself is its own.
+        # A library's function may decorate a user's; its globals are not user state.
         if not _is_library_code(function):
             for _, content in _globals_of(function):
                 yield content
@@ -235,11 +233,11 @@ class _Walk:
             try:
                 yield slot.__get__(thing, kind)
             except AttributeError:
-                continue  # it has no value yet
+                continue  # an unset slot
         yield from self._methods(kind, "__call__")
 
     def _methods(self, kind: type, name: str) -> Iterator[Any]:
-        """Yield a method, and what it names of its class: other methods and values."""
+        """Yield a method, and the class attributes that it names, recursively."""
         waiting = [name] if self._through_code else []
         for each in waiting:
             if (kind, each) in self._called:
@@ -255,14 +253,14 @@ class _Walk:
 
 
 def _is_followed(thing: Any, kind: type | tuple[type, ...]) -> bool:
-    # Most objects on the way are leaves: they need no place in the list.
+    # Most visited objects are leaves: do not queue them.
     return not isinstance(thing, _LEAVES) or isinstance(thing, kind)
 
 
 def items_of(container: Any) -> list[Any]:
-    """Return what a container holds, of a dictionary the pairs.
+    """Return a container's items, for a dictionary its pairs.
 
-    Its own methods are not called: they may compute or import something.
+    Does not call overridden methods, which may compute or import something.
 
     Examples:
         >>> items_of((1, 2)), items_of({1: 2})
@@ -273,7 +271,7 @@ def items_of(container: Any) -> list[Any]:
 
 
 def is_large(container: Any) -> bool:
-    """Return whether a container has more items than are looked at."""
+    """Return whether a container has too many items to follow."""
     return _base_of(container).__len__(container) > _MOST_ITEMS
 
 
@@ -299,7 +297,7 @@ def _cells_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
         try:
             yield name, cell.cell_contents
         except ValueError:
-            continue  # a variable that has no value yet
+            continue  # an unset variable
 
 
 def _globals_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
@@ -309,7 +307,7 @@ def _globals_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def _named_in_module(module: types.ModuleType, code: types.CodeType) -> Iterator[Any]:
-    """Yield what code may use as an attribute of a module that it names."""
+    """Yield attributes of a module that code may use."""
     if not is_of_library(module.__name__):
         for name in _names_in(code):
             if name in vars(module):
@@ -318,7 +316,7 @@ def _named_in_module(module: types.ModuleType, code: types.CodeType) -> Iterator
 
 @functools.lru_cache(maxsize=4096)
 def _names_in(code: types.CodeType) -> tuple[str, ...]:
-    """Return the global and attribute names in code and in the code inside of it."""
+    """Return the global and attribute names in code and nested code."""
     names = dict.fromkeys(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):  # a comprehension or inner function

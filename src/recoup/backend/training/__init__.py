@@ -1,4 +1,4 @@
-"""Optimizers and gradient scalers, as far as torch hides them.
+"""Access to torch's internals of optimizers and gradient scalers.
 
 Nothing here trains; the trainer and the engine use it.
 """

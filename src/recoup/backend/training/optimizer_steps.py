@@ -1,4 +1,4 @@
-"""Optimizers: several of one model as one, and steps that bypass version counters."""
+"""Joint optimizers, and optimizer steps that bypass version counters."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -21,9 +21,8 @@ from recoup.backend.memory.storages import version_of
 class JointOptimizer(Optimizer):
     """Step several optimizers as one, as for Muon and AdamW in one model.
 
-    Its groups are those of the members, the very dictionaries, in order; so is its
-    state. Who asks whether a step may be made, as a gradient scaler does, decides it
-    for all members at once.
+    Its groups and state are the members' own dictionaries, in order. A gradient scaler
+    decides for all members at once whether to skip a step.
 
     Args:
         members: The optimizers; no parameter may be in two of them.
@@ -40,7 +39,7 @@ class JointOptimizer(Optimizer):
         [0.1, 0.2]
     """
 
-    # Not `super().__init__`: it would make groups, state and hooks of its own.
+    # Not `super().__init__`: it would create separate groups, state and hooks.
     def __init__(self, members: Sequence[Optimizer]) -> None:
         self.members = list(members)
         self.defaults: dict[str, Any] = {}
@@ -52,14 +51,14 @@ class JointOptimizer(Optimizer):
     def param_groups(  # pyright: ignore[reportIncompatibleVariableOverride]
         self,
     ) -> list[dict[str, Any]]:
-        """The groups of all members; one that gets another group has it here too."""
+        """The groups of all members, including groups added later."""
         return [group for member in self.members for group in member.param_groups]
 
     @property
     def state(  # pyright: ignore[reportIncompatibleVariableOverride]
         self,
     ) -> "defaultdict[Tensor, Any]":
-        """The state of all members, as it is now."""
+        """The current state of all members."""
         found: defaultdict[Tensor, Any] = defaultdict(dict)
         for member in self.members:
             found.update(member.state)
@@ -78,7 +77,7 @@ class JointOptimizer(Optimizer):
             member.zero_grad(set_to_none=set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as one optimizer would: parameters are numbered in order."""
+        """Return the state as one optimizer would, parameters numbered in order."""
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
         for member in self.members:
@@ -92,7 +91,7 @@ class JointOptimizer(Optimizer):
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` of optimizers like these has returned."""
+        """Load the `state_dict` of a joint optimizer with equal members."""
         groups, first = list(state_dict["param_groups"]), 0
         for member in self.members:
             count, has = len(parameters_of(member)), len(member.param_groups)
@@ -119,7 +118,7 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def joined(optimizers: Optimizer | Sequence[Optimizer]) -> Optimizer:
-    """Return one optimizer: the one given, or several as one."""
+    """Return the given optimizer, or a joint one for several."""
     if isinstance(optimizers, Optimizer):
         return optimizers
     members = list(optimizers)
@@ -127,19 +126,19 @@ def joined(optimizers: Optimizer | Sequence[Optimizer]) -> Optimizer:
 
 
 def members_of(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers that one stands for: its members, or itself."""
+    """Return a joint optimizer's members, or the optimizer itself."""
     return optimizer.members if isinstance(optimizer, JointOptimizer) else [optimizer]
 
 
 class StepWatch:
-    """Counts optimizer steps as writes while anything waits for its backward.
+    """Counts optimizer steps as writes while any region waits for its backward.
 
-    Fused optimizers, and those of other libraries, write to parameters without giving
-    them a new version, and a step on a DTensor gives none to its local tensor. Plain
-    autograd then uses the new weights without a word, and so would a replay.
+    Fused optimizers, and those of other libraries, bypass the version counters of
+    parameters, and a step on a DTensor bypasses that of its local tensor. Plain
+    autograd then silently uses the new weights, and so would a replay.
 
-    Costs nothing while nothing waits. Else a step reads the version of each parameter
-    twice, about a tenth of a microsecond each.
+    Free while no region waits. Otherwise a step reads each parameter's version twice,
+    about a tenth of a microsecond each.
     """
 
     def __init__(self) -> None:
@@ -148,7 +147,7 @@ class StepWatch:
         self._is_on = False
 
     def begin(self, waiter: object) -> None:
-        """Watch from now on, until `end`; no other object may have this identity."""
+        """Watch until `end` is called with this object; its id must stay unique."""
         self._waiting.add(id(waiter))
         if not self._is_on:
             self._is_on = True
@@ -156,7 +155,7 @@ class StepWatch:
             register_optimizer_step_post_hook(self._after)
 
     def end(self, waiter: object) -> None:
-        """Stop watching for this one. Takes no lock: called when it dies."""
+        """Stop watching for this object. Takes no lock: finalizers call it."""
         self._waiting.discard(id(waiter))
 
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
@@ -183,10 +182,10 @@ class StepWatch:
 
 
 def _watched(optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
-    """Return each parameter with the tensors that a step on it writes to.
+    """Return pairs of a parameter and a tensor that a step on it writes to.
 
-    A wrapper such as DTensor counts its own writes; the tensors that it is made of,
-    which `to_local()` gives, count none.
+    A step on a wrapper such as DTensor increments the wrapper's version, but not those
+    of its inner tensors, which `to_local()` returns.
     """
     found: list[tuple[Tensor, Tensor]] = []
     for parameter in parameters_of(optimizer):

@@ -1,4 +1,4 @@
-"""The border to torch's gradient scaler: what it keeps to itself, under names."""
+"""The border to torch's gradient scaler: public access to its private state."""
 
 from typing import Any
 
@@ -8,9 +8,9 @@ from torch.optim import Optimizer
 
 
 class OpenScaler(torch.amp.GradScaler):
-    """Torch's scaler, which also says what it found and decided.
+    """Torch's gradient scaler, with access to its overflow flags and decisions.
 
-    Subclasses override `decided`; the arithmetic stays torch's.
+    Subclasses override `decided`; the arithmetic is torch's.
 
     Examples:
         >>> OpenScaler("cpu").scale_tensor is None  # made at the first `scale`
@@ -19,15 +19,15 @@ class OpenScaler(torch.amp.GradScaler):
 
     @property
     def scale_tensor(self) -> Tensor | None:
-        """The scale on its device, or nothing before the first `scale`."""
+        """The scale on its device, or None before the first `scale`."""
         return self._scale
 
     def overflow_flags(self, optimizer: Optimizer | None = None) -> list[Tensor]:
-        """Return the flags of this iteration, of one optimizer or all, one a device.
+        """Return this iteration's overflow flags per device, of one optimizer or all.
 
         A flag is above zero if a gradient on its device was not finite.
         """
-        # Looking up an unknown optimizer would record it: the states are a defaultdict.
+        # `get`, because the states are a defaultdict: a lookup would add an entry.
         states = self._per_optimizer_states
         chosen = states.values() if optimizer is None else [states.get(id(optimizer))]
         return [
@@ -44,17 +44,17 @@ class OpenScaler(torch.amp.GradScaler):
         return sum(bool(state["found_inf_per_device"]) for state in states)
 
     def set_scale(self, scale: float) -> None:
-        """Set the scale, whether it has a tensor yet or not; does not synchronise."""
+        """Set the scale, also before its tensor exists; does not synchronise."""
         self._init_scale = scale
         if self._scale is not None:
             self._scale.fill_(scale)
 
     def forget_checks(self) -> None:
-        """Forget what was found in this iteration; leave the scale as it is."""
+        """Discard this iteration's overflow flags; keep the scale."""
         self._per_optimizer_states.clear()
 
     def decided(self, optimizer: Optimizer, *, skipped: bool) -> None:
-        """Record a step that the host has decided about."""
+        """Handle the decision to run or skip an optimizer's step; for subclasses."""
 
     def _maybe_opt_step(
         self,

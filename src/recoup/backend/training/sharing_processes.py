@@ -10,10 +10,9 @@ Thing = TypeVar("Thing")
 class SharingProcesses:
     """The processes that hold parts of a model's parameters, this one included.
 
-    Each operator on such a parameter may exchange data between them, so all must run
-    the same steps. What they decide by their own clocks and their own memory they
-    decide together. A model whose parameters are all here is not shared: nothing
-    is sent.
+    Operators on such parameters may communicate, so all processes must run the same
+    steps, and decisions based on local time or memory must be made together. Nothing is
+    sent for a model whose parameters are all local.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -27,7 +26,7 @@ class SharingProcesses:
         ]
 
     def gather(self, thing: Thing) -> list[Thing]:
-        """Return what every process has, in one order; all must call it together."""
+        """Return every process's object, in the same order; a collective call."""
         found = [thing]
         for group in self._groups:
             answers: list[Any] = [None] * group.size()

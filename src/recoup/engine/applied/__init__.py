@@ -1,4 +1,4 @@
 """Plans applied to models: hooks that open and close the regions of a plan.
 
-The plan itself is data of `recoup.core`; compiled blocks are run here too.
+The plan itself is data in `recoup.core`. Also runs compiled blocks.
 """

@@ -1,4 +1,4 @@
-"""Plans carried out: forward hooks begin and end the regions that a plan names."""
+"""Applied plans: forward hooks begin and end the regions of a plan."""
 
 import functools
 import hashlib
@@ -35,39 +35,39 @@ from recoup.errors import PlanError, UnsupportedError, UsageError
 
 
 class Watch(Protocol):
-    """Watches one call of a model."""
+    """Observes one call of a model."""
 
     def begin(self) -> None:
-        """Begin, before the first region of the call."""
+        """Start observing, before the first region of the call."""
         ...
 
     def end(self, output: object, order: Sequence[Place] | None) -> None:
-        """End, after the last region.
+        """Stop observing, after the last region.
 
         Args:
             output: The result of the call; None after an exception.
-            order: The places of the plan as they were reached; None: no plan ran.
+            order: The places of the plan in the order reached; None without a plan.
         """
         ...
 
     def cancel(self) -> None:
-        """End after an interrupt."""
+        """Stop observing after an interrupt."""
         ...
 
 
 @runtime_checkable
 class BlockWatch(Watch, Protocol):
-    """Watches one call of a model, and the blocks in it that no plan names."""
+    """Observes one call of a model, including blocks that no plan names."""
 
     def reach(self, block: str, *, entering: bool) -> None:
-        """Note that the call enters or leaves such a block."""
+        """Handle that the call enters or leaves such a block."""
         ...
 
 
 Choice = tuple[Plan | Cuts | None, Watch | None]
 Choose = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Choice]
-"""Returns the plan or the cuts for a call of the model with these arguments (None: keep
-all), and what watches the call."""
+"""Function from a model call's arguments to a plan or cuts (None: keep all) and an
+observer of the call."""
 
 _AnyRun = Run | CuttingRun | SegmentedRun
 
@@ -87,15 +87,14 @@ class Applied:
         model: The model.
         plan: The plan, or a function that chooses one for the arguments of each call,
             or cuts, or segments.
-        verify: As for `CheckpointScope`; segments have options of their own.
-        flag: An attribute of the model that says whether the plan is active.
+        verify: As for `CheckpointScope`; segments have separate options.
+        flag: The name of a model attribute that tells whether the plan is active.
         roots: The paths of the modules that are called from outside: by default the
-            model itself; None: whichever are.
-        unplanned: The paths of modules that no plan names and whose calls a
-            `BlockWatch` is to see.
-        outside: Called with the path of a module when a third of those that plans name
-            were called with gradients outside of a call of a root, as when a part of
-            the model is called directly: no plan applies to that.
+            model itself; None: any module.
+        unplanned: The paths of modules that no plan names, for `BlockWatch`.
+        outside: Callback with a module's path, when a third of the modules that plans
+            name were called with gradients outside of any root's call, so that no plan
+            applies: for example, when a part of the model is called directly.
 
     Raises:
         PlanError: The plan names a module that the model does not have.
@@ -160,7 +159,7 @@ class Applied:
             names = tuple(name for name, _ in model.named_modules())
         roots = [(_submodule(model, name), name) for name in names]
         refuse_scripted([*((name, root) for root, name in roots), *found.items()])
-        # A plan does not keep the model alive, unless parts of it are called.
+        # A plan keeps the model alive only if parts of it are roots.
         self._named = [item for item in roots if item[1]]
         self._whole = model if self._named else None
         self._handles = []
@@ -194,12 +193,12 @@ class Applied:
             add(module.register_forward_hook(hook(False)))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs: torch cannot copy hooks of modules that died."""
+        """Return the state for a copy, without hooks of modules that died."""
         living = [handle for handle in self._handles if handle.hooks_dict_ref()]
         return {**vars(self), "_handles": living}
 
     def remove(self) -> None:
-        """Take the plan off the model, which is then as it was before."""
+        """Remove the plan from the model, restoring the model."""
         self._close_interrupted()
         for handle in self._handles:
             handle.remove()
@@ -210,7 +209,7 @@ class Applied:
         self._whole = None
 
     def due_call(self, block: str) -> DueInterval | None:
-        """Return the call of a block that is about to be made, if it is repeated."""
+        """Return the block call that is about to start, if backward repeats it."""
         applied, run, _, _ = _RUNS.stack[-1] if _RUNS.stack else (None,) * 4
         return run.due_call(block) if applied is self and isinstance(run, Run) else None
 
@@ -245,9 +244,9 @@ class Applied:
         return run, watch
 
     def _follow_missing(self, model: nn.Module, names: set[str]) -> None:
-        """Follow those modules that a plan names and that no plan before it did.
+        """Put hooks on the modules that only this plan names.
 
-        A hook on every module would cost as much as half of a ResNet's forward.
+        Hooks on all modules would cost as much as half of a ResNet's forward.
         """
         with _FOLLOWING:
             missing = names - self._modules
@@ -258,7 +257,7 @@ class Applied:
             self._modules |= missing
 
     def _repeat_missing(self, model: nn.Module, names: set[str]) -> None:
-        """Give blocks that a plan repeats a forward that can be repeated."""
+        """Install a `RepeatedForward` on the blocks that a plan repeats."""
         with _FOLLOWING:
             missing = names - {forward.name for forward in self._forwards}
             whole = model if self._whole is None else self._whole
@@ -267,7 +266,7 @@ class Applied:
                 self._forwards[-1].put_on()
 
     def _episode(self, model_calls: int) -> Episode | None:
-        """Return the calls that this one belongs to; None: it is alone."""
+        """Return the episode of this call, or None if the plan is for one call."""
         if model_calls == 1:
             return None
         episode = _RUNS.episodes.get(self)
@@ -283,7 +282,7 @@ class Applied:
         if self._is_inside(model):
             self.reach(self._name_of(model), entering=True, is_root=True)
         elif self._roots is None and self._name_of(model) and is_in_backward():
-            return  # a part that torch's own checkpointing recomputes
+            return  # recomputed by torch's own checkpointing
         elif self._flag is None or model.__dict__.get(self._flag, False):
             self.begin(model, args, kwargs)
         else:
@@ -293,7 +292,7 @@ class Applied:
     def begin(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Record that the model is called with these arguments."""
+        """Begin a run of the plan for a call of the model."""
         if not self._was_sharded:
             refuse_sharded([type(model)])
         self._close_interrupted()
@@ -305,7 +304,7 @@ class Applied:
             run.reach(self._name_of(model), entering=True)
 
     def _is_inside(self, model: nn.Module) -> bool:
-        """Return whether a root is called by another one, whose call is open."""
+        """Return whether a root is called inside the call of another root."""
         if self._roots == ("",) or not _RUNS.stack:
             return False
         applied, _, _, root = _RUNS.stack[-1]
@@ -327,15 +326,15 @@ class Applied:
             if watch is not None:
                 watch.end(output, run.order if isinstance(run, Run) else None)
             _RUNS.stack.remove(entry)
-        except Exception:  # after an interrupt it stays: the next call closes it
+        except Exception:  # not after an interrupt: the next call closes the entry
             _RUNS.stack.remove(entry)
             raise
 
     def _close_interrupted(self) -> None:
-        """Close what a call left open on this thread.
+        """Close what an interrupted call left open on this thread.
 
-        After an exception torch calls the hooks that end a call, but not after an
-        interrupt. (A model that calls itself is in no region from then on, and right.)
+        After an exception torch calls the forward hooks, but not after an interrupt. (A
+        model that calls itself runs without regions from then on, which is correct.)
         """
         mine = [item for item in _RUNS.stack if item[0] is self]
         for entry in reversed(mine):
@@ -347,9 +346,9 @@ class Applied:
             _RUNS.stack.remove(entry)
 
     def reach(self, name: str, *, entering: bool, is_root: bool = False) -> None:
-        """Begin and end what begins and ends where a module is entered or left."""
+        """Begin and end the regions at the entry or exit of a module."""
         if is_root and (self._roots is None or name in self._modules):
-            return  # it has hooks as a module inside another, if it matters
+            return  # handled by its hooks as an inner module, if any
         if _RUNS.stack:
             applied, run, _, root = _RUNS.stack[-1]
             if (
@@ -362,7 +361,7 @@ class Applied:
             self._enter_outside(name)
 
     def _enter_outside(self, name: str) -> None:
-        """Note a call of a module while no root is called."""
+        """Count a module call outside of any root's call."""
         if not records_gradients() or is_in_backward() or self._outside is None:
             return
         self._entered.add(name)
@@ -371,7 +370,7 @@ class Applied:
             self._outside(name)
 
     def reach_unplanned(self, name: str, *, entering: bool) -> None:
-        """Pass on that a module that no plan names is entered or left."""
+        """Notify the observer that a module without a plan is entered or left."""
         applied, _, watch, _ = _RUNS.stack[-1] if _RUNS.stack else (None,) * 4
         if applied is self and isinstance(watch, BlockWatch):
             watch.reach(name, entering=entering)
@@ -380,16 +379,16 @@ class Applied:
 _RUNS = _Runs()
 
 _OUTSIDE = 3
-"""Calls of one of so many modules outside of a root are calls of a part of the model,
-and not of an embedding or a head that a loss uses too."""
+"""If one in this many modules is called outside of a root, a part of the model is
+called directly, and not just an embedding or head that a loss also uses."""
 
 _FOLLOWING = threading.Lock()
-"""Held while modules are given hooks in the middle of training. Not of an `Applied`:
-locks cannot be copied with a model."""
+"""Held while hooks are added during training. Global, because locks cannot be copied
+with a model."""
 
 
 def digest_of(model: nn.Module) -> str:
-    """Return a text that is equal for models of the same modules and parameters.
+    """Return a hash of a model's module types and parameter shapes and dtypes.
 
     Examples:
         >>> digest_of(nn.Linear(2, 2)) == digest_of(nn.Linear(2, 2))
@@ -416,7 +415,7 @@ def _reach_unplanned(applied: Applied, name: str, entering: bool, *_: Any) -> No
 
 
 def refuse_scripted(modules: Iterable[tuple[str, nn.Module]]) -> None:
-    """Raise `UnsupportedError` if one of the modules can have no hooks."""
+    """Raise `UnsupportedError` if one of the modules cannot have hooks."""
     for name, module in modules:
         if isinstance(module, torch.jit.ScriptModule):
             part = f"its part {name!r}" if name else "it"
@@ -428,16 +427,16 @@ def refuse_scripted(modules: Iterable[tuple[str, nn.Module]]) -> None:
 
 
 def plans_on(module: nn.Module) -> list[Applied]:
-    """Return what is active on a module itself: a plan, or segments.
+    """Return the plans and segments on a module itself.
 
-    Looked for among the hooks, which copies of a module have too.
+    Found through the hooks, which copies of a module share.
     """
     owners = [getattr(hook, "__self__", None) for hook in forward_pre_hooks(module)]
     return [owner for owner in owners if isinstance(owner, Applied)]
 
 
 def plans_in(model: nn.Module) -> list[Applied]:
-    """Return what is applied to a model and to its parts."""
+    """Return the plans and segments on a model and its submodules."""
     return [applied for module in model.modules() for applied in plans_on(module)]
 
 
@@ -453,7 +452,7 @@ def refuse_sharded(kinds: Iterable[type[nn.Module]]) -> None:
 
 
 def _refuse_two_plans(model: nn.Module) -> None:
-    """Raise if a plan is active: of two plans neither would run as planned."""
+    """Raise if a plan is active on the model or a submodule."""
     for name, module in model.named_modules():
         if plans_on(module):
             part = f"the part {name!r} of it" if name else "it"
@@ -472,7 +471,7 @@ def shapes_of(arguments: object) -> tuple[torch.Size, ...]:
 
 
 def _modules_of(script: Script) -> set[str]:
-    """Return the paths of the modules that a plan names, but for the model's own."""
+    """Return the paths of the modules that a plan names, without the model's own."""
     return {place.module for place in script.places()} - {""}
 
 
@@ -492,14 +491,13 @@ def _submodule(model: nn.Module, name: str) -> nn.Module:
 
 
 class PassOrder:
-    """Follows the calls of a step with several passes, and says which pass each is in.
+    """Assigns the calls of a step with several passes to the passes.
 
-    Calls are expected in the order of the measured step. One that does not come as
-    expected is looked for among the others: by what is called, and by what it is called
-    with. A wrong answer costs memory, never a gradient.
+    Calls are expected in the order of the measured step. An unexpected one is matched
+    by its module and arguments. A wrong answer costs memory, but gradients stay right.
 
     Attributes:
-        expected: The module that the measured step called there; None: the same.
+        expected: The module that was expected instead, or None.
 
     Examples:
         >>> first, second = Plan(roots=("g", "d")), Plan(roots=("d",))
@@ -523,8 +521,8 @@ class PassOrder:
         """Return the pass of the next call.
 
         Args:
-            root: The path of the module that is called.
-            key: Distinguishes its calls, as the shapes of its arguments.
+            root: The path of the called module.
+            key: A key that distinguishes its calls, such as its argument shapes.
         """
         count = len(self._calls)
         ahead = [(self._next + shift) % count for shift in range(count)]

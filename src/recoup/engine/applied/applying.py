@@ -15,7 +15,7 @@ from recoup.errors import UsageError
 def apply_plan(
     model: nn.Module, plan: Plan | CompiledPlan, *, verify: Verify = "first"
 ) -> Applied | CompiledBlocks:
-    """Apply a plan to a model, without measuring.
+    """Apply a plan to a model without measuring.
 
     Args:
         model: The model that the plan was made for.
@@ -24,12 +24,12 @@ def apply_plan(
         verify: As for `CheckpointScope`; compiled blocks are not verified.
 
     Returns:
-        A handle; its `remove` takes the plan off again.
+        A handle, whose `remove` removes the plan.
 
     Raises:
         PlanError: The plan was made for another model.
-        UsageError: Another plan is active on the model, or an argument is no model or
-            plan.
+        UsageError: Another plan is active on the model, or an argument has a wrong
+            type.
 
     Examples:
         >>> import torch

@@ -1,8 +1,7 @@
-"""Blocks that run compiled, with a partition of their own between forward and backward.
+"""Blocks that run compiled, with a planned partition into forward and backward.
 
-The compiled forward takes the place of the block's `forward` on the instance, so that
-hooks, parameters and `state_dict` stay as they are. Without gradients a block runs as
-it was written.
+The compiled forward replaces the block's `forward` on the instance, so hooks,
+parameters and `state_dict` are unchanged. Without gradients a block runs uncompiled.
 """
 
 import functools
@@ -42,7 +41,7 @@ _Code = tuple[FunctionType, dict[str, Any]]
 def probe(
     block: nn.Module, executor: Executor, /, *args: Any, **kwargs: Any
 ) -> JointGraph:
-    """Return the joint graph of a block for some arguments, without compiling it.
+    """Return the joint graph of a block for these arguments, without compiling it.
 
     Raises:
         UnsupportedError: The block cannot be captured as one graph.
@@ -64,13 +63,13 @@ def probe(
 
 
 class CompiledForward:
-    """The forward of a block: compiled where gradients are recorded, else as written.
+    """The forward of a block: compiled if gradients are recorded, else eager.
 
-    The compiler limits for how many kinds of inputs it compiles one code object, and
-    numbers that are attributes of a module count as such. Beyond the limit a block gets
-    code of its own; beyond that of its own it runs in a region that recomputes
-    everything, with a warning. So does a call under a dispatch mode, as a counter of
-    operators, which sees none of a compiled block; without a warning.
+    Dynamo limits the recompilations of one code object, and numeric module attributes
+    cause some. Beyond the limit a block gets a separate code object; beyond that one's
+    limit it runs in a region that recomputes everything, with a warning. Under a
+    dispatch mode, which sees no operators of a compiled block, it also runs in such a
+    region, without a warning.
     """
 
     def __init__(
@@ -84,12 +83,12 @@ class CompiledForward:
         self._run = self._compiled(_code_for) if partition.digest else self._in_region
 
     def _compiled(self, code_for: Callable[..., _Code]) -> Forward:
-        """Return the compiled forward, by the code of its kind or of one block."""
+        """Return the compiled forward, with shared or separate code."""
         function, key = forward_of(self._block), _key(self._partition)
         code, backend = code_for(function, key, self._executor)
         return compiled_by(MethodType(code, self._block), backend)
 
-    @leave_uncompiled  # a compiler of the whole model would partition it by its own
+    @leave_uncompiled  # compiled with the whole model it would lose its partition
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block."""
         if not torch.is_grad_enabled():
@@ -127,7 +126,7 @@ class CompiledForward:
             return self.eager(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return data: a copy compiles again when it is called."""
+        """Return plain data: a copy compiles again when it is called."""
         return {
             "block": self._block,
             "partition": self._partition,
@@ -135,8 +134,8 @@ class CompiledForward:
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Build the forward again, for the copied block."""
-        # The block is still being copied: its own forward is that of its class.
+        """Rebuild the forward for the copied block."""
+        # The block is still being copied: its forward is that of its class.
         self.__init__(**state)
 
 
@@ -144,16 +143,16 @@ _Key = tuple[int, str, tuple[str, ...], int]
 
 
 def _key(partition: BlockPartition) -> _Key:
-    """Return what blocks that share compiled code have in common."""
+    """Return a key that is equal for blocks that share compiled code."""
     saved = partition.saves, partition.saved_bytes
     return (partition.kind, partition.digest, *saved)
 
 
 @functools.lru_cache(maxsize=512)
 def _code_for(function: FunctionType, key: _Key, executor: Executor) -> _Code:
-    """Return code of its own for a partition, and the backend that compiles it.
+    """Return a code object for a partition, and the backend that compiles it.
 
-    Blocks share what this returns: Dynamo looks compiled code up by both.
+    Blocks share both: Dynamo's cache is keyed by them.
     """
     kind, digest, saves, planned_bytes = key
 
@@ -183,7 +182,7 @@ def _code_for(function: FunctionType, key: _Key, executor: Executor) -> _Code:
 class CompiledBlocks:
     """A compiled plan on the blocks of a model, until `remove`.
 
-    What was compiled before runs as it was written meanwhile.
+    The user's own compilation is suspended meanwhile.
 
     Raises:
         PlanError: The plan was made for another model.
@@ -219,7 +218,7 @@ class CompiledBlocks:
                 raise
 
     def remove(self) -> None:
-        """Give the blocks their own forwards again, compiled or not."""
+        """Restore the blocks' own forwards and the user's compilation."""
         if self._rest is not None:
             self._rest.remove()
         for block in self._blocks:
@@ -254,7 +253,7 @@ def forward_of(block: nn.Module) -> FunctionType:
     """Return the function of a block's own forward.
 
     Raises:
-        UnsupportedError: Something else has taken its place on the instance.
+        UnsupportedError: It was replaced on the instance.
     """
     forward = block.__dict__.get("forward")
     if forward is not None and not isinstance(forward, CompiledForward):
@@ -279,7 +278,7 @@ def compiled_blocks_in(model: nn.Module) -> Mapping[str, CompiledForward]:
 
 
 def signature_of(block: nn.Module) -> Iterator[tuple[str, Hashable]]:
-    """Yield what blocks of one kind have in common: types, parameters and flags."""
+    """Yield the types, parameters, buffers and flags that blocks of one kind share."""
     for name, module in block.named_modules():
         yield name, (type(module), module.training, module.extra_repr())
     for name, tensor in block.named_parameters():

@@ -1,4 +1,4 @@
-"""Find the blocks of a model: the parts between which it is best cut."""
+"""Find the blocks of a model, between which it is cut."""
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
@@ -10,12 +10,11 @@ _ALIKE = 3
 
 
 def block_names(model: nn.Module) -> tuple[str, ...]:
-    """Return the paths of the modules that make up a model as its layers.
+    """Return the paths of a model's blocks.
 
-    These are the members of its lists and sequences that are themselves made of
-    modules, however deep they lie: transformer layers, residual blocks. A model that
-    has no such lists is cut between its direct parts; one that is a sequence of single
-    layers, between these.
+    These are the members of its lists and sequences, at any depth, that have
+    submodules: transformer layers, residual blocks. Without such lists, the model's
+    composite children are the blocks; in a sequence of single layers, the layers are.
 
     Examples:
         >>> layer = lambda: nn.Sequential(nn.Linear(2, 2), nn.ReLU())
@@ -32,9 +31,9 @@ def block_names(model: nn.Module) -> tuple[str, ...]:
 
 
 def repeated_names(model: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
-    """Return the blocks of which there are several of a kind; all if there are none.
+    """Return the blocks that occur several times by kind, or all if none does.
 
-    What comes once is a stem, an embedding or a head.
+    Single ones are a stem, an embedding or a head.
 
     Examples:
         >>> layer = lambda: nn.Sequential(nn.Linear(2, 2), nn.ReLU())
@@ -49,7 +48,7 @@ def repeated_names(model: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def outer_names(model: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
-    """Return the members of lists that blocks are in; a block that is in none stays.
+    """Return the outer list members that contain blocks, or the block if in no list.
 
     Examples:
         >>> block = lambda: nn.Sequential(nn.Linear(2, 2), nn.ReLU())
@@ -78,10 +77,10 @@ def _outer_name(model: nn.Module, name: str) -> str:
 
 
 def segment_names(model: nn.Module) -> tuple[str, ...]:
-    """Return the blocks that segments are made of: the repeated ones, each once.
+    """Return the blocks that segments consist of: the repeated ones, each once.
 
-    Single layers are blocks here where a model has no larger ones: several of them in a
-    row are worth a region, though one is not.
+    If a model has no larger blocks, single layers count: a row of them is worth a
+    region, though one is not.
 
     Examples:
         >>> segment_names(nn.Sequential(*(nn.Linear(2, 2) for _ in range(3))))
@@ -96,15 +95,15 @@ def segment_names(model: nn.Module) -> tuple[str, ...]:
 
 
 def has_parts(module: nn.Module) -> bool:
-    """Return whether a module is made of modules."""
+    """Return whether a module has submodules."""
     return any(True for _ in module.children())
 
 
 def _blocks(name: str, module: nn.Module, *, is_member: bool = False) -> list[str]:
-    """Return the blocks in a module; itself, if nothing in it repeats.
+    """Return the blocks in a module, or the module itself if nothing in it repeats.
 
-    Inside a member of a list only lists count: the projections of an attention layer,
-    which adapters such as LoRA make modules of, are alike and no blocks.
+    Inside a list member only lists count: the projections of an attention layer, which
+    adapters such as LoRA turn into composite modules, are no blocks.
     """
     if not _repeats(module, lists_only=is_member):
         return [name]
@@ -118,7 +117,7 @@ def _blocks(name: str, module: nn.Module, *, is_member: bool = False) -> list[st
 
 
 def _repeats(module: nn.Module, *, lists_only: bool) -> bool:
-    """Return whether there are several composite parts of one kind side by side."""
+    """Return whether some module inside has several composite children of one type."""
     kinds = Counter(type(child) for child in module.children() if has_parts(child))
     if kinds:
         most = max(kinds.values())
@@ -131,7 +130,7 @@ def _repeats(module: nn.Module, *, lists_only: bool) -> bool:
 
 
 def _is_list_like(module: nn.Module) -> bool:
-    """Return whether all children are of one kind, as in a list of its own class."""
+    """Return whether all children have one type, as in a custom list class."""
     return len({type(child) for child in module.children()}) == 1
 
 
@@ -140,10 +139,10 @@ def _leaves(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _kind(model: nn.Module, name: str) -> Hashable:
-    """Return what blocks of a kind have in common.
+    """Return a key that is equal for blocks of one kind.
 
-    That is their class. Sequences of one list are of a kind; elsewhere, where a stem
-    and a head may both be sequences, those that are made of the same.
+    That is their class. Containers in one list are of one kind; other containers, such
+    as a stem and a head, only if their children have equal types.
     """
     block = model.get_submodule(name)
     if type(block) not in _CONTAINERS:

@@ -1,7 +1,6 @@
-"""Move what a compiled block saves for backward to the host, and bring it back.
+"""Offload the tensors that a compiled block saves for backward, and fetch them back.
 
-Autograd hands over what the block saves. Inputs, parameters and buffers of the block
-stay where they are: they belong to somebody else.
+Inputs, parameters and buffers of the block are not offloaded: they have other owners.
 """
 
 from typing import Any
@@ -23,11 +22,11 @@ from recoup.engine.tiers.host import Host
 from recoup.errors import ChangedTensorError
 
 HOST = Host()
-"""The tier of all that plans move to the host."""
+"""The tier of everything that plans offload."""
 
 
 def moving_saves(block: nn.Module, inputs: Any) -> saved_tensors_hooks:
-    """Move what autograd saves inside, but for what belongs to others."""
+    """Offload saved tensors in the block, except those with other owners."""
     others = {
         storage_address(tensor)
         for tensor in (*tensors(inputs), *block.buffers())
@@ -52,7 +51,7 @@ def _unpack(packed: "_Moved | _Kept") -> Tensor:
 
 
 class _Kept:
-    """A saved tensor that stays, and the version it had: hooks switch the check off."""
+    """A saved tensor that stays, and its version: hooks disable torch's check."""
 
     __slots__ = ("_tensor", "_version")
 

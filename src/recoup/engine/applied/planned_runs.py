@@ -1,4 +1,4 @@
-"""Runs: one forward of a model that has a plan, from region to region."""
+"""Runs: one forward of a model by a plan, cuts or segments."""
 
 import itertools
 import warnings
@@ -29,16 +29,16 @@ from recoup.errors import BudgetWarning
 
 
 class HeldBySpan:
-    """The policy of one region that runs by a plan.
+    """The policy of one region of a plan.
 
-    A value is identified by its operator and by how many of that operator's values came
-    before it in the region, which other sizes of the batch do not change. Where a
-    region makes more of them than when it was measured, as when its graph depends on
-    the data, the others go by their kind: they are held if most of the known are.
+    A value is identified by its operator and its index among that operator's values in
+    the region, which does not depend on the batch size. If a region makes more values
+    of an operator than were measured, as with a data-dependent graph, the additional
+    ones are held if most of the known ones are.
 
     Args:
-        held: For each operator, which of its values are held, and how.
-        made: For each of these operators, how many values are known.
+        held: By operator and index, the values that are held, and how.
+        made: For each of these operators, the number of known values.
 
     Examples:
         >>> policy = HeldBySpan({"aten.mm.default": {1: Action.KEEP}}, {})
@@ -84,7 +84,7 @@ _SERIAL = itertools.count()
 
 
 class _Interval:
-    """A span with what is worked out once: its policy's table, its key, its depth."""
+    """A span with precomputed data: its policy's table, name and key."""
 
     def __init__(self, span: Span, parent: "_Interval | None", serial: int) -> None:
         self.span = span
@@ -97,7 +97,7 @@ class _Interval:
 
 
 class Script:
-    """A plan made ready: what begins and what ends at each place."""
+    """A plan as a table of the intervals that start at each place."""
 
     def __init__(self, plan: Plan) -> None:
         self.starts: dict[Place, list[_Interval]] = {}
@@ -107,7 +107,7 @@ class Script:
         self.all_places = frozenset(self.places())
 
     def places(self) -> set[Place]:
-        """Return every place that matters."""
+        """Return all places where an interval starts or stops."""
         stops = {s.span.stop for started in self.starts.values() for s in started}
         return stops | set(self.starts)
 
@@ -120,13 +120,13 @@ class Script:
 
 @dataclass(frozen=True)
 class Cuts:
-    """Instead of a plan: one region after the other, cut wherever a module is reached.
+    """Instead of a plan: consecutive regions, cut at the given modules.
 
-    Everything is recomputed but what the policy keeps. It serves to measure a model of
-    which nothing is known yet.
+    Everything is recomputed except what the policy keeps. Used to measure a model
+    before a plan exists.
 
     Attributes:
-        modules: The paths of the modules at whose beginning and end is cut.
+        modules: The paths of the modules before and after which to cut.
         policy: Which outputs to keep.
     """
 
@@ -135,7 +135,7 @@ class Cuts:
 
 
 class CuttingRun:
-    """One forward of a model that is cut everywhere."""
+    """One forward of a model with `Cuts`."""
 
     def __init__(self, cuts: Cuts) -> None:
         self._modules = frozenset(cuts.modules)
@@ -147,7 +147,7 @@ class CuttingRun:
     def reach(self, module: str, *, entering: bool) -> None:
         """End one region and begin the next."""
         del entering
-        # Modules that only plans for other calls name are followed too.
+        # Modules that only other calls' plans name also have hooks.
         is_cut = self._open is None or module in self._modules
         if not is_cut or _are_foreign(self._hooks):
             return
@@ -166,13 +166,13 @@ class CuttingRun:
 
 @dataclass(frozen=True)
 class Segments:
-    """Instead of a plan: so many blocks as forward runs in a row are one region.
+    """Instead of a plan: every `size` consecutive blocks are one region.
 
     Attributes:
         modules: The paths of the blocks.
-        size: How many make a region.
-        options: How the regions treat what autograd saves.
-        mark: Identifies these regions for verification; a copy has another mark.
+        size: The number of blocks per region.
+        options: The options of the regions.
+        mark: Identity of these regions for verification; a copy has another one.
     """
 
     modules: tuple[str, ...]
@@ -182,11 +182,10 @@ class Segments:
 
 
 class SegmentedRun:
-    """One forward of a model whose blocks run in regions, several in each.
+    """One forward of a model with `Segments`.
 
-    Blocks are counted as they are left, so that it does not matter in which order
-    forward runs them, nor whether it leaves some out. No region goes on beyond the
-    last of them, where each has run as often as the others.
+    Blocks are counted when they are left, so their order does not matter, and some may
+    be skipped. A region ends at the latest when all blocks have run equally often.
     """
 
     def __init__(self, segments: Segments) -> None:
@@ -199,11 +198,11 @@ class SegmentedRun:
         self._frame = calling_frame()
 
     def reach(self, module: str, *, entering: bool) -> None:
-        """Begin a region before a block that is in none, end it after its last."""
+        """Begin a region before a block outside one; end it after its last block."""
         if not module or _are_foreign(self._hooks):
-            return  # the model itself is none of its blocks
+            return  # the model itself is no block
         if entering:
-            # Late, where something inside was still open when the last block ended.
+            # Retry: an inner region may have been open when the last block ended.
             self._end_full()
             self._begin(module)
             return
@@ -226,7 +225,7 @@ class SegmentedRun:
         begin(self._open, f"segment at {module}", self._segments.options, key)
 
     def _end_full(self) -> None:
-        """End the region that has all its blocks, unless another is open inside it."""
+        """End the region if it has all its blocks and no region is open inside it."""
         is_full = self._inside >= self._segments.size
         is_last = self._inside and self._left % len(self._segments.modules) == 0
         if (is_full or is_last) and is_innermost(self._open):
@@ -237,14 +236,14 @@ class SegmentedRun:
 class Episode:
     """The calls of a model until backward, on one thread.
 
-    A plan for several calls distinguishes them by order. The first call of the next
-    step is known by that nothing is left of those before.
+    A plan for several calls distinguishes them by order. A new step is detected when
+    all regions of the previous calls are dead.
 
     Args:
-        model_calls: How many there are.
+        model_calls: The number of calls.
 
     Attributes:
-        calls: How often each module was entered and left.
+        calls: The number of entries and exits of each module.
         regions: The regions that calls began so far.
     """
 
@@ -268,13 +267,13 @@ class Episode:
 
 
 class DueInterval(NamedTuple):
-    """A call of a block that is about to be made, and that backward repeats.
+    """A block call that is about to start and that backward repeats.
 
     Attributes:
         name: Its name in messages and statistics.
-        key: Identifies it for verification.
-        options: How a region in its place treats what autograd saves.
-        episode: The calls of the model that it belongs to.
+        key: Its identity for verification.
+        options: The options of a region in its place.
+        episode: The episode of model calls that it belongs to.
     """
 
     name: str
@@ -283,16 +282,16 @@ class DueInterval(NamedTuple):
     episode: Episode
 
     def began(self, call: object) -> None:
-        """Note that the call runs."""
+        """Record that the call runs."""
         if self.episode.model_calls > 1:
             self.episode.regions.append(weakref.ref(call))
 
 
 class Run:
-    """One forward of a model that has a plan: what is open, what was called.
+    """One forward of a model with a plan.
 
     Attributes:
-        order: The places of the plan, in the order in which they were reached.
+        order: The places of the plan, in the order reached.
     """
 
     def __init__(
@@ -309,10 +308,10 @@ class Run:
         self._frame = calling_frame()
 
     def reach(self, module: str, *, entering: bool) -> None:
-        """End and begin what ends and begins here.
+        """End and begin the intervals that end and begin here.
 
-        Not where the model's own code has put hooks since, as torch's checkpointing
-        does: what is inside these is theirs.
+        Does nothing inside saved-tensor hooks of the model's own code, such as torch's
+        checkpointing, which own the tensors there.
         """
         call = self._calls.get((module, entering), 0)
         self._calls[module, entering] = call + 1
@@ -330,13 +329,13 @@ class Run:
             self._start(interval)
 
     def close(self) -> None:
-        """End everything."""
+        """End all open intervals."""
         self._due = None
         while self._open:
             end_or_leave(self._open.pop()[1])
 
     def due_call(self, module: str) -> "DueInterval | None":
-        """Return the call of a module that was reached and that backward repeats."""
+        """Return the pending block call of a module, if backward repeats it."""
         due = self._due
         if due is None or due.span.start.module != module:
             return None
@@ -347,9 +346,9 @@ class Run:
         return Options(policy=policy, verify=self._verify, at_once=True)
 
     def _give_up_repeating(self, interval: _Interval) -> None:
-        """Let a region recompute a block from now on whose forward did not ask for it.
+        """Use a region for a block from now on, because its forward was replaced.
 
-        Somebody has replaced the forward on the instance, so this call holds all.
+        The new forward did not call `due_call`, so this call keeps all activations.
         """
         self._due = None
         interval.is_repeated = False
@@ -365,20 +364,20 @@ class Run:
     def _end_down_to(self, place: Place) -> None:
         """End the outermost interval that ends here, and all inside it.
 
-        One that the user has put a scope into, which is still open, goes on instead.
+        An interval that contains a user's open scope continues.
         """
         last = [interval.span.stop == place for interval, _ in self._open].index(True)
         while len(self._open) > last and is_innermost(self._open[-1][1]):
             end(self._open.pop()[1])
 
     def _forget_ended(self) -> None:
-        """Drop intervals whose regions ended with the scope around them."""
+        """Drop intervals whose regions ended with an enclosing scope."""
         self._open = [item for item in self._open if is_open(item[1])]
 
     def _start(self, interval: _Interval) -> None:
         around = self._open[-1][0] if self._open else None
         if around is not interval.parent:
-            return  # the one before it or around it did not end or begin as planned
+            return  # the previous or enclosing interval deviated from the plan
         if interval.is_repeated:
             self._due = interval
             return
@@ -391,7 +390,7 @@ class Run:
 
 
 def _are_foreign(before: tuple[Pack, Unpack] | None) -> bool:
-    """Return whether the active hooks are neither a region's nor those of before."""
+    """Return whether the active hooks are neither recoup's nor `before`."""
     hooks = ambient_hooks()
     if hooks is None or (before is not None and hooks[0] is before[0]):
         return False

@@ -1,7 +1,7 @@
 """Blocks of a plan that are recomputed by calling them again.
 
-The forward of such a block on the instance asks the plan, in each call, whether this
-call is one that backward repeats. Hooks, parameters and `state_dict` stay as they are.
+Such a block's forward, replaced on the instance, asks the plan at each call whether
+backward repeats it. Hooks, parameters and `state_dict` are unchanged.
 """
 
 import weakref
@@ -22,7 +22,7 @@ from recoup.engine.verification.verification_log import LEDGER
 
 
 class DueCall(Protocol):
-    """A call that is about to be made, and that backward repeats."""
+    """A call that is about to start and that backward repeats."""
 
     @property
     def name(self) -> str:
@@ -31,7 +31,7 @@ class DueCall(Protocol):
 
     @property
     def key(self) -> Hashable:
-        """Identifies it for verification."""
+        """Its identity for verification."""
         ...
 
     @property
@@ -40,27 +40,27 @@ class DueCall(Protocol):
         ...
 
     def began(self, call: Rerun) -> None:
-        """Note that the call runs."""
+        """Record that the call runs."""
         ...
 
 
 class Caller(Protocol):
-    """Knows which calls of blocks backward repeats."""
+    """The owner of the plan, which knows the block calls that backward repeats."""
 
     def due_call(self, block: str) -> DueCall | None:
-        """Return the call of a block that is about to be made, once."""
+        """Return the block call that is about to start, and clear it."""
         ...
 
 
 class RepeatedForward:
     """The forward of a block, some calls of which backward repeats.
 
-    A block that was changed since it was found repeatable, as by a hook, or that is
-    called where somebody else handles saved tensors, runs in a region instead.
+    A block that changed since it was found repeatable, for example by a new hook, or
+    that is called inside other saved-tensor hooks, runs in a region instead.
     """
 
     belongs_to_plan = True
-    """Snapshots of a module's attributes leave it alone, as they do hooks."""
+    """Excludes it, like hooks, from snapshots of a module's attributes."""
 
     def __init__(self, block: nn.Module, name: str, caller: Caller) -> None:
         self._block = weakref.ref(block)
@@ -92,28 +92,28 @@ class RepeatedForward:
         return run_first(call)
 
     def put_on(self) -> None:
-        """Take the place of the block's forward."""
+        """Replace the block's forward."""
         block = self._block()
         if block is not None:
             block.__dict__["forward"] = self
 
     def remove(self) -> None:
-        """Give the block its own forward again."""
+        """Restore the block's own forward."""
         block = self._block()
         if block is not None and block.__dict__.get("forward") is self:
             del block.__dict__["forward"]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return data: a copy looks at its own block when it is called."""
+        """Return plain data, without the view of this block."""
         return {"block": self._block(), "name": self.name, "caller": self.caller}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Build the forward again, for the copied block."""
+        """Rebuild the forward for the copied block."""
         self.__init__(**state)
 
 
 def _is_alone(name: str) -> bool:
-    """Return whether no region and no hooks of others are around, as in fit's proof."""
+    """Return whether no region or other hooks enclose the call, as during `fit`."""
     return is_recordable(name) and not depth() and not is_watched_from_around()
 
 
@@ -123,7 +123,7 @@ _PLAIN = frozenset(
 
 
 def _are_plain(arguments: Iterable[Any]) -> bool:
-    """Return whether arguments are tensors and constants: nothing a call can change."""
+    """Return whether arguments are tensors and constants, which no call can change."""
     for each in arguments:
         kind = type(each)
         if kind in _PLAIN:

@@ -1,4 +1,4 @@
-"""The layer checkpointer: an activation kept every few layers of a stack.
+"""The layer checkpointer, which keeps an activation every few layers of a stack.
 
-The names of kizzasi's document; `recoup.engine.replay` recomputes the layers.
+Uses the names of kizzasi's document; `recoup.engine.replay` recomputes the layers.
 """

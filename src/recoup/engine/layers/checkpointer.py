@@ -1,4 +1,4 @@
-"""Layers: an activation kept every few layers, the rest recomputed from these."""
+"""Keep an activation every few layers; recompute the others from these."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,9 +34,9 @@ from recoup.errors import CheckpointIndexError, MissingCheckpointError, UsageErr
 
 @dataclass(frozen=True, slots=True)
 class LayerMoment:
-    """The state of Python's, NumPy's and torch's generators, and of autocast.
+    """A snapshot of Python's, NumPy's and torch's generators, and of autocast.
 
-    Costs some thirty kilobytes, and as many microseconds to take one.
+    Takes some thirty kilobytes and thirty microseconds.
 
     Examples:
         >>> import torch
@@ -53,14 +53,14 @@ class LayerMoment:
 
     @classmethod
     def now(cls) -> Self:
-        """Return a snapshot of the present state."""
+        """Return a snapshot of the current state."""
         devices = devices_in_use()
         kinds = {device.type for device in devices}
         return cls(Generators(devices), autocast_states(kinds))
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Run the block as at that moment, then put generators back as they are."""
+        """Run the block in this state, then restore the generators."""
         now = Generators(self.generators.devices)
         with restoring(now.restore), autocast_as(self.autocast):
             self.generators.restore()
@@ -71,14 +71,14 @@ class LayerMoment:
 def leaving_no_trace(
     function: Callable[..., Any], moment: LayerMoment | None
 ) -> Iterator[None]:
-    """Run a function in the block as at a moment; put back what it moves on.
+    """Run the block in an earlier generator state; restore generators and buffers.
 
-    These are the generators and the buffers of the modules that the function refers
-    to. The buffers begin as they are now: what they were then is not kept.
+    The buffers are those of modules that the function refers to. They start with their
+    current contents: earlier ones are not kept.
 
     Args:
         function: The function that the block calls.
-        moment: When it was called before; by default it draws numbers as if now.
+        moment: The state of its earlier call; by default the current state.
     """
     functions = (function, original_of(function))
     with buffers_restored(*functions), (moment or LayerMoment.now()).again():
@@ -86,14 +86,14 @@ def leaving_no_trace(
 
 
 class KeptActivation:
-    """One activation that is kept.
+    """One kept activation.
 
     Args:
         layer: Its layer.
-        position: Its place among the layers of a forward, if it is of one.
-        activation: The activation: a nested structure of tensors or arrays.
-        tier: Where it is kept, if not on its device as it is.
-        moment: How things stood for the layers after it, if it is of a forward.
+        position: Its position among the layers of a forward, if it is from one.
+        activation: The activation: a pytree of tensors or arrays.
+        tier: The tier that keeps it, if not unchanged on its device.
+        moment: The state at the start of the next layer, if it is from a forward.
     """
 
     def __init__(
@@ -112,18 +112,18 @@ class KeptActivation:
 
     @property
     def stored_bytes(self) -> int:
-        """The bytes it takes where it is kept."""
+        """The bytes it takes in its tier."""
         return sum(
             leaf.stored_bytes if isinstance(leaf, Hold) else bytes_in(leaf)
             for leaf in leaves(self._holds)
         )
 
     def activation(self) -> Any:
-        """Return it, without a graph behind it."""
+        """Return it without a graph."""
         return map_leaves(_fetched, self._holds)
 
     def position_in(self, layers: Sequence[int], end: int) -> int:
-        """Return its place among layers, at `end` or before; -1 if it has none."""
+        """Return its position among layers, at `end` or before, or -1."""
         position = self.position
         if position is None:
             return last_place(layers, self.layer, end + 1)
@@ -132,15 +132,15 @@ class KeptActivation:
 
 
 class Table:
-    """The activations that are kept, and the bytes of those that are not.
+    """The kept activations, and the bytes of the others.
 
     Attributes:
-        entries: By place in the forward, or by layer if they were saved by hand; the
-            oldest first.
+        entries: By position in the forward, or by layer if saved with `save`; oldest
+            first.
         input: The input of the forward.
-        limit: One more than the highest layer that was seen.
-        saved_bytes: The bytes of activations that need not be kept.
-        skipped_bytes: The bytes of checkpoints left out because there were too many.
+        limit: The highest layer so far, plus one.
+        saved_bytes: The bytes of activations that are not kept.
+        skipped_bytes: The bytes of checkpoints beyond `max_checkpoints`.
     """
 
     def __init__(self) -> None:
@@ -151,13 +151,13 @@ class Table:
         self.skipped_bytes = 0
 
     def clone(self) -> Self:
-        """Return another with the same entries."""
+        """Return a copy with the same entries."""
         other = copy(self)
         other.entries = dict(self.entries)
         return other
 
     def keep(self, key: object, entry: KeptActivation) -> None:
-        """Put an entry in."""
+        """Add an entry."""
         self.entries[key] = entry
         self.limit = max(self.limit, entry.layer + 1)
 
@@ -167,7 +167,7 @@ class Table:
         return found[-1] if found else None
 
     def discard(self, layer: int) -> bool:
-        """Take the entries of a layer out; return whether there were any."""
+        """Remove the entries of a layer; return whether there were any."""
         found = [key for key, entry in self.entries.items() if entry.layer == layer]
         for key in found:
             del self.entries[key]
@@ -176,7 +176,7 @@ class Table:
     def nearest(
         self, layers: Sequence[int], end: int
     ) -> tuple[int, KeptActivation | None]:
-        """Return the last place up to `end` that is kept, and its entry."""
+        """Return the last kept position up to `end`, and its entry."""
         start, nearest = -1, self.input
         for entry in self.entries.values():
             position = entry.position_in(layers, end)
@@ -186,7 +186,7 @@ class Table:
 
 
 def last_place(layers: Sequence[int], layer: int, end: int) -> int:
-    """Return the last place of a layer before `end`, or -1.
+    """Return the last position of a layer before `end`, or -1.
 
     Examples:
         >>> last_place([0, 1, 0, 1], 0, 2), last_place([0, 1, 0, 1], 0, 4)
@@ -212,27 +212,26 @@ def _fetched(leaf: Any) -> Any:
 
 
 LayerFunction = Callable[[Any, int], Any]
-"""Computes a layer: takes the activation and the layer's index."""
+"""Function that computes a layer from the activation and the layer's index."""
 
 
 class ActivationCheckpointer:
     """Keep the activations of some layers; recompute the others from these.
 
-    `checkpointed_forward` runs layers one after the other. It is differentiable:
-    between forward and backward only the input and the checkpoints are alive, and
-    backward recomputes each interval between two checkpoints once. Gradients are
-    bitwise those of the plain run, unless `use_mixed_precision` rounds the
-    checkpoints.
+    `checkpointed_forward` runs layers in sequence. It is differentiable: between
+    forward and backward only the input and the checkpoints are alive, and backward
+    recomputes each interval between two checkpoints once. Gradients are bitwise those
+    of the plain run, unless `use_mixed_precision` rounds the checkpoints.
 
-    The checkpoints can be looked at (`get`), and any activation be computed from them
-    again (`recompute_from_checkpoint`). Each forward begins with an empty table.
-    Graphs of earlier forwards keep what they need by themselves.
+    `get` returns a checkpoint, and `recompute_from_checkpoint` recomputes any other
+    activation. Each forward begins with an empty table; graphs of earlier forwards keep
+    what they need.
 
     Costs: the table holds the checkpoints of the last forward until `clear`, each with
     the states of the random generators, some thirty kilobytes.
 
     Args:
-        config: Which layers, how many, and how.
+        config: Which layers to keep, how many, and how.
 
     Raises:
         UsageError: The argument is no configuration.
@@ -262,22 +261,22 @@ class ActivationCheckpointer:
 
     @property
     def config(self) -> CheckpointConfig:
-        """The configuration it was made with."""
+        """The configuration."""
         return self._config
 
     def clone(self) -> Self:
-        """Return another with the same configuration and the same checkpoints."""
+        """Return a copy with the same configuration and checkpoints."""
         other = copy(self)
         other._table = self._table.clone()  # noqa: SLF001 (one of its own kind)
         return other
 
     def save(self, layer: int, activation: Any) -> None:
-        """Keep the activation of a layer; one that is kept already is replaced.
+        """Keep the activation of a layer, replacing an earlier one.
 
         Args:
             layer: The layer's index.
-            activation: A tensor, or any nested structure with tensors in it. It is
-                held by reference, and a later change in place will be noticed.
+            activation: A tensor, or a pytree with tensors. It is held by reference;
+                `get` detects later in-place changes.
 
         Raises:
             CheckpointLimitError: There are `max_checkpoints` already, and
@@ -298,10 +297,10 @@ class ActivationCheckpointer:
         table.keep(("layer", layer), entry)
 
     def get(self, layer: int) -> Any:
-        """Return the activation that is kept for a layer, without a graph behind it.
+        """Return the kept activation of a layer, without a graph.
 
         Raises:
-            CheckpointIndexError: No layer of so high an index was ever seen.
+            CheckpointIndexError: The index is above all layers seen so far.
             MissingCheckpointError: The layer was not kept.
             ChangedTensorError: The activation was changed in place since.
         """
@@ -324,23 +323,23 @@ class ActivationCheckpointer:
         return self._table.saved_bytes
 
     def memory_stored_bytes(self) -> int:
-        """Return the bytes that the checkpoints take where they are kept."""
+        """Return the bytes that the checkpoints take in their tier."""
         return sum(entry.stored_bytes for entry in self._table.entries.values())
 
     def skipped_bytes(self) -> int:
-        """Return the bytes of checkpoints left out because there were too many."""
+        """Return the bytes of checkpoints skipped beyond `max_checkpoints`."""
         return self._table.skipped_bytes
 
     def num_checkpoints(self) -> int:
-        """Return how many checkpoints are kept; the input is not counted."""
+        """Return the number of checkpoints, without the input."""
         return len(self._table.entries)
 
     def is_checkpoint_layer(self, layer: int) -> bool:
         """Return whether the activation of a layer is kept.
 
-        For a layer of the last forward that is what the forward kept, where
-        `max_checkpoints` and `on_overflow` count as well. For others it goes by the
-        interval: layers 0, n, 2n, ….
+        For a layer of the last forward, the answer is what that forward kept, which
+        also depends on `max_checkpoints` and `on_overflow`. Others follow the interval:
+        layers 0, n, 2n, ….
 
         Raises:
             UsageError: The interval is `"sqrt"`, and no forward has run yet, so the
@@ -364,13 +363,13 @@ class ActivationCheckpointer:
         """Run the layers on an input and return the last activation.
 
         Args:
-            activation: The input: a tensor, or any nested structure with tensors.
-            layers: Which layers, in order; a layer may come more than once.
-            function: Called as `function(activation, layer)` for each.
+            activation: The input: a tensor, or a pytree with tensors.
+            layers: The layers in order; a layer may occur more than once.
+            function: Function called as `function(activation, layer)` for each.
 
         Raises:
             CheckpointLimitError: There are too many checkpoint layers and
-                `on_overflow` is `"error"`. Nothing has run then.
+                `on_overflow` is `"error"`; no layer has run.
         """
         layers = [check_layer(layer) for layer in layers]
         kept, skipped = choose(self._config, layers)
@@ -405,22 +404,21 @@ class ActivationCheckpointer:
     def recompute_from_checkpoint(
         self, target: int, layers: Sequence[int], function: LayerFunction
     ) -> Any:
-        """Return the activation of a layer, computed from the nearest checkpoint.
+        """Return the activation of a layer, recomputed from the nearest checkpoint.
 
-        The layers are called again and draw the random numbers that they drew in the
-        forward, under its autocast. Afterwards the random generators are as before, and
-        so are the buffers of the modules that the function refers to: by its variables,
-        its arguments in a `partial`, its object, and lists and dictionaries in these.
-        Buffers of modules that lie deeper move on.
+        The layers run again with the random numbers and the autocast of the forward.
+        Afterwards the random generators are restored, and so are the buffers of the
+        modules that the function reaches: through its variables, `partial` arguments,
+        bound object, and containers in these.
 
-        What the layers compute with must be what it was. A layer whose result depends
-        on a buffer that its forward changes, as spectral normalisation's does, begins
-        with the buffer as it is now; batch normalisation in training does not depend on
-        its statistics. From an activation that was saved by hand, random numbers are
-        drawn as if now.
+        The layers' other inputs must be unchanged. A layer whose result depends on a
+        buffer that its forward updates, such as spectral normalisation, starts from the
+        current buffer; batch normalisation in training does not depend on its
+        statistics. From an activation stored by `save`, random numbers are drawn from
+        the current state.
 
         Args:
-            target: Which layer; if it comes more than once, the last time it does.
+            target: The layer; its last occurrence if it occurs more than once.
             layers: The layers of the forward, in order.
             function: The function of the forward.
 

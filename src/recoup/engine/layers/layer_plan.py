@@ -1,4 +1,4 @@
-"""Which layers of a stack are kept: the configuration, and what follows from it."""
+"""The configuration of kept layers, and the choice of layers that follows from it."""
 
 import math
 import operator
@@ -15,7 +15,7 @@ from recoup.engine.tiers.protocol import Tier
 from recoup.errors import CheckpointLimitError, UsageError
 
 Overflow = Literal["spread", "error", "evict_oldest", "skip"]
-"""What a forward with more checkpoint layers than `max_checkpoints` does."""
+"""The behaviour of a forward with more checkpoint layers than `max_checkpoints`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,16 +24,16 @@ class CheckpointConfig:
 
     Attributes:
         checkpoint_every_n_layers: Keep the activations of layers 0, n, 2n, …; none if
-            it is 0; `"sqrt"` takes the square root of the number of layers, for which
-            the activations kept and those recomputed at once are fewest.
-        max_checkpoints: How many may be kept.
+            it is 0; `"sqrt"` takes the square root of the number of layers, which
+            minimises the activations in memory.
+        max_checkpoints: The most checkpoints to keep.
         use_mixed_precision: Keep them in float16, as `Half` does, in half the bytes.
             The error of x is at most |x| / 2^11, or 2^-25 where that is more, which is
             below 2^-14 (6.1e-5). If one of 1024 numbers is above 65504, see `Half`.
-        on_overflow: What a forward with more checkpoint layers does.
+        on_overflow: The behaviour of a forward with more checkpoint layers.
             `"spread"` keeps every k-th layer, with k just large enough; `"error"`
-            refuses; `"evict_oldest"` keeps the last ones; `"skip"` the first ones.
-        store: Where they are kept, as `Host()`; by default on their device.
+            raises; `"evict_oldest"` keeps the last ones; `"skip"` the first ones.
+        store: The tier that keeps them, such as `Host()`; by default their device.
 
     Raises:
         UsageError: An option is out of range.
@@ -79,7 +79,7 @@ class CheckpointConfig:
 
 
 def place_of(config: CheckpointConfig) -> Tier | None:
-    """Return where checkpoints are kept, if not on their device as they are."""
+    """Return the tier of checkpoints, or None if they stay unchanged on the device."""
     if not config.use_mixed_precision:
         return config.store
     place = Device() if config.store is None else config.store
@@ -87,7 +87,7 @@ def place_of(config: CheckpointConfig) -> Tier | None:
 
 
 def interval_of(config: CheckpointConfig, layer_count: int) -> int:
-    """Return how many layers lie between checkpoints; 0 if there are none."""
+    """Return the distance of checkpoints in layers, or 0 if there are none."""
     every = config.checkpoint_every_n_layers
     return math.isqrt(layer_count) if every == "sqrt" else every
 
@@ -95,7 +95,7 @@ def interval_of(config: CheckpointConfig, layer_count: int) -> int:
 def choose(
     config: CheckpointConfig, layers: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """Return the places whose activations are kept, and those that are skipped.
+    """Return the positions whose activations are kept, and those that are skipped.
 
     Examples:
         >>> choose(CheckpointConfig(), range(10))
@@ -122,7 +122,7 @@ def choose(
 
 
 def too_many(config: CheckpointConfig, layer: int) -> CheckpointLimitError:
-    """Return the error for one checkpoint more than are allowed."""
+    """Return the error for exceeding `max_checkpoints`."""
     return CheckpointLimitError(
         f"Maximum checkpoint count ({config.max_checkpoints}) exceeded when saving "
         f"layer {layer}"
@@ -130,12 +130,12 @@ def too_many(config: CheckpointConfig, layer: int) -> CheckpointLimitError:
 
 
 def is_count(number: object) -> bool:
-    """Return whether it is a whole number, zero or more."""
+    """Return whether it is a non-negative integer."""
     return isinstance(number, int) and not isinstance(number, bool) and number >= 0
 
 
 def check_layer(layer: SupportsIndex) -> int:
-    """Return a layer's index, or raise if it is none.
+    """Return a layer's index; raise if it is invalid.
 
     Examples:
         >>> check_layer(torch.tensor(3))

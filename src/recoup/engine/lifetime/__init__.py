@@ -1,4 +1,4 @@
-"""Values of a region: where each is kept, what overwrites it, when it is freed.
+"""Values of a region: their tiers, overwrites and lifetimes.
 
-`Value` and `Hold` are changed here; the other packages ask them.
+Only this package changes the state of values and holds.
 """

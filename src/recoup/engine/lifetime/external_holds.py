@@ -1,4 +1,4 @@
-"""Holds of tensors from outside a region, until they are detached from their graphs."""
+"""Holds of external tensors of a region, detached from graphs when it ends."""
 
 from itertools import islice
 
@@ -11,11 +11,11 @@ from recoup.engine.lifetime.values import Hold, separate_holds
 
 
 class ExternalHolds:
-    """Makes the holds of tensors that a region uses and did not make.
+    """Makes the holds of tensors that a region uses but did not produce.
 
-    A hold must not keep a graph alive, and a tensor that needs no gradient may be given
-    one later, by a write. It is parted from that when the region ends: between two
-    operators a `detach` costs ten times as much.
+    A hold must not keep a graph alive, but a tensor that requires no gradient may get a
+    graph later, by a write. Such holds are detached when the region ends, because
+    between two operators a `detach` costs ten times as much.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class ExternalHolds:
         """Return a hold of a tensor."""
         if tensor.requires_grad:
             if stays_leaf(tensor):
-                return Hold(tensor, geometry, address)  # it can get other memory
+                return Hold(tensor, geometry, address)  # `.data` may be assigned
             return Hold(alias(tensor), geometry)
         if type(tensor) is not Tensor:
             is_frozen = isinstance(tensor, Parameter)
@@ -40,7 +40,7 @@ class ExternalHolds:
         return hold
 
     def twin(self, hold: Hold) -> Hold:
-        """Return a second hold of the same value, which is parted with the first."""
+        """Return a second hold of the same value, detached together with the first."""
         twin = hold.twin()
         found = self._holds.get(id(hold))
         if found is not None:
@@ -48,7 +48,7 @@ class ExternalHolds:
         return twin
 
     def part_from(self, tensor: Tensor) -> None:
-        """Part the holds of a tensor whose geometry will change."""
+        """Detach the holds of a tensor whose geometry is about to change."""
         for hold, _ in islice(self._holds.values(), self._searched, None):
             self._found.setdefault(id(hold.tensor), []).append(hold)
         self._searched = len(self._holds)
@@ -57,7 +57,7 @@ class ExternalHolds:
                 hold.replace_tensor(alias(tensor))
 
     def part(self) -> None:
-        """Part all of them; one whose tensor got other memory cannot be used."""
+        """Detach all holds; mark those whose tensor got another storage as moved."""
         separate_holds(self._holds.values())
         self._holds = {}
         self._found = {}

@@ -1,4 +1,4 @@
-"""Handing over: saved-tensor hooks around a region may keep what the region holds."""
+"""Handover: outer saved-tensor hooks may keep what a region holds."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -22,44 +22,43 @@ from recoup.engine.lifetime.values import Hold, TapeValue
 from recoup.engine.recording.observers import is_transparent
 
 _MARKS = 8191
-"""The number of shapes that distinguish tensors."""
+"""The number of distinct shapes for marking tensors."""
 
 
 HANDING: set[int] = set()
-"""The threads that pass a region's own holds on to hooks around it. Nearly always it is
-empty, which is asked first where every operator waits."""
+"""The threads that are passing a region's holds on to outer hooks. Nearly always empty,
+which hot code checks first."""
 
 
 def is_handing_over() -> bool:
-    """Return whether this thread passes a region's own holds on to hooks around it.
+    """Return whether this thread is passing a region's holds on to outer hooks.
 
-    What is saved then is no tensor that plain autograd would have saved.
+    Tensors saved meanwhile are not ones that plain autograd would have saved.
     """
     return get_ident() in HANDING
 
 
 def is_watched_from_around() -> bool:
-    """Return whether there are saved-tensor hooks to hand anything over to."""
+    """Return whether there are outer saved-tensor hooks to pass holds on to."""
     hooks = ambient_hooks()
     return hooks is not None and not is_transparent(hooks[0])
 
 
 class Collector(Protocol):
-    """Collects what autograd saves in the second call of a function."""
+    """Collects the tensors that autograd saves in a function's rerun."""
 
     def take(self, tensor: Tensor, packed: Any, unpack: Unpack) -> None:
-        """Take the next saved tensor, which a region inside has packed."""
+        """Add the next saved tensor, which an inner region has packed."""
         ...
 
 
 def role_around() -> tuple[bool, Collector | None]:
-    """Return what a function does around here that is called again in backward.
+    """Return the role of an enclosing function that backward calls again.
 
-    Its first call forgets all that autograd saves, so a region has nothing to do there.
-    Its second call must find the same tensors in the same order, whatever regions
-    inside keep of them: the regions work, and pass each tensor to the collector. What a
-    region holds would not do instead. That depends on what else is alive, and is not
-    the same in both calls.
+    Its first call discards all saved tensors, so a region inside has nothing to do. Its
+    second call must save the same tensors in the same order: regions inside record, and
+    pass each saved tensor to the collector. Passing their holds instead would not work:
+    these depend on what else is alive, which differs between the calls.
 
     Returns:
         Whether this is the first call, and the collector if it is the second.
@@ -77,10 +76,10 @@ def mark_of(
     needed: Sequence[TapeOperation],
     roots: Sequence[TapeValue],
 ) -> int:
-    """Return a number that stands for what a region holds, or -1 if none is needed.
+    """Return a checksum of a region's holds, or -1 if none is needed.
 
-    What it holds depends on tiers and on what else is alive. In the two calls of
-    torch.utils.checkpoint that may differ, and torch finds tensors by their place.
+    The holds depend on tiers and on what else is alive, so they may differ between the
+    two calls of torch.utils.checkpoint, which matches tensors by position.
     """
     hooks = ambient_hooks()
     if hooks is None or not finds_by_place(hooks[0]):
@@ -93,14 +92,14 @@ def mark_of(
 def hand_over(holds: Sequence[Hold], mark: int = -1) -> None:
     """Pass holds on to the active saved-tensor hooks of this thread, if any.
 
-    So an outer region can drop what an inner one holds, and `save_on_cpu` around a
-    region moves it.
+    So an outer region can drop what an inner one holds, and an outer `save_on_cpu`
+    offloads it.
 
     Args:
         holds: The holds.
-        mark: The result of `mark_of`. Each plain tensor gets a shape of its own, which
-            takes no memory, so that torch.utils.checkpoint raises its error rather than
-            give one for another.
+        mark: The result of `mark_of`. Each plain tensor is expanded, without memory, to
+            a shape that depends on it, so that torch.utils.checkpoint raises its error
+            instead of confusing two tensors.
     """
     hooks = ambient_hooks()
     if hooks is None or is_transparent(hooks[0]):
@@ -116,25 +115,25 @@ def hand_over(holds: Sequence[Hold], mark: int = -1) -> None:
 
 
 def _pack_marked(pack: Pack, mark: int, tensor: Tensor) -> Any:
-    # A wrapper is given back as it is: nothing would take the shape off again.
+    # Not for wrappers: nothing would undo the expansion.
     if is_wrapper(tensor) or not has_storage(tensor):
         return pack(tensor)
     return pack(tensor.expand(mark, *tensor.shape))
 
 
 def apart(hold: Hold, kept: Mapping[int, Hold]) -> Hold:
-    """Return the hold, or a twin if it is among those that are kept for autograd.
+    """Return the hold, or a twin if it is also kept for autograd.
 
-    Hooks that keep it may give it back only once, as those of torch.utils.checkpoint.
+    Outer hooks such as torch.utils.checkpoint's may return each hold only once.
     """
     return hold.twin() if id(hold) in kept else hold
 
 
 def copy_small(value: TapeValue, hold: Hold, most_bytes: int) -> Hold:
-    """Hold a copy of a value instead, if it is no larger and has not changed since."""
+    """Hold a copy of a value instead, if it is small and unchanged."""
     if hold.tensor is None:
         return hold
-    # One without memory gets it back before backward, from FSDP.
+    # An empty storage belongs to FSDP, which fills it again before backward.
     small = 0 < hold.tensor.untyped_storage().nbytes() <= most_bytes
     if small and version_of(hold.tensor) == hold.version:
         return value.keep(Hold(copy_storage(hold.tensor), hold.geometry))
@@ -142,9 +141,9 @@ def copy_small(value: TapeValue, hold: Hold, most_bytes: int) -> Hold:
 
 
 def part_holds(values: Iterable[TapeValue], kept: Mapping[int, Hold]) -> None:
-    """Let backward, which has those that are kept, and replays each have their own.
+    """Give replays separate twins of the holds that are kept for backward.
 
-    Hooks that hold them may give each back only once.
+    Outer hooks may return each hold only once.
     """
     for value in values:
         if value.hold is not None and id(value.hold) in kept:

@@ -1,9 +1,9 @@
-"""The past: earlier contents of tensors from outside that a region writes to.
+"""Earlier contents of external tensors that a region writes to.
 
-An operation may have used a tensor that is written to afterwards. Its replay needs what
-was there before. Whether it is replayed at all is known when the region ends, so until
-then only the parts that writes are about to destroy are copied. From the end on the
-region holds what replays read of earlier contents, each byte once for each content.
+An operation may have read a tensor that is overwritten afterwards. Its replay needs the
+earlier contents. Only when the region ends is it known whether it is replayed, so until
+then the parts that writes are about to overwrite are copied. Afterwards the region
+holds only what replays read of earlier contents, each byte once per content.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,15 +28,14 @@ Indices = Sequence[Tensor | None]
 
 
 class _Piece:
-    """A part of a storage as it was.
+    """Earlier contents of a part of a storage.
 
     Attributes:
-        hold: Holds the contents.
+        hold: The hold of the contents.
         start: The first byte.
         stop: The byte after the last.
-        geometry: How the part lies in the storage if that is not all from `start` to
-            `stop`.
-        indices: Which elements of that they are, if not all.
+        geometry: The part's geometry, if it is not all bytes from `start` to `stop`.
+        indices: The indices of its elements in the geometry, if not all.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class _Piece:
         self.indices = indices
 
     def put_back(self, whole: Tensor) -> None:
-        """Write the contents to a tensor that is a storage in one dimension."""
+        """Write the contents to a one-dimensional tensor of the whole storage."""
         contents = self.hold.fetch("a replay")
         if self.geometry is None:
             width = whole.element_size()
@@ -64,7 +63,7 @@ class _Piece:
             torch.ops.aten.index_put_(part, self.indices, contents)
 
     def narrowed(self, start: int, stop: int) -> "_Piece":
-        """Return the part of it from one byte to another, in memory of its own."""
+        """Return a copy of the bytes from `start` to `stop`."""
         if (start, stop) == (self.start, self.stop):
             return self
         contents = self.hold.fetch("a replay")
@@ -74,15 +73,15 @@ class _Piece:
 
 
 class _Storage:
-    """A storage in one dimension.
+    """A storage as a one-dimensional tensor.
 
     Attributes:
         now: The storage itself, while the region records.
-        base: The contents at the end of the region, as far as needed.
+        base: The needed contents at the end of the region.
     """
 
     def __init__(self, tensor: Tensor) -> None:
-        # A region around this one may hold them: it has to see later writes.
+        # An outer region may hold these views, and must detect later writes.
         with sharing_versions():
             self.now: Tensor | None = flat(alias(tensor).detach())
         self.base: list[_Piece] = []
@@ -92,7 +91,7 @@ class _Storage:
         self.nbytes = self._length * self.width
 
     def copied(self) -> Tensor:
-        """Return a tensor of its length, with its contents if these are there."""
+        """Return a tensor of its length, with its contents while the region records."""
         if self.now is None:
             return self._like.new_empty(self._length)
         return self.now[: self._length].clone()
@@ -105,17 +104,17 @@ class _Storage:
         return _Piece(part.clone(), (start, stop))
 
     def aligned(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the bytes with those of elements that are only partly among them."""
+        """Return the interval, extended to whole elements."""
         return start // self.width * self.width, -(-stop // self.width) * self.width
 
 
 class Version:
-    """The contents of a storage while a region used it, before a write.
+    """The contents of a storage before a write.
 
-    It refers to later versions and to no value: a value refers to it.
+    Refers to later versions and to no value; values refer to it.
 
     Attributes:
-        pieces: The contents destroyed until the next version.
+        pieces: The contents overwritten until the next version.
         later: The next version, if there is one.
     """
 
@@ -125,18 +124,18 @@ class Version:
         self.later: Version | None = None
 
     def fetch(self) -> Tensor:
-        """Return the contents in one dimension, as far as they are needed."""
+        """Return the needed contents as a one-dimensional tensor of the storage."""
         whole = self._storage.copied()
         for piece in reversed(self._all_pieces()):
             piece.put_back(whole)
         return whole
 
     def holds(self) -> list[Hold]:
-        """Return the holds of all that the contents are put together from."""
+        """Return the holds of all pieces of the contents."""
         return [piece.hold for piece in self._all_pieces()]
 
     def _all_pieces(self) -> list[_Piece]:
-        """Return the pieces of this and later versions; the last is put back first."""
+        """Return the pieces of this and later versions, to restore in reverse order."""
         found: list[_Piece] = []
         version: Version | None = self
         while version is not None:
@@ -146,7 +145,7 @@ class Version:
 
 
 class History:
-    """Earlier contents of one storage, the oldest first."""
+    """Earlier contents of one storage, oldest first."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._storage = _Storage(tensor)
@@ -155,7 +154,7 @@ class History:
         self._saved_bytes = 0
 
     def add(self, value: TapeValue) -> Version:
-        """Take the present contents, which operations used, for a version."""
+        """Add the current contents, which operations used, as a version."""
         version = Version(self._storage)
         if self._versions:
             self._versions[-1][1].later = version
@@ -165,7 +164,7 @@ class History:
         return version
 
     def before_write(self, target: Tensor, indices: Indices | None) -> None:
-        """Copy what a write will destroy, unless that was done for the last version."""
+        """Copy what a write will overwrite, unless the last version has it already."""
         storage, pieces = self._storage, self._versions[-1][1].pieces
         hull = storage.aligned(*hull_of(geometry_of(target)))
         if self._saved.covers(*hull):
@@ -178,7 +177,7 @@ class History:
                 self._saved_bytes = total
                 pieces.append(_part(target, hull, indices))
                 return
-            # All that is left is less than another part that may overlap.
+            # Copying the rest takes less than another, possibly overlapping part.
             hull = (0, storage.nbytes)
         for start, stop in self._saved.gaps(*hull):
             pieces.append(storage.piece(start, stop))
@@ -186,7 +185,7 @@ class History:
         self._saved.add(*hull)
 
     def settle(self, reads: Mapping[TapeValue, Iterable[Geometry]]) -> None:
-        """Hold what replays read of earlier contents, and nothing else."""
+        """Keep only what replays read of earlier contents."""
         storage = self._storage
         needed = Intervals()
         last: Version | None = None
@@ -199,7 +198,7 @@ class History:
                     last.later = version
                 last = version
             if last is not None:
-                # Those of a version that is not needed belong to the one before.
+                # Pieces of an unneeded version belong to the previous one.
                 last.pieces += _needed_pieces(pieces, needed)
         if last is not None:
             last.later = None
@@ -209,7 +208,7 @@ class History:
 
 
 def _needed_pieces(pieces: Iterable[_Piece], needed: Intervals) -> list[_Piece]:
-    """Return what is needed of some pieces, and take it out of what is needed."""
+    """Return the needed parts of pieces, and remove them from `needed`."""
     found: list[_Piece] = []
     for piece in pieces:
         parts = needed.within(piece.start, piece.stop)
@@ -234,27 +233,27 @@ def _part(target: Tensor, hull: tuple[int, int], indices: Indices | None) -> _Pi
 
 
 def _count(target: Tensor, indices: Indices) -> int:
-    """Return how many elements of a target are addressed, or all of them."""
+    """Return an upper bound on the addressed elements of a target."""
     count, shapes = target.numel(), []
     for place, index in enumerate(indices):
         if index is None:
             continue
         if index.dtype in (torch.bool, torch.uint8):
-            return target.numel()  # how many are set would have to be asked
+            return target.numel()  # counting a mask's elements would synchronise
         count //= max(1, target.shape[place])
         shapes.append(index.shape)
     return count * torch.broadcast_shapes(*shapes).numel()
 
 
 class LateWrites:
-    """Finds the writes to saved values that did not count as a new version.
+    """Finds the writes to saved values that bypass the version counter.
 
-    Autograd gives a tensor its new version after the operator that wrote to it. Where
-    it does not (`rrelu_with_noise`, a write to `.data`), plain autograd shows backward
-    the new contents, so the tensor is held as it is.
+    Autograd increments a tensor's version after the operator that wrote to it. If it
+    does not (`rrelu_with_noise`, a write to `.data`), plain autograd's backward sees
+    the new contents, so the tensor itself is held.
 
     Attributes:
-        holds: By value, what plain autograd would find there now.
+        holds: By value, a hold of what plain autograd would see.
     """
 
     def __init__(self) -> None:
@@ -263,13 +262,13 @@ class LateWrites:
 
     def before(self, value: TapeValue, tensor: Tensor) -> None:
         """Record that a saved value is about to be written to, through a tensor."""
-        # The tensor that was saved, if it is there: `.data` has versions of its own.
+        # Prefer the saved tensor itself: `.data` has a separate version counter.
         saved = value.first_tensor()
         hold = Hold(alias(tensor if saved is None else saved), value.geometry)
         self._pending.append((value, hold))
 
     def settle(self) -> None:
-        """Find out which of the writes so far counted."""
+        """Determine which of the writes so far bypassed the version counter."""
         if self._pending:
             for value, hold in self._pending:
                 if hold.tensor is not None and version_of(hold.tensor) == hold.version:

@@ -1,4 +1,4 @@
-"""Placement: where each value of a region lives that is not recomputed."""
+"""Placement: the tier of each value of a region that is not recomputed."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,14 +11,14 @@ from recoup.engine.tiers.protocol import Tier
 
 
 class Placement:
-    """Asks the policy about values, and says where the held ones are to be kept.
+    """Asks the policy about values, and assigns tiers to held ones.
 
     Args:
         policy: Which outputs to keep although they could be recomputed.
         store: The tier of kept values, if not their device.
 
     Attributes:
-        moves_inputs: Whether activations from outside may be moved.
+        moves_inputs: Whether external activations may be moved to a tier.
     """
 
     def __init__(self, policy: Policy | None, store: Tier | None) -> None:
@@ -34,7 +34,7 @@ class Placement:
         assert self.policy is not None, "only called when there is a policy"
         kept = self.policy.keeps(operator, tensor.untyped_storage().nbytes())
         if kept:
-            # The very tensor lies as the value does: no view is needed to give it back.
+            # The tensor itself has the value's geometry: `fetch` needs no view.
             whole = value.born is not None and value.born() is tensor
             hold = value.keep_tensor(tensor, is_first=whole)
             store = self._store if kept is True else kept
@@ -42,11 +42,11 @@ class Placement:
                 hold.assign(store)
 
     def place_saved(self, hold: Hold) -> None:
-        """Say where a value is kept that autograd saved."""
+        """Assign a tier to a value that autograd saved."""
         hold.assign(self._store)
 
     def place_input(self, value: TapeValue, nbytes: int) -> None:
-        """Say where an activation from outside is kept, unless that has been said."""
+        """Assign a tier to an external activation, unless it has one."""
         hold = value.hold
         assert hold is not None, "a value from outside is held"
         if hold.tensor is not None and hold.tier is None:
@@ -54,14 +54,14 @@ class Placement:
             hold.assign(asked or self._store)
 
     def place_roots(self, roots: Sequence[TapeValue]) -> None:
-        """Say where activations from outside are kept that a replay starts from."""
+        """Assign tiers to external activations that a replay starts from."""
         if not self.moves_inputs:
             return
         for value in roots:
             hold, born = value.hold, value.born
             if value.producer != OUTSIDE or hold is None or hold.tensor is None:
                 continue
-            # No module owns a tensor that is no longer referenced.
+            # A tensor that is no longer referenced has no other owner.
             tensor = value.first_tensor()
             if born is not None and (tensor is None or is_activation(tensor)):
                 self.place_input(value, hold.tensor.untyped_storage().nbytes())
@@ -71,7 +71,7 @@ _KEEPS_NOTHING = Placement(None, None)
 
 
 def placement_of(policy: Policy | None, store: Tier | None) -> Placement:
-    """Return who places the values of a region."""
+    """Return the placement for the values of a region."""
     if policy is None and store is None:
         return _KEEPS_NOTHING
     return Placement(policy, store)

@@ -207,10 +207,7 @@ class Makes(Protocol):
 
 
 def number(operations: Sequence[Makes]) -> None:
-    """Let the values know their places among the operations, for good.
-
-    What only recording needs to know of them is forgotten.
-    """
+    """Set the values' final positions; drop state that only recording needs."""
     for index, operation in enumerate(operations):
         for value in operation.outputs:
             value.producer = index

@@ -1,4 +1,4 @@
-"""Record a region: which are open, what each operator did, what must be kept.
+"""Record a region: open regions, recorded operators, values to keep.
 
-Forward only; what backward asks for is in `recoup.engine.replay`.
+Forward only; replaying in backward is in `recoup.engine.replay`.
 """

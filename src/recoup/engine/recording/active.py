@@ -1,4 +1,4 @@
-"""The regions that are open on this thread, and how one is begun and ended."""
+"""The stack of open regions of this thread; begin and end regions."""
 
 import threading
 from collections.abc import Callable, Hashable
@@ -21,7 +21,7 @@ _TRANSFORM = "don't yet support saved tensor hooks"
 
 
 Entry = tuple[object, Region | None]
-"""An owner, and its region if there is one."""
+"""An owner and its region, or None."""
 
 
 class _Open(threading.local):
@@ -32,11 +32,11 @@ class _Open(threading.local):
 
 
 class Call:
-    """An owner of what is begun and ended by hooks of a module's call.
+    """An owner whose region is begun and ended by hooks of a module's call.
 
     Args:
-        frame: The frame in which torch runs the hooks and forward, if that is known. It
-            is kept itself: its identity is soon another one's.
+        frame: The frame in which torch runs the hooks and forward, if known. Kept
+            alive, because its id would be reused.
     """
 
     def __init__(self, frame: FrameType | None = None) -> None:
@@ -45,7 +45,7 @@ class Call:
         self._was_left = False
 
     def is_under_way(self) -> bool:
-        """Return whether the call runs, as far as can be known on this thread."""
+        """Return whether the call is running, as far as this thread can tell."""
         if self._was_left:
             return False
         if self._frame is None or self._thread != threading.get_ident():
@@ -53,16 +53,16 @@ class Call:
         return is_running(self._frame)
 
     def leave(self) -> None:
-        """Remember that the call was interrupted; release its frame.
+        """Record that the call was interrupted; release its frame.
 
-        The frame holds the arguments of the call and all that was computed in it.
+        The frame holds the call's arguments and local variables.
         """
         self._was_left, self._frame = True, None
 
     def end_if_left(self) -> bool:
-        """End what was begun here if the call was interrupted; say whether it was.
+        """End this owner's entry if the call was interrupted; return whether it was.
 
-        That alone: what was begun since then may be in order.
+        Entries above it may be valid and stay.
         """
         if self.is_under_way():
             return False
@@ -76,23 +76,23 @@ class Call:
 
 
 class Yielding(Call):
-    """An owner whose region may be ended early, with the one that it was begun in."""
+    """An owner whose region may end early, together with its enclosing region."""
 
 
 _OPEN = _Open()
 
 
 def open_regions() -> list[Region]:
-    """Return the regions that record on this thread now, outermost first."""
+    """Return the recording regions of this thread, outermost first."""
     return [region for _, region in _OPEN.stack if region is not None]
 
 
 def is_recordable(name: str) -> bool:
-    """Return whether a region makes sense here: autograd saves something.
+    """Return whether autograd saves tensors here, so that a region makes sense.
 
     Raises:
-        UnsupportedError: The code runs under a torch.func transform that cannot
-            carry saved-tensor hooks.
+        UnsupportedError: The code runs under a torch.func transform that does not
+            support saved-tensor hooks.
     """
     if not records_gradients() or torch.compiler.is_compiling():
         return False
@@ -113,17 +113,17 @@ def begin(
     key: Hashable,
     accounts: tuple[Account, ...] = (),
 ) -> Region | None:
-    """Open a region on this thread, where there is something to do.
+    """Open a region on this thread, if autograd saves tensors.
 
     Args:
-        owner: Who begins it, and will end it.
+        owner: The object that will end it.
         name: Its name in error messages and statistics.
-        options: How saved tensors are treated.
-        key: Identifies this region.
+        options: The options of the region.
+        key: Its identity for verification.
         accounts: The accounts that the region adds to.
 
     Returns:
-        The region, or None where autograd saves nothing.
+        The region, or None if autograd saves nothing.
     """
     region = Region(name, options, key) if is_recordable(name) else None
     if region is not None:
@@ -136,7 +136,7 @@ def begin(
             account.calls += 1
     entry = owner, region
     try:
-        # Before anything is on torch's stacks: the next call finds it here.
+        # Before torch's stacks change, so that the next call can clean up.
         _OPEN.stack.append(entry)
         if region is not None:
             region.open(owner.end_if_left if isinstance(owner, Call) else None)
@@ -149,8 +149,8 @@ def begin(
 class _Ending:
     """The exit of a `with` statement on an owner.
 
-    Only the statement refers to it. So its own end is that of the block, even if an
-    interrupt comes at the very moment at which the region would be closed.
+    Only the statement refers to it. So it dies with the block, even if an interrupt
+    comes just when the region would be closed.
     """
 
     __slots__ = ("_leave", "_owner", "_place")
@@ -175,7 +175,7 @@ class _Ending:
 
 
 class _Exit:
-    """Gives every `with` statement on an owner an `_Ending` of its own.
+    """A descriptor that gives every `with` statement on an owner a new `_Ending`.
 
     Args:
         leave: The owner's method that ends the region, given the error of the block.
@@ -194,14 +194,14 @@ class _Exit:
 if TYPE_CHECKING:
 
     def region_exit(leave: Callable[..., None]) -> Callable[..., None]:
-        """Make an `__exit__` from a method that ends a region, given the error."""
+        """Return an `__exit__` from a method that ends a region, given the error."""
         ...
 else:
     region_exit = _Exit
 
 
 class region:  # noqa: N801 (used as a verb: `with region(...):`)
-    """Run the block in a region, where there is something to do."""
+    """Run the block in a region, if autograd saves tensors."""
 
     __slots__ = ("_accounts", "_key", "_name", "_options")
 
@@ -236,14 +236,14 @@ class region:  # noqa: N801 (used as a verb: `with region(...):`)
 
 
 def refuse_transform(name: str, error: BaseException | None) -> None:
-    """Raise our error if torch refused a torch.func transform inside a region."""
+    """Raise `UnsupportedError` if torch refused a torch.func transform in a region."""
     advice = transform_advice(name, error)
     if advice is not None:
         raise UnsupportedError(advice) from error
 
 
 def transform_advice(name: str, error: BaseException | None) -> str | None:
-    """Return what to do, if torch refused a torch.func transform inside a region."""
+    """Return advice if torch refused a torch.func transform inside a region."""
     if not isinstance(error, RuntimeError) or _TRANSFORM not in str(error):
         return None
     return (
@@ -254,21 +254,21 @@ def transform_advice(name: str, error: BaseException | None) -> str | None:
 
 
 def skip(owner: object) -> None:
-    """Begin nothing, to be ended all the same."""
+    """Push an entry without region, which `end` removes."""
     _OPEN.stack.append((owner, None))
 
 
 def end(owner: object) -> Region | None:
-    """End what the owner began last on this thread; do nothing if it began nothing.
+    """End the owner's last entry on this thread; do nothing if it has none.
 
-    Where that is no region, as of a disabled scope, all that was begun inside it and
-    is still open stays open: regions of a plan may reach over its end.
+    An entry without region, such as a disabled scope's, leaves inner entries open:
+    regions of a plan may extend beyond it.
 
     Returns:
         The region that was ended, if there was one.
 
     Raises:
-        UsageError: Something else was begun since then and has not been ended.
+        UsageError: A region that was begun inside it is still open.
     """
     stack = _OPEN.stack
     if not stack or stack[-1][0] is not owner:
@@ -289,16 +289,16 @@ def end(owner: object) -> Region | None:
 
 
 def end_or_leave(owner: Call) -> None:
-    """End what the owner began, in order or after an interrupt."""
+    """End the owner's entry, in order or after an interrupt."""
     if not owner.end_if_left():
         end(owner)
 
 
 def _end_inside(owner: object) -> bool:
-    """End all inside what the owner began; say whether any of it had to stay open.
+    """End all entries inside the owner's; return whether one had to end too early.
 
-    Left open it would record for good: nothing might end it. Owners that began
-    nothing, such as disabled scopes, may end when they like.
+    Left open, such a region might record forever. Entries without region, such as
+    disabled scopes, may end later.
     """
     stack = _OPEN.stack
     early = False
@@ -323,7 +323,7 @@ def _pop() -> Region | None:
 
 
 def _end_entry(entry: Entry, *, is_left: bool = False) -> None:
-    """Close a region; take it off the stack last, so that it cannot get lost."""
+    """Close a region; remove it from the stack last, so that it cannot get lost."""
     try:
         _close(entry[1], is_left=is_left)
         _forget(entry)
@@ -333,7 +333,7 @@ def _end_entry(entry: Entry, *, is_left: bool = False) -> None:
 
 
 def _abandon(entry: Entry) -> None:
-    """End what an interrupt, or an error, kept from being opened or closed."""
+    """End an entry whose opening or closing failed or was interrupted."""
     owner, region = entry
     if region is not None:
         region.abandon()
@@ -351,12 +351,12 @@ def _forget(entry: Entry | None) -> None:
 
 
 def depth() -> int:
-    """Return how much was begun on this thread and has not been ended."""
+    """Return the number of open entries of this thread."""
     return len(_OPEN.stack)
 
 
 def end_inside(owner: object) -> None:
-    """End all inside what the owner began last, after an exception that is no error."""
+    """End all entries inside the owner's last one, after an interrupt."""
     for place, (other, _) in reversed(list(enumerate(_OPEN.stack))):
         if other is owner:
             end_above(place + 1)
@@ -364,11 +364,11 @@ def end_inside(owner: object) -> None:
 
 
 def end_above(place: int) -> None:
-    """End what was begun at a depth and deeper, after an exception that is no error.
+    """End all entries from a depth on, after a `BaseException` that is no `Exception`.
 
-    Torch runs no hooks of a module then, so nothing else closes its region. What
-    was computed in it may still be used: the exception may be caught. What is no call,
-    or cannot be closed, is abandoned.
+    Torch runs no module hooks then, so nothing else closes their regions. Results may
+    still be used if the exception is caught. Entries that belong to no call, or cannot
+    be closed, are abandoned.
     """
     try:
         end_left(place)
@@ -379,20 +379,20 @@ def end_above(place: int) -> None:
 
 
 def end_left(place: int) -> None:
-    """End what interrupted calls have begun at a depth and deeper."""
+    """End the entries of interrupted calls from a depth on."""
     for owner, _ in reversed(_OPEN.stack[place:]):
         if isinstance(owner, Call):
             owner.end_if_left()
 
 
 def abandon_above(place: int) -> None:
-    """Abandon all that was begun at a depth and deeper."""
+    """Abandon all entries from a depth on."""
     for entry in reversed(_OPEN.stack[place:]):
         _abandon(entry)
 
 
 def abandon_from(owner: object, place: int) -> None:
-    """Abandon what the owner began at a depth, and all inside it, if it is there."""
+    """Abandon the owner's entry at a depth, and all inside it, if it exists."""
     stack = _OPEN.stack
     if place < len(stack) and stack[place][0] is owner:
         abandon_above(place)
@@ -400,7 +400,7 @@ def abandon_from(owner: object, place: int) -> None:
 
 def _close(region: Region | None, *, is_left: bool = False) -> None:
     if region is not None:
-        # What a region keeps to the end is none of a torch.func transform's tensors.
+        # Tensors that a region keeps must not be wrapped by a torch.func transform.
         with outside_transforms():
             region.close(is_left=is_left)
         for observer in observers():
@@ -408,9 +408,9 @@ def _close(region: Region | None, *, is_left: bool = False) -> None:
 
 
 def is_innermost(owner: object) -> bool:
-    """Return whether no region is open inside what the owner began last.
+    """Return whether no region is open inside the owner's last entry.
 
-    An owner that began nothing, such as a disabled scope, is not inside.
+    Entries without region, such as disabled scopes, do not count.
     """
     for other, region in reversed(_OPEN.stack):
         if other is owner:
@@ -421,5 +421,5 @@ def is_innermost(owner: object) -> bool:
 
 
 def is_open(owner: object) -> bool:
-    """Return whether what the owner began on this thread has not been ended."""
+    """Return whether the owner has an open entry on this thread."""
     return any(other is owner for other, _ in _OPEN.stack)

@@ -1,4 +1,4 @@
-"""Intervals: which intervals of a storage something was done with."""
+"""Sets of byte intervals of a storage."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
@@ -25,10 +25,10 @@ class Intervals:
     __slots__ = ("_bounds",)
 
     def __init__(self) -> None:
-        self._bounds: list[int] = []  # where they start and stop, in turns
+        self._bounds: list[int] = []  # alternating starts and stops
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        """Go through the intervals in order."""
+        """Iterate over the intervals in order."""
         bounds = self._bounds
         return zip(bounds[::2], bounds[1::2], strict=True)
 
@@ -38,17 +38,17 @@ class Intervals:
             self._replace(start, stop, inside=0)
 
     def remove(self, start: int, stop: int) -> None:
-        """Take these bytes out."""
+        """Remove the bytes from `start` to `stop`."""
         if start < stop:
             self._replace(start, stop, inside=1)
 
     def covers(self, start: int, stop: int) -> bool:
-        """Return whether all of these bytes are in the set."""
+        """Return whether all bytes from `start` to `stop` are in the set."""
         place = bisect_right(self._bounds, start)
         return stop <= start or (place % 2 == 1 and stop <= self._bounds[place])
 
     def within(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return what is in the set between two places."""
+        """Return the intersection with the interval from `start` to `stop`."""
         bounds = self._bounds
         first = bisect_right(bounds, start) // 2 * 2
         last = bisect_left(bounds, stop)
@@ -56,7 +56,7 @@ class Intervals:
         return [(max(a, start), min(b, stop)) for a, b in pairs if b > start]
 
     def gaps(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return what is missing in the set between two places."""
+        """Return the gaps in the set from `start` to `stop`."""
         found: list[tuple[int, int]] = []
         for a, b in self.within(start, stop):
             if start < a:
@@ -76,10 +76,10 @@ class Intervals:
 
 
 def runs_of(tensor: Tensor) -> list[tuple[int, int]] | None:
-    """Return the intervals of memory, in bytes, that a tensor's elements lie in.
+    """Return the byte intervals of a storage that a tensor's elements occupy.
 
     Returns:
-        None if there are too many to be worth looking at.
+        None if there are too many to handle.
 
     Examples:
         >>> import torch
@@ -109,7 +109,7 @@ def runs_of(tensor: Tensor) -> list[tuple[int, int]] | None:
 
 
 def hull_of(geometry: Geometry) -> tuple[int, int]:
-    """Return the first byte of a tensor in its storage, and that after its last.
+    """Return the first byte of a tensor in its storage, and the one after its last.
 
     Examples:
         >>> import torch

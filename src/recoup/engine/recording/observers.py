@@ -1,4 +1,4 @@
-"""Observers of regions: profilers and managers, notified of every region that runs."""
+"""Observers, such as profilers and managers, that are notified of every region."""
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -13,7 +13,7 @@ from recoup.engine.scopes.statistics import Account
 Traced = TypeVar("Traced", contravariant=True)
 
 Listener = Callable[[Tensor], None]
-"""Called with a tensor that autograd saves in a region."""
+"""Callback for each tensor that autograd saves in a region."""
 
 
 class Watched(Protocol):
@@ -33,11 +33,11 @@ class Watched(Protocol):
         ...
 
     def count_bytes(self) -> None:
-        """Add to the accounts what it keeps and frees, if that was not done yet."""
+        """Add the kept and freed bytes to the accounts, once."""
         ...
 
     def recompute(self) -> tuple[Tensor, ...]:
-        """Return what it does not hold, recomputed now."""
+        """Recompute now what it does not hold, and return it."""
         ...
 
     def clear(self) -> None:
@@ -46,7 +46,7 @@ class Watched(Protocol):
 
 
 class Observer(Protocol):
-    """Is notified when a region begins and when its forward has ended."""
+    """An object that is notified when a region begins and when its forward ends."""
 
     def began(self, region: Watched) -> None:
         """Handle a region that is about to run."""
@@ -58,20 +58,19 @@ class Observer(Protocol):
 
 
 class Tracer(Protocol[Traced]):
-    """Follows what is saved in a region through its backward."""
+    """Traces what is saved in a region through its backward."""
 
     def hooks(self, region: Traced) -> tuple[Pack, Unpack]:
-        """Return hooks that do what the region's own do, and record it."""
+        """Return the region's hooks, extended to record saved tensors."""
         ...
 
 
 _OBSERVERS: list[Observer] = []
-"""Without a lock, which an interrupt could leave taken: a list grows and shrinks in
-one step."""
+"""Without a lock, which an interrupt could leave locked: list changes are atomic."""
 
 
 def observers() -> tuple[Observer, ...]:
-    """Return everyone who watches now."""
+    """Return the current observers."""
     return tuple(_OBSERVERS) if _OBSERVERS else ()
 
 
@@ -87,7 +86,7 @@ def unsubscribe(observer: Observer) -> None:
 
 
 def is_transparent(pack: Callable[..., object]) -> bool:
-    """Return whether saved-tensor hooks only watch and change nothing.
+    """Return whether saved-tensor hooks only observe.
 
     A region does not pass its holds on to such hooks.
     """
@@ -95,6 +94,6 @@ def is_transparent(pack: Callable[..., object]) -> bool:
 
 
 def tell(listeners: Iterable[Listener], tensor: Tensor) -> None:
-    """Call everyone who listens with a tensor that autograd saves."""
+    """Call all listeners with a tensor that autograd saves."""
     for listener in listeners:
         listener(tensor)

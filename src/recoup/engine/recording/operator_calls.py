@@ -1,4 +1,4 @@
-"""Calls: what an operator was given, with its tensors replaced by references."""
+"""Operator calls as recorded operations: arguments with tensors as references."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,8 +18,8 @@ from recoup.engine.recording.tape import Tape
 
 _TORCH_KINDS = {torch.device, torch.dtype, torch.layout, torch.memory_format}
 NO_TENSORS = frozenset({bool, float, int, str, type(None)} | _TORCH_KINDS)
-"""Types of arguments that are no tensors and hold none. Asked first: `isinstance` of a
-tensor is dear, torch overloads it."""
+"""Argument types that are and contain no tensors. Checked first, because `isinstance`
+with Tensor, which torch overloads, is slow."""
 
 
 def record_call(  # noqa: PLR0912 (written out: every operator asks)
@@ -33,11 +33,11 @@ def record_call(  # noqa: PLR0912 (written out: every operator asks)
     """Return a call as an operation, its tensors replaced by references.
 
     Args:
-        tape: Knows what the tensors name.
+        tape: The tape, which maps tensors to values.
         kernel: The called kernel.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
-        overwritten: Those among the tensors that it writes without reading them.
+        overwritten: The tensors that it writes without reading them.
 
     Raises:
         NotImplementedError: One of the tensors has no storage.
@@ -50,7 +50,7 @@ def record_call(  # noqa: PLR0912 (written out: every operator asks)
         kind = type(argument)
         if (kind is Tensor or kind is Parameter) and is_plain:
             value = named.get(storage_address(argument))
-            # `Tape.reference`, written out for what is known: every operator asks.
+            # `Tape.reference`, inlined for known values: runs for every operator.
             if value is None or (value.hold is None and value.producer == OUTSIDE):
                 template[position] = tape.reference(argument)
             else:
@@ -76,7 +76,7 @@ def record_call(  # noqa: PLR0912 (written out: every operator asks)
         elif kind in NO_TENSORS:
             continue
         elif kind is list and NO_TENSORS.issuperset(map(type, argument)):
-            # Nothing to the garbage collector, as a list would be.
+            # A tuple of constants is not tracked by the garbage collector.
             template[position] = tuple(argument)
             continue
         else:
@@ -130,10 +130,10 @@ def targets_of(
 
 
 def indices_of(facts: Facts, args: tuple[Any, ...]) -> Indices | None:
-    """Return which elements of its first argument an operator writes to.
+    """Return the indices of the elements of its first argument that an operator writes.
 
     Returns:
-        What indexes them, or None: all of them, as far as is known.
+        The indices, or None if it may write to all elements.
     """
     base = facts.name.split(".")[1] if facts.writes == (0,) else ""
     if base in ("index_put_", "_index_put_impl_"):
@@ -144,7 +144,7 @@ def indices_of(facts: Facts, args: tuple[Any, ...]) -> Indices | None:
 
 
 def writes_permuted(tape: Tape, facts: Facts, args: tuple[Any, ...]) -> bool:
-    """Return whether an operator writes by index to every place, each once."""
+    """Return whether an operator writes by index to every position exactly once."""
     target = args[0]
     base = _base(facts)
     if base in _INDEXED_BY_LIST:
@@ -162,7 +162,7 @@ def writes_permuted(tape: Tape, facts: Facts, args: tuple[Any, ...]) -> bool:
 
 
 def replaces(facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a write by index reads nothing of what it writes over."""
+    """Return whether a write by index does not read the overwritten elements."""
     base = _base(facts)
     if base in _INDEXED_BY_LIST:
         return not (args[3] if len(args) > 3 else kwargs.get("accumulate", False))

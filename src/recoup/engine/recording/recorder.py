@@ -1,4 +1,4 @@
-"""The recorder: sees each operator of a region and writes it on the tape."""
+"""The recorder: a dispatch mode that records a region's operators on a tape."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -44,7 +44,7 @@ from recoup.engine.recording.tape import Tape
 
 
 class Recorder(OperatorMode):
-    """Writes every operator that runs while it is active on a tape."""
+    """Records every operator that runs while it is active on a tape."""
 
     _first_sight: FirstSight | None = None
     _is_left_to_wrappers = False
@@ -74,7 +74,7 @@ class Recorder(OperatorMode):
             return self._on_wrappers(kernel, types, args, kwargs or {})
         if kernel.passes or self.paused:
             if kernel.is_watched:
-                # One frame less for each of many nested regions than in a method.
+                # Inlined: a method would add a frame for each nested region.
                 if kernel.reshapes:
                     return self._reshaped(kernel, args, kwargs or {})
                 if not self.paused:
@@ -97,7 +97,7 @@ class Recorder(OperatorMode):
             operation = record_call(tape, kernel, args, kwargs)
         except NotImplementedError:
             return self._unrecorded(kernel, args, kwargs)
-        # Written out: nearly every operator takes this path.
+        # Inlined: nearly every operator takes this path.
         if tape.lazy_bits_seen:
             out = run_complex(kernel.run, args, kwargs)
         else:
@@ -116,7 +116,7 @@ class Recorder(OperatorMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Record an operator on wrapper subclasses by those on their inner tensors."""
+        """Record an operator on wrapper subclasses as operators on inner tensors."""
         if self._is_left_to_wrappers:
             self._is_left_to_wrappers = False
             return NotImplemented
@@ -140,10 +140,10 @@ class Recorder(OperatorMode):
             self._wrapped -= 1
 
     def _count_writes(self, facts: Facts, targets: Sequence[Tensor]) -> None:
-        """Give written tensors their new versions, where torch gives them none.
+        """Increment the versions of written tensors where torch does not.
 
-        Under a dispatch mode it does not for operators on lists of tensors, nor for the
-        inner tensors of a wrapper.
+        Under a dispatch mode, operators on lists of tensors and writes to a wrapper's
+        inner tensors bypass the version counters.
         """
         if facts.is_foreach or self._wrapped:
             increment_version(targets)
@@ -160,10 +160,10 @@ class Recorder(OperatorMode):
     def _prove(
         self, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Record the first call of an operator that may write without saying so.
+        """Record the first call of an operator that may have undeclared writes.
 
-        One that does is recorded with its writes from its next call on. Of this call
-        the results are kept.
+        If it has, this call's results are kept, and it is recorded with its writes from
+        its next call on.
         """
         sight = FirstSight(kernel, args, kwargs)
         self._first_sight = sight
@@ -182,10 +182,10 @@ class Recorder(OperatorMode):
         return out
 
     def _look_for_wrapper(self, inner: Tensor) -> None:
-        """Watch the wrapper that a tensor is being taken out of, if there is one.
+        """Register the wrapper whose inner tensor is being returned, if any.
 
-        The region may go on with the inner tensor, which counts no writes to the
-        wrapper.
+        The region may continue with the inner tensor, whose version counter misses
+        writes to the wrapper.
         """
         wrapper = unwrapped_now(inner, below=_GLOBALS)
         if wrapper is not None:
@@ -194,11 +194,11 @@ class Recorder(OperatorMode):
     def _reshaped(
         self, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run an operator that changes how its first argument lies."""
+        """Run an operator that changes its first argument's geometry."""
         self.tape.attached.part_from(args[0])
         value = self.tape.value_of(args[0])
         if value is not None and value.hold is not None and value.hold.stored:
-            # It goes by the tensor's version, which may become another.
+            # The transfer checks the tensor's version, which may change now.
             value.hold.stored.settle()
         out = kernel.run(*args, **kwargs)
         self.tape.reshape(out)
@@ -207,9 +207,9 @@ class Recorder(OperatorMode):
     def _in_place(
         self, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Record an operator that only changes what is in its first argument.
+        """Record an operator that only changes the contents of its first argument.
 
-        What `_special` does with it, in fewer steps: every layer has such operators.
+        A fast path of `_special`, because every layer has such operators.
         """
         tape = self.tape
         target = args[0]
@@ -236,9 +236,9 @@ class Recorder(OperatorMode):
     def _with_statistics(
         self, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Record batch normalisation, whose replay is not to move its statistics.
+        """Record batch normalisation, whose replay must not update its statistics.
 
-        What `_special` does with it, in fewer steps.
+        A fast path of `_special`.
         """
         if kernel.training_at >= 0 and not args[kernel.training_at]:
             return self._special(kernel, args, kwargs)
@@ -264,10 +264,10 @@ class Recorder(OperatorMode):
     def _special(
         self, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Record an operator that does more than compute its result."""
+        """Record an operator with writes, randomness or other effects."""
         facts = kernel.facts
         targets = targets_of(facts, args, kwargs) if facts.writes else []
-        # A write to every place, each once, reads nothing and has no order.
+        # A write to every position exactly once reads nothing and is deterministic.
         permuted = facts.may_vary and writes_permuted(self.tape, facts, args)
         overwrites = facts.overwrites or (permuted and replaces(facts, args, kwargs))
         varies = facts.may_vary and not permuted
@@ -316,7 +316,7 @@ class Recorder(OperatorMode):
     def _shape_only(
         self, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Record the making of a tensor like another, which a replay does without."""
+        """Record a `*_like` operator, whose replay only needs its argument's shape."""
         tape, like = self.tape, args[0]
         named = dict(kwargs, device=kwargs.get("device") or like.device)
         operation = record_call(tape, kernel, (None, *args[1:]), named)
@@ -336,8 +336,8 @@ class Recorder(OperatorMode):
     ) -> bool:
         if facts.opaque or draws_outside_generators(facts, args):
             return True
-        # A write to a tensor from outside happens once, in forward. The operation is
-        # recorded only if it also makes or changes something of the region's own.
+        # A write to an external tensor happens once, in forward. The operation is
+        # recorded only if it also produces or changes values of the region.
         stays = bool(targets) and not facts.statistics and not facts.makes_more
         for target in targets:
             if not has_storage(target):
@@ -355,9 +355,9 @@ class Recorder(OperatorMode):
         return stays
 
     def _lies_elsewhere(self, target: Tensor, value: TapeValue) -> bool:
-        """Return whether assigning to `.data` has moved the very tensor of a value.
+        """Return whether an assignment to `.data` changed a value's tensor.
 
-        That would not show whether an operator that may resize it does so.
+        Then a resize by an operator could not be detected.
         """
         lay, born = value.geometry, value.born
         if lay is None or born is None or born() is not target:
@@ -367,7 +367,7 @@ class Recorder(OperatorMode):
     def _before_writes(
         self, targets: Sequence[Tensor], indices: Indices | None = None
     ) -> list[TapeValue | None]:
-        """Save what writes of one operator would destroy; return the values before."""
+        """Save what an operator will overwrite; return the values before."""
         tape = self.tape
         values = [tape.value_of(target) for target in targets]
         if values:
@@ -390,7 +390,7 @@ class Recorder(OperatorMode):
         if before is None or not own or facts.statistics:
             tape.forget(target)
             if before is not None and before in operation.reads():
-                # The replay writes too: on a copy, whose result has no name.
+                # The replay also writes: to a copy, whose result is unused.
                 operation.writes = (
                     *operation.writes,
                     (before, TapeValue(OUTSIDE, None)),
@@ -428,14 +428,14 @@ class Recorder(OperatorMode):
         kwargs: dict[str, Any],
         written: Sequence[Tensor] | None = None,
     ) -> Any:
-        """Run an operator that is not replayed; its results are as from outside."""
+        """Run an operator that is not replayed; its results count as external."""
         facts = kernel.facts
         self.tape.unrecorded.append(facts.name)
         if written is None:
             written = targets_of(facts, args, kwargs)
         targets = [target for target in written if has_storage(target)]
         self._before_writes(targets, indices_of(facts, args) if targets else None)
-        # It may be the first to meet a complex tensor: nothing has looked at it yet.
+        # It may be the first operator on a complex tensor, which was not seen yet.
         if _has_complex(args):
             out = run_complex(kernel.run, args, kwargs)
         else:
@@ -447,7 +447,7 @@ class Recorder(OperatorMode):
 
 
 class _Pausing(restoring):
-    """Makes a recorder record nothing."""
+    """Pauses a recorder."""
 
     __slots__ = ("_recorder",)
 
@@ -470,9 +470,9 @@ def _has_complex(args: tuple[Any, ...]) -> bool:
 
 
 def _seeds(out: Any) -> list[int]:
-    """Return the places of seeds and offsets among a random operator's results.
+    """Return the positions of seeds and offsets among a random operator's results.
 
-    If it did not draw (attention without dropout), they were not written.
+    They are unwritten if it did not draw (attention without dropout).
     """
     results = out if isinstance(out, (tuple, list)) else (out,)
     return [
@@ -487,7 +487,7 @@ _GLOBALS = globals()
 
 
 def _without_statistics(kernel: Kernel, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments for a replay, which must not move running statistics."""
+    """Return the arguments for a replay, which must not update running statistics."""
     recorded = list(args)
     nullable = kernel.facts.nullable
     for position in kernel.facts.statistics:

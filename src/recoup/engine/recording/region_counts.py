@@ -1,4 +1,4 @@
-"""Counts: what a region adds to the accounts of its scope and of those who watch."""
+"""A region's counts, which it adds to the accounts of its scope and observers."""
 
 from collections.abc import Container, Iterable
 from weakref import ref
@@ -18,14 +18,14 @@ class Counted:
     """A region that counts its replays, and the bytes that it keeps and recomputes.
 
     Attributes:
-        replays: How many times it has been replayed.
-        replayed_operators: How many operators that ran in all.
-        accounts: What it adds its counts to.
-        own_accounts: Likewise, those of its scope and node, as long as these live:
-            nobody can read them afterwards, and a backward does not wait for that.
+        replays: The number of replays.
+        replayed_operators: The number of operators run by all replays.
+        accounts: The accounts to which it adds its counts.
+        own_accounts: Weak references to the accounts of its scope and node, which
+            nobody can read after these died.
     """
 
-    # Of the class: they are set where they differ.
+    # Class attributes: set on the instance only where they differ.
     replays = 0
     replayed_operators = 0
     accounts: tuple[Account, ...] = ()
@@ -43,9 +43,9 @@ class Counted:
         return sum([random[1].nbytes for random in kept if random is not None])
 
     def count_bytes(self) -> None:
-        """Add to the accounts what it keeps and frees, once.
+        """Add the kept and freed bytes to the accounts, once.
 
-        It is done when somebody asks, or in backward: recording takes no longer.
+        Done on request or in backward, so as not to slow down recording.
         """
         if self._is_counted:
             return
@@ -68,7 +68,7 @@ class Counted:
         self.own_accounts = ()
 
     def count_replay(self) -> None:
-        """Count a backward that makes it replay."""
+        """Count a backward that replays the region."""
         self.replays += 1
         if self.own_accounts:
             self._find_own_accounts()

@@ -1,4 +1,4 @@
-"""Options: what is settled about a region before it runs."""
+"""Options of a region."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -13,13 +13,14 @@ class Options:
     """The treatment of tensors that autograd saves in a region.
 
     Attributes:
-        recompute: Forget what is saved and recompute it; False keeps it.
+        recompute: Whether to drop and recompute saved tensors; False keeps them.
         policy: Which outputs to keep although they could be recomputed.
-        cache: Keep recomputed values until the graph is freed, for several backwards.
-        verify: When recomputed values are compared with what forward saw.
+        cache: Whether to keep recomputed values until the graph is freed, for several
+            backwards.
+        verify: When to compare recomputed values with forward's.
         store: The tier of kept values, if not their device.
-        at_once: Recompute everything when backward asks for the first value, as the
-            simulation of a plan does; False recomputes what it asks for.
+        at_once: Whether to recompute everything when backward needs the first value, as
+            the simulation of a plan does; False recomputes what backward needs.
     """
 
     recompute: bool = True
@@ -32,7 +33,7 @@ class Options:
 
 @cache
 def keeping_nothing(*, recompute: bool, cache: bool, verify: Verify) -> Options:
-    """Return options without a policy and a store, made once: scopes come by the layer.
+    """Return cached options without a policy and a store, for scopes per layer.
 
     Examples:
         >>> keeping_nothing(recompute=True, cache=False, verify="first") == Options()

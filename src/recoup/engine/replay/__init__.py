@@ -1,4 +1,4 @@
-"""Replay in backward: programs cut from tapes, recalled values, functions rerun.
+"""Replay in backward: programs cut from tapes, the replay cache, function reruns.
 
-Backward only; what forward records is in `recoup.engine.recording`.
+Backward only; recording in forward is in `recoup.engine.recording`.
 """

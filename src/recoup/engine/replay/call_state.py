@@ -1,4 +1,4 @@
-"""What a call reads besides its arguments, kept until the call is repeated."""
+"""The state that a call reads besides its arguments, saved until it is repeated."""
 
 import operator
 import weakref
@@ -30,7 +30,7 @@ _PLAIN = (int, float, complex, str, bytes, bool, type(None))
 
 
 class Captures:
-    """The closure cells and globals that a function, or code inside of it, names.
+    """The closure cells and globals that a function or its nested code names.
 
     Args:
         function: A function, method, partial or module.
@@ -60,13 +60,14 @@ class Captures:
         }
 
     def check(self, name: str) -> None:
-        """Raise if a variable now refers to something else.
+        """Raise if a variable has changed.
 
         Args:
             name: The function's name, for the message.
 
         Raises:
-            CaptureError: Names the variable.
+            CaptureError: A variable refers to another object, or its tensor was changed
+                in place.
         """
         now = dict(variables_of(self._function))
         for variable in self._seen | now:
@@ -104,23 +105,23 @@ def _show(content: Any) -> str:
 
 
 _STEADY: MutableMapping[Tensor, set[Hashable]] = WeakIdKeyDictionary()
-"""Large buffers, each with the calls by which it was not written to."""
+"""Large buffers, with the keys of calls that did not write to them."""
 
 _COPIES: MutableMapping[Tensor, tuple[int, weakref.ref[Tensor]]] = WeakIdKeyDictionary()
-"""Large buffers, each with a version and a weak reference to a copy of it."""
+"""Large buffers, each with a version and a weak reference to a copy of that version."""
 
 
 class KeptBuffers:
-    """The buffers of modules as they were when a call began.
+    """The buffers of modules at the start of a call.
 
-    Small ones are copied: kernels such as those of batch normalization change running
-    statistics without a new version. Large ones are copied too until the first
-    backward finds them as they were. From then on their versions are compared instead.
+    Small ones are copied, because kernels such as batch normalization's bypass the
+    version counters of running statistics. Large ones are also copied, until a backward
+    finds them unchanged; from then on their versions are compared instead.
 
     Args:
         modules: The modules.
-        key: Identifies the call.
-        small_bytes: How large a buffer is at most that counts as small.
+        key: The identity of the call.
+        small_bytes: The largest size of a small buffer.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class KeptBuffers:
         small_bytes: int = STATE_BYTES,
     ) -> None:
         self._modules = modules
-        # Buffers that training writes to may be constant in evaluation.
+        # Buffers that training updates may be constant in evaluation.
         self._key = (key, tuple(module.training for module in modules))
         self._slots = buffer_slots(modules)
         self._copies: list[tuple[Tensor, Tensor]] = []
@@ -148,19 +149,19 @@ class KeptBuffers:
 
     @contextmanager
     def as_before(self, caller: str) -> Iterator[None]:
-        """Run the block with buffers as they were, then put them back as they are.
+        """Run the block with the buffers at the start of the call, then restore them.
 
         Args:
             caller: The name of the recomputed function, for messages.
 
         Raises:
-            ChangedTensorError: A buffer has changed of which there is no copy.
-            MismatchError: The block has changed one that was not changed before.
+            ChangedTensorError: A buffer without a copy has changed.
+            MismatchError: The block changed a buffer that the first call did not.
         """
         self._classify(caller)
         slots = buffer_slots(self._modules)
         contents = [(b, b.detach().clone()) for b, _ in self._copies]
-        # Hidden: what autograd saved of a buffer is there again once it is put back.
+        # Hidden from autograd: buffers that it saved are restored afterwards.
         with writes_hidden(buffer for buffer, _ in self._copies):
 
             def restore() -> None:
@@ -180,11 +181,11 @@ class KeptBuffers:
             )
 
     def are_behind(self, tensor: Tensor) -> bool:
-        """Return whether a tensor shares memory with a buffer that is put back."""
+        """Return whether a tensor shares memory with a buffer that is restored."""
         return has_storage(tensor) and storage_address(tensor) in self._addresses
 
     def _classify(self, caller: str) -> None:
-        """Learn which large buffers stay as they are, and need no copy next time."""
+        """Record which large buffers were unchanged and need no copy next time."""
         written = self._written_uncopied()
         for _, buffer, version in self._versions:
             calls = _STEADY.setdefault(buffer, set())
@@ -215,13 +216,13 @@ class KeptBuffers:
 
 
 def _named(slots: list[BufferSlot]) -> list[tuple[str, Tensor]]:
-    """Return the buffers in their places, each once, with a name."""
+    """Return the buffers of slots, each once, with a name."""
     found = {id(buffer): (name, buffer) for _, name, buffer in slots}
     return [(name, buffer) for name, buffer in found.values() if buffer is not None]
 
 
 def _shared_copy(buffer: Tensor) -> Tensor:
-    """Return a copy of a buffer: the same for all calls that found the same version."""
+    """Return a copy of a buffer, shared by all calls that need the same version."""
     version = version_of(buffer)
     known = _COPIES.get(buffer)
     copy = known[1]() if known is not None and known[0] == version >= 0 else None
@@ -232,17 +233,17 @@ def _shared_copy(buffer: Tensor) -> Tensor:
 
 
 def _set_all(contents: list[tuple[Tensor, Tensor]]) -> None:
-    # Through `.data`: putting a buffer back is no change that autograd must notice.
+    # Through `.data`, so that autograd does not count it as a change.
     with torch.no_grad():
         for buffer, content in contents:
             buffer.data.copy_(content)
 
 
 class CallState(Protocol):
-    """What one call has read besides its arguments."""
+    """The state that one call has read besides its arguments."""
 
     def settle(self) -> None:
-        """Note the versions of parameters: the first call has ended."""
+        """Record the versions of parameters at the end of the first call."""
         ...
 
     def check(self, name: str) -> None:
@@ -250,7 +251,7 @@ class CallState(Protocol):
         ...
 
     def as_before(self, name: str) -> AbstractContextManager[object]:
-        """Run the block with everything as the first call found it."""
+        """Run the block with the state at the start of the first call."""
         ...
 
     has_buffers: bool
@@ -264,9 +265,9 @@ class FunctionState:
     """The variables, modules, parameters and buffers that any function can reach.
 
     Args:
-        original: The function as its author wrote it.
-        call: The function that is called, and its arguments: where to look.
-        key: What tells the function from others.
+        original: The user's function, uncompiled and without wrappers.
+        call: The called function and its arguments, in which modules are searched.
+        key: The function's identity.
     """
 
     has_buffers = True
@@ -278,7 +279,7 @@ class FunctionState:
         self._versions: list[tuple[Tensor, int]] = []
 
     def settle(self) -> None:
-        """Note the versions of parameters: the first call has ended."""
+        """Record the versions of parameters at the end of the first call."""
         self._versions = [
             (parameter, version_of(parameter))
             for module in self._modules
@@ -291,7 +292,7 @@ class FunctionState:
         return self._buffers.are_behind(tensor)
 
     def as_before(self, name: str) -> AbstractContextManager[object]:
-        """Run the block with buffers as the first call found them."""
+        """Run the block with the buffers at the start of the first call."""
         return self._buffers.as_before(name)
 
     def check(self, name: str) -> None:
@@ -315,9 +316,9 @@ _Namespace = dict[Any, Any] | list[Any]
 
 
 class BlockView:
-    """Where the forward of a block looks: its modules' attributes and its variables.
+    """The namespaces that a block's forward reads: module attributes and variables.
 
-    Found once, so that keeping their contents in each call takes microseconds.
+    Found once, so that copying their contents at each call takes microseconds.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -355,11 +356,11 @@ class BlockView:
 
     @property
     def is_current(self) -> bool:
-        """Whether no attribute, item or hook was added to the block or removed."""
+        """Whether no attribute, item or hook was added or removed."""
         return sum(map(len, self._sized)) == self._size
 
     def contents(self) -> "_Contents":
-        """Return copies of all namespaces, and the values of the global variables."""
+        """Return copies of all namespaces and the values of global variables."""
         return (
             list(map(dict.copy, self._namespaces)),
             list(map(list.copy, self._lists)),
@@ -367,13 +368,13 @@ class BlockView:
         )
 
     def parameters(self) -> list[Tensor]:
-        """Return the parameters that the modules have now."""
+        """Return the modules' current parameters."""
         return [
             p for space in self._parameters for p in space.values() if p is not None
         ]
 
     def check_variables(self, before: list[Any], name: str) -> None:
-        """Raise `CaptureError` if a global variable of forward has another value."""
+        """Raise `CaptureError` if a global variable of forward has changed."""
         for variable, old in zip(self._names, before, strict=True):
             if self._globals.get(variable) is not old:
                 raise CaptureError(
@@ -383,8 +384,8 @@ class BlockView:
                 )
 
     def changes(self, before: "_Contents") -> list[tuple[_Namespace, _Namespace]]:
-        """Return the namespaces that have other contents than before, with those."""
-        # Written out: a call for each takes longer than the comparison.
+        """Return the changed namespaces with their earlier contents."""
+        # Inlined: a call for each takes longer than the comparison.
         named: list[tuple[_Namespace, _Namespace]] = [
             (space, old)
             for space, old in zip(self._namespaces, before[0], strict=True)
@@ -406,7 +407,7 @@ _LEAVES = (
     *(str, bytes, int, float, complex, type(None), type),
     *(Tensor, nn.Module, torch.device, torch.dtype, torch.Size, FunctionType),
 )
-"""Attributes that are compared as they are, not by what is in them."""
+"""Types of attributes that are compared by identity, not by their contents."""
 
 
 def _fill(space: _Namespace, contents: _Namespace) -> None:
@@ -419,15 +420,15 @@ def _fill(space: _Namespace, contents: _Namespace) -> None:
 
 
 _COUNTER_BYTES = 4096
-"""Buffers of a block are copied up to this size. Its forward was seen to write to none,
-so that larger ones are copied only in the first calls."""
+"""Buffers of a block are copied up to this size. Its observed forward wrote to none, so
+larger ones are copied only in the first calls."""
 
 
 class BlockState:
-    """What one call of a block has read of its modules and variables.
+    """The state of modules and variables that one call of a block has read.
 
-    Attributes that were assigned since are put back for the second call. A change
-    inside an object that is two attributes away is not seen.
+    Attributes that were assigned since are restored for the second call. Changes inside
+    an object that is two attributes away are not detected.
     """
 
     def __init__(self, view: BlockView, key: Hashable) -> None:
@@ -442,7 +443,7 @@ class BlockState:
             self._buffers = KeptBuffers(modules, key, small_bytes=_COUNTER_BYTES)
 
     def settle(self) -> None:
-        """Note the versions of parameters: the first call has ended."""
+        """Record the versions of parameters at the end of the first call."""
         self._parameters = self._view.parameters()
         self._versions = list(map(version_counter, self._parameters))
 
@@ -458,7 +459,7 @@ class BlockState:
         return self._buffers is not None and self._buffers.are_behind(tensor)
 
     def as_before(self, name: str) -> AbstractContextManager[object]:
-        """Run the block with attributes and buffers as the first call found them."""
+        """Run the block with attributes and buffers at the start of the first call."""
         changes = self._view.changes(self._contents)
         if not changes and self._buffers is None:
             return nullcontext()

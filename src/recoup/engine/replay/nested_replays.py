@@ -1,4 +1,4 @@
-"""Nested replays: what one needs of regions around its own, at any depth."""
+"""Nested replays, which need values of enclosing regions, at any depth."""
 
 from collections.abc import Generator
 from typing import Any, Protocol, TypeVar
@@ -11,22 +11,22 @@ Brought = TypeVar("Brought")
 
 
 class Unpacking(Protocol):
-    """A region that gives back what autograd, or a region inside, saved in it."""
+    """A region that unpacks what autograd, or an inner region, saved in it."""
 
     def unpacking(self, saved: Saved) -> "Generator[Request, Tensor, Tensor]":
-        """Return the tensor; yield what is needed of regions around."""
+        """Return the tensor; yield requests to enclosing regions."""
         ...
 
 
 Request = tuple[Unpacking, Saved]
-"""The values that a replay needs of a region around its own."""
+"""A saved tensor that a replay needs from an enclosing region."""
 
 
 def run_nested(bringing: Generator[Request, Tensor, Brought]) -> Brought:
-    """Return what a generator brings back from any depth of regions.
+    """Return a generator's result, resolving its requests to enclosing regions.
 
-    A replay starts from what regions around its own recompute. These are run from here
-    one by one, so that Python's stack does not limit the depth of nesting.
+    Replays of enclosing regions run from this loop, so that Python's stack does not
+    limit the depth of nesting.
     """
     stack: list[Generator[Request, Tensor, Any]] = [bringing]
     given: Any = None

@@ -1,4 +1,4 @@
-"""Programs: the part of a tape that certain values need, ready to be run again."""
+"""Programs: the part of a tape that recomputes certain values."""
 
 from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
@@ -27,23 +27,23 @@ Live = dict[TapeValue | Layout, Tensor]
 """Tensors of a replay: those of values, and views of them by layout."""
 
 Among = dict[int, list[TapeValue]]
-"""Places of operations, in order, with what each reads."""
+"""Positions of operations, in order, with the values that each reads."""
 
 Observe = Callable[[TapeValue, Tensor, str], None]
-"""Called with a replayed value, its tensor and the operator that made it."""
+"""Callback with a replayed value, its tensor and the operator that made it."""
 
 
 class Program:
     """The operations that certain values need, and nothing else.
 
-    Going back stops at held values: nothing before them is run again. Lives until
-    backward, with few objects: see `TapeValue`.
+    The search for ancestors stops at held values. Lives until backward, with few
+    objects: see `TapeValue`.
 
     Args:
-        operations: What a region ran, in order; producers are places in it.
-        wanted: The values to compute, none of them held in plain sight.
-        among: The places to run, in order, with what each reads, if not all that the
-            values need.
+        operations: The operations of a region, in order; producers are positions in it.
+        wanted: The values to compute, none of them held on its device.
+        among: The positions to run, in order, with the values that each reads, if not
+            everything that the wanted values need.
         given: The values whose tensors `run` is given. They are not written to.
 
     Attributes:
@@ -64,8 +64,8 @@ class Program:
         among: Among | None = None,
         given: Container[TapeValue] = (),
     ) -> None:
-        # One mark for each operation, and one that is the mark at `OUTSIDE`: a bit for
-        # each end that needs it. An end is wanted, and no other operation reads it.
+        # One mark per operation, and one at `OUTSIDE`: a bit for each end that needs
+        # the operation. An end is wanted, and no other operation reads it.
         marks = [0] * (len(operations) + 1)
         roots: list[TapeValue] = []
         for value in wanted:
@@ -80,7 +80,7 @@ class Program:
         is_later = later.__contains__
         ends: list[int] = []
         has_writes = False
-        # Backwards: whoever reads a value comes after the one that made it.
+        # In reverse, because readers of a value come after its producer.
         for index in reversed(range(len(operations)) if among is None else among):
             mark = marks[index]
             if not mark:
@@ -99,7 +99,7 @@ class Program:
             if among is not None:
                 others = among[index]
             else:
-                # `reads`, written out for the common kinds: forward waits for this.
+                # `reads`, inlined for common kinds: this is on forward's critical path.
                 args = operation.args
                 for place in operation.places:
                     value = args[place]
@@ -142,7 +142,7 @@ class Program:
 
     @property
     def parts(self) -> ProgramParts:
-        """What each of its ends needs; places are those that `number` gave."""
+        """The operations that each of its ends needs, by the positions of `number`."""
         parts = self._parts
         if parts is None:
             marks = self._marks or [WANTED << 1] * len(self.operations)
@@ -152,11 +152,11 @@ class Program:
         return parts
 
     def part_at(self, place: int) -> Part | None:
-        """Return what the operation at a place needs, with itself, and what is wanted.
+        """Return the independent part that ends at a position, or None.
 
-        Only where no other operation needs that one, and nothing outside of the part
-        needs any of it. Then to run the part takes no search. The places are those
-        that `number` gave.
+        The part is an end with all operations that it needs, if nothing outside of it
+        needs any of them, so that it can run without a search. Positions are those of
+        `number`.
         """
         return self.parts.alone.get(place)
 
@@ -166,24 +166,24 @@ class Program:
         given: Live | None = None,
         part: Part | None = None,
     ) -> Live:
-        """Run the operations again and return the wanted values.
+        """Run the operations and return the wanted values.
 
-        Every other value is freed at its last use. Builds no graph, moves no
-        generator, and writes to nothing that existed before.
+        Every other value is freed at its last use. Builds no graph, advances no
+        generator, and writes to no tensor that existed before.
 
         Args:
-            observe: Called with every value as it is made.
-            given: Tensors that are there already. It gets the results, too.
-            part: A part to run, and no more. Held values that it uses may be among
-                what is returned.
+            observe: Callback for every value that is made.
+            given: Existing tensors, to which the results are added.
+            part: The part to run, by default everything. The result may then also
+                contain held values that it uses.
 
         Returns:
-            The wanted values, and the views of them that operations took.
+            The wanted values, and the views of them that operations used.
         """
         if not is_transformed():
             return self._run(observe, given, part)
-        # Backward may be run for a batch of gradients at once. What is replayed does
-        # not depend on them, and random operators refuse to run there.
+        # Backward may run with batched gradients. Replays do not depend on them, and
+        # random operators are forbidden there.
         with outside_transforms():
             return self._run(observe, given, part)
 
@@ -200,7 +200,7 @@ class Program:
                 if copies and operation in copies:
                     sources = _with_copies(operation, live, copies[operation])
                 args = operation.args.copy()
-                # Written out for the common kinds: a call costs as much as the rest.
+                # Inlined for the common kinds: a call costs as much as the rest.
                 for position in operation.places:
                     reference = args[position]
                     if type(reference) is TapeValue:
@@ -233,7 +233,7 @@ class Program:
                     if value.layouts:
                         for layout in value.layouts.values():
                             live.pop(layout, None)
-            # A part is of what operations make.
+            # A part has no held values to fetch.
             for value in self.wanted if part is None else ():
                 if value not in live:
                     assert value.hold is not None, "a value is run, or held"
@@ -247,13 +247,13 @@ def _note_writes(
     later: set[TapeValue],
     given: Container[TapeValue],
 ) -> list[TapeValue]:
-    """Return the values that an operation must not write to itself.
+    """Return the values that must be copied before an operation writes to them.
 
     Args:
-        operation: What writes.
-        frees: Gets what it makes and nobody uses later.
+        operation: The writing operation.
+        frees: A list to which its unused results are added.
         later: The values that are used later.
-        given: The values that were there before: autograd may have their tensors.
+        given: The values that existed before: autograd may have their tensors.
     """
     copied: list[TapeValue] = []
     for before, after in operation.writes:
@@ -267,7 +267,7 @@ def _note_writes(
 def derived_from_lossy(
     operations: Sequence[TapeOperation], roots: Iterable[TapeValue]
 ) -> set[TapeValue]:
-    """Return the values that a replay will not give as forward did.
+    """Return the values that a replay does not reproduce bitwise.
 
     They are computed from values that a lossy tier keeps.
     """
@@ -317,9 +317,9 @@ def _run_special(
 def _with_copies(
     operation: TapeOperation, live: Live, copied: Sequence[TapeValue]
 ) -> Live:
-    """Return the tensors that an operation takes, and copies of those it may not write.
+    """Return an operation's input tensors, with copies of those it must not write to.
 
-    Only these: copying all that is live would take time by the square of its number.
+    Only these: copying the dictionary of live tensors would take quadratic time.
     """
     sources: Live = {
         value: copy_storage(_fetch(value, live, operation)) for value in copied
@@ -338,7 +338,7 @@ def _show(operation: TapeOperation, live: Live, observe: Observe) -> None:
 
 
 def _fill(reference: Any, live: Live, operation: TapeOperation) -> Any:
-    """Return the tensor that a reference stands for, or a list of them."""
+    """Return the tensor of a reference, or a list of them."""
     kind = type(reference)
     if kind is TapeValue:
         return _fetch(reference, live, operation)

@@ -1,4 +1,4 @@
-"""Which program recomputes a value, where that takes no search."""
+"""Choose the program that recomputes a value, if that needs no search."""
 
 from typing import Protocol
 
@@ -10,7 +10,7 @@ from recoup.engine.replay.replay_cache import ReplayCache, wanted_of
 
 
 class RecordedTape(Protocol):
-    """What a region ran, and what autograd saved in it."""
+    """A region's operations, and the values that autograd saved in it."""
 
     operations: list[TapeOperation]
     saved: dict[TapeValue, None]
@@ -19,7 +19,7 @@ class RecordedTape(Protocol):
 def whole_program(
     recall: ReplayCache, program: Program | None, value: TapeValue
 ) -> Program | None:
-    """Return a program of one end, if a value needs all of it and none of it ran."""
+    """Return a program with one end, if a value needs all of it and none of it ran."""
     if (
         program is None
         or value.hold is not None
@@ -27,7 +27,7 @@ def whole_program(
         or not recall.is_untouched
     ):
         return None
-    # Fewer are wanted than at first if autograd has freed some by now.
+    # Autograd may have freed some of the wanted values by now.
     for each in program.wanted:
         if each.demand <= 0:
             return None
@@ -49,9 +49,9 @@ def program_at_once(
 def program_for(
     recall: ReplayCache, program: Program | None, value: TapeValue
 ) -> Program | None:
-    """Return a program that recomputes a value, of all of a region or of a part.
+    """Return a program that recomputes a value, of a whole region or of a part.
 
-    It frees held values at their last use in the part, as of what a tier brings back.
+    It frees held values, such as those fetched from a tier, at their last use in it.
     """
     if program is None or program.has_one_end:
         return whole_program(recall, program, value)
@@ -66,7 +66,7 @@ def program_for(
 def part_for(
     recall: ReplayCache, program: Program, value: TapeValue
 ) -> tuple[Part, Live] | None:
-    """Return a part of a program that makes a value, and the tensors to start from."""
+    """Return a program's part that computes a value, and the tensors to start from."""
     if value.hold is not None:
         return None
     parts = program.parts
@@ -82,7 +82,7 @@ def part_for(
 
 
 Choice = tuple[Program, Part | None, Live | None]
-"""A program, the part of it to run, if not all, and the tensors to start from."""
+"""A program, the part to run if not all of it, and the tensors to start from."""
 
 
 def choice_for(
@@ -93,7 +93,7 @@ def choice_for(
     *,
     at_once: bool,
 ) -> Choice | None:
-    """Return what recomputes a value, in the fewest steps."""
+    """Return the choice that recomputes a value with the least host time, or None."""
     if at_once:
         whole = program_at_once(recall, program, tape)
     elif program is None or program.has_one_end:

@@ -1,4 +1,4 @@
-"""Parts of a program: what each of its ends needs, found without a search."""
+"""Parts of a program: the operations that each of its ends needs."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -7,20 +7,20 @@ from recoup.engine.lifetime.operations import TapeOperation
 from recoup.engine.lifetime.values import TapeValue
 
 Part = tuple[list[int], list[TapeValue]]
-"""The places of operations, in order, and the wanted values that they make."""
+"""The positions of operations, in order, and the wanted values that they make."""
 
 WANTED = 1
-"""The mark of an operation that makes a wanted value. The other bits of a mark stand
-for the ends that need the operation: an end is wanted, and no other operation reads
-what it makes."""
+"""The mark of an operation that makes a wanted value. The other bits of a mark are the
+ends that need the operation: an end is wanted, and no other operation reads its
+result."""
 
 MOST_ENDS = 512
-"""So many ends have a bit of their own, the last of them with all that follow. A mark
-takes as many bits; what is recorded of an operation takes twenty times as much."""
+"""The most ends with a bit each; the last bit is shared by all further ends. A mark
+takes as many bits, a twentieth of the memory of a recorded operation."""
 
 _MOST_JOINED = 8
-"""So many ends that share operations are handled without a search. For each of them all
-that they share is gone through, so that more would take quadratic time."""
+"""The most ends that share operations and are handled without a search. Each of them
+iterates over all shared operations, so more would take quadratic time."""
 
 
 def _empty_part() -> Part:
@@ -28,20 +28,19 @@ def _empty_part() -> Part:
 
 
 class ProgramParts:
-    """Which operations each end of a program needs.
+    """The operations that each end of a program needs.
 
     Args:
-        operations: What the program runs.
+        operations: The operations of the program.
         wanted: The values that it computes.
-        marks: The marks of operations, in order; 0 for others, which it does not run.
-        ends: The places of the ends, counted from the last operation.
+        marks: The marks of operations, in order; 0 for operations outside the program.
+        ends: The positions of the ends, counted from the last operation.
 
     Attributes:
-        alone: The parts that have nothing in common with others, by the place of their
-            end.
-        bits: The bits of the other ends, by their places, if these are few.
-        marks: By place, the bits of the ends that need the operation.
-        by_mark: The operations that the same ends need, and what is wanted of them.
+        alone: The parts that share nothing with others, by the position of their end.
+        bits: The bits of the other ends, by position, if there are few.
+        marks: By position, the bits of the ends that need the operation.
+        by_mark: The operations, and their wanted values, by the ends that need them.
     """
 
     def __init__(
@@ -81,18 +80,18 @@ class ProgramParts:
                 self.bits = {}
 
     def crossing(self) -> dict[TapeValue, list[int]]:
-        """Return values with the marks of operations that read them, for other ends.
+        """Return values with the marks of their readers that other ends need.
 
-        Not all ends that need such a value need all of the operations that read it. So
-        what an end needs may be run, and an operation that reads the value may not.
+        Such a value's readers may still be outstanding after the operations that one
+        end needs have run.
         """
         found = self._crossing
         if found is None:
             found = self._crossing = {}
             marks, joined = self.marks, self._joined
             for place, mark in enumerate(marks):
-                # What all ends need reads nothing that others do not, and what is
-                # alone reads nothing that others do.
+                # Operations that all ends need, or only one independent end, read
+                # values with the same mark only.
                 if mark == joined or not mark & joined:
                     continue
                 for value in self._operations[place].reads():

@@ -1,4 +1,4 @@
-"""Whether a replay runs on this thread now."""
+"""Track whether a replay is running on this thread, and its time."""
 
 from contextlib import AbstractContextManager
 from threading import RLock, get_ident
@@ -8,21 +8,20 @@ from typing import Any
 from recoup.backend.compiler.recognition import leave_uncompiled
 
 _RUNNING: dict[int, Any] = {}
-"""A lock for each thread, which is taken while a replay runs there. Nobody waits for
-it: it is what Python takes and leaves in one step, whatever interrupts the thread."""
+"""A lock for each thread, held while a replay runs there. Nothing waits for it: a lock
+is used because Python acquires and releases it atomically, despite interrupts."""
 
 SECONDS: dict[int, float] = {}
-"""How long replays took, by thread; empty until somebody asks, and nothing is counted
-before that."""
+"""The time of replays by thread; empty, and not counted, before the first query."""
 
 
 @leave_uncompiled
 def is_recomputing() -> bool:
-    """Return whether recoup is recomputing something on this thread right now.
+    """Return whether recoup is recomputing on this thread.
 
-    User code runs once, in forward, so it sees False there. It sees True where it is
-    called by a replay: in a kernel of a custom operator, in a dispatch mode, and in a
-    function that is run again because it cannot be recorded.
+    User code usually runs once, in forward, and sees False. It sees True when a replay
+    calls it: in a custom operator's kernel, a dispatch mode, or a function that is
+    rerun because it cannot be recorded.
 
     Examples:
         >>> is_recomputing()
@@ -33,10 +32,9 @@ def is_recomputing() -> bool:
 
 
 def replay_seconds() -> float:
-    """Return how long replays have taken since somebody asked first, on the host.
+    """Return the host time of replays since the first query.
 
-    On an accelerator the host only hands out the work: there it is the time that
-    handing out takes.
+    On an accelerator this is the launch time only.
 
     Examples:
         >>> before, start = replay_seconds(), perf_counter()
@@ -52,17 +50,18 @@ def replay_seconds() -> float:
 
 
 def recomputing() -> AbstractContextManager[object]:
-    """Return what says that the block of a `with` statement is a replay.
+    """Return a context manager that marks its block as a replay.
 
-    Of the statement itself: what else enters it may be interrupted before it can leave.
+    Use it directly in a `with` statement: other code might be interrupted before it can
+    leave.
     """
     thread = get_ident()
     return _RUNNING.get(thread) or _RUNNING.setdefault(thread, RLock())
 
 
 def count_replay_seconds(start: float) -> float:
-    """Count the time since the start of a replay that is over; return it."""
-    # As a sum for each thread: no lock that others could wait for.
+    """Add the time since the start of a finished replay; return it."""
+    # Per thread, so that no lock is needed.
     thread, seconds = get_ident(), perf_counter() - start
     SECONDS[thread] = SECONDS.get(thread, 0.0) + seconds
     return seconds

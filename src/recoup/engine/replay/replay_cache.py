@@ -1,9 +1,9 @@
 """ReplayCache: the values that a backward has recomputed in a region.
 
-A backward through one of several outputs needs a part of what autograd saved. Autograd
-does not say which part, so a recall grows: each value that is asked for is recomputed
-with its ancestors, and with nothing else. What these give on the way stays while
-autograd, or a value that may still be asked for, needs it. So no operation runs twice.
+A backward through one of several outputs needs a part of the saved tensors. Autograd
+does not tell which part, so the cache grows: each requested value is recomputed with
+its ancestors, and nothing else. Intermediate values stay while autograd, or a value
+that may still be requested, needs them. So no operation runs twice.
 """
 
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
@@ -22,20 +22,19 @@ class Recalling(Protocol):
     """A region.
 
     Attributes:
-        recall: What the last backward through it has recomputed.
+        recall: The values that its last backward has recomputed.
     """
 
     recall: "ReplayCache | None"
 
 
 class Saved:
-    """Stands for one tensor that autograd saved in a region and that can be remade.
+    """The packed form of a tensor that autograd saved in a region, to be recomputed.
 
-    It dies when autograd frees the saved tensor: then there is one demand less for its
-    value.
+    It dies when autograd frees the saved tensor, which decrements its value's demand.
 
     Attributes:
-        task: The last backward in which it was asked for.
+        task: The last backward that unpacked it.
     """
 
     __slots__ = ("__weakref__", "layout", "region", "task", "value")
@@ -46,12 +45,12 @@ class Saved:
         self.value = value
         self.layout = layout
         self.task = -1
-        self.region = region  # last: without it there is nothing to release
+        self.region = region  # last: `__del__` releases nothing without it
 
     def __del__(self) -> None:
         try:
             recall = self.region.recall
-        except AttributeError:  # an interrupt came before it was whole
+        except AttributeError:  # `__init__` was interrupted
             return
         value = self.value
         value.demand -= 1
@@ -63,23 +62,23 @@ class Saved:
 
 
 Given = tuple[Tensor, Tensor | None, tuple[int, int]]
-"""A recomputed value, the view of it that was given, if it was one, and the versions
-that they had then: a view that a replay made has a counter of its own."""
+"""A recomputed value, the view of it that was given, if any, and their versions then: a
+view that a replay made has a separate version counter."""
 
 
 class Uses:
-    """Knows which operations of a region read a value.
+    """An index from values to the operations of a region that read them.
 
-    It forgets operations that can lead to nothing any more, because autograd has freed
-    everything computed from them. So many backwards take no longer than one.
-    Backwards on several threads may share it: it only forgets.
+    Operations are removed once autograd has freed everything computed from them, so
+    that many backwards take no longer than one. Backwards on several threads may share
+    it, because entries are only removed.
 
     Args:
-        operations: What the region ran; there is no more to come.
-        reads: What each operation reads, if that is known.
+        operations: All operations of the region.
+        reads: The values that each operation reads, if known.
 
     Attributes:
-        reads: What each operation reads.
+        reads: The values that each operation reads.
     """
 
     def __init__(
@@ -97,12 +96,12 @@ class Uses:
     def awaited(
         self, value: TapeValue, recall: "ReplayCache", run: Container[int]
     ) -> Iterator[TapeValue]:
-        """Yield values that autograd may ask for later and that need this one.
+        """Yield values that autograd may request later and that need this one.
 
         Args:
-            value: Where to start.
-            recall: What was recomputed so far.
-            run: The places of the operations that are about to be run.
+            value: The value to start from.
+            recall: The replay cache.
+            run: The positions of the operations that are about to run.
         """
         trail: list[tuple[TapeValue, int]] = []
         seen: set[int] = set()
@@ -110,7 +109,7 @@ class Uses:
         try:
             while stack:
                 start = stack.pop()
-                # A copy: a collection of garbage may come to forget some as well.
+                # A copy: garbage collection may remove entries meanwhile.
                 for place in tuple(self._places.get(start, ())):
                     if place in seen or place in run or recall.has_run(place):
                         continue
@@ -122,7 +121,7 @@ class Uses:
                                 yield made
                             stack.append(made)
         finally:
-            # The last found first: what depends on others is forgotten before them.
+            # In reverse, so that dependents are removed first.
             for start, place in reversed(trail):
                 if self._leads_nowhere(place):
                     self._places[start].pop(place, None)
@@ -137,16 +136,16 @@ class Uses:
 class ReplayCache:
     """The recomputed values of a region, each until its last use.
 
-    Counts are taken without a lock: two threads of one backward may lose one, and then
-    a value is freed at the end of the backward instead, or recomputed once more.
+    Counting takes no lock: two threads of one backward may lose a count, and then a
+    value is freed at the end of backward instead, or recomputed again.
 
     Args:
         task: The backward that it serves.
-        lasting: Keep what autograd saved for other backwards, too.
+        lasting: Whether to keep saved values for other backwards as well.
 
     Attributes:
-        live: The values, and views of them.
-        pending: How many uses of each are to come.
+        live: The values and views of them.
+        pending: The number of outstanding uses of each value.
     """
 
     def __init__(self, task: int, *, lasting: bool) -> None:
@@ -154,22 +153,22 @@ class ReplayCache:
         self.task = task
         self._lasting = lasting
         self.pending: dict[TapeValue, int] = {}
-        # What backward functions were given of values that are needed again.
+        # Tensors given to backward functions, of values that are needed again.
         self._given: dict[TapeValue, Given] = {}
         self._served: set[TapeValue] = set()
         self._run: set[int] = set()
         self._uses: Uses | None = None
-        # Kept after their last use, for values that may be asked for later, and some of
-        # those values.
+        # Values kept after their last use for values that may be requested later, and
+        # some of the latter.
         self._kept: set[TapeValue] = set()
         self._later: set[TapeValue] = set()
         self._spare_bytes = 0
-        # The ends that were run with what they share with others. While there are any
-        # and no search has run, later ends need the kept values.
+        # The bits of ends that ran with their shared operations. If nonzero and no
+        # search has run, later ends need the kept values.
         self._ends = 0
 
     def serves(self, task: int) -> bool:
-        """Return whether the backward of this number may use it."""
+        """Return whether the backward with this task id may use it."""
         return self._lasting or self.task == task
 
     def has_served(self, value: TapeValue) -> bool:
@@ -177,28 +176,29 @@ class ReplayCache:
         return value in self._served
 
     def has_run(self, place: int) -> bool:
-        """Return whether the operation at a place was run."""
+        """Return whether the operation at a position was run."""
         return place in self._run
 
     def is_outstanding(self, value: TapeValue) -> bool:
-        """Return whether autograd may ask for a value that was not recomputed yet."""
+        """Return whether autograd may request a value that was not recomputed yet."""
         return value not in self._served and is_wanted(value)
 
     def begin(self, places: Collection[int]) -> bool:
-        """Note that operations are about to run, unless one of them was run."""
+        """Record that operations are about to run; return False if one ran before."""
         if not self._run.isdisjoint(places):
             return False
         self._run.update(places)
         return True
 
     def begin_shared(self, parts: ProgramParts, place: int) -> tuple[Part, Live] | None:
-        """Note that what an end needs is about to run, except for what was run.
+        """Begin the remaining operations that an end needs.
 
-        Only where all that ends to come need of it is kept for autograd anyway: else
-        `plan` weighs what that costs.
+        Only if all values that later ends need of them are kept for autograd anyway:
+        otherwise `plan` weighs the cost.
 
         Returns:
-            What is to be run, and the tensors to start from. None: it takes a search.
+            The part to run and the tensors to start from, or None if a search is
+            needed.
         """
         bit = parts.bits.get(place)
         if bit is None or self._uses is not None or self._lasting:
@@ -225,13 +225,13 @@ class ReplayCache:
     def _crossing_at(
         self, parts: ProgramParts, now: int
     ) -> tuple[Live, set[TapeValue]] | None:
-        """Return values made for other ends: those needed now, and those needed later.
+        """Return shared values: those from earlier ends, and those for later ends.
 
-        None: some of it is not kept for autograd.
+        None if some of them are not kept for autograd.
 
         Args:
             parts: The parts of the region's program.
-            now: The bits of the ends that were run, and of the one that is to be.
+            now: The bits of the ends that were run, and of the current one.
         """
         done = self._ends
         given: Live = {}
@@ -253,22 +253,22 @@ class ReplayCache:
 
     @property
     def is_untouched(self) -> bool:
-        """Whether nothing was recomputed so far."""
+        """Whether nothing has been recomputed yet."""
         return not self._served and not self._run
 
     def give(self, saved: Saved, task: int) -> Tensor | None:
-        """Return a recomputed tensor, or None if it is not there.
+        """Return a recomputed tensor, or None if it is missing.
 
-        The first time in a backward that is one of the uses that free the value.
-        Written out for the common case: autograd asks for every saved tensor here.
+        The first time in a backward, this counts as one of the value's uses. Inlined
+        for the common case, because autograd unpacks every saved tensor here.
 
         Raises:
-            ChangedTensorError: A backward function wrote to the tensor that it got, and
-                this is another one that needs the value.
+            ChangedTensorError: An earlier backward function wrote to the tensor that it
+                got of this value.
         """
         value, layout = saved.value, saved.layout
         live = self.live
-        # Taken out at once: nearly always this is its last use.
+        # Removed at once: this is nearly always its last use.
         whole = live.pop(value, None)
         if whole is None:
             return None
@@ -289,28 +289,27 @@ class ReplayCache:
                 and value not in self._kept
                 and (self._uses is None or not self._is_awaited(value))
             ):
-                # No other value needs this one; as `_drop` does.
+                # No other value needs this one: `_drop`, inlined.
                 if self._given:
                     self._given.pop(value, None)
                 if value.layouts:
                     for other in value.layouts.values():
                         live.pop(other, None)
                 return whole if viewed is None else viewed
-        # It stays. Only the last view is looked at, so that many take no more than
-        # linear time.
+        # It stays. Only the last view is checked, so that many take linear time.
         live[value] = whole
         self._given[value] = whole, viewed, _versions(whole, viewed)
         return whole if viewed is None else viewed
 
     def _is_awaited(self, value: TapeValue) -> bool:
-        """Keep a value if another one needs it that autograd may ask for later."""
+        """Keep a value, and return True, if a value that may be requested needs it."""
         assert self._uses is not None, "only called when there is something to search"
         found = next(iter(self._uses.awaited(value, self, ())), None)
         self._share(value, found)
         return found is not None
 
     def _check(self, value: TapeValue) -> None:
-        """Raise if a backward function wrote to what it was given of a value."""
+        """Raise if a backward function wrote to the tensor that it got of a value."""
         whole, viewed, versions = self._given[value]
         now = _versions(whole, viewed)
         if now != versions:
@@ -319,7 +318,7 @@ class ReplayCache:
             raise written_in_backward(viewed)
 
     def release(self, value: TapeValue) -> None:
-        """Count one use less to come. Finalizers call it, so it searches nothing."""
+        """Decrement a value's outstanding uses. No search: finalizers call it."""
         left = self.pending.get(value, 0) - 1
         if left > 0:
             self.pending[value] = left
@@ -333,14 +332,14 @@ class ReplayCache:
         free(value, self.live)
 
     def _has(self, value: TapeValue) -> bool:
-        """Return whether a value is there to compute others from."""
+        """Return whether a value is available to compute others from."""
         if value in self._given:
             if value in self.pending:
                 self._check(value)
             else:
                 whole, viewed, versions = self._given[value]
                 if _versions(whole, viewed) != versions:
-                    self._drop(value)  # the last function that needed it wrote to it
+                    self._drop(value)  # its last reader wrote to it
         return value in self.live
 
     def plan(
@@ -349,7 +348,7 @@ class ReplayCache:
         value: TapeValue,
         uses: Uses,
     ) -> tuple[Program, Live]:
-        """Return what recomputes a value, and the tensors to start from."""
+        """Return a program that recomputes a value, and the tensors to start from."""
         run: dict[int, list[TapeValue]] = {}
         if self._kept and self._uses is None:
             self._stop_crossing(uses)
@@ -371,11 +370,11 @@ class ReplayCache:
             if tensor is not None and (each.hold is None or not self._lasting):
                 given[each] = tensor
                 if each not in kept:
-                    self._drop(each)  # the program uses it for the last time
+                    self._drop(each)  # the program is its last use
         return Program(operations, wanted, dict(sorted(run.items())), given), given
 
     def _stop_crossing(self, uses: Uses) -> None:
-        """Keep what ends shared for later values, if autograd has used it."""
+        """Keep shared values that autograd has used only if later values need them."""
         crossing, self._kept = self._kept, set()
         for value in crossing:
             if value in self.pending or value not in self.live:
@@ -387,10 +386,10 @@ class ReplayCache:
                 self._share(value, found)
 
     def take(self, wanted: Iterable[TapeValue], live: Live) -> None:
-        """Take values that were recomputed, with their tensors."""
+        """Add recomputed values with their tensors."""
         pending, served = self.pending, self._served
         if not served and not self._later and not self._lasting:
-            # All at once, as nearly always.
+            # The common case: everything at once.
             pending.update([(v, v.demand) for v in wanted if v.demand > 0])
             served.update(pending)
             self.live = live if not self.live else {**self.live, **live}
@@ -408,12 +407,12 @@ class ReplayCache:
     def take_part(
         self, wanted: Iterable[TapeValue], live: Live, roots: Iterable[TapeValue]
     ) -> None:
-        """Take all that is wanted of a part of the region, and nothing else of it.
+        """Add the wanted values of a part of the region.
 
         Args:
             wanted: The values.
-            live: What running the part has returned. Held values that it has used may
-                be there too, if the last use of all is in another part.
+            live: The result of running the part. May also contain held values whose
+                last use is in another part.
             roots: The held values that the region uses.
         """
         for value in live.keys() & roots:
@@ -429,13 +428,13 @@ class ReplayCache:
         self.live.update(live)
 
     def _awaited(self, values: Iterable[TapeValue]) -> set[TapeValue]:
-        """Return the values that autograd may ask for and that are not at hand."""
+        """Return the values that autograd may request and that are not on a device."""
         found: set[TapeValue] = set()
         for value in values:
             if value in self._served:
                 if self._lasting or value in self.pending:
                     found.add(value)
-            # `is_wanted`, written out for the common case.
+            # `is_wanted`, inlined for the common case.
             elif value.demand > 0 and (value.hold is None or is_wanted(value)):
                 found.add(value)
         return found
@@ -447,7 +446,7 @@ class ReplayCache:
         run: dict[int, list[TapeValue]],
         uses: Uses,
     ) -> dict[TapeValue, None]:
-        """Add the operations that values need by place; return what these touch."""
+        """Add the operations that values need to `run`; return the touched values."""
         touched = dict.fromkeys(values)
         stack = list(touched)
         while stack:
@@ -474,16 +473,16 @@ class ReplayCache:
     ) -> dict[TapeValue, None]:
         """Decide which values to keep for values that are recomputed later.
 
-        To keep it must not cost more than these values would. Else they are recomputed
-        now, and what that touches is returned.
+        Keeping them must not take more bytes than the later values would. Otherwise the
+        later values are recomputed now, and the values that this touches are returned.
         """
         more: dict[TapeValue, None] = {}
         new = list(touched)
         while new:
             awaited = self._awaited(new)
             for value in new:
-                # A value from outside may be written to between two backwards: a cache
-                # for several asks for it again.
+                # An external value may change between two backwards: a lasting cache
+                # fetches it again.
                 is_remade = value.hold is None or (
                     value.hold.tensor is None and not self._lasting
                 )
@@ -503,7 +502,7 @@ class ReplayCache:
         return more
 
     def _share(self, value: TapeValue, later: TapeValue | None) -> None:
-        """Keep a value for one that may be asked for later, or for none."""
+        """Keep a value for one that may be requested later; None: stop keeping it."""
         if later is None and value in self._kept:
             self._kept.discard(value)
             self._spare_bytes += value.nbytes
@@ -531,12 +530,12 @@ def _made_by(operation: TapeOperation) -> list[TapeValue]:
 
 
 def is_wanted(value: TapeValue) -> bool:
-    """Return whether autograd may ask for a value that is not at hand."""
+    """Return whether autograd may request a value that is not on its device."""
     return value.demand > 0 and (value.hold is None or not value.hold.is_at_hand)
 
 
 def wanted_of(saved: Iterable[TapeValue]) -> list[TapeValue]:
-    """Return those of the saved values that a replay is to give."""
+    """Return the saved values that a replay must compute."""
     return [
         value
         for value in saved

@@ -1,4 +1,4 @@
-"""Rerun: recompute a function by calling it again, where it cannot be recorded."""
+"""Rerun: recompute a function that cannot be recorded by calling it again."""
 
 import threading
 import weakref
@@ -68,38 +68,38 @@ from recoup.engine.verification.verification_log import LEDGER
 from recoup.errors import ClearedError, MismatchError
 
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
-"""Tells the tensors that a wrapper is made of by their order."""
+"""A factor that makes a wrapper's fingerprint depend on the order of its tensors."""
 
 
 def rerun(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call the function; recompute what it saves by calling it again in backward.
 
     This is function-level recomputation as in torch.utils.checkpoint. recoup uses it
-    for compiled functions, which cannot be recorded. Prefer `checkpoint`, which
-    records: there, no user code runs twice.
+    for compiled functions, which cannot be recorded. Prefer `checkpoint`, which records
+    operators, so that no user code runs twice.
 
     The second call sees the random state, the autocast state, the default dtype, the
-    arguments and the module buffers of the first; buffers are put back afterwards. It
+    arguments and the module buffers of the first; buffers are restored afterwards. It
     is stopped once it has saved what backward needs. Each saved tensor must have the
-    shape and type of the first call's, and, the first time a function is used, the
-    same bits. Regions inside the function take effect in the second call, whose memory
-    they bound; the first keeps nothing but the arguments.
+    shape and dtype of the first call's, and, the first time a function is used, the
+    same bits. Regions inside the function bound the memory of the second call; the
+    first call keeps only the arguments.
 
     Costs: the function once more per backward; copies of its modules' small buffers,
-    and of large ones that are written to or are new. Looking for the modules takes
-    about a millisecond where there are hundreds.
+    and of large ones that are written to or are new. Finding the modules takes about a
+    millisecond if there are hundreds.
 
     Args:
-        function: What to call. It must do the same when called again.
-        *args: Its positional arguments, any nested structure of tensors.
+        function: The function, which must do the same when called again.
+        *args: Its positional arguments, any pytree of tensors.
         **kwargs: Its keyword arguments.
 
     Returns:
-        What the function returns.
+        The function's result.
 
     Raises:
         UnsupportedError: It is called under a torch.func transform that refuses hooks.
-            What backward raises is in the guide.
+            For errors in backward, see the guide.
 
     Examples:
         >>> x = torch.ones(3, requires_grad=True)
@@ -121,12 +121,12 @@ def rerun(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def run_first(call: "Rerun", collector: Collector | None = None) -> Any:
-    """Make the first call of a function; forget what autograd saves in it.
+    """Make the first call of a function; drop the tensors that autograd saves in it.
 
     Args:
         call: The call.
-        collector: Collects what autograd saves in the call, if it is itself made in
-            the second call of another function.
+        collector: The collector of saved tensors, if this call runs in the second call
+            of another function.
     """
     call.collector = collector
     function, args, kwargs = call.begin()
@@ -148,11 +148,11 @@ def run_first(call: "Rerun", collector: Collector | None = None) -> Any:
 
 
 class CallIdentity(NamedTuple):
-    """What a function that is called again is known by.
+    """The identity of a rerun function.
 
     Attributes:
         name: Its name in messages and statistics.
-        key: Identifies it for verification.
+        key: Its identity for verification.
         verifies: Whether the bits of both calls are compared.
     """
 
@@ -162,15 +162,15 @@ class CallIdentity(NamedTuple):
 
 
 Slot = tuple[int, torch.Size, torch.dtype]
-"""Stands for one tensor that the function saved in its first call: its place among
-these, its shape and its type. A plain tuple: there are dozens in each call."""
+"""The packed form of a tensor saved in the first call: its position, shape and dtype. A
+plain tuple, because each call has dozens."""
 
 
 class Rerun:
     """One call of a function that will be called again in backward.
 
     Attributes:
-        forgets: What autograd saves in the call is forgotten: see `role_around`.
+        forgets: Whether tensors saved in the call are dropped: see `role_around`.
         collector: See `run_first`.
     """
 
@@ -220,12 +220,12 @@ class Rerun:
         return self._function, args, kwargs
 
     def settle(self) -> None:
-        """Note what the first call has read: it has ended."""
+        """Record the state that the first call has read, at its end."""
         self._state.settle()
 
     @leave_uncompiled
     def pack(self, tensor: Tensor) -> Slot:
-        """Forget a tensor that the first call saves."""
+        """Drop a tensor that the first call saves."""
         if self._verifies or self.accounts or self.listeners:
             tell(self.listeners, tensor)
             if self.accounts and not is_parameter(tensor):
@@ -237,7 +237,7 @@ class Rerun:
 
     @leave_uncompiled
     def collect(self, tensor: Tensor) -> Slot:
-        """Forget a tensor, and pass it to the collector of the call around this one."""
+        """Drop a tensor, and pass it to the collector of the enclosing call."""
         slot = self.pack(tensor)
         assert self.collector is not None, "these hooks are used with one only"
         self.collector.take(tensor, slot, self.unpack)
@@ -245,7 +245,7 @@ class Rerun:
 
     @leave_uncompiled
     def unpack(self, slot: Slot) -> Tensor:
-        """Return the tensor, calling the function again if this backward has not."""
+        """Return the tensor, after calling the function again once per backward."""
         with self._lock:
             task = current_backward()
             found = self._found
@@ -254,7 +254,7 @@ class Rerun:
                 found, prints = self._call_again()
                 if self._verifies:
                     self._compare(prints)
-                # Outside a backward nothing would drop the rest.
+                # Outside of backward nothing would drop the rest.
                 if task != -1:
                     self._found = found
                     self._task = task
@@ -275,11 +275,11 @@ class Rerun:
         return [argument.hold for argument in self._held]
 
     def random_bytes(self) -> int:
-        """Return the bytes of the generator states kept."""
+        """Return the bytes of the saved generator states."""
         return sum(state.nbytes for _, state in self._random)
 
     def count_bytes(self) -> None:
-        """Add to the accounts what it keeps and frees, once."""
+        """Add the kept and freed bytes to the accounts, once."""
         if not self._is_counted:
             self._is_counted = True
             kept = activation_bytes(self.holds()) + self.random_bytes()
@@ -288,7 +288,7 @@ class Rerun:
                 account.freed_bytes += self._saved_bytes
 
     def recompute(self) -> tuple[Tensor, ...]:
-        """Call the function again now and return what it saves."""
+        """Call the function again now and return the tensors it saves."""
         found, _ = self._call_again()
         return tuple(
             packed if unpack is None else unpack(packed)
@@ -303,14 +303,14 @@ class Rerun:
         self._found = {}
 
     def end(self, task: int) -> None:
-        """Drop recomputed tensors that a backward did not ask for."""
+        """Drop recomputed tensors that a backward did not use."""
         with self._lock:
             if task == self._task:
                 self._found = {}
                 self._task = -1
 
     def _call_again(self) -> "tuple[dict[int, _Found], list[Tensor | None]]":
-        """Call the function; return what it saves by place, and the fingerprints."""
+        """Call the function; return saved tensors by position, and fingerprints."""
         if self._function is None:
             raise ClearedError(
                 f"backward needs a tensor saved in {self.name!r}, but its checkpoints "
@@ -325,7 +325,7 @@ class Rerun:
             self._state,
             counts=bool(self.accounts),
         )
-        # Not as a part of a batch of gradients, which random operators refuse.
+        # Outside of batched gradients, where random operators are forbidden.
         with outside_transforms():
             args, kwargs = _fetch_all(self._arguments)
         hooks = _Hooks(collected.pack, collected.unpack)
@@ -362,7 +362,7 @@ class Rerun:
             yield
 
     def _fingerprint(self, tensor: Tensor) -> Tensor | None:
-        # Taken while the call runs, both times: a buffer may move on after that.
+        # Taken during both calls, because a buffer may change afterwards.
         if not self._verifies:
             return None
         found: Tensor | None = None
@@ -380,7 +380,7 @@ class Rerun:
         )
 
     def _compare(self, again: list[Tensor | None]) -> None:
-        """Compare all that was saved, whether this backward asks for it or not."""
+        """Compare all saved tensors, even those that this backward does not need."""
         pairs = zip(self._prints, again, strict=True)
         verdict = Verdict(self.name, self._key, operators=0, since=self._since)
         complaint = RECOMPUTED.format("the function")
@@ -409,8 +409,8 @@ class _Hooks(restoring):
         push_hooks(self._pack, self._unpack)
 
     def __exit__(self, kind: type[BaseException] | None = None, *error: object) -> None:
-        # A module's region that an interrupt has left open, if the function has caught
-        # it: its hooks lie above these.
+        # If the function caught an interrupt, a module's region may still be open, with
+        # its hooks above these.
         try:
             if kind is None or issubclass(kind, Exception):
                 end_left(self._opened)
@@ -425,16 +425,16 @@ class _Complete(Exception):  # noqa: N818 (a signal, not an error)
 
 
 _Found = tuple[Any, int, Unpack | None]
-"""A tensor that the second call has saved, and its version; or what a region made of
-it, and the function that returns the tensor, given that."""
+"""A tensor saved by the second call, with its version; or a region's packed form of it,
+with the unpack function."""
 
 
 class _Collector:
-    """Collects what the second call saves.
+    """Collects the tensors that the second call saves.
 
     Attributes:
-        nbytes: The bytes of all that autograd has saved.
-        collector: Itself: the regions in the call find it here.
+        nbytes: The bytes of all saved tensors.
+        collector: Itself, for regions inside the call; see `role_around`.
     """
 
     def __init__(
@@ -459,24 +459,24 @@ class _Collector:
 
     @leave_uncompiled
     def pack(self, tensor: Tensor) -> Tensor:
-        # Detached: an operator's own output would hold itself through its graph.
+        # Detached: an operator's output would keep itself alive through its graph.
         kept = tensor.detach()
         if self._are_behind is not None and self._are_behind(kept):
-            kept = kept.clone()  # it is put back before backward uses this
+            kept = kept.clone()  # the buffer is restored before backward uses this
         if is_handing_over():
             return kept
         if self._look is not None or self._counts:
             self._note(kept)
         found = self._found
         place = len(found)
-        if place < self._count:  # else the function has caught what was to stop it
+        if place < self._count:  # else the function has caught `_Complete`
             found[place] = kept, version_counter(kept), None
             if place + 1 == self._count:
                 raise _Complete
         return kept
 
     def take(self, tensor: Tensor, packed: Any, unpack: Unpack) -> None:
-        """Take a tensor that a region in the call has packed."""
+        """Add a tensor that a region in the call has packed."""
         if self._look is not None or self._counts:
             self._note(tensor)
         place = len(self._found)
@@ -486,10 +486,10 @@ class _Collector:
                 raise _Complete
 
     def finish(self) -> tuple[dict[int, _Found], list[Tensor | None]]:
-        """Return what was saved by place, and the fingerprints; take no more.
+        """Return saved tensors by position, and fingerprints; stop collecting.
 
-        It keeps none of that. The regions in the call refer to the collector, and what
-        they packed refers to them: only a collection of garbage would free the cycle.
+        Drops its own references: regions in the call refer to the collector, and their
+        packed tensors to them, so only garbage collection would free the cycle.
         """
         collected = self._found, self._prints
         self._found, self._prints, self._count = {}, [], 0
@@ -520,7 +520,7 @@ class _Argument:
 
     def fetch(self) -> Tensor:
         """Return the tensor as an argument of the second call."""
-        # A new tensor each time: one that the function writes to may get a graph.
+        # A new tensor each time: if the function writes to it, it may get a graph.
         tensor = self.hold.fetch("a recomputed function").detach()
         return tensor.requires_grad_() if self.requires_grad else tensor
 
@@ -529,9 +529,9 @@ _PLAIN = frozenset({int, float, complex, str, bool, type(None), torch.dtype})
 
 
 def _hold_all(tree: Any, held: list[_Argument]) -> Any:
-    """Return arguments with every tensor replaced by one that is held.
+    """Return arguments with every tensor replaced by an `_Argument`.
 
-    Written out for what most arguments are: torch's trees take longer than a layer.
+    Inlined for common types: torch's pytrees take longer than a layer.
     """
     kind = type(tree)
     if kind in _PLAIN:
@@ -569,14 +569,14 @@ def _fetch_leaf(leaf: Any) -> Any:
 
 
 def _key_of(original: Any) -> Hashable:
-    """Return what verification knows a function by: its code, and its module."""
+    """Return a function's identity for verification: its code and module."""
     code = getattr(original, "__code__", type(original))
     own = getattr(original, "__self__", None)
     module = original if isinstance(original, nn.Module) else own
     if not isinstance(module, nn.Module):
         return "rerun", code
     key = "rerun", code, weakref.ref(module)
-    hash(key)  # a weak reference has one after the end only if it had one before
+    hash(key)  # caches the hash, which a dead weak reference could not compute
     LEDGER.forget_with(module, key)
     return key
 

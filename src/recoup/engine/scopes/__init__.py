@@ -1,4 +1,4 @@
-"""Regions as users write them: scopes, functions, modules, groups, marks.
+"""The user interface of regions: scopes, functions, modules, groups, marks.
 
 Thin: each opens a region of `recoup.engine.recording` and reports on it.
 """

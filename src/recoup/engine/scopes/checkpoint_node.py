@@ -1,4 +1,4 @@
-"""Nodes: one region or hand-made checkpoint to look at, and which to recompute."""
+"""Nodes to inspect a region or hand-made checkpoint; the choice which to recompute."""
 
 import itertools
 import math
@@ -26,16 +26,16 @@ RecomputeFunction = Callable[[], Tensor | Sequence[Tensor]]
 
 
 class CheckpointNode(Account):
-    """One checkpoint: the values held for it, and how the rest is recomputed.
+    """One checkpoint: its held values, and how the rest is recomputed.
 
-    recoup makes a node for every region (`scope.nodes`); it does not keep the region
+    recoup makes a node for every region (`scope.nodes`), which does not keep the region
     alive. A node made by hand holds what it is given.
 
     Args:
-        output: The tensor it stands for, if any; not kept alive.
+        output: The tensor it represents, if any; not kept alive.
         operation: The operation that made the output.
         children: The nodes it depends on.
-        region: The region it shows; given by recoup.
+        region: The region it represents; set by recoup.
 
     Examples:
         >>> import torch
@@ -62,13 +62,13 @@ class CheckpointNode(Account):
         self.is_checkpoint = region is not None
         self._output = None if output is None else weakref.ref(output)
         self._region = None if region is None else weakref.ref(region)
-        # Tuples, because scopes make nodes by the layer: an empty one costs nothing.
+        # Tuples, because scopes make a node per layer and an empty tuple is free.
         self._holds: tuple[Hold, ...] = ()
         self._functions: tuple[RecomputeFunction, ...] = ()
         self._results: tuple[weakref.ref[Tensor], ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is left of it in a copy: what it holds belongs to a step."""
+        """Return the state for a copy, without tensors, which belong to a step."""
         of_a_step = {"_output": None, "_region": None, "_holds": (), "_results": ()}
         return {**self.__dict__, **of_a_step, "_functions": ()}
 
@@ -79,22 +79,22 @@ class CheckpointNode(Account):
 
     @property
     def output(self) -> Tensor | None:
-        """The tensor it stands for, while that is alive."""
+        """The tensor it represents, while that is alive."""
         return None if self._output is None else self._output()
 
     @property
     def region(self) -> Watched | None:
-        """The region it shows, while its graph is alive."""
+        """The region it represents, while its graph is alive."""
         return None if self._region is None else self._region()
 
     @property
     def is_alive(self) -> bool:
-        """Whether it still stands for something."""
+        """Whether its region is alive, if it has one."""
         return self._region is None or self._region() is not None
 
     @property
     def replay_count(self) -> int:
-        """The number of replays of the region, also after it is gone."""
+        """The number of replays of the region, even after the region died."""
         region = self.region
         return self.replays if region is None else region.replays
 
@@ -113,7 +113,7 @@ class CheckpointNode(Account):
         return list(found.values())
 
     def count_bytes(self) -> None:
-        """Let the region add what it keeps and frees to its accounts."""
+        """Add the region's kept and freed bytes to its accounts."""
         region = self.region
         if region is not None:
             region.count_bytes()
@@ -131,7 +131,7 @@ class CheckpointNode(Account):
         return [*replay, *self._functions]
 
     def save_activations(self, *activations: Tensor) -> None:
-        """Hold tensors, by reference; a later change in place will be noticed."""
+        """Hold tensors by reference; later in-place changes are detected."""
         for activation in activations:
             if not isinstance(activation, Tensor):
                 raise UsageError(
@@ -152,7 +152,7 @@ class CheckpointNode(Account):
     def recompute(self) -> tuple[Tensor, ...]:
         """Call the recompute functions in order and return all their tensors.
 
-        While the tensors of the last call are alive, they are returned again.
+        Returns the last call's tensors again while they are all alive.
 
         Raises:
             UsageError: There is no recompute function.
@@ -173,7 +173,7 @@ class CheckpointNode(Account):
     def clear_saved_activations(self) -> None:
         """Free everything held, at once.
 
-        A backward through the region it shows raises `ClearedError` afterwards.
+        A later backward through its region raises `ClearedError`.
         """
         self._holds = ()
         self._results = ()
@@ -201,9 +201,9 @@ class NodeKeeper:
 
     @property
     def statistics(self) -> Statistics:
-        """The statistics of all regions, also those that are gone.
+        """The statistics of all regions, including dead ones.
 
-        Print it for a table. Bytes are counted when a region is first replayed, or now.
+        Prints as a table. Bytes are counted at a region's first replay, or now.
         """
         for node in self.nodes:
             node.count_bytes()
@@ -236,7 +236,7 @@ def _identity(tensor: Tensor) -> object:
 
 
 _FEW = 20_000
-"""Up to so many combinations are all compared: that takes some 20 ms."""
+"""The most combinations for exhaustive search, which takes some 20 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +245,7 @@ class Candidate:
 
     Attributes:
         bytes: Bytes held if it is kept, beyond those if it is recomputed.
-        cost: How many operators recomputing it runs.
+        cost: The number of operators to recompute it.
     """
 
     bytes: int
@@ -253,10 +253,10 @@ class Candidate:
 
 
 def candidate_of(node: CheckpointNode) -> Candidate:
-    """Return what recomputing a node spares and costs.
+    """Return the bytes that recomputing a node saves, and its cost.
 
-    Of a region that is what autograd saves of the values made in it; what comes from
-    outside is held in any case. A node made by hand spares all that it holds.
+    For a region these are the saved values produced in it, because external ones are
+    always held. For a node made by hand they are all that it holds.
     """
     region = node.region
     if not isinstance(region, Region):
@@ -269,8 +269,8 @@ def candidate_of(node: CheckpointNode) -> Candidate:
 def select(candidates: Sequence[Candidate], budget_bytes: int) -> list[int]:
     """Return the cheapest set to recompute such that the kept values fit.
 
-    Of equal cost the fewest are taken, and among alike ones those that are evenly
-    spread. Where there are many kinds, those that spare most for their cost.
+    At equal cost takes the fewest, and among equal candidates evenly spaced ones. With
+    too many kinds for an exhaustive search, prefers the most bytes per cost.
 
     Examples:
         >>> alike = [Candidate(4, 1)] * 6
@@ -298,7 +298,7 @@ def select(candidates: Sequence[Candidate], budget_bytes: int) -> list[int]:
 def _counts(
     kinds: Sequence[Candidate], limits: Sequence[int], excess: int
 ) -> Sequence[int]:
-    """Return how many of each kind to recompute to spare so many bytes."""
+    """Return how many of each kind to recompute to save `excess` bytes."""
     if sum(k.bytes * n for k, n in zip(kinds, limits, strict=True)) <= excess:
         return limits
     if math.prod(limit + 1 for limit in limits) <= _FEW:

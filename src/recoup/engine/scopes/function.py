@@ -1,4 +1,4 @@
-"""Functions and groups: a region around one call, or around calls counted together."""
+"""Functions and groups: regions around single calls, or around counted calls."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -23,20 +23,20 @@ def checkpoint(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> An
 def checkpoint(
     function: Callable[..., Any] | Tensor, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call a function in a region: forget what it saves, replay it in backward.
+    """Call a function in a region: drop what it saves, replay it in backward.
 
-    Gradients flow to every argument, to parameters and to whatever the function
-    captures. Given a tensor instead of a function, this is `recompute(tensor)`.
+    Gradients flow to every argument, to parameters and to captured variables. Given a
+    tensor instead of a function, this is `recompute(tensor)`.
 
     A compiled function is not recorded but called again in backward; see `rerun`.
 
     Args:
         function: The function to call, or a tensor.
-        *args: Its positional arguments, any nested structure.
+        *args: Its positional arguments, any pytrees.
         **kwargs: Its keyword arguments.
 
     Returns:
-        What the function returns, or the tensor.
+        The function's result, or the tensor.
 
     Raises:
         UsageError: The first argument is neither callable nor a tensor.
@@ -74,7 +74,7 @@ def checkpoint_segment(
         function: The function to call.
 
     Returns:
-        What the function returns.
+        The function's result.
 
     Raises:
         UsageError: The inputs are not a sequence of tensors.
@@ -117,13 +117,13 @@ def call_in_region(
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """Return what a function is called."""
+    """Return a function's qualified name, or its class's name."""
     name = getattr(function, "__qualname__", None)
     return name if isinstance(name, str) else type(function).__name__
 
 
 def code_of(function: Callable[..., Any]) -> object:
-    """Return what identifies a function among others of its name: its code.
+    """Return a function's code object, to distinguish functions of one name.
 
     Examples:
         >>> code_of(functools.partial(code_of)) is code_of.__code__
@@ -135,10 +135,10 @@ def code_of(function: Callable[..., Any]) -> object:
 
 
 class CheckpointGroup(NodeKeeper):
-    """Calls in regions that are counted and accounted for together.
+    """Calls in regions with common statistics.
 
-    Each call is one region: all its outputs, and every gradient path through them, are
-    served by one replay. What several calls take in is held once.
+    Each call is one region: one replay serves all its outputs and every gradient path
+    through them. Inputs shared by several calls are held once.
 
     Args:
         name: Its name in statistics and error messages.
@@ -169,18 +169,18 @@ class CheckpointGroup(NodeKeeper):
         return self._account.replays
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy has: the name and the counts, but no regions."""
+        """Return the state for a copy: the name and the counts, but no regions."""
         return {**self.__dict__, "_nodes": []}
 
     def checkpoint_fn(self, inputs: Any, function: Callable[[Any], Any]) -> Any:
         """Call `function(inputs)` in a region of the group.
 
         Args:
-            inputs: Any nested structure.
+            inputs: Any pytree.
             function: The function to call; it may return any pytree.
 
         Returns:
-            What the function returns.
+            The function's result.
 
         Raises:
             UsageError: The function is not callable.

@@ -1,4 +1,4 @@
-"""Marks: say for one tensor that it is kept, or that it is recomputed."""
+"""Marks: choose for one tensor whether it is kept or recomputed."""
 
 from torch import Tensor
 
@@ -14,16 +14,15 @@ _MARKED = TensorSet()
 
 
 def keep(tensor: Tensor, *, store: Tier | None = None) -> Tensor:
-    """Keep this tensor: replays start from it instead of computing it again.
+    """Keep this tensor: replays start from it instead of recomputing it.
 
-    Inside regions the tensor is held from now until backward, in all of them if they
-    are nested. Outside of regions it is only marked. A kept tensor that neither
-    backward nor a replay needs is not held.
+    Inside regions, nested ones included, the tensor is held until backward. Outside of
+    regions it is only marked. A kept tensor that neither backward nor a replay needs is
+    not held.
 
     Args:
         tensor: Any tensor.
-        store: Where it is kept, as `Host()`; by default where the regions keep what
-            they keep.
+        store: The tier that keeps it, such as `Host()`; by default the regions' tier.
 
     Returns:
         The same tensor, so that calls can be chained.
@@ -52,12 +51,12 @@ recomputed."""
 
 
 def is_checkpoint(tensor: Tensor) -> bool:
-    """Return whether this very tensor was marked with `keep`."""
+    """Return whether this tensor object was marked with `keep`."""
     return isinstance(tensor, Tensor) and tensor in _MARKED
 
 
 def unmark_checkpoint(tensor: Tensor) -> Tensor:
-    """Take the mark off a tensor, and let open regions recompute it.
+    """Remove the mark from a tensor, and let open regions recompute it.
 
     Returns:
         The same tensor.
@@ -71,25 +70,25 @@ def unmark_checkpoint(tensor: Tensor) -> Tensor:
 
 
 def checkpoint_count() -> int:
-    """Return how many living tensors are marked."""
+    """Return the number of marked tensors that are alive."""
     return len(_MARKED)
 
 
 def clear_checkpoint_marks() -> None:
-    """Take all marks off."""
+    """Remove all marks."""
     _MARKED.clear()
 
 
 def recompute(tensor: Tensor) -> Tensor:
     """Drop this tensor between forward and backward, and recompute it there.
 
-    The innermost open scope must have recorded how it was computed. In a plain
-    `CheckpointScope` that is the rule for every tensor; in one with
-    `use_recomputation=False`, or with a policy, it is the exception for this one.
+    The innermost open scope must have recorded how it was computed. A plain
+    `CheckpointScope` does this for every tensor; in a scope with
+    `use_recomputation=False` or a policy, this makes an exception for one tensor.
 
-    Where there is nothing to drop it does nothing: without gradients, in inference
-    mode, outside of enabled scopes, for a tensor that the scope did not compute. So a
-    model with marks can be evaluated, frozen and run without scopes.
+    Does nothing without gradients, in inference mode, outside of enabled scopes, and
+    for a tensor that the scope did not compute. So a model with marks can be evaluated,
+    frozen and run without scopes.
 
     Args:
         tensor: A tensor that was computed in the innermost open scope.
@@ -125,18 +124,18 @@ def recompute(tensor: Tensor) -> Tensor:
 def adaptive_checkpoint(tensor: Tensor, threshold: int) -> Tensor:
     """Recompute the tensor if it is larger than a threshold in bytes.
 
-    Like `recompute`, it does nothing where there is nothing to drop.
+    Like `recompute`, it does nothing if there is nothing to drop.
 
     Args:
         tensor: A tensor computed in an open scope.
-        threshold: Tensors of at most this many bytes are left alone.
+        threshold: The size in bytes up to which tensors are unaffected.
 
     Returns:
         The same tensor.
 
     Raises:
-        UsageError: The threshold is not a whole number of bytes from zero, or the
-            first argument is not a tensor.
+        UsageError: The threshold is not a non-negative integer, or the first argument
+            is not a tensor.
 
     Examples:
         >>> import torch

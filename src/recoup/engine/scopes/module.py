@@ -1,4 +1,4 @@
-"""Modules: a region around every forward of a module, and taking it off again."""
+"""Modules: add a region around every forward of a module, and remove it."""
 
 import functools
 import sys
@@ -43,12 +43,12 @@ def checkpoint_module(  # noqa: PLR0913 (options by keyword)
     store: Tier | None = None,
     segment_size: int | None = None,
 ) -> Model:
-    """Run every forward of a module in a region, or in one for every few blocks.
+    """Run every forward of a module in a region, or in one per few blocks.
 
     The module stays the same object with the same parameters, and its `state_dict` has
-    the same keys. Set `module.use_gradient_checkpointing = False` to do without in
-    the passes that follow. A module with compiled parts is called again in backward
-    instead of being recorded.
+    the same keys. Set `module.use_gradient_checkpointing = False` to disable it for
+    later passes. A module with compiled parts is called again in backward instead of
+    being recorded.
 
     Args:
         module: The module.
@@ -57,21 +57,20 @@ def checkpoint_module(  # noqa: PLR0913 (options by keyword)
         verify: As for `CheckpointScope`.
         cache: As for `CheckpointScope`.
         store: As for `CheckpointScope`.
-        segment_size: Run this many of the module's blocks at a time in a region, as
-            they follow each other in its forward, instead of all in one; the last
-            region has what is left. Blocks are its repeated parts: layers, not an
-            embedding, a stem or a head. Those that have a region of their own keep
-            it and do not count. Larger segments hold fewer inputs and have more alive
-            at once in backward; each block is recomputed once at any size. A segment
-            is called after its first block.
+        segment_size: The number of consecutive blocks per region, instead of one region
+            for all; the last region has the rest. Blocks are the module's repeated
+            parts: layers, not an embedding, a stem or a head. Blocks that already have
+            a region keep it and do not count. Larger segments hold fewer inputs but
+            have more alive at once in backward; each block is recomputed once at any
+            size. A segment is named after its first block.
 
     Returns:
         The module.
 
     Raises:
-        UsageError: It is no module, or has been given a region already; or it is to
-            be cut in segments and has no blocks to cut between.
-        UnsupportedError: It is compiled, and given a store or a segment size.
+        UsageError: It is no module or has a region already; or `segment_size` is given
+            and it has too few blocks.
+        UnsupportedError: It is compiled, and a store or a segment size is given.
 
     Examples:
         >>> import torch
@@ -125,11 +124,10 @@ def checkpoint_module(  # noqa: PLR0913 (options by keyword)
 
 
 def uncheckpoint_module(module: Model) -> Model:
-    """Take the regions off a module again; do nothing if it has none.
+    """Remove the regions from a module; do nothing if it has none.
 
-    If `checkpoint_module` gave it none, a plan is taken off that `fit` or `apply_plan`
-    put on it. What they returned does that as well, but a copy of a model has the plan
-    and nothing to remove it by.
+    Without regions of `checkpoint_module`, removes a plan of `fit` or `apply_plan`.
+    Their handles do so as well, but a copy of a model has the plan without the handle.
 
     Returns:
         The module, as it was before `checkpoint_module`, `fit` or `apply_plan`.
@@ -160,7 +158,7 @@ def is_checkpointed(module: nn.Module) -> bool:
 
 
 def free_blocks(module: nn.Module) -> tuple[str, ...]:
-    """Return the paths of the blocks that a segment may have: those without a region.
+    """Return the paths of the blocks available for segments: those without a region.
 
     Examples:
         >>> layers = [nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(3)]
@@ -181,7 +179,7 @@ def _require_module(module: object) -> None:
 
 
 def _key(module: nn.Module) -> Hashable:
-    """Return what verification knows a module by: itself, whatever its name."""
+    """Return a module's identity for verification, independent of its name."""
     return "module", ref(module)
 
 
@@ -189,7 +187,7 @@ def _forget_at_its_end(module: nn.Module) -> None:
     if module not in _KNOWN:
         _KNOWN.add(module)
         key = _key(module)
-        hash(key)  # a weak reference has one after the end only if it had one before
+        hash(key)  # caches the hash, which a dead weak reference could not compute
         finalize(module, LEDGER.forget, key).atexit = False
 
 
@@ -204,7 +202,7 @@ class RegionHooks:
 
     @leave_uncompiled
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Open a region, if the module's flag says so."""
+        """Open a region, if the module's flag is set."""
         del args, kwargs
         owner = call_of_hook()
         try:
@@ -222,20 +220,20 @@ class RegionHooks:
 
     @leave_uncompiled
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Close the region, after an exception too."""
+        """Close the region, also after an exception."""
         del module, args, output
         if is_calling(self) or not self.leaves:
             end(end_call(self))
         if self.leaves and not is_calling(self):
             self.handles[1].remove()
-        # torch silences what a hook raises after an exception: we can only add to it.
+        # Torch suppresses errors of hooks after an exception: only add a note to it.
         error = sys.exc_info()[1]
         advice = transform_advice(self.name, error)
         if error is not None and advice is not None:
             error.add_note(advice)
 
     def take_off(self, module: nn.Module) -> None:
-        """Remove the hooks; the one that ends a running call stays for it."""
+        """Remove the hooks, except the one that must still end a running call."""
         del module
         end_interrupted_calls()
         self.leaves = is_calling(self)
@@ -245,7 +243,7 @@ class RegionHooks:
 
 @dataclass
 class Segmented:
-    """Runs the blocks of a module in regions, several in each."""
+    """Runs the blocks of a module in regions of several blocks each."""
 
     applied: Applied
 
@@ -289,7 +287,7 @@ class Replaced:
     was_set: bool
 
     def take_off(self, module: nn.Module) -> None:
-        """Put the original back."""
+        """Restore the original."""
         if self.was_set:
             module.__dict__[self.place] = self.original
         else:
@@ -315,8 +313,8 @@ def _call_again(
 class _Calls(threading.local):
     """The running calls of this thread, and their owners.
 
-    After an exception torch runs a module's hooks that are always called, but not after
-    a `KeyboardInterrupt`. The regions of such a call are closed when the next begins.
+    Torch runs a module's `always_call` hooks after an exception, but not after a
+    `KeyboardInterrupt`. The regions of such a call are closed when the next one begins.
     """
 
     def __init__(self) -> None:
@@ -327,7 +325,7 @@ _CALLS = _Calls()
 
 
 def call_of_hook() -> Call:
-    """Return the call that a module's hook runs in, who begins something there."""
+    """Return an owner for the module call in which a hook runs."""
     # Two up is torch's frame that runs the hooks and then forward.
     return Call(sys._getframe(2))  # noqa: SLF001 (of Python)
 
@@ -335,13 +333,12 @@ def call_of_hook() -> Call:
 def begin_call(owner: Call, caller: object) -> None:
     """Record a call, from a module's hook.
 
-    Costs nothing but the note, unless it is inside another call: then a walk through
-    the frames that are running.
+    Inside another call this costs a walk through the running frames.
 
     Args:
-        owner: The result of `call_of_hook`. Its maker lets it leave when an
-            interrupt comes from here: the note would keep its frame.
-        caller: Whose call it is.
+        owner: The result of `call_of_hook`. After an interrupt here the caller must
+            call its `leave`, because the entry would keep its frame alive.
+        caller: The object whose call it is.
     """
     if _CALLS.stack:
         end_interrupted_calls()
@@ -349,22 +346,22 @@ def begin_call(owner: Call, caller: object) -> None:
 
 
 def end_call(caller: object) -> object:
-    """Record the end of the last call; return the owners that began in it."""
+    """Record the end of the last call; return its owner."""
     if not _CALLS.stack:
         return caller
     return _CALLS.stack.pop()[0]
 
 
 def is_calling(caller: object) -> bool:
-    """Return whether a call of this owner is running on this thread."""
+    """Return whether a call of this caller is running on this thread."""
     return any(other is caller for _, other in _CALLS.stack)
 
 
 def end_interrupted_calls() -> None:
-    """End what was begun in calls that are no longer running.
+    """End the regions of calls that are no longer running.
 
-    Not during a backward, at whose end torch restores the stacks of hooks and modes:
-    they would have those of a closed region.
+    Not during a backward: at its end torch would restore the hooks and modes of the
+    closed region.
     """
     while _CALLS.stack and not _CALLS.stack[-1][0].is_under_way():
         if is_in_backward():

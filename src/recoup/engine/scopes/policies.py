@@ -11,27 +11,27 @@ from recoup.errors import UsageError
 class Policy(Protocol):
     """Decides for each operator's output whether it is kept, and where.
 
-    A policy may also have a method `keeps_input(nbytes)`, which is asked about each
-    activation from outside the region that backward or a replay needs. It returns the
-    tier to keep it in; None leaves it where the region's own `store` says.
+    A policy may also have a method `keeps_input(nbytes)`, called for each external
+    activation that backward or a replay needs. It returns the tier to keep it in, or
+    None for the region's `store`.
     """
 
     def keeps(self, operator: str, nbytes: int) -> bool | Tier | None:
         """Return whether to keep an output.
 
         Args:
-            operator: The operator with its overload, as `aten.mm.default`.
+            operator: The operator with its overload, such as `aten.mm.default`.
             nbytes: The bytes of the output's storage.
 
         Returns:
-            A tier to keep it there; True to keep it where the region's `store` says,
-            by default on the device; False or None to recompute it.
+            A tier to keep it there; True to keep it in the region's `store`, by default
+            on the device; False or None to recompute it.
         """
         ...
 
 
 def recomputes_beside(store: Tier | None, policy: Policy | None) -> bool:
-    """Return whether a region with these recomputes anything."""
+    """Return whether a region with this store and policy recomputes anything."""
     check_store(store)
     return store is None or policy is not None
 
@@ -46,11 +46,11 @@ def check_store(store: Tier | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class KeepCostly:
-    """Keep what is dear to compute (matrix products, convolutions, attention).
+    """Keep outputs of expensive operators (matrix products, convolutions, attention).
 
-    Pointwise operators, norms and activations are recomputed: their outputs are
-    large and cheap. Of the outputs named, only those that backward or a replay needs
-    are held once the region has ended.
+    Pointwise operators, norms and activations are recomputed: their outputs are large
+    and cheap. Of the expensive ones, only outputs that backward or a replay needs are
+    held once the region has ended.
 
     Examples:
         >>> KeepCostly().keeps("aten.mm.default", 4096)

@@ -1,4 +1,4 @@
-"""The profiler: how many bytes regions save against keeping everything."""
+"""The profiler: the bytes that regions save compared with plain autograd."""
 
 import itertools
 import threading
@@ -38,7 +38,7 @@ from recoup.engine.scopes.statistics import Accounts, StatisticsTable
 from recoup.errors import UsageError
 
 _ELSEWHERE = -1
-"""The number of regions on other threads, which may be at work with their tensors."""
+"""The number of regions on other threads, which may still use their tensors."""
 
 
 Parameters = ParamSpec("Parameters")
@@ -49,7 +49,7 @@ class _Thread(threading.local):
     """The active profilers of this thread.
 
     Attributes:
-        profilers: How many profilers were started on it and not stopped.
+        profilers: The number of profilers tracking on it.
     """
 
     profilers = 0
@@ -59,7 +59,7 @@ _THREAD = _Thread()
 
 
 class _OnClassToo(Generic[Parameters, Returned]):
-    """A method that the class has too, where it is that of one shared profiler."""
+    """A method that, called on the class, runs on one shared profiler."""
 
     def __init__(
         self, method: Callable[Concatenate[Any, Parameters], Returned]
@@ -80,7 +80,7 @@ class HeldOutside:
     Attributes:
         region: The name of the region that it was saved in.
         shape: Its shape.
-        dtype: Its type.
+        dtype: Its dtype.
         bytes: The bytes of its storage.
     """
 
@@ -93,15 +93,14 @@ class HeldOutside:
 class CheckpointProfiler:
     """Measures the bytes that autograd would keep, and those that are kept instead.
 
-    Counts unique storages, so that a view costs nothing. It watches what is saved on
-    the thread that started it, and inside regions on threads that have no profiler of
-    their own. Starting sets the counts back.
+    Counts unique storages, so views are free. It tracks tensors saved on the thread
+    that started it, and in regions on threads without a profiler. Starting resets the
+    counts.
 
-    Called on the class itself, the methods are those of one profiler that the whole
-    process shares.
+    Called on the class itself, the methods run on one profiler shared by the process.
 
-    What a region recomputes saves nothing while something still refers to the first
-    result: `held_outside` names such tensors, and stopping warns of them.
+    Recomputing a tensor saves no memory while something still refers to the original:
+    `held_outside` lists such tensors, and stopping warns of them.
 
     Examples:
         >>> import torch
@@ -127,7 +126,7 @@ class CheckpointProfiler:
 
     @_OnClassToo
     def start_tracking(self) -> None:
-        """Set the counts back and start.
+        """Reset the counts and start tracking.
 
         Raises:
             UsageError: It is tracking already, or a scope is open on this thread.
@@ -148,13 +147,13 @@ class CheckpointProfiler:
 
     @_OnClassToo
     def stop_tracking(self) -> None:
-        """Stop; the counts stay readable. Does nothing if it is not tracking.
+        """Stop tracking; the counts stay readable. Does nothing if not tracking.
 
         Warns if tensors that regions freed are still referenced from outside.
 
         Raises:
-            UsageError: It was started on another thread, or something that was
-                entered since then has not been left.
+            UsageError: It was started on another thread, or a scope or hooks entered
+                since then are still active.
         """
         if self._thread is not None:
             self._stop()
@@ -178,7 +177,7 @@ class CheckpointProfiler:
 
     @_OnClassToo
     def reset_statistics(self) -> None:
-        """Set all counts back to zero."""
+        """Reset all counts to zero."""
         self._reset()
 
     def _reset(self) -> None:
@@ -197,8 +196,8 @@ class CheckpointProfiler:
     def memory_saved(self) -> int:
         """Return the activations autograd would have kept minus those kept, in bytes.
 
-        Parameters are in memory in any case: one that only a replay needs, such as the
-        weight of an embedding, is no loss.
+        Excludes parameters, which are always in memory: one that only a replay needs,
+        such as an embedding's weight, costs nothing.
         """
         with self._lock:
             plain = self._would.total_bytes - self._would_parameters.total_bytes
@@ -219,35 +218,35 @@ class CheckpointProfiler:
 
     @_OnClassToo
     def kept_bytes(self) -> int:
-        """Return the bytes that are kept: by regions, and saved outside of them."""
+        """Return the bytes kept by regions and saved outside of them."""
         with self._lock:
             return self._kept.total_bytes + self._random_bytes
 
     @property
     def statistics(self) -> StatisticsTable:
-        """The statistics of regions by name, backward included; prints as a table.
+        """The statistics of regions by name, including backward; prints as a table.
 
-        A region that ran while the profiler was tracking counts to its end.
+        A region that ran while the profiler was tracking is counted to its end.
         """
         return self._accounts.table()
 
     @_OnClassToo
     def checkpoint_count(self) -> int:
-        """Return how many regions have run."""
+        """Return the number of regions that have run."""
         with self._lock:
             return self._count
 
     @_OnClassToo
     def held_outside(self) -> tuple[HeldOutside, ...]:
-        """Return freed tensors that are still referenced, the largest first.
+        """Return freed tensors that are still referenced, largest first.
 
-        It is held by variables, lists of activations, attributes, hooks. Results of
-        regions are left out, as far as nothing inside the region has used them.
+        Variables, lists of activations, attributes or hooks may hold them. Results of
+        regions are omitted unless the region itself has used them.
         """
         return tuple(saved.held for saved in self._outside())
 
     def began(self, region: Watched) -> None:
-        """Watch a region that is about to run."""
+        """Track a region that is about to run."""
         if not self._counts_here():
             return
         number = _ELSEWHERE
@@ -263,7 +262,7 @@ class CheckpointProfiler:
     def ended(self, region: Watched) -> None:
         """Count what a region holds after its forward."""
         if not self._counts_here():
-            return  # as when it began: none is started or stopped inside a region
+            return  # same as in `began`: profilers cannot change inside a region
         with self._lock:
             self._count += 1
             self._just_ended.add(self._running.pop(id(region), _ELSEWHERE))
@@ -292,7 +291,7 @@ class CheckpointProfiler:
             owner.note(tensor)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy has: nothing but the counts by region."""
+        """Return the state for a copy: only the counts by region."""
         return {"_accounts": self._accounts}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -335,7 +334,7 @@ class CheckpointProfiler:
         return sorted(found, key=lambda saved: -saved.held.bytes)
 
     def _warn(self) -> None:
-        # What ended last has just returned its results, which are meant to be there.
+        # Regions that ended last have just returned results, which are in use.
         held = [
             saved.held
             for saved in self._outside()
@@ -377,7 +376,7 @@ class CheckpointProfiler:
 class _Saved:
     """A storage that autograd would have kept, and the region it was saved in.
 
-    What was saved by its own operator alone may be a result of the region.
+    If only its producer saved it (`is_used` is False), it may be a region's result.
     """
 
     storage: ref[torch.UntypedStorage]
@@ -387,9 +386,9 @@ class _Saved:
 
 
 def _forget(saved: dict[int, _Saved], number: int, _: object) -> None:
-    """Drop the entry of a storage that is gone."""
+    """Drop the entry of a dead storage."""
     saved.pop(number, None)
 
 
 _SHARED = CheckpointProfiler()
-"""The profiler of those who call methods on the class."""
+"""The profiler for methods called on the class."""

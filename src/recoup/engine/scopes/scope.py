@@ -29,13 +29,13 @@ from recoup.errors import UsageError
 
 
 class CheckpointScope(NodeKeeper):
-    """Forget what autograd saves inside the block; replay it in backward.
+    """Drop what autograd saves inside the block; replay it in backward.
 
-    The block is ordinary code: nothing has to be put into a function. Between forward
-    and backward autograd holds only what came into the block from outside. In backward
-    the operators that the saved tensors need are recomputed, once, and freed at their
-    last use. No Python code of the block runs twice. Gradients are bitwise those of
-    the same code without the scope.
+    The block is ordinary code and need not be a function. Between forward and backward
+    autograd holds only the block's external inputs. In backward the operators that the
+    saved tensors need run once, and values are freed at their last use. No Python code
+    of the block runs twice. Gradients are bitwise those of the same code without the
+    scope.
 
     A compiled function runs uncompiled inside a scope, and torch may never compile it
     again after that: call it through `checkpoint` instead.
@@ -48,20 +48,22 @@ class CheckpointScope(NodeKeeper):
 
     Args:
         name: Its name in statistics and error messages.
-        enabled: False makes the scope do nothing.
-        use_recomputation: False keeps what autograd saves, still named and accounted.
+        enabled: Whether the scope has an effect.
+        use_recomputation: Whether to recompute; False keeps what autograd saves, with
+            name and statistics.
         policy: Which outputs to keep although they could be recomputed.
         verify: Compare replayed values with forward's: at the `"first"` use of this
             scope, `"always"`, `"full"` (copies of everything, names the first operator
             that differs), or `"off"`.
         cache: Keep recomputed values across several backwards, until the graph is
             freed; by default each backward recomputes.
-        store: The tier of kept values, as `Host()` or `Disk()`. With a policy that
-            is what the policy keeps; without one it is all that autograd saves in the
-            block, and nothing is recomputed. Parameters and small tensors stay.
+        store: The tier of kept values, such as `Host()` or `Disk()`. With a policy
+            these are the values the policy keeps; without one everything that autograd
+            saves in the block, and nothing is recomputed. Parameters and small tensors
+            stay on the device.
 
     Raises:
-        UsageError: The name is empty or no text, `verify` is none of its words, or
+        UsageError: The name is empty or no text, `verify` is not one of its words, or
             `store` is no tier.
 
     Examples:
@@ -120,23 +122,23 @@ class CheckpointScope(NodeKeeper):
 
     @property
     def kept_operators(self) -> dict[str, int]:
-        """Runs of operators in the scope whose results are never recomputed.
+        """The number of runs of operators whose results are never recomputed.
 
-        What they return is held if backward or a replay needs it.
+        Their results are held if backward or a replay needs them.
         """
         return dict(self._kept_operators or {})
 
     def add_account(self, account: Account) -> None:
-        """Let the regions of the scope add to another account from now on."""
+        """Add an account to which later regions of the scope add their counts."""
         if account not in self._accounts:
             self._accounts = (*self._accounts, account)
 
     def remove_account(self, account: Account) -> None:
-        """Let the regions of the scope add no more to an account."""
+        """Remove an account from later regions of the scope."""
         self._accounts = tuple(each for each in self._accounts if each is not account)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy has: the options and the counts, but no regions."""
+        """Return the state for a copy: the options and the counts, but no regions."""
         return {**self.__dict__, "_nodes": [], "_accounts": ()}
 
     @leave_uncompiled
@@ -156,7 +158,7 @@ class CheckpointScope(NodeKeeper):
                 self._account.calls += 1
                 region.own_accounts = ref(self._account), ref(node)
             return self
-        except BaseException:  # `with` does not exit what was not entered
+        except BaseException:  # `__exit__` is not called if `__enter__` raises
             abandon_from(self, place)
             raise
 
@@ -169,7 +171,7 @@ class CheckpointScope(NodeKeeper):
     ) -> None:
         del kind, traceback
         if error is not None and not isinstance(error, Exception):
-            # An interrupt may have come just before one inside was closed.
+            # An interrupt may have left an inner region open.
             end_inside(self)
         self.close()
         refuse_transform(self._name, error)
@@ -177,9 +179,9 @@ class CheckpointScope(NodeKeeper):
     __exit__ = region_exit(_leave)
 
     def close(self) -> None:
-        """End the recording that was begun last; do nothing if none is open.
+        """End the last recording; do nothing if none is open.
 
-        What backward will need is untouched.
+        Keeps what backward will need.
 
         Raises:
             UsageError: A region that was opened inside it is still open.
@@ -198,10 +200,10 @@ class CheckpointScope(NodeKeeper):
 
 
 def _caller() -> tuple[str, int, int]:
-    """Return where the scope was made, which identifies it among others of its name.
+    """Return where the scope was made, to distinguish scopes of one name.
 
-    A place in the code of a function: finding its line would go through that code. Only
-    that function's frame is asked for: each costs as much as a saved tensor.
+    Returns the instruction offset, because computing the line is slow, and accesses one
+    frame only, because each costs as much as a saved tensor.
     """
     try:
         frame = sys._getframe(2)  # noqa: SLF001 (documented; all others cost frames)

@@ -1,7 +1,7 @@
-"""Statistics of regions: how often they ran, what they replayed, what they kept.
+"""Statistics of regions: their calls, replays and kept bytes.
 
-A region adds to the accounts of its observers: its scope or group, its node,
-the managers and profilers that watch. The accounts outlive the region.
+A region adds to the accounts of its scope or group, its node, and its observers, such
+as managers and profilers. The accounts outlive the region.
 """
 
 import itertools
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Account:
-    """Sums over regions, as `Statistics` names them.
+    """Sums over regions, with the fields of `Statistics`.
 
     Counts are class attributes until they differ from zero.
     """
@@ -38,12 +38,12 @@ class NamedAccount(Account):
         self.name = name
 
     def snapshot(self) -> "Statistics":
-        """Return what it says now."""
+        """Return the current counts."""
         counts = {each.name: getattr(self, each.name) for each in fields(Statistics)}
         return Statistics(**counts)
 
     def reset(self) -> None:
-        """Set all counts back to zero."""
+        """Reset all counts to zero."""
         self.__dict__ = {"name": self.name}
 
 
@@ -53,15 +53,15 @@ class Statistics:
 
     Attributes:
         name: The name of the regions.
-        calls: How many ran.
-        replays: How many backwards made them replay.
-        replayed_operators: How many operators the replays ran.
-        replay_seconds: How long the host took for the replays.
-        kept_bytes: The activations that they held from forward to backward, with the
-            states of random generators. Parameters are not among them.
-        freed_bytes: What autograd would have saved of their results and they did not
-            hold.
-        recomputed_bytes: Bytes that replays returned to autograd.
+        calls: The number of regions that ran.
+        replays: The number of replays, one per region and backward.
+        replayed_operators: The number of operators that replays ran.
+        replay_seconds: The host time of the replays.
+        kept_bytes: The activations that they held from forward to backward, and the
+            states of random generators, without parameters.
+        freed_bytes: The bytes of their results that autograd would have saved but that
+            they did not hold.
+        recomputed_bytes: The bytes that replays returned to autograd.
 
     Examples:
         >>> print(Statistics("block", calls=2, replays=1, freed_bytes=2048))
@@ -95,7 +95,7 @@ _COLUMNS: dict[str, Callable[[Statistics], str]] = {
 
 
 class StatisticsTable:
-    """Statistics by name, to be printed: by `print`, or by rich in color.
+    """Statistics by name, printable with `print` or, in color, with rich.
 
     Examples:
         >>> table = StatisticsTable([Statistics("a", calls=1), Statistics("b")])
@@ -160,9 +160,9 @@ class StatisticsTable:
 
 
 class Accounts:
-    """Accounts by name, made as names come, and the regions that add to them.
+    """Accounts by name, created on demand, and the regions that add to them.
 
-    Regions are not kept alive. A copy has the counts alone.
+    Regions are not kept alive. A copy only has the counts.
     """
 
     def __init__(self) -> None:
@@ -190,22 +190,22 @@ class Accounts:
         return account
 
     def follow(self, region: "Watched") -> None:
-        """Let a region that begins add to the account of its name."""
+        """Add the account of its name to a region that begins."""
         self._regions[next(self._numbers)] = region
         account = self.named(region.name)
         if account not in region.accounts:
             region.accounts = (*region.accounts, account)
 
     def forget_regions(self) -> None:
-        """Follow the regions so far no more; their counts stay."""
+        """Stop tracking the regions so far; their counts stay."""
         self._regions = WeakValueDictionary()
 
     def table(self) -> StatisticsTable:
-        """Return all counts now."""
+        """Return all current counts."""
         for region in self.regions:
             region.count_bytes()
         return StatisticsTable(each.snapshot() for each in self._named.values())
 
     def reset(self) -> None:
-        """Start from zero."""
+        """Reset all counts to zero."""
         self._named = {}

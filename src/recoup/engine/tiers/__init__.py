@@ -1,1 +1,1 @@
-"""Tiers: where the values live that a region keeps."""
+"""Tiers: places for the values that a region keeps."""

@@ -1,4 +1,4 @@
-"""Accounts: how many bytes live in each tier, and how many went there and back."""
+"""Accounts: the bytes in each tier, and the traffic to and from it."""
 
 import threading
 from collections import deque
@@ -11,7 +11,7 @@ class Usage:
 
     Attributes:
         live_bytes: Bytes in the tier now.
-        peak_bytes: The most that was in it at once.
+        peak_bytes: The most bytes in it at once.
         out_bytes: Bytes moved there in total.
         back_bytes: Bytes moved back in total.
     """
@@ -39,14 +39,14 @@ class TierAccount:
         self._peak_bytes = 0
         self._out_bytes = 0
         self._back_bytes = 0
-        # Finalizers count here, and must not wait for a lock that their own thread
-        # may hold: they append, and whoever looks at the counts adds up.
+        # Finalizers must not wait for a lock that their own thread may hold: they
+        # append here, and readers of the counts add up.
         self._dropped: deque[int] = deque()
         self._lock = threading.Lock()
 
     @property
     def usage(self) -> Usage:
-        """The counts now."""
+        """The current counts."""
         with self._lock:
             self._add_up()
             return Usage(
@@ -77,7 +77,7 @@ class TierAccount:
 
 @dataclass(frozen=True, slots=True)
 class TierAccounts:
-    """The accounts of the tiers that are not the device."""
+    """The accounts of the tiers off the device."""
 
     host: TierAccount
     disk: TierAccount
@@ -87,7 +87,7 @@ ACCOUNTS = TierAccounts(host=TierAccount(), disk=TierAccount())
 
 
 def tier_usage() -> dict[str, Usage]:
-    """Return what the host and disk tiers hold and have moved, in this process.
+    """Return the usage of the host and disk tiers in this process.
 
     Examples:
         >>> sorted(tier_usage())

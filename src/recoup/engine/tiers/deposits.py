@@ -1,4 +1,4 @@
-"""Deposits: a storage put in a tier once, for all who saved it."""
+"""Deposits: a storage in a tier, shared by all saved tensors on it."""
 
 import threading
 import weakref
@@ -21,23 +21,23 @@ class DepositClaim(Protocol):
     """A user of a deposit in backward.
 
     Attributes:
-        task: The last backward in which it asked.
+        task: The last backward in which it fetched the deposit.
     """
 
     task: int
 
 
 class Deposit:
-    """One storage at one version in a tier, brought back once in each backward.
+    """One storage at one version in a tier, fetched once in each backward.
 
-    What was brought back is kept on the device until every claim has been served, and
-    not beyond the backward.
+    The fetched storage stays on the device until every claim has been served, at most
+    until backward ends.
 
     Attributes:
-        claims: How many tensors that autograd saved refer to it.
-        is_exact: Whether it comes back bit by bit.
+        claims: The number of tensors saved by autograd that refer to it.
+        is_exact: Whether it is returned bitwise.
         nbytes: The bytes of the storage.
-        is_current: No region has written to the storage since.
+        is_current: Whether no region has written to the storage since.
     """
 
     _address = 0
@@ -55,30 +55,30 @@ class Deposit:
             whole = flat(tensor)
             self.nbytes = whole.nbytes
             self._stored = tier.put(whole, tensor)
-        # Pinned for as long as this lives, so that no other storage gets the address.
+        # Reserved while this lives, so that no other storage gets the address.
         self._address = take_weak_reference(tensor.untyped_storage())
 
     @property
     def stored_bytes(self) -> int:
-        """The bytes it takes where it is kept."""
+        """The bytes it takes in its tier."""
         return self._stored.nbytes
 
     def matches(self, tensor: Tensor) -> bool:
-        """Return whether the tensor's storage is still what was put in."""
+        """Return whether the tensor's storage is unchanged since it was put in."""
         return self.is_current and self.version == version_of(tensor)
 
     def fetch(self, claim: DepositClaim | None = None) -> Tensor:
         """Return the storage on its device.
 
         Args:
-            claim: Who asks, if it is one of those counted in `claims`.
+            claim: The caller, if it is one of those counted in `claims`.
         """
         task = current_backward()
         if task != self._task:
             self.end()
             self._task = task
         brought = self._brought
-        # One that a backward function wrote to is no longer what was put in.
+        # If a backward function wrote to it, fetch it again.
         if brought is None or version_of(brought) != self._brought_version:
             with out_of_sight():
                 brought = self._stored.get()
@@ -91,11 +91,11 @@ class Deposit:
         return brought
 
     def release(self, claim: DepositClaim) -> None:
-        """Count down: a claim is gone.
+        """Decrement the number of claims.
 
         Finalizers call this at any point, so it takes no lock. Two threads may lose a
-        count; the storage is then freed at the end of the backward instead, or brought
-        back once more.
+        count; the storage is then freed at the end of backward instead, or fetched
+        again.
         """
         self.claims -= 1
         if claim.task == self._task and self._task != -1:
@@ -104,16 +104,15 @@ class Deposit:
             self._brought = None
 
     def end(self) -> None:
-        """Free what a backward left behind."""
+        """Free the fetched storage at the end of a backward."""
         self._brought = None
         self._served = 0
         self._task = -1
 
     def settle(self) -> None:
-        """Prepare for a write to the storage, which must then be unshared.
+        """Prepare for a write to the storage, after which it must not be shared.
 
-        The version does not show it: a write through `.data` bypasses the version
-        counter.
+        Needed because a write through `.data` bypasses the version counter.
         """
         self.is_current = False
         with out_of_sight():
@@ -131,7 +130,7 @@ class Deposit:
 
 
 class _Register:
-    """Finds the deposit of a storage that is in a tier already."""
+    """Finds existing deposits of storages."""
 
     def __init__(self) -> None:
         self._known: weakref.WeakValueDictionary[tuple[Tier, int], Deposit] = (

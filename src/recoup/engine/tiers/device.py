@@ -1,4 +1,4 @@
-"""The device tier: values stay where they are."""
+"""The device tier: values stay on their device."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from recoup.errors import ChangedTensorError
 
 @dataclass(frozen=True, slots=True)
 class Device(ExactTier):
-    """Keep values on the device they are on, by reference. Costs nothing.
+    """Keep values on their device, by reference, at no cost.
 
     Examples:
         >>> import torch
@@ -60,7 +60,7 @@ class _OnDevice(Stored):
 
 
 def changed(guard: Tensor, version: int) -> ChangedTensorError:
-    """Return the error for a storage that was written to while it was needed."""
+    """Return the error for a storage that was written to while backward needed it."""
     return ChangedTensorError(
         f"a tensor of shape {tuple(guard.shape)} and type {guard.dtype} that a "
         "checkpointed region keeps for backward was changed in place (it is at version "

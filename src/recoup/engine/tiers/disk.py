@@ -17,32 +17,31 @@ from recoup.errors import TierError, UsageError
 
 QUEUE_BYTES = 1 << 30
 SMALLEST_BYTES = 1 << 20
-"""A file costs some hundred microseconds, in which a disk writes a MiB."""
+"""A file costs some hundred microseconds, as long as a disk takes to write a MiB."""
 
 
 @dataclass(frozen=True)
 class Disk(ExactTier):
     """Keep values in files, exactly.
 
-    A value goes to the host as with `Host`, and from there to a file in a private
-    directory, written in the background. In backward files are read ahead in reverse
-    order. Every file has a checksum that is compared before its contents are used.
+    A value is copied to the host as with `Host`, and from there written to a file in a
+    private directory, in the background. In backward files are read ahead in reverse
+    order. Every file's checksum is compared before its contents are used.
 
-    What cannot be written, because the disk is full or the directory was removed, stays
-    in host memory and is a warning; when more than `queue_bytes` cannot be written, it
-    is a `TierError` in forward. A file that is missing or damaged is a `TierError` in
-    backward. Both name the file and the reason. The directory is removed when the
-    process ends. What a killed process left is removed by the next one that uses the
-    same place; it is never read.
+    Values that cannot be written, because the disk is full or the directory was
+    removed, stay in host memory with a warning; more than `queue_bytes` of them raise a
+    `TierError` in forward. A missing or damaged file raises a `TierError` in backward.
+    Both name the file and the reason. The directory is removed when the process ends.
+    Files of a killed process are never read, and removed by the next process that uses
+    the same directory.
 
     The calling thread waits only for the disk: in forward when more than `queue_bytes`
     are not written yet, in backward when a file has not been read in time.
 
     Args:
-        directory: Where the private directory is made; by default where temporary
-            files go.
-        queue_bytes: Host memory for what waits to be written, and for what is read
-            ahead.
+        directory: The parent of the private directory; by default the one for
+            temporary files.
+        queue_bytes: Host memory for unwritten values, and for files read ahead.
         window_bytes: As for `Host`.
         smallest_bytes: Storages of fewer bytes stay on the device.
 
@@ -82,7 +81,7 @@ class Disk(ExactTier):
         return nbytes >= self.smallest_bytes
 
     def put(self, storage: Tensor, guard: Tensor | None = None) -> Stored:
-        """Start the copy to the host, and the file after it."""
+        """Start the copy to the host, followed by writing the file."""
         base = Path(self.directory or tempfile.gettempdir()).resolve()
         shelf = shelf_in(base, storage.device.type, self.queue_bytes)
         return OnDisk(shelf, storage, guard, self.window_bytes)
@@ -108,7 +107,7 @@ class OnDisk(Stored):
         return 0 if self._slot is None else self._slot.nbytes
 
     def get(self) -> Tensor:
-        """Return it; this thread waits for the file, if it is not read yet."""
+        """Return the storage, waiting for the file if it is not read yet."""
         slot = self._slot
         assert slot is not None, "not dropped"
         if not self._shelf.is_of_this_process:
@@ -132,13 +131,13 @@ class OnDisk(Stored):
         return storage.view(self._dtype)
 
     def prefetch(self) -> None:
-        """Begin to read the file."""
+        """Start reading the file."""
         slot = self._slot
         if slot is not None and slot.host is None and self._shelf.is_of_this_process:
             self._shelf.read_ahead(slot)
 
     def settle(self) -> None:
-        """Let what the device does from now on come after the copy to the host."""
+        """Make later work of the device wait for the copy to the host."""
         slot = self._slot
         if slot is not None and self._shelf.is_of_this_process:
             with slot.lock:

@@ -1,4 +1,4 @@
-"""The 8-bit tier: numbers kept as a byte each, and a scale for each block."""
+"""The 8-bit tier: one byte per number, and a scale for each block."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,7 +11,7 @@ from recoup.engine.tiers.encoded import Coded, Wrapper, check_place, in_blocks, 
 from recoup.engine.tiers.protocol import SMALLEST_BYTES, LossyTier, Stored, Tier
 
 BLOCK = 256
-"""Elements that share a scale: 4 bytes to 256, a sixty-fourth more."""
+"""Elements that share a scale: 4 bytes per 256, an overhead of 1/64."""
 
 _FLOATING = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 _COMPLEX = {
@@ -22,8 +22,8 @@ _COMPLEX = {
 _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 _PRECISE = {bits: precise for precise, bits in _BITS.items()}
 _LEVELS = 126
-"""The largest code of a finite number; the three codes beyond it, on both sides, are
-the infinities and NaN."""
+"""The largest code of a finite number; three codes beyond it are the infinities and
+NaN."""
 
 
 @dataclass(frozen=True)
@@ -31,16 +31,15 @@ class EightBit(Wrapper, LossyTier):
     """Keep floating-point numbers in 8 bits, scaled by blocks of 256 elements.
 
     With m the largest finite magnitude in its block, the error of each number is at
-    most m / 250 + 2^-126; numbers of 16 bits are rounded once more, to their type.
-    Infinities and NaN stay what they are. Integers, booleans and 8-bit types stay bit
-    by bit. Complex numbers are pairs. The bound holds wherever the bytes are kept, on
-    tiers that round too: these get the scales as integers.
+    most m / 250 + 2^-126; 16-bit numbers are also rounded to their dtype. Infinities
+    and NaN are exact; so are integers, booleans and 8-bit dtypes. Complex numbers are
+    pairs. The bound also holds on lossy tiers, because they get the scales as integers.
 
     Costs: some passes over the storage to put it and to get it; no synchronisation.
 
     Args:
-        on: Where the bytes are kept; by default on the device.
-        smallest_bytes: Storages of fewer bytes stay as they are.
+        on: The tier that keeps the bytes; by default the device.
+        smallest_bytes: Storages of fewer bytes are unchanged.
 
     Raises:
         UsageError: `on` is no tier.
@@ -58,7 +57,7 @@ class EightBit(Wrapper, LossyTier):
         check_place(self.on, "EightBit")
 
     def put(self, storage: Tensor, guard: Tensor | None = None) -> Stored:
-        """Round the storage and put that where it is kept."""
+        """Round the storage and put the result in the other tier."""
         dtype = storage.dtype
         if dtype in _COMPLEX:
             storage = storage.view(_COMPLEX[dtype])
@@ -71,7 +70,7 @@ class EightBit(Wrapper, LossyTier):
 def encode(storage: Tensor) -> tuple[Tensor, Tensor]:
     """Return a code for each number, and the bits of a scale for each block.
 
-    As integers, which no tier rounds: an error of a scale is one of all its numbers.
+    Scales are integers, which no tier rounds: their errors would affect whole blocks.
     """
     precise = torch.float64 if storage.dtype is torch.float64 else torch.float32
     rows = in_blocks(storage, BLOCK).to(precise)
@@ -88,7 +87,7 @@ def encode(storage: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decode(dtype: torch.dtype, codes: Tensor, scale_bits: Tensor) -> Tensor:
-    """Return the storage in its own type again."""
+    """Return the storage in its original dtype."""
     rows = in_blocks(codes, BLOCK)
     scale = scale_bits.view(_PRECISE[scale_bits.dtype])
     wide = rows.to(scale.dtype) * scale.unsqueeze(1)

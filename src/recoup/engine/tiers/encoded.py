@@ -1,4 +1,4 @@
-"""Coded storages: held in another form, decoded when they are asked for."""
+"""Encoded storages, which are decoded when they are fetched."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,18 +9,18 @@ from recoup.errors import UsageError
 
 
 class Wrapper(Tier):
-    """A tier that codes storages and keeps the result on another one."""
+    """A tier that encodes storages and keeps the result on another one."""
 
     on: Tier
     smallest_bytes: int
 
     def takes(self, nbytes: int) -> bool:
-        """Return whether a storage is large enough, here and where it is kept."""
+        """Return whether a storage is large enough for this and the other tier."""
         return nbytes >= self.smallest_bytes and self.on.takes(nbytes)
 
 
 class Coded(Stored):
-    """A storage held as other tensors, from which it is decoded."""
+    """A storage held as encoded tensors."""
 
     def __init__(
         self, on: Tier, parts: Sequence[Tensor], decode: Callable[..., Tensor]
@@ -40,11 +40,11 @@ class Coded(Stored):
         return sum(part.nbytes for part in self._parts)
 
     def get(self) -> Tensor:
-        """Bring the parts back and decode them."""
+        """Fetch the parts and decode them."""
         return self._decode(*[part.get() for part in self._parts])
 
     def prefetch(self) -> None:
-        """Begin to bring the parts back."""
+        """Start fetching the parts."""
         for part in self._parts:
             part.prefetch()
 
@@ -61,7 +61,7 @@ def check_place(on: object, name: str) -> None:
 
 
 def in_blocks(storage: Tensor, length: int) -> Tensor:
-    """Return a one-dimensional tensor as rows of a length, the last filled with zeros.
+    """Return a one-dimensional tensor as rows of `length`, padded with zeros.
 
     Examples:
         >>> import torch
@@ -78,5 +78,5 @@ def in_blocks(storage: Tensor, length: int) -> Tensor:
 
 
 def trimmed(tensor: Tensor, length: int) -> Tensor:
-    """Return the first elements, on a storage that has no others."""
+    """Return the first elements, on a storage without others."""
     return tensor if tensor.numel() == length else tensor[:length].clone()

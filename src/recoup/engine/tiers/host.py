@@ -1,4 +1,4 @@
-"""The host tier: values move to pinned host memory while the device computes on."""
+"""The host tier: values move to pinned host memory while the device computes."""
 
 import functools
 from dataclasses import dataclass
@@ -13,27 +13,25 @@ from recoup.engine.tiers.protocol import SMALLEST_BYTES, ExactTier, Stored, chec
 from recoup.engine.tiers.traffic import Parcel, Traffic
 
 WINDOW_BYTES = 512 << 20
-"""How much of a device's memory may be in flight to the host or back, by default. A
-link of 55 GB/s takes 10 ms for it: several times as long as a transformer block
-computes, so that neither waits for the other between blocks."""
+"""The default limit on device memory in flight to the host or back. A link of 55 GB/s
+takes 10 ms for it, several times as long as a transformer block, so that neither waits
+for the other between blocks."""
 
 
 @dataclass(frozen=True)
 class Host(ExactTier):
-    """Keep values in host memory, exactly, and bring them back before they are needed.
+    """Keep values in host memory, exactly, and prefetch them in backward.
 
-    Copies overlap with the computation, one stream for each direction, from and to
-    pinned buffers that are used again in the next step. The memory of a value is free
-    for others as soon as its copy is done in the device's order; the calling thread
-    waits for nothing. In backward the values come back in reverse order, ahead of their
-    use.
+    Copies overlap with the computation, with one stream per direction, and use pinned
+    buffers that are reused in the next step. A value's memory is free for reuse once
+    its copy is done in stream order; the calling thread never waits. In backward the
+    values are prefetched in reverse order.
 
-    The peak falls by the bytes moved less `window_bytes`, which bounds what leaves or
-    arrives at any time. If values are made faster than the link takes them, the device
-    waits for the link. Values still in the window when backward asks for them are used
-    where they are.
+    The peak falls by the bytes moved less `window_bytes`, which bounds the bytes in
+    flight. If values are made faster than the link transfers them, the device waits for
+    the link. Values still in the window when backward needs them are used directly.
 
-    On the CPU it is a plain copy, accounted alike.
+    On the CPU it is a plain copy with the same statistics.
 
     Args:
         window_bytes: Device memory that may be in flight in both directions.
@@ -69,7 +67,7 @@ class Host(ExactTier):
 
 
 class OnHost(Stored):
-    """One storage on the host, or in flight there or back."""
+    """One storage on the host, or in flight to it or back."""
 
     _parcel: Parcel | None = None
 
@@ -79,7 +77,7 @@ class OnHost(Stored):
         return self._nbytes
 
     def wait(self) -> memoryview:
-        """Wait on this thread until it is on the host, and return it there."""
+        """Wait until the copy to the host is done; return the bytes there."""
         parcel = self._parcel
         assert parcel is not None, "not dropped"
         assert parcel.buffer is not None, "on the host"
@@ -97,7 +95,7 @@ class OnHost(Stored):
         ACCOUNTS.host.put(self._parcel.nbytes)
 
     def get(self) -> Tensor:
-        """Return it; the computation waits for its copy, this thread does not."""
+        """Return the storage; the stream waits for its copy, this thread does not."""
         parcel = self._parcel
         assert parcel is not None, "not dropped"
         ACCOUNTS.host.got(parcel.nbytes if parcel.source is None else 0)
@@ -109,12 +107,12 @@ class OnHost(Stored):
             self._traffic.start(self._parcel)
 
     def settle(self) -> None:
-        """Let what the device does from now on come after the copy."""
+        """Make later work of the device wait for the copy."""
         if self._parcel is not None:
             self._traffic.settle(self._parcel)
 
     def drop(self) -> None:
-        """Give the buffer back."""
+        """Return the buffer to the pool."""
         parcel, self._parcel = self._parcel, None
         if parcel is not None:
             ACCOUNTS.host.dropped(parcel.nbytes)
@@ -126,11 +124,11 @@ class OnHost(Stored):
 
 @functools.cache
 def pool_of(device_type: str) -> BufferPool:
-    """Return the host buffers that devices of a type share."""
+    """Return the pool of host buffers for devices of a type."""
     return BufferPool(pinned=device_type != "cpu")
 
 
 @functools.cache
 def traffic_of(device: torch.device) -> Traffic:
-    """Return the traffic between a device and the host, always the same."""
+    """Return the traffic between a device and the host, always the same object."""
     return Traffic(streams_of(device), pool_of(device.type))

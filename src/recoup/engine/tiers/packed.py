@@ -1,4 +1,4 @@
-"""The packed tier: what needs fewer bits than it has is kept in fewer, exactly."""
+"""The packed tier: values kept exactly in fewer bits, where possible."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,26 +20,26 @@ _SAME_SIZE = {torch.float64: torch.int64, torch.float32: torch.int32}
 _WIDTHS = {torch.int8: 8, torch.int16: 16, torch.int32: 32}
 _INTEGERS = {torch.int16: 16, torch.int32: 32, torch.int64: 64}
 _GLANCE = 256
-"""Elements that are looked at before all of them are."""
+"""Elements that are checked before all of them are."""
 
 
 @dataclass(frozen=True)
 class Packed(Wrapper, ExactTier):
-    """Keep storages in fewer bytes where not a bit is lost by it.
+    """Keep storages in fewer bytes where that is lossless.
 
     Booleans are kept as bits, if their bytes are 0 and 1. Integers, such as the indices
-    of a pooling layer, are kept in the smallest type that spans their values.
-    Floating-point numbers that all fit a narrower type, because they were cast up from
-    it, are kept in that type. Anything else is kept as it is.
+    of a pooling layer, are kept in the smallest dtype that spans their values.
+    Floating-point numbers that all fit a narrower dtype, because they were cast up from
+    it, are kept in that dtype. Anything else is kept unchanged.
 
-    Costs: to see whether it fits, a storage of booleans, of integers, or of 32- or
-    64-bit numbers is read when it is put, and on an accelerator the calling thread
-    waits for the answer. Its bits decide, not the type of the tensor that is saved
-    first: others may be saved in other types from the same storage.
+    Costs: putting a storage of booleans, of integers, or of 32- or 64-bit numbers reads
+    it once to check whether it fits, and synchronises on an accelerator. Its bits
+    decide, not the dtype of the first saved tensor: the same storage may be saved in
+    several dtypes.
 
     Args:
-        on: Where the bytes are kept; by default on the device.
-        smallest_bytes: Storages of fewer bytes stay as they are.
+        on: The tier that keeps the bytes; by default the device.
+        smallest_bytes: Storages of fewer bytes are unchanged.
 
     Raises:
         UsageError: `on` is no exact tier. To pack and to round, write
@@ -63,7 +63,7 @@ class Packed(Wrapper, ExactTier):
             )
 
     def put(self, storage: Tensor, guard: Tensor | None = None) -> Stored:
-        """Pack the storage, if that loses nothing, and put that where it is kept."""
+        """Pack the storage, if that is lossless, and put it in the other tier."""
         dtype = storage.dtype
         if dtype is torch.bool and _is_zeros_and_ones(storage):
             decode = partial(_from_bits, storage.numel())
@@ -82,7 +82,7 @@ class Packed(Wrapper, ExactTier):
 
 
 def narrowest(least: int, largest: int) -> torch.dtype:
-    """Return the smallest integer type with as many values as lie between two.
+    """Return the smallest integer dtype that spans the range of values.
 
     Examples:
         >>> narrowest(0, 255), narrowest(-5, 251), narrowest(0, 1 << 40)
@@ -95,7 +95,7 @@ def narrowest(least: int, largest: int) -> torch.dtype:
 
 
 def _to_narrow(storage: Tensor, least: int, narrow: torch.dtype) -> Tensor:
-    # The least value becomes the type's own least.
+    # Maps the least value to the dtype's minimum.
     return (storage.to(torch.int64) - least + torch.iinfo(narrow).min).to(narrow)
 
 
@@ -105,10 +105,10 @@ def _from_narrow(dtype: torch.dtype, least: int, packed: Tensor) -> Tensor:
 
 
 def _is_zeros_and_ones(storage: Tensor) -> bool:
-    """Return whether a byte is worth a bit.
+    """Return whether all bytes are 0 or 1.
 
-    A boolean may have any byte: `mask.view(torch.bool)` of an image mask of 0 and 255.
-    Other users of the storage, as bytes, need them all.
+    A boolean may have any byte, as `mask.view(torch.bool)` of an image mask of 0 and
+    255 has. Other users of the storage may read the bytes.
     """
     return storage.numel() == 0 or int(storage.view(torch.uint8).amax()) <= 1
 
@@ -124,7 +124,7 @@ def _from_bits(length: int, packed: Tensor) -> Tensor:
 
 
 def _cast_down(storage: Tensor, narrow: torch.dtype) -> Tensor | None:
-    """Return the numbers in a narrower type, or None if that is not the same."""
+    """Return the numbers in a narrower dtype, or None if that is lossy."""
     if not _fits(storage[:_GLANCE], narrow) or not _fits(storage, narrow):
         return None
     return storage.to(narrow)

@@ -34,17 +34,17 @@ except ImportError:  # not a POSIX system: directories of dead processes stay
 PREFIX = "recoup-disk-"
 _LOCK = "owner.lock"
 _UNFINISHED_SECONDS = 60.0
-"""A directory without a lock is being made, or its maker died just then."""
+"""The age at which a directory without a lock counts as abandoned."""
 
 
 class PrivateDirectory:
     """A directory that only this process uses, with a lock that dies with it.
 
-    Making one removes those that dead processes left in the same place: whose lock
-    nobody holds. Nothing in them is read.
+    Creating one removes those of dead processes in the same place, which are unlocked.
+    Nothing in them is read.
 
     Raises:
-        TierError: It cannot be made there.
+        TierError: It cannot be created there.
 
     Examples:
         >>> with tempfile.TemporaryDirectory() as base:
@@ -60,7 +60,7 @@ class PrivateDirectory:
         try:
             remove_abandoned(base)
             self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
-            # Locked before it has its name, so that nobody finds it unlocked.
+            # Locked before it gets its name, so that no process finds it unlocked.
             unnamed = self.path / f"{_LOCK}.new"
             self._lock = os.open(unnamed, os.O_CREAT | os.O_RDWR, 0o600)
             _try_lock(self._lock)
@@ -73,11 +73,11 @@ class PrivateDirectory:
 
     @property
     def is_of_this_process(self) -> bool:
-        """Whether this process made it: a forked child has no part in its files."""
+        """Whether this process made it; a forked child does not own its files."""
         return os.getpid() == self._owner
 
     def remove(self) -> None:
-        """Remove the directory with all that is in it; a second time does nothing."""
+        """Remove the directory and its contents; a second call does nothing."""
         if self.is_of_this_process:
             shutil.rmtree(self.path, ignore_errors=True)
             if self._lock >= 0:
@@ -86,7 +86,7 @@ class PrivateDirectory:
 
 
 def remove_abandoned(base: Path) -> list[Path]:
-    """Remove what dead processes of this user left, and return what that was."""
+    """Remove and return the directories that dead processes of this user left."""
     if fcntl is None:
         return []
     found = [path for path in base.glob(PREFIX + "*") if _is_abandoned(path)]
@@ -125,15 +125,15 @@ class ShelfSlot:
     """One storage on a shelf.
 
     Attributes:
-        number: Its place in the order of putting.
+        number: Its number in the order of `put` calls.
         path: Its file.
         nbytes: Its size.
         host: Its copy on the host, until the file is written.
         checksum: The checksum of the file, once it is written.
         reading: The contents, while they are read.
-        is_waiting: It counts as host memory that waits for the disk.
-        is_unwritable: Writing it failed: it waits to be dropped.
-        is_dropped: It was dropped.
+        is_waiting: Whether it counts as host memory that waits for the disk.
+        is_unwritable: Whether writing it failed, so that it stays until it is dropped.
+        is_dropped: Whether it was dropped.
     """
 
     def __init__(self, number: int, path: Path, host: OnHost) -> None:
@@ -150,11 +150,11 @@ class ShelfSlot:
 
 
 class Worker:
-    """Does jobs in order on a thread of its own.
+    """Runs jobs in order on a separate thread.
 
     `submit` neither waits nor takes a lock, so finalizers may call it at any point. An
-    executor's `submit` takes two locks, and deadlocks if the collector calls it from a
-    finalizer in the middle of another `submit`.
+    executor's `submit` takes two locks, and deadlocks if garbage collection calls it
+    from a finalizer during another `submit`.
     """
 
     def __init__(self, name: str) -> None:
@@ -164,17 +164,17 @@ class Worker:
         self._thread.start()
 
     def submit(self, job: Callable[[], object]) -> None:
-        """Do a job after those that were submitted before."""
+        """Run a job after those submitted before."""
         self._jobs.put(job)
 
     def drain(self) -> None:
-        """Wait until everything that was submitted is done."""
+        """Wait until all submitted jobs are done."""
         done = threading.Event()
         self.submit(done.set)
         done.wait()
 
     def stop(self) -> None:
-        """Do what was submitted, and end the thread."""
+        """Run all submitted jobs, and end the thread."""
         self._jobs.put(None)
         self._thread.join()
 
@@ -185,7 +185,7 @@ class Worker:
             except Exception:  # noqa: BLE001 (those who wait for later jobs need them)
                 error = threading.ExceptHookArgs((*sys.exc_info(), self._thread))
                 threading.excepthook(error)
-            del job  # while it waits for the next, this thread keeps nothing alive
+            del job  # keeps nothing alive while this thread waits for the next job
 
 
 class Shelf:
@@ -194,14 +194,14 @@ class Shelf:
     One thread writes and removes, one reads. `put` waits only when more than
     `queue_bytes` have not been written yet: otherwise a slow disk would fill the host.
 
-    What cannot be written, because the disk is full or the directory was removed, stays
-    on the host and counts as waiting. So a step that fits in the queue loses nothing,
-    and a later one finds the disk as it is then.
+    Values that cannot be written, because the disk is full or the directory was
+    removed, stay on the host and count as waiting. So a step that fits in the queue
+    loses nothing, and a later one tries the disk again.
 
     Args:
-        base: Where the private directory is made.
-        pool: Host buffers to read into.
-        queue_bytes: How much may wait to be written, and how much is read ahead.
+        base: The parent of the private directory.
+        pool: The pool of host buffers to read into.
+        queue_bytes: The most bytes that wait to be written, and that are read ahead.
     """
 
     def __init__(self, base: Path, pool: BufferPool, queue_bytes: int) -> None:
@@ -223,33 +223,33 @@ class Shelf:
 
     @property
     def is_of_this_process(self) -> bool:
-        """Whether it is this process's.
+        """Whether it belongs to this process.
 
-        A forked child has none of the threads, and locks as they were at that moment.
+        A forked child has none of the threads, and locks in an arbitrary state.
         """
         return self.directory.is_of_this_process
 
     def put(self, host: OnHost) -> ShelfSlot:
-        """Write what is on the host to a file, and drop it there.
+        """Write a storage on the host to a file, and free its host memory.
 
         Warns:
             UserWarning: An earlier one could not be written and stays on the host.
 
         Raises:
-            TierError: There is no room: too much could not be written.
+            TierError: The queue is full of storages that could not be written.
         """
         number = next(self._numbers)
         slot = ShelfSlot(number, self.directory.path / f"{number:08d}", host)
         try:
             with self._room:
-                # What cannot be written makes no room, however long one waits.
+                # Storages that cannot be written never make room.
                 self._room.wait_for(lambda: self._has_room() or self._is_stuck())
                 if not self._has_room():
                     self._is_reported = True
                     raise TierError(self._failure)
                 self._waiting_bytes += slot.nbytes
                 self._slots[number] = slot
-            self._report()  # not before an error that says the same
+            self._report()  # only if no error with the same message was raised
         except BaseException:
             with self._room:
                 if self._slots.pop(number, None) is not None:
@@ -273,10 +273,10 @@ class Shelf:
             )
 
     def contents(self, slot: ShelfSlot) -> Buffer:
-        """Return what is in a file, waiting for it if need be.
+        """Return the contents of a file, waiting for them if necessary.
 
         Raises:
-            TierError: It is missing, or is not what was written.
+            TierError: It is missing or damaged.
         """
         with self._room:
             self.read_ahead(slot)
@@ -289,10 +289,10 @@ class Shelf:
         try:
             return reading.result()
         finally:
-            del reading  # it holds the error, and the error this frame
+            del reading  # breaks a cycle: it holds the error, which holds this frame
 
     def read_ahead(self, slot: ShelfSlot) -> None:
-        """Begin to read a file."""
+        """Start reading a file."""
         with self._room:
             if slot.reading is None:
                 self._ahead_bytes += slot.nbytes
@@ -307,11 +307,11 @@ class Shelf:
         self._writer.submit(partial(self._remove, slot))
 
     def give_back(self, buffer: Buffer) -> None:
-        """Take a buffer back whose contents are used by then."""
+        """Return a buffer to the pool."""
         self._pool.give(buffer)
 
     def drain(self) -> None:
-        """Wait until everything that was begun is done."""
+        """Wait until all reads and writes are done."""
         self._writer.drain()
         self._reader.submit(int).result()
 
@@ -319,19 +319,19 @@ class Shelf:
         return self._waiting_bytes == 0 or self._waiting_bytes < self._queue_bytes
 
     def _is_stuck(self) -> bool:
-        """Return whether nothing that waits will be written or dropped by itself."""
+        """Return whether all waiting storages are unwritable and still in use."""
         waiting = [slot for slot in self._slots.values() if slot.is_waiting]
         return all(slot.is_unwritable and not slot.is_dropped for slot in waiting)
 
     def _before(self, slot: ShelfSlot) -> list[ShelfSlot]:
-        """Return the files put before one, the last of them first."""
+        """Return the files put before one, latest first."""
         slots = self._slots
         numbers = sorted((n for n in slots if n < slot.number), reverse=True)
         earlier = [slots[number] for number in numbers]
         return [s for s in earlier if s.host is None and not s.is_dropped]
 
     def _taken(self, slot: ShelfSlot) -> "Future[Buffer] | None":
-        """Return the contents being read, which no longer count as read ahead."""
+        """Return the pending read, which no longer counts as read ahead."""
         with self._room:
             reading, slot.reading = slot.reading, None
             if reading is not None:
@@ -360,7 +360,7 @@ class Shelf:
             self._room.notify_all()
 
     def _try_to_write(self, slot: ShelfSlot, host: OnHost) -> str | None:
-        """Write a file, and return why that failed if it did."""
+        """Write a file; return the reason if that failed."""
         try:
             contents = host.wait()
             slot.checksum = zlib.crc32(contents)
@@ -401,12 +401,12 @@ class Shelf:
         return buffer
 
     def _remove(self, slot: ShelfSlot) -> None:
-        """Remove a file; on the writer's thread, so after it was written."""
+        """Remove a file; on the writer's thread, hence after it was written."""
         with slot.lock:
             host, slot.host = slot.host, None
         if host is not None:
             host.drop()
-        with suppress(OSError):  # the directory goes with all that is in it anyway
+        with suppress(OSError):  # the directory is removed at exit anyway
             slot.path.unlink(missing_ok=True)
         reading = self._taken(slot)
         if reading is not None:
@@ -422,7 +422,7 @@ class Shelf:
             self._pool.give(reading.result())
 
     def _end(self) -> None:
-        """End the process: nothing more is written, and all files are removed."""
+        """Stop writing and remove all files, at process exit."""
         self._is_ending = True
         if self.is_of_this_process:
             self._writer.stop()
@@ -461,5 +461,5 @@ def _shelf(base: Path, device_type: str, queue_bytes: int, process: int) -> Shel
 
 
 def shelf_in(base: Path, device_type: str, queue_bytes: int) -> Shelf:
-    """Return the shelf of this process in a place, for devices of a type."""
+    """Return this process's shelf in a directory, for devices of a type."""
     return _shelf(base, device_type, queue_bytes, os.getpid())

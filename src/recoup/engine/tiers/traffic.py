@@ -1,4 +1,4 @@
-"""Traffic: copies in flight between one device and the host, and their order."""
+"""Traffic: copies in flight between one device and the host."""
 
 import threading
 from collections import deque
@@ -16,17 +16,17 @@ from recoup.errors import ChangedTensorError
 
 
 class Parcel:
-    """One storage in flight to the host, there, or in flight back.
+    """One storage in flight to the host, on it, or in flight back.
 
     Attributes:
         nbytes: Its size.
-        buffer: Its place on the host, once it has one.
-        copied: When the last copy from or to its buffer is complete.
+        buffer: Its host buffer.
+        copied: The mark of the last copy from or to its buffer.
         source: The storage on the device, until the copy is made.
-        guard: The tensor whose version shows whether the source was written to.
-        arriving: The storage on the device again, and when it is complete.
-        error: Why it must not be used.
-        is_dropped: It was dropped, but its copy may still be in flight.
+        guard: The tensor whose version shows writes to the source.
+        arriving: The storage back on the device, and the mark of its copy.
+        error: The reason why it must not be used.
+        is_dropped: Whether it was dropped; its copy may still be in flight.
     """
 
     __slots__ = (
@@ -60,36 +60,35 @@ class Parcel:
 
 
 class Traffic:
-    """Moves parcels between one device and the host without stopping either.
+    """Moves parcels between one device and the host without blocking either.
 
     See docs/design/tiers.md.
 
-    Out: the copy runs on a stream of its own. The source is freed when its copy has
-    run, or when more than the window is in flight: then what the device computes from
-    here on waits for the oldest copy, and its memory can be used again at once. The
-    calling thread never waits, which matters because it runs ahead of the device: by
-    its own clock nearly all copies of a forward are in flight when the forward ends.
+    Out: the copy runs on a separate stream. The source is freed when its copy has run,
+    or when more than the window is in flight: then later work of the device waits for
+    the oldest copy, and its memory can be reused at once. The calling thread never
+    waits. It runs ahead of the device: when its forward ends, nearly all copies are
+    still in flight.
 
-    In: what was sent last is asked for first, and used where it is if the window still
-    has it, whether its copy has run or not. A request for a parcel also starts those
-    that were sent before it, as many as fit in the window. The
-    memory is that of the computing stream and the copy is queued behind what that
-    stream has been given so far, so that memory can be reused without
-    `record_stream`, which would free late.
+    In: parcels are requested in reverse order, and used directly if still in the
+    window, whether the copy has run or not. A request also starts fetching earlier
+    parcels, as many as fit in the window. The memory is allocated on the computing
+    stream, and the copy is queued behind that stream's work so far, so memory can be
+    reused without `record_stream`, which would free it late.
 
     Attributes:
-        under_way_bytes: The device memory of parcels that leave or arrive.
+        under_way_bytes: The device memory of parcels in flight.
     """
 
     def __init__(self, streams: Streams, pool: BufferPool) -> None:
         self._streams = streams
         self._pool = pool
         self._leaving: deque[Parcel] = deque()
-        self._spent: dict[Parcel, None] = {}  # of these, asked for or dropped since
+        self._spent: dict[Parcel, None] = {}  # leaving, but requested or dropped
         self._arriving: dict[Parcel, None] = {}
         self._last: Parcel | None = None
         self._task = -1
-        # What finalizers ask for, done by whoever holds the lock: see `_post`.
+        # Calls of finalizers, run by the next owner of the lock: see `_post`.
         self._posted: deque[Callable[[], None]] = deque()
         self._lock = threading.RLock()
         self.under_way_bytes = 0
@@ -99,8 +98,8 @@ class Traffic:
 
         Args:
             source: Its bytes, one-dimensional.
-            guard: The tensor whose version shows whether somebody wrote to it.
-            window_bytes: How many bytes may be in flight.
+            guard: The tensor whose version shows writes to it.
+            window_bytes: The most bytes in flight.
         """
         parcel = Parcel(source, guard, window_bytes)
         with self._lock:
@@ -124,7 +123,7 @@ class Traffic:
         return parcel
 
     def bring(self, parcel: Parcel) -> Tensor:
-        """Return a parcel's storage on the device, and start those sent before it."""
+        """Return a parcel's storage on the device; start fetching earlier parcels."""
         with self._lock:
             self._do_posted()
             self._release_spent()
@@ -137,53 +136,53 @@ class Traffic:
         return storage
 
     def start(self, parcel: Parcel) -> None:
-        """Begin to bring a parcel back, if it is on the host and there is room."""
+        """Start fetching a parcel, if it is on the host and the window has room."""
         with self._lock:
             self._do_posted()
             if self._can_start(parcel):
                 self._start(parcel)
 
     def settle(self, parcel: Parcel) -> None:
-        """Let the parcel's source be written to: that will happen after its copy."""
+        """Make later work of the device, such as a write, wait for a parcel's copy."""
         with self._lock:
             self._do_posted()
             self._settle_leaving(parcel)
 
     def drop(self, parcel: Parcel) -> None:
-        """Drop a parcel; its buffer is free when what uses it has run.
+        """Drop a parcel; its buffer is free once its copies have run.
 
-        One that is still leaving in a backward is dropped when it has left, or when
-        the backward ends: waiting for it here would hold up what has just begun.
+        During backward, a parcel that is still leaving is dropped when it has left, or
+        when backward ends: waiting for it would delay other work.
 
         Finalizers may call this at any point, on any thread.
         """
         self._post(partial(self._drop, parcel))
 
     def end(self, task: int) -> None:
-        """Drop what a backward fetched without need, or dropped while it left.
+        """Drop parcels that a backward fetched needlessly, or dropped while leaving.
 
         Finalizers may call this at any point, on any thread.
         """
         self._post(partial(self._end, task))
 
     def _post(self, call: Callable[[], None]) -> None:
-        """Do something for a finalizer without waiting for the lock.
+        """Run a finalizer's call without waiting for the lock.
 
-        The collector runs finalizers between any two instructions: in the middle of
-        what the lock protects, or on a thread that holds another lock which the owner
-        of this one waits for. So the call is done now if the lock is free, and
-        otherwise by its next owner.
+        Garbage collection runs finalizers between any two instructions: inside the
+        critical section, or on a thread that holds another lock which this lock's owner
+        waits for. So the call runs now if the lock is free, and otherwise by its next
+        owner.
         """
         self._posted.append(call)
-        # A reentrant lock, because only that knows whether this thread owns it.
+        # Only a reentrant lock knows whether this thread owns it.
         if self._lock._is_owned():  # noqa: SLF001  # pyright: ignore[reportAttributeAccessIssue]
             return
         try:
             if self._lock.acquire(blocking=False):
                 self._do_posted()
         finally:
-            # Not by a flag, which an interrupt may come before, and not in `suppress`,
-            # a call in which one may come. An error: another thread owns it.
+            # No flag and no `suppress`, because an interrupt may come before either.
+            # RuntimeError: another thread owns the lock.
             try:  # noqa: SIM105
                 self._lock.release()
             except RuntimeError:
@@ -305,7 +304,7 @@ class Traffic:
             earlier = earlier.before
 
     def _make_room(self, parcel: Parcel) -> None:
-        """Wait, in the device's order, for the copies that were requested."""
+        """Make the device wait for leaving parcels that were requested or dropped."""
         room_bytes = parcel.window_bytes - parcel.nbytes
         if self.under_way_bytes <= room_bytes or parcel.source is not None:
             return
@@ -316,7 +315,7 @@ class Traffic:
             self._settle(spent)
 
     def _forget_arriving(self, parcel: Parcel, *, waited: bool = False) -> None:
-        """Free memory that is being copied to, once that is safe."""
+        """Free memory that is being copied to, in stream order."""
         if parcel.arriving is not None:
             if not waited:
                 self._streams.hold_back(parcel.arriving[1])

@@ -1,4 +1,4 @@
-"""Verification: a recomputed value has the bits that forward saw.
+"""Verification: compare the bits of recomputed values with forward's.
 
-Fingerprints are compared on the device and read once a backward.
+Fingerprints are compared on the device and read once per backward.
 """

@@ -1,4 +1,4 @@
-"""Verification: a replayed value must have the bits that forward saw."""
+"""Verification: replayed values must equal forward's bitwise."""
 
 import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -32,13 +32,13 @@ class Verdict:
 
     Args:
         region: The region's name.
-        key: Identifies the region in the log; None: nothing is logged.
+        key: The region's identity in the log, or None to log nothing.
         operators: The signature of its operators.
-        since: The ledger's moment at which the region was run.
+        since: The ledger's moment when the region ran.
 
     Attributes:
-        task: The backward that it is for.
-        is_whole: All values that could have been replayed were compared.
+        task: The task id of its backward.
+        is_whole: Whether all values that could have been replayed were compared.
     """
 
     task = -1
@@ -54,11 +54,11 @@ class Verdict:
         self._flags: list[tuple[int, str, Tensor]] = []
 
     def add(self, place: int, complaint: str, differs: Tensor) -> None:
-        """Add what to say of a value made at a place on the tape, if it differs."""
+        """Add a comparison of a value, with its position and message."""
         self._flags.append((place, complaint, differs))
 
     def complaint(self) -> str | None:
-        """Return what to say if any value differed; waits for the device."""
+        """Return a message if any value differed, else None; synchronises."""
         wrong = [(at, saying) for at, saying, flag in self._flags if flag.item()]
         if not wrong:
             return None
@@ -72,8 +72,8 @@ class Verdict:
 class _Session:
     """The verdicts of one backward, judged together at its end.
 
-    Runs of a region that share a key (the layers of a loop) are verified as a whole:
-    one that passes must not speak for another that does not.
+    Runs of a region that share a key (the layers of a loop) are verified together: one
+    that passes must not hide another that fails.
     """
 
     def __init__(self) -> None:
@@ -84,13 +84,13 @@ class _Session:
         _judge(self.verdicts)
 
 
-# Weak: autograd holds the session. A backward that raises drops it unjudged.
+# Weak: autograd owns the session. A backward that raises drops it unjudged.
 _SESSIONS: "WeakValueDictionary[int, _Session]" = WeakValueDictionary()
 _LOCK = threading.Lock()
 
 
 def hand_in(verdict: Verdict) -> None:
-    """Judge a verdict with all others of the running backward, at its end.
+    """Judge a verdict together with all others at the end of the running backward.
 
     Raises:
         MismatchError: Outside of a backward, at once, if a value differed.
@@ -108,7 +108,7 @@ def hand_in(verdict: Verdict) -> None:
 
 
 def _judge(verdicts: Sequence[Verdict]) -> None:
-    """Log the regions that passed as a whole; raise if any did not."""
+    """Log passed and failed regions; raise if any failed."""
     complaints = [verdict.complaint() for verdict in verdicts]
     groups: dict[Hashable, list[Verdict]] = {}
     failed: set[Hashable] = set()
@@ -133,8 +133,8 @@ def _judge(verdicts: Sequence[Verdict]) -> None:
 
 
 Verify = Literal["first", "always", "full", "off"]
-"""When replayed values are compared with forward's: the first time a region is used,
-every time, every time against copies of all values (for debugging), or never."""
+"""When replayed values are compared with forward's: at the first use of a region, at
+every use, at every use with copies of all values (for debugging), or never."""
 
 _WORDS = get_args(Verify)
 
@@ -143,14 +143,14 @@ _WRITTEN = "what {} returned was changed inside the region after autograd saved 
 
 
 class Check:
-    """Compares the saved values of one region with what forward saw.
+    """Compares the replayed saved values of one region with forward's.
 
-    Holds three integers for each saved value and synchronises nothing before the end
-    of backward. Tensors without contents (on the meta device, or stand-ins) are passed
-    over, and nothing is noted of a region that is replayed on them.
+    Holds three integers per saved value and does not synchronise before the end of
+    backward. Skips tensors without contents (meta or fake tensors), and logs nothing
+    for a region that is replayed on them.
 
     Args:
-        key: Identifies the region in the log; None: nothing is logged.
+        key: The region's identity in the log, or None to log nothing.
     """
 
     def __init__(self, key: Hashable | None = None) -> None:
@@ -162,7 +162,7 @@ class Check:
         self._verdict: ref[Verdict] | None = None
 
     def excuse(self, values: Iterable[TapeValue]) -> None:
-        """Do not compare these: they are computed from what a lossy tier returns."""
+        """Skip values that are computed from a lossy tier."""
         for value in values:
             self._seen.pop(value, None)
 
@@ -172,13 +172,13 @@ class Check:
             self._seen[value] = (geometry, fingerprint(tensor))
 
     def watch(self, value: TapeValue, tensor: Tensor) -> None:
-        """Look at a value of forward as it is made; this check does not need to."""
+        """Do nothing with a new value of forward; `FullCheck` overrides this."""
 
     def look_again(self, value_of: Callable[[Tensor], TapeValue | None]) -> None:
-        """Compare what is still there at the end of forward with what was saved.
+        """Compare values that are alive at the end of forward with what was saved.
 
-        A kernel that PyTorch knows nothing of may have written to it since. Backward
-        is meant to see that, and a replay would not.
+        A kernel unknown to PyTorch may have written to them since. Plain autograd's
+        backward would see that, but a replay would not.
         """
         for value, (geometry, before) in self._seen.items():
             tensor = value.first_tensor()
@@ -194,8 +194,8 @@ class Check:
     ) -> None:
         """Compare replayed values with forward's, at the end of the running backward.
 
-        A backward may replay a region part by part, and some parts not at all. The
-        region has passed once all that autograd may ask for was compared.
+        A backward may replay a region in parts, and skip some. The region has passed
+        once all values that autograd may request were compared.
 
         Raises:
             MismatchError: Outside of a backward, at once.
@@ -232,21 +232,21 @@ class Check:
     def observe(
         self, region: str, value: TapeValue, tensor: Tensor, operator: str
     ) -> None:
-        """Look at a value as a replay makes it; this check does not need to."""
+        """Do nothing with a replayed value; `FullCheck` overrides this."""
 
 
 class FullCheck(Check):
-    """Compares every value of a region with a copy of what forward made. Debugging."""
+    """Compares every value of a region with a copy of forward's, for debugging."""
 
     def __init__(self, key: Hashable | None = None) -> None:
         super().__init__(key)
         self._originals: dict[TapeValue, Tensor] = {}
 
     def remember(self, value: TapeValue, tensor: Tensor, geometry: Geometry) -> None:
-        """Do nothing: `watch` has seen the value already."""
+        """Do nothing: `watch` has copied the value already."""
 
     def excuse(self, values: Iterable[TapeValue]) -> None:
-        """Do not compare these."""
+        """Skip these values."""
         for value in values:
             self._originals.pop(value, None)
 
@@ -278,7 +278,7 @@ class FullCheck(Check):
 
 
 def check_verify(verify: Verify) -> None:
-    """Raise unless `verify` is one of its words."""
+    """Raise unless `verify` is a valid option."""
     if verify not in _WORDS:
         raise UsageError(
             f"verify must be one of {', '.join(map(repr, _WORDS))}: got {verify!r}."
@@ -286,7 +286,7 @@ def check_verify(verify: Verify) -> None:
 
 
 def check_for(verify: Verify, key: Hashable) -> Check | None:
-    """Return the check that a region needs now, or None."""
+    """Return the check for the next use of a region, or None."""
     if verify == "full":
         return FullCheck()
     if verify == "always":
@@ -297,7 +297,7 @@ def check_for(verify: Verify, key: Hashable) -> Check | None:
 
 
 def take_note(check: Check | None, key: Hashable, tape: Tape) -> None:
-    """Record that a region ran, with the operations that it would replay."""
+    """Log that a region ran, with its operators."""
     if check is None:
         LEDGER.ran(key, signature(tape))
     elif check.key is not None and not tape.operations:
@@ -305,9 +305,9 @@ def take_note(check: Check | None, key: Hashable, tape: Tape) -> None:
 
 
 def signature(tape: Tape) -> int:
-    """Return a number that stands for the operators of a region.
+    """Return a hash of the operators of a region.
 
-    Those that are not replayed count too: what they wrote may be what is.
+    Includes those that are not replayed: they may write to values that are.
     """
     replayed = [id(operation.kernel) for operation in tape.operations]
     return hash((tuple(replayed), tuple(tape.unrecorded)))

@@ -1,4 +1,4 @@
-"""Verified: which regions have been verified, so that it is done once."""
+"""The log of verified regions, so that each is verified once."""
 
 import threading
 from collections.abc import Hashable, Iterable
@@ -8,16 +8,16 @@ _TRIES = 4
 
 
 class Ledger:
-    """Remembers which regions have been verified, so that it is done once.
+    """Records which regions have been verified, so that each is verified once.
 
-    A region that runs other operators than were verified is due again, until those
-    have been. What does not come again is not waited for: after a few verifications
-    of others the region counts as verified. The same holds for parts of a region that
-    no backward asks for.
+    A region that runs other operators than were verified is due again, until those are
+    verified. Operators that do not recur are given up: after a few verifications of
+    others the region counts as verified. The same holds for parts of a region that no
+    backward needs.
 
-    A region that failed is verified until a few backwards in a row have passed. One
-    is not enough: where two runs of a region take turns, of which one is wrong, the
-    other passes after each failure. What ran before the failure says nothing about it.
+    A region that failed is verified until a few backwards in a row have passed. One is
+    not enough: if two runs of a region alternate and one is wrong, the other passes
+    after each failure. Runs from before the failure do not count.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Ledger:
         self._parts: dict[Hashable, int] = {}
         self._moment = 0
         self._followed: set[Hashable] = set()
-        # Reentrant: the collector may end a module, and call `forget`, at any time.
+        # Reentrant: garbage collection may finalize a module and call `forget`.
         self._lock = threading.RLock()
 
     def __len__(self) -> int:
@@ -35,15 +35,15 @@ class Ledger:
 
     @property
     def moment(self) -> int:
-        """A number that grows with every failure; a check records its own."""
+        """The number of failures so far; a check records it at its start."""
         return self._moment
 
     def needs(self, key: Hashable) -> bool:
-        """Return whether the region is to be verified when it is run next."""
+        """Return whether the region must be verified at its next run."""
         return key not in self._done or key in self._due
 
     def done(self, key: Hashable, signature: int) -> None:
-        """Record that there is nothing (more) to verify in these operators."""
+        """Record that these operators need no verification."""
         with self._lock:
             if key not in self._failures:
                 self._add(key, signature)
@@ -56,13 +56,13 @@ class Ledger:
         *,
         is_whole: bool = True,
     ) -> None:
-        """Record that all runs of a region that a backward went through passed.
+        """Record that all runs of a region in a backward passed.
 
         Args:
-            key: Identifies the region.
-            signatures: The operators of those runs.
-            since: The moment at which the first of them was run.
-            is_whole: They were replayed as a whole; False if only in part.
+            key: The identity of the region.
+            signatures: The signatures of those runs.
+            since: The moment of the first of them.
+            is_whole: Whether they were compared completely.
         """
         with self._lock:
             moment, left = self._failures.get(key, (0, 1))
@@ -82,7 +82,7 @@ class Ledger:
                 self._add(key, signature)
 
     def failed(self, key: Hashable) -> None:
-        """Record that a region did not pass, whatever was known of it."""
+        """Record that a region failed, discarding earlier results."""
         with self._lock:
             self._moment += 1
             self._failures[key] = (self._moment, _TRIES)
@@ -93,12 +93,12 @@ class Ledger:
         """Record that a region ran unverified; other operators make it due again."""
         known = self._done.get(key)
         if known is None or signature in known:
-            return  # what was never verified is due anyway
+            return  # an unknown region is due anyway
         with self._lock:
             self._due.setdefault(key, {})[signature] = _TRIES
 
     def forget(self, key: Hashable) -> None:
-        """Forget a region that is no more."""
+        """Forget a dead region."""
         with self._lock:
             for known in (self._done, self._due, self._failures, self._parts):
                 known.pop(key, None)

@@ -1,4 +1,4 @@
-"""The manager: `fit` on the user's own step, learned while it runs.
+"""The manager: plans the user's own step while the training loop runs.
 
-Keeps what it has observed for each kind of step, and its statistics.
+Stores observations for each kind of step, and statistics.
 """

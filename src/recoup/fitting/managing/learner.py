@@ -1,4 +1,4 @@
-"""Learn from a training loop as it runs: observe a step, plan it, check the plan."""
+"""Learn from a running training loop: observe a step, plan it, check the plan."""
 
 import itertools
 import threading
@@ -35,26 +35,26 @@ from recoup.measurement.tracing.live import LiveStep
 from recoup.measurement.tracing.observation import cuts_of
 
 _FEW = 8
-"""Up to so many single layers are recomputed as one: each alone would hold all it
-saves."""
+"""Up to this many single layers are recomputed as one region: alone, each would hold
+everything it saves."""
 
 _KINDS = 32
-"""So many kinds of steps are remembered: the last ones."""
+"""The number of kinds of steps that are remembered, the most recent ones."""
 
 _TRIES = 3
-"""How often a step is observed in which no region could begin or end."""
+"""The most observations of steps in which no region could begin or end."""
 
 _KEYS = itertools.count()
 
 
 class Managed:
-    """A model that a manager chooses for. It is not kept alive.
+    """A model that a manager plans for, without keeping it alive.
 
-    Copies of the model keep what was chosen last, and have no manager.
+    Copies of the model keep the last plan, and have no manager.
     """
 
     def __init__(self, model: nn.Module, owner: "Learner") -> None:
-        # A loss that a loop makes anew in each step is always the same one.
+        # Stateless modules, such as a loss created in each step, count as equal.
         has_state = any(True for _ in (*model.parameters(), *model.buffers()))
         self.key = next(_KEYS) if has_state else (type(model), repr(model))
         self.name = type(model).__name__
@@ -71,14 +71,14 @@ class Managed:
         self.applied = Applied(model, self.choose)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs: neither models nor managers, which have locks."""
+        """Return the state for a copy, without the original's model and manager."""
         others = {"owner": _nobody, "model": _nobody, "_reader": None}
         return {**vars(self), **others}
 
     def kind_of(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> CallKind:
-        """Return what the memory of a call depends on."""
+        """Return the kind of a call: everything that its memory depends on."""
         reader = self._reader
         if reader is None or not reader.is_of(model):
             reader = self._reader = StateReader(model)
@@ -100,10 +100,10 @@ class Managed:
         self.applied.remove()
 
     def begin(self) -> None:
-        """Do nothing: the call was chosen for just now."""
+        """Do nothing: `choose` has begun the call."""
 
     def end(self, output: object, order: object) -> None:
-        """Let the manager wait for the backward of the call."""
+        """Make the manager wait for the call's backward."""
         del order
         owner = self.owner()
         if owner is not None:
@@ -116,20 +116,20 @@ class Managed:
 
 @dataclass(eq=False)
 class RunningStep:
-    """A step that runs: the calls so far, and how far their backward is.
+    """A running step: the calls so far, and the progress of their backward.
 
     Attributes:
-        key: Its kind is looked up by this, besides shapes.
-        place: The key, and the kind of the step before it.
-        known: The kind; None: it is being observed, or cannot be.
+        key: The key by which its kind is looked up, besides shapes.
+        place: The key, and the kind of the previous step.
+        known: The kind; None while it is being observed, or cannot be.
         left_bytes: Bytes that earlier steps have left in memory.
         watch: The instruments, if it is observed or measured.
         limits: The limits when it began.
         expected: The prediction of its plan when it began.
-        planned_bytes: The same, with all that is known of its errors.
-        is_other: It makes other calls than its kind.
+        planned_bytes: The same, including known prediction errors.
+        is_other: Whether it makes other calls than its kind.
         calls: The calls so far, and the models.
-        has_backward: Backward has reached one of the calls.
+        has_backward: Whether backward has reached one of the calls.
     """
 
     key: object
@@ -151,7 +151,7 @@ class RunningStep:
 
     @property
     def is_over(self) -> bool:
-        """Whether its backward has run, or can run no more."""
+        """Whether its backward has run, or cannot run any more."""
         return self.has_backward or (self._running is None and not self._open)
 
     @property
@@ -171,7 +171,7 @@ class RunningStep:
         return self._running
 
     def wait_for(self, output: object) -> None:
-        """Wait for the backward of the call that has returned this."""
+        """Wait for the backward of the call that returned `output`."""
         number, self._running = self._running, None
         if self.watch is not None:
             self.watch.wait_for(output)
@@ -197,12 +197,12 @@ class _OfThread(threading.local):
     """The state of one thread.
 
     Attributes:
-        step: The step that runs.
+        step: The running step.
         call: The running call of a model.
-        previous: The kind of the step before it; None: no known one.
-        watch: The instruments of the step before it.
-        has_updated: An optimizer has run since the last step.
-        is_lost: The step before it made other calls than expected.
+        previous: The kind of the previous step; None if unknown.
+        watch: The instruments of the previous step.
+        has_updated: Whether an optimizer has run since the last step.
+        is_lost: Whether the previous step made other calls than expected.
         managed: The models that it has called, by key.
     """
 
@@ -215,27 +215,27 @@ class _OfThread(threading.local):
         self.managed: dict[object, Managed] = {}
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradients of the models now."""
+        """Return the models' current gradients."""
         models = [each.model() for each in tuple(self.managed.values())]
         parameters = (p for model in models if model for p in model.parameters())
         return [p.grad for p in parameters if p.grad is not None]
 
 
 class Learner:
-    """Knows the kinds of steps of a loop, and chooses a plan for each call.
+    """Learns the kinds of steps of a loop, and chooses a plan for each call.
 
-    A step goes from the first call of a model to the end of the backward that follows.
-    One of a kind that is not known is observed with every block recomputed; from the
-    next on there is a plan, and the first step that runs with it is measured.
+    A step lasts from the first call of a model to the end of the backward that follows.
+    A step of an unknown kind is observed with every block recomputed; later ones have a
+    plan, and the first step with a plan is measured.
 
     Args:
-        limits: Returns the limits of plans as they are now, while there is a manager.
+        limits: Weak reference to a function that returns the current limits of plans.
     """
 
     def __init__(self, limits: "weakref.WeakMethod[Callable[[], Limits]]") -> None:
         self._limits = limits
         self._known: list[tuple[object, KnownStep]] = []
-        # By place; None: a step began there as a known one did, and was another.
+        # By place; None: a step began there like a known one, but turned out different.
         self._usual: dict[object, KnownStep | None] = {}
         self._warned: dict[object, int] = {}
         self._tries = 0
@@ -257,12 +257,12 @@ class Learner:
             return tuple(known.report(limits) for _, known in self._known)
 
     def forget(self) -> None:
-        """End the step, and expect none of the known ones to follow."""
+        """End the step, and forget the order of steps."""
         self.end_step()
         self._usual = {}
 
     def forget_models(self, keys: set[object]) -> None:
-        """Forget the steps of models that are gone."""
+        """Forget the steps of dead models."""
         with self._planning:
             self._known = [
                 (key, known)
@@ -282,9 +282,9 @@ class Learner:
         """Return the plan of a call that begins now, and its watch."""
         mine = self._mine
         if current_backward() != -1:
-            return managed.last, None  # user code runs forward again, as it did before
+            return managed.last, None  # user code reruns a forward, with its old plan
         if self.is_in_call:
-            return None, None  # a part of the model whose call is running
+            return None, None  # a submodule of the model whose call is running
         current_limits = self._limits()
         limits = None if current_limits is None else current_limits()
         if limits is None or not limits.is_on:
@@ -310,7 +310,7 @@ class Learner:
         return Cuts(managed.cuts, policy=tracer), managed
 
     def end_call(self, output: object) -> None:
-        """Wait for the backward of the call that returns this."""
+        """Wait for the backward of the call that returns `output`."""
         self._mine.call = None
         if self._mine.step is not None:
             self._mine.step.wait_for(output)
@@ -323,7 +323,7 @@ class Learner:
     def _begin_step(
         self, managed: Managed, kind: CallKind, limits: Limits
     ) -> RunningStep:
-        """Begin a step: with the plan for its kind, or observed where that is new."""
+        """Begin a step: with the plan for its kind, or observed if that is new."""
         mine = self._mine
         carries = int(bool(mine.gradients())) * (1 + mine.has_updated)
         key = (kind.model, kind.mode, carries)
@@ -349,8 +349,8 @@ class Learner:
     def _find(self, place: object, key: object, kind: CallKind) -> KnownStep | None:
         """Return the kind of step that most likely begins now.
 
-        That is the one that came here before, or else the tightest one known that
-        takes no less memory, the one used last of several.
+        That is the one that began at this place before, or else the smallest known one
+        that covers the call, the most recent of several.
         """
         if place in self._usual:
             usual = self._usual[place]
@@ -378,7 +378,7 @@ class Learner:
         self._replan(known, limits)
         if number not in known.fixed_calls:
             return known.plan_of(number)
-        # Nothing of it is recomputed if no step needs that, whatever stays open.
+        # Recompute nothing if no step needs it, whatever calls stay open.
         steps = [each for _, each in self._known]
         most_bytes = max(each.plain_bytes for each in steps)
         most_bytes += sum(each.fixed_bytes for each in steps)
@@ -423,7 +423,7 @@ class Learner:
         mine.previous = known
 
     def _known_kind(self, step: RunningStep) -> KnownStep | None:
-        """Return the kind of a step whose calls are all made."""
+        """Return the known kind of a step that has made all its calls."""
         for key, known in self._known:
             if key == step.key and known.is_made_of(step.kinds):
                 return known
@@ -440,14 +440,14 @@ class Learner:
         ]
         cuts = {path for each in paths for path in each}
         torn = watch.torn(cuts)
-        if torn:  # those places are no good; the next step is observed without them
+        if torn:  # unsuitable cuts: observe the next step without them
             for each, (_, managed) in zip(paths, step.calls, strict=True):
                 bad = {name for path, name in each.items() if path in torn}
                 managed.cuts = tuple(name for name in managed.cuts if name not in bad)
             return None
         plannable = watch.planned_calls
         if not plannable and self._tries < _TRIES:
-            self._tries += 1  # hooks of the user's own were active
+            self._tries += 1  # the user's own hooks were active
             return None
         fixed = step.open_calls | (set(range(len(step.calls))) - plannable)
         known = KnownStep(
@@ -502,7 +502,7 @@ class Learner:
     def _warn(
         self, known: KnownStep, limits: Limits, needed_bytes: int, what: str
     ) -> None:
-        """Warn that a step does not fit a budget: once, unless it needs more still."""
+        """Warn that a step does not fit a budget: once, unless it needs even more."""
         key = (known.names, limits.budget_bytes)
         if needed_bytes <= self._warned.get(key, 0):
             return
@@ -517,4 +517,4 @@ class Learner:
 
 
 def _nobody() -> None:
-    """Stand for a weak reference to what a copy does not have."""
+    """Replace a weak reference in a copy."""

@@ -1,4 +1,4 @@
-"""Kinds of steps that a manager has observed, each with its graph and its plan."""
+"""Kinds of steps that a manager has observed, each with its graph and plan."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from recoup.planners.planner import frontier_with, plan_with
 from recoup.planners.search import Search
 
 _POINTS = 9
-"""For how many budgets plans are searched where the best one recomputes too much."""
+"""The number of budgets to plan for if the best plan recomputes too much."""
 
 _Costed = tuple[tuple[Segment, ...], Simulation]
 
@@ -26,9 +26,9 @@ class Limits:
     """The limits of a manager's plans.
 
     Attributes:
-        is_on: Whether it chooses at all.
+        is_on: Whether the manager chooses plans.
         budget_bytes: Bytes that a step may add.
-        max_ratio: The most to recompute, as a share of forward's time; None: any.
+        max_ratio: The most to recompute, as a share of forward's time; None: no limit.
         options: The options of the manager that set the budget, as text.
     """
 
@@ -40,7 +40,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class CallKind:
-    """A call of a model, as far as its memory depends on it.
+    """The properties of a model call that its memory depends on.
 
     Attributes:
         model: The identity of the model.
@@ -81,12 +81,12 @@ class CallKind:
 
 @dataclass(frozen=True, slots=True)
 class ManagedStep:
-    """What a manager knows of one kind of step; bytes are what the step adds to memory.
+    """One kind of step, as reported by a manager; bytes are what it adds to memory.
 
     Attributes:
         models: The classes of the models it calls, in order.
         budget_bytes: Bytes that it may add.
-        plain_bytes: Predicted bytes if nothing were recomputed.
+        plain_bytes: Predicted bytes without recomputation.
         planned_bytes: Predicted bytes with its plan.
         measured_bytes: Bytes added in the last measured step.
         recompute_ratio: The share of forward's time that backward recomputes.
@@ -105,7 +105,7 @@ class ManagedStep:
 
     @property
     def fits(self) -> bool:
-        """Whether neither plan nor measurement is above the budget."""
+        """Whether prediction and measurement are within the budget."""
         return max(self.planned_bytes, self.measured_bytes or 0) <= self.budget_bytes
 
     def __str__(self) -> str:
@@ -129,14 +129,14 @@ class KnownStep:
         names: The classes of the models.
         graph: The observed step.
         start_bytes: Bytes in use before it.
-        fixed_calls: Calls that no plan may change, as those whose backward comes in a
-            later step: they are always cut by block.
-        fixed_bytes: Bytes these would hold if nothing of them were recomputed.
+        fixed_calls: Calls that no plan may change, such as those whose backward comes
+            in a later step: they are always cut by block.
+        fixed_bytes: Bytes that these would hold without recomputation.
         left_bytes: Bytes of earlier steps that are in memory while it runs.
-        history: The measured steps with a plan, without what earlier steps left.
-        measured_bytes: Bytes added when it was last measured.
+        history: The measured steps with a plan, without `left_bytes`.
+        measured_bytes: Bytes added in the last measured step.
         expected: The prediction for a step with the current plan.
-        needs_check: No step with the current plan was measured.
+        needs_check: Whether no step with the current plan was measured yet.
     """
 
     calls: tuple[CallKind, ...]
@@ -155,7 +155,7 @@ class KnownStep:
         self._search = Search(self.graph, frozenset({Action.KEEP}))
         self._costs = self._plain = self._search.known[0].costs
         made = (value for each in self.graph.operations for value in each.makes)
-        # Verifying what the first step of a plan recomputes takes memory.
+        # The first step of a plan is verified, which takes memory.
         self._verification_bytes = fingerprint_bytes(
             max(map(self.graph.bytes_of, made), default=0)
         )
@@ -164,12 +164,12 @@ class KnownStep:
 
     @property
     def plain_bytes(self) -> int:
-        """What the step adds if nothing is recomputed."""
+        """The bytes that the step adds without recomputation."""
         return self._taken(self._plain)
 
     @property
     def planned_bytes(self) -> int:
-        """What the step adds with its plan."""
+        """The bytes that the step adds with its plan."""
         return self._taken(self._costs)
 
     @property
@@ -178,7 +178,7 @@ class KnownStep:
         return self._ratio(self._costs)
 
     def report(self, limits: Limits) -> ManagedStep:
-        """Return all of it as plain data."""
+        """Return a report as plain data."""
         return ManagedStep(
             models=self.names,
             budget_bytes=limits.budget_bytes,
@@ -195,11 +195,11 @@ class KnownStep:
         )
 
     def plan_of(self, call: int) -> Plan | None:
-        """Return the plan of one call; None: nothing is recomputed."""
+        """Return the plan of one call, or None if nothing is recomputed."""
         return self._plans.get(call)
 
     def replan(self, limits: Limits) -> bool:
-        """Plan as the measurements so far demand; return whether the plan is new."""
+        """Update the plan by the measurements so far; return whether it is new."""
         decision = decide(self.history, limits.budget_bytes - self.left_bytes)
         target = None
         if isinstance(decision, Try):
@@ -225,7 +225,7 @@ class KnownStep:
         self.needs_check = False
 
     def _taken(self, costs: Simulation) -> int:
-        """Return what the step adds, with the largest error seen so far."""
+        """Return the bytes that the step adds, plus the largest error so far."""
         errors = (each.error_bytes for each in self.history)
         return self._added(costs) + self.left_bytes + max([0, *errors])
 
@@ -239,8 +239,8 @@ class KnownStep:
     def _choose(self, room_bytes: int, max_ratio: float | None) -> _Costed:
         """Return the fastest plan within the bytes, or else the smallest allowed.
 
-        With a cap on recomputation no operator is recomputed more than once. Without
-        one that is so as well, unless nothing else fits.
+        With a limit on recomputation no operator is recomputed more than once; without
+        one only if nothing else fits.
         """
         search = self._search
         if self._plain.peak_bytes <= room_bytes:

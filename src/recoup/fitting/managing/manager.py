@@ -1,4 +1,4 @@
-"""The manager: accounts for scopes, and chooses what to checkpoint within a budget."""
+"""The manager: statistics of scopes, and automatic checkpointing within a budget."""
 
 import threading
 import weakref
@@ -37,40 +37,38 @@ _MEBIBYTE = 1 << 20
 
 
 class CheckpointManager:
-    """Account for scopes, and choose automatically what to checkpoint if asked to.
+    """Collect statistics of scopes, and optionally choose what to checkpoint.
 
-    Scopes are registered one by one, or all that run inside `with manager:`.
+    Covers registered scopes, and all that run inside `with manager:`.
 
-    With `auto_checkpoint=True` the manager learns from the training loop as it runs.
-    The first step is observed: from the first call of a model, inside `with manager:`
-    or after `apply`, to the end of the backward that follows, with the loss and all
-    else in between. Nothing runs twice for that. Every block is recomputed in that
-    step, which is the plan with the least risk. From the second step on the fastest
-    plan within `memory_threshold` of the budget is used, and the first step that runs
-    with it is measured. `steps` has planned and measured bytes.
+    With `auto_checkpoint=True` the manager learns from the running training loop. It
+    observes the first step, from the first call of a model, inside `with manager:` or
+    after `apply`, to the end of the backward that follows, including the loss and
+    everything else in between. Nothing runs twice for that. In that step every block is
+    recomputed, the plan with the least risk. From the second step on it uses the
+    fastest plan within `memory_threshold` of the budget, and measures the first step
+    with it. `steps` has planned and measured bytes.
 
-    The budget is for what a step adds to memory: activations, temporaries and the
-    gradients of the models, those included that earlier steps of a sum have left. A
-    step that does not fit is run with the smallest plan, and a warning, once, says how
-    much it needs. A step that takes more memory than one known (a larger batch, other
-    models, other training flags) is observed again. A change of the budget or of a
-    switch holds from the next call on. Scopes and marks of the user's own inside a
-    model stay as they are: they win over the plan.
+    The budget limits what a step adds to memory: activations, temporaries and the
+    gradients of the models, including accumulated ones of earlier steps. A step that
+    does not fit runs with the smallest plan, and one warning names what it needs. A
+    step that takes more memory than a known one (a larger batch, other models, other
+    training flags) is observed again. Changed options apply from the next call on. The
+    user's own scopes and marks inside a model take precedence over the plan.
 
-    A context may be entered again, and on several threads. Models that a thread calls
-    which is not in it run as they are. Of several managers whose contexts a thread is
-    in, the innermost chooses; a model that one of them manages is left alone by the
-    others.
+    The context may be entered repeatedly, and on several threads. Models called on
+    other threads run unchanged. Of nested managers on a thread the innermost chooses; a
+    model that one of them manages is ignored by the others.
 
     For a bound on all of a device's memory, checked on a real step, use `recoup.fit`.
 
     Args:
         max_memory_mb: The budget for what a step adds to memory, in MiB.
-        auto_checkpoint: Let the manager choose.
+        auto_checkpoint: Whether the manager chooses what to checkpoint.
         memory_threshold: The share of the budget to plan for, above 0 and up to 1.
         max_recompute_ratio: The most that a planned step may recompute, as a share of
-            the time of forward; no operator is then recomputed twice. It comes before
-            the budget. None: as much as the budget takes.
+            forward's time; no operator is then recomputed twice. Takes precedence over
+            the budget. None: no limit.
 
     Raises:
         UsageError: An option is out of range.
@@ -181,11 +179,11 @@ class CheckpointManager:
 
     @property
     def budget_bytes(self) -> int:
-        """What a step may add to memory: the threshold's share of the budget."""
+        """The bytes that a step may add: the threshold's share of the budget."""
         return int(self.max_memory_mb * _MEBIBYTE * self.memory_threshold)
 
     def _limits(self) -> Limits:
-        """Return the limits of plans as they are now."""
+        """Return the current limits of plans."""
         options = f"max_memory_mb={self.max_memory_mb}, memory_threshold="
         options += str(self.memory_threshold)
         ratio = self.max_recompute_ratio
@@ -208,14 +206,14 @@ class CheckpointManager:
         return nodes
 
     def register_scope(self, scope: CheckpointScope) -> None:
-        """Account for a scope from now on; a second time changes nothing."""
+        """Include a scope in the statistics; a second call does nothing."""
         _require_scope(scope)
         if scope not in self._scopes:
             self._scopes.append(scope)
             scope.add_account(self._accounts.named(scope.name))
 
     def unregister_scope(self, scope: CheckpointScope) -> None:
-        """Stop accounting for a scope.
+        """Exclude a scope from the statistics.
 
         Raises:
             UsageError: It is not registered.
@@ -230,7 +228,7 @@ class CheckpointManager:
     def statistics(self) -> StatisticsTable:
         """The statistics of regions by name, including freed ones; printable.
 
-        It counts the regions of registered scopes, and all that ran inside
+        Covers the regions of registered scopes, and all that ran inside
         `with manager:`.
         """
         for node in self.nodes:
@@ -246,7 +244,7 @@ class CheckpointManager:
     def clear_all_checkpoints(self) -> None:
         """Free everything that the living regions hold, at once.
 
-        A backward through them raises `ClearedError` afterwards.
+        A later backward through them raises `ClearedError`.
         """
         for node in self.nodes:
             node.clear_saved_activations()
@@ -272,12 +270,12 @@ class CheckpointManager:
 
     @property
     def planned_bytes(self) -> int:
-        """What a step adds to memory at its peak, of the kind that adds most."""
+        """The most bytes that any kind of step is predicted to add."""
         return max((step.planned_bytes for step in self.steps), default=0)
 
     @property
     def measured_bytes(self) -> int | None:
-        """The most that a measured step with its plan added to memory."""
+        """The most bytes that a measured step with a plan added."""
         found = [step.measured_bytes for step in self.steps]
         return max((n for n in found if n is not None), default=None)
 
@@ -316,11 +314,11 @@ class CheckpointManager:
                 self._decider = None
 
     def should_checkpoint(self, node: CheckpointNode) -> bool:
-        """Return whether a node is one of those to recompute.
+        """Return whether a node should be recomputed.
 
-        Without `auto_checkpoint` none is. A region inside a model that the manager
-        chooses for is recomputed if its plan, or the user's own scope, says so. For
-        others the answer is that of `selective_checkpointing` of all living nodes.
+        Without `auto_checkpoint` none should. For a region inside a managed model its
+        plan, or the user's own scope, decides; for others `selective_checkpointing` of
+        all living nodes.
         """
         if not isinstance(node, CheckpointNode):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"expected a CheckpointNode, got {type(node).__name__}.")
@@ -341,10 +339,10 @@ class CheckpointManager:
     def selective_checkpointing(self, nodes: Sequence[CheckpointNode]) -> None:
         """Choose which of the nodes to recompute, so that the rest fits the budget.
 
-        The cheapest choice is taken, evenly spread among nodes that are alike. It
-        holds from the next step on for scopes of the nodes' names, registered or run
-        inside `with manager:`, while `auto_checkpoint` is on: those chosen are
-        recomputed, the others keep what autograd saves. Marks in them win.
+        Takes the cheapest choice, evenly spaced among equal nodes. While
+        `auto_checkpoint` is on, it applies from the next step on to scopes of the
+        nodes' names, registered or run inside `with manager:`: chosen ones are
+        recomputed, the others keep what autograd saves. Marks take precedence.
         """
         chosen: list[int] = []
         if self.auto_checkpoint:
@@ -361,7 +359,7 @@ class CheckpointManager:
             subscribe(self._decider)
 
     def decide(self, region: Watched) -> None:
-        """Let a region that begins recompute or keep, as was chosen for its name."""
+        """Make a new region recompute or keep, as was chosen for its name."""
         choices = self._decisions.get(region.name)
         if not choices or not self.auto_checkpoint or not isinstance(region, Region):
             return
@@ -372,7 +370,7 @@ class CheckpointManager:
             region.options = replace(region.options, recompute=is_chosen)
 
     def began(self, region: Watched) -> None:
-        """Account for a region that runs inside `with manager:`."""
+        """Track a region that runs inside `with manager:`."""
         if self._learner.is_in_call:
             self._inside.add(region)
         else:
@@ -380,7 +378,7 @@ class CheckpointManager:
         self._accounts.follow(region)
 
     def ended(self, region: Watched) -> None:
-        """Do nothing: the region is asked when its figures are wanted."""
+        """Do nothing: statistics are collected on request."""
 
     def __enter__(self) -> Self:
         subscribe(self)
@@ -407,7 +405,7 @@ class CheckpointManager:
                     handle.remove()
                 self._watching = []
         managers = _THREAD.managers
-        if self in managers:  # not, if another thread entered it
+        if self in managers:  # false if another thread entered it
             del managers[-1 - managers[::-1].index(self)]
         if self not in managers:
             _THREAD.depths.pop(self, None)
@@ -415,9 +413,9 @@ class CheckpointManager:
         unsubscribe(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy: options, scopes and counts.
+        """Return the state for a copy: options, scopes and counts.
 
-        Regions belong to a step, and a model to the manager that it was applied to.
+        Regions belong to a step, and models to the original manager.
         """
         options = {
             name: getattr(self, name) for name in signature(type(self)).parameters
@@ -441,7 +439,7 @@ class CheckpointManager:
         if any(plans_on(part) for part in module.modules()):
             return
         managed = self._manage(module)
-        # Its hooks come too late for the running call.
+        # Its hooks are too late for the running call.
         managed.applied.begin(module, args, keywords_of_call())
 
     def _left(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
@@ -464,13 +462,13 @@ class CheckpointManager:
 
 
 class _Decider:
-    """Pass regions of registered scopes to a manager, without keeping it alive."""
+    """Passes regions of registered scopes to a manager, without keeping it alive."""
 
     def __init__(self, manager: CheckpointManager) -> None:
         self._manager = weakref.ref(manager)
 
     def began(self, region: Watched) -> None:
-        """Let the manager decide about a region of one of its scopes."""
+        """Make the manager decide about a region of one of its scopes."""
         manager = self._manager()
         if manager is not None and any(s.name == region.name for s in manager.scopes):
             manager.decide(region)
@@ -480,11 +478,11 @@ class _Decider:
 
 
 class _Thread(threading.local):
-    """The contexts that a thread is in.
+    """The manager contexts that a thread is in.
 
     Attributes:
-        managers: The managers, the innermost last.
-        depths: How many calls of modules are open under each.
+        managers: The managers, innermost last.
+        depths: The number of open module calls under each.
     """
 
     def __init__(self) -> None:
@@ -496,7 +494,7 @@ _THREAD = _Thread()
 
 
 def _calling(method: "weakref.WeakMethod[Any]") -> Any:
-    """Return a hook that calls a method of an object that may be gone."""
+    """Return a hook that calls a method of an object, unless that died."""
 
     def call(*_: object) -> None:
         found = method()

@@ -1,4 +1,4 @@
-"""The step that is measured: what it runs, repeated without leaving a trace.
+"""The measured step, which can be repeated without lasting changes.
 
-Real, at the least memory, or dry on tensors without memory.
+Runs for real at minimum memory, or dry on fake tensors.
 """

@@ -30,7 +30,7 @@ class Cost:
 
     Attributes:
         peak_bytes: The most bytes in use at any moment.
-        seconds: How long it took, until the device had finished.
+        seconds: Its duration, until the device had finished.
     """
 
     peak_bytes: int
@@ -38,11 +38,11 @@ class Cost:
 
 
 def run_step(step: TrainingStep, *, resident: Sequence[object] = ()) -> Cost:
-    """Run a step once and return what it cost.
+    """Run a step once and return its cost.
 
-    It begins as every run does: without gradients, or with those that are carried. On a
-    device without an allocator that counts, the peak is counted operator by operator,
-    and the time is longer.
+    The run starts without gradients, or with zero ones if the step accumulates. On a
+    device without an allocator that counts, a dispatch mode measures the peak, which
+    makes the step slower.
     """
     step.begin()
     with device_meter(step.device) as meter:
@@ -57,10 +57,10 @@ def run_step(step: TrainingStep, *, resident: Sequence[object] = ()) -> Cost:
 def verifying_within(
     budget_bytes: int, step: TrainingStep, *, resident: Sequence[object] = ()
 ) -> Iterator[None]:
-    """Limit the memory of verification to what the budget leaves, while a step runs.
+    """Limit the memory of verification to the free part of the budget in the block.
 
-    Fingerprints take a share of their tensor, and little where little is free. What the
-    step has allocated is read at each of them.
+    Fingerprints need workspace in proportion to their tensor, or little if little is
+    free. The live bytes are read for each fingerprint.
     """
     with device_meter(step.device) as meter:
         meter.track(*step.resident(), *tensors(list(resident)))
@@ -76,8 +76,8 @@ def measure_floor(
 ) -> Graph:
     """Run a step in which every block is recomputed, and return its graph.
 
-    Runs the step four times: once to warm up, once traced, twice for its time. With
-    an accelerator once more, and the model without gradients.
+    Runs the step four times: once to warm up, once traced, twice timed. On an
+    accelerator also once more, and twice the model's forward without gradients.
 
     Raises:
         UsageError: A named block does not exist, the step does not call the model, or

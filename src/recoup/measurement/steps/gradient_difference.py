@@ -1,4 +1,4 @@
-"""The gradients of a step, and how far those of another run are from them."""
+"""The gradients of a step, and their difference from those of another run."""
 
 from collections.abc import Iterator, Sequence
 
@@ -8,14 +8,13 @@ from torch import Tensor
 from recoup.measurement.steps.training_step import TrainingStep
 
 Gradients = Sequence[Tensor | None]
-"""The gradient of each parameter; None: it has none."""
+"""The gradient of each parameter, or None."""
 
 _CHUNK_BYTES = 1 << 24
-"""How much of a gradient is compared at once: the temporaries of a comparison on a GPU
-are far below what a step needs."""
+"""Bytes of a gradient compared at once, to bound the temporaries on a GPU."""
 
 _NEGLIGIBLE = 1e-3
-"""Gradients below this share of the largest one are zero but for rounding."""
+"""Gradients below this share of the largest one count as rounding errors."""
 
 
 def gradients_of(step: TrainingStep) -> list[Tensor | None]:
@@ -31,7 +30,7 @@ def gradients_of(step: TrainingStep) -> list[Tensor | None]:
 def difference_from(expected: Gradients, step: TrainingStep) -> float:
     """Run a step once; return `largest_difference` of its gradients.
 
-    They are compared where they are: only what is expected is copied to the device.
+    The comparison runs on the gradients' device.
     """
     step.begin()
     step.run()
@@ -46,10 +45,9 @@ def difference_from(expected: Gradients, step: TrainingStep) -> float:
 def largest_difference(expected: Gradients, found: Gradients) -> float:
     """Return the largest difference relative to the largest entry of each gradient.
 
-    0.0 means that all bits are the same. Gradients whose largest entry is below a
-    thousandth of the largest of all are compared with that: they are zero but for
-    rounding. A gradient that only one of them has, or another shape, is infinitely far
-    away.
+    0.0 means bitwise equality. The divisor is at least a thousandth of the largest
+    entry of all gradients, so that rounding errors in tiny gradients count little. The
+    difference is infinite if a gradient exists on one side only or shapes differ.
 
     Examples:
         >>> one = torch.tensor([1.0, 2.0])
@@ -76,7 +74,7 @@ def largest_difference(expected: Gradients, found: Gradients) -> float:
 
 
 def _chunks(expected: Tensor, found: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield parts of both, on the device of the second."""
+    """Yield matching parts of both, on the device of the second."""
     length = max(_CHUNK_BYTES // max(expected.element_size(), 1), 1)
     flat = [t.to_dense() if t.is_sparse else t for t in (expected, found)]
     parts = [t.detach().reshape(-1).split(length) for t in flat]
@@ -86,7 +84,7 @@ def _chunks(expected: Tensor, found: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _compared(expected: Tensor, found: Tensor) -> tuple[float, float]:
-    """Return the largest entry, and the largest difference; 0.0: all bits are equal."""
+    """Return the largest entry and the largest difference, 0.0 if bitwise equal."""
     size = float(expected.abs().max().float().nan_to_num(nan=0.0))
     same_format = expected.dtype == found.dtype
     if same_format and torch.equal(expected.view(torch.uint8), found.view(torch.uint8)):
@@ -95,5 +93,5 @@ def _compared(expected: Tensor, found: Tensor) -> tuple[float, float]:
     distance = float((expected.to(wide) - found.to(wide)).abs().max())
     if distance != distance:
         return size, float("inf")
-    # Zeros of both signs differ in their bits.
+    # Zeros of different signs are unequal bitwise.
     return size, distance or torch.finfo(torch.float64).tiny

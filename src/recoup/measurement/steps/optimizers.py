@@ -1,4 +1,4 @@
-"""The bytes of an optimizer's state, before it exists."""
+"""The bytes of an optimizer's state, predicted before it exists."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -17,13 +17,13 @@ from recoup.errors import UsageError
 
 
 def state_bytes(optimizer: Optimizer) -> int:
-    """Return the bytes of the state that an optimizer has now."""
+    """Return the bytes of an optimizer's current state."""
     found = {id(s): s.nbytes() for s in storages_in(state_tensors(optimizer))}
     return sum(found.values())
 
 
 def state_tensors(optimizer: Optimizer) -> list[Tensor]:
-    """Return the tensors of an optimizer's state, those in lists and the like too.
+    """Return the tensors of an optimizer's state, including those in containers.
 
     Examples:
         >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -32,7 +32,7 @@ def state_tensors(optimizer: Optimizer) -> list[Tensor]:
         >>> state_tensors(optimizer)
         [tensor([0., 0.]), tensor([1., 1.])]
     """
-    # An optimizer may keep something under a name too, for no parameter.
+    # An optimizer may also have state under a name instead of a parameter.
     states = optimizer.state.values()
     return tensors([dict(s) if isinstance(s, Mapping) else s for s in states])
 
@@ -40,14 +40,14 @@ def state_tensors(optimizer: Optimizer) -> list[Tensor]:
 def missing_state_bytes(optimizer: Optimizer, device: torch.device) -> int:
     """Return the bytes of state that the optimizer's next step will add on a device.
 
-    That is the state of those parameters that have none yet. The step is made by a
-    copy of the optimizer, on tensors without memory if it can, and by no one's hooks.
+    That is the state of the parameters that have none yet. It is measured by a step of
+    a copy of the optimizer, on fake tensors if possible, without hooks.
 
-    One whose step cannot be made so, such as LBFGS, which needs a closure, is
-    taken to have all its state as soon as it has some.
+    An optimizer whose copy cannot step, such as LBFGS, which needs a closure, is
+    assumed to have all its state once it has some.
 
     Raises:
-        UsageError: The step cannot be made so, and there is no state yet.
+        UsageError: The copy cannot step, and there is no state yet.
 
     Examples:
         >>> weight = torch.nn.Parameter(torch.ones(100))
@@ -87,7 +87,7 @@ def _bytes_of_steps(
         with without_memory():
             return _bytes_of_step(stand_in, device, _stand_in_for)
     except NEEDS_CONTENTS:
-        # It looks at numbers: then for real, one parameter after the other.
+        # It reads tensor contents: use real tensors, one parameter at a time.
         singles = [
             {**group, "params": [p]} for group in groups for p in group["params"]
         ]
@@ -114,14 +114,14 @@ def _bytes_of_step(
 
 
 def _without_state(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
-    """Return a copy of an optimizer with these groups; parameters are the same.
+    """Return a copy of an optimizer with these groups and the same parameters.
 
-    Not by `copy.copy`: an optimizer gives that a part of its attributes alone.
+    Not `copy.copy`, which copies only some attributes of an optimizer.
     """
     stand_in = object.__new__(type(optimizer))
     shared = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     attributes: dict[str, Any] = {
-        name: {} if name.startswith("_optimizer_") else value  # those are hooks
+        name: {} if name.startswith("_optimizer_") else value  # hooks
         for name, value in vars(optimizer).items()
     }
     attributes |= {"state": {}, "param_groups": groups}
@@ -133,9 +133,9 @@ def _without_state(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimi
 
 
 def _step_without_hooks(optimizer: Optimizer) -> None:
-    """Make a step of which no hook hears: not this optimizer's, not those of all.
+    """Make a step without the optimizer's own and global hooks.
 
-    Of the class: a scheduler counts the steps of the object.
+    Calls the class's method, because a scheduler counts calls of the instance's.
     """
     step: Any = type(optimizer).step
     if getattr(step, "hooked", False):

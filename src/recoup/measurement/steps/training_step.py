@@ -1,4 +1,4 @@
-"""A training step: a model, its batch and its loss; repeatable without a trace."""
+"""A training step (model, batch, loss) that can be repeated without lasting changes."""
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -34,15 +34,15 @@ from recoup.errors import UsageError
 
 
 class Repetition:
-    """The state that the runs of one step begin with, and that is restored at the end.
+    """The state in which every run of one step begins, restored at the end.
 
-    A plan is made for one step and checked on another, so both must be the same step:
-    what it does may depend on random numbers (blocks that are left out), on buffers
-    (experts that are chosen by a bias) and on counters (warm-up).
+    A plan is made for one step and checked on another, so both must do the same. That
+    may depend on random numbers (blocks that are skipped), buffers (experts chosen by a
+    bias) and counters (warm-up).
 
-    Buffers and counters begin as the first run left them: it may have set something up
-    that later runs find done. Copies of buffers are on the CPU, where they take no
-    memory of the step. Tensors are copied only if the first run writes to them.
+    Buffers and counters start as the first run left them, because it may have
+    initialised something. Copies of buffers are on the CPU, so as not to take memory of
+    the step. Other tensors are copied only if the first run writes to them.
 
     Examples:
         >>> drop = nn.Dropout()
@@ -76,11 +76,11 @@ class Repetition:
         self._runs = 0
 
     def take_gradients(self) -> None:
-        """Take the gradients off, until `restore`."""
+        """Remove the gradients until `restore`."""
         self._gradients.take_off()
 
     def watched(self, run: Callable[[], object]) -> Callable[[], object]:
-        """Return the step as a function that watches what the first run writes."""
+        """Return the step as a function that observes the writes of its first run."""
 
         def watched_run() -> object:
             with self._written.watched():
@@ -89,11 +89,11 @@ class Repetition:
         return watched_run
 
     def begin(self, *, waiting: bool = True) -> None:
-        """Make the next run begin where the others did, without gradients.
+        """Restore the state for the next run, without gradients.
 
         Args:
-            waiting: False leaves the buffers and written tensors as they are: to
-                restore them, the host waits for an accelerator.
+            waiting: Whether to restore buffers and written tensors, for which the host
+                waits for an accelerator.
         """
         self._gradients.drop()
         if waiting:
@@ -110,15 +110,15 @@ class Repetition:
         self._before.generators.restore()
 
     def drop_gradients(self) -> None:
-        """Drop the gradients that a run has left."""
+        """Drop the gradients of a run."""
         self._gradients.drop()
 
     def carry_gradients(self) -> None:
-        """Begin the next run with gradients, where runs have left some."""
+        """Set zero gradients for the next run on leaves that got gradients before."""
         self._gradients.carry()
 
     def restore(self) -> None:
-        """Restore everything as before the first run."""
+        """Restore the state from before the first run."""
         self._gradients.restore()
         self._before.restore()
         self._written.restore()
@@ -133,13 +133,13 @@ class TrainingStep:
 
     Attributes:
         model: The model that is trained.
-        run: Runs forward and backward once.
-        batch: The tensors it runs on, in any structure; they count as resident.
-        device: Where it computes.
+        run: Function that runs forward and backward once.
+        batch: The tensors it runs on, as a pytree; they count as resident.
+        device: The device it runs on.
         captured: Other modules and tensors that the step refers to; they count as
             resident.
-        accumulate: Gradients of earlier steps are there when it begins.
-        repetition: The state that its runs begin with, inside `untouched`.
+        accumulate: Whether gradients of earlier steps exist when it begins.
+        repetition: The state in which its runs begin, inside `untouched`.
     """
 
     model: nn.Module
@@ -151,14 +151,14 @@ class TrainingStep:
     repetition: Repetition | None = None
 
     def begin(self, *, waiting: bool = True) -> None:
-        """Make the next run the same step as those before it, with gradients to match.
+        """Restore the state for the next run, so that it repeats the same step.
 
-        There are none, or those that are carried from step to step: of the model's
-        parameters, and of all else that a run has added a gradient to.
+        Removes gradients, or with `accumulate` sets zero gradients for the model's
+        parameters and all other leaves that got gradients in earlier runs.
 
         Args:
-            waiting: False if the host must not wait for the device: then buffers are
-                those that the last run left.
+            waiting: Whether the host may wait for the device; False leaves buffers as
+                they are.
         """
         if self.repetition is not None:
             self.repetition.begin(waiting=waiting)
@@ -170,14 +170,14 @@ class TrainingStep:
                 self.repetition.carry_gradients()
 
     def drop_gradients(self) -> None:
-        """Drop all gradients that a run has left."""
+        """Drop all gradients of a run."""
         if self.repetition is not None:
             self.repetition.drop_gradients()
         else:
             self.model.zero_grad(set_to_none=True)
 
     def resident(self) -> list[Tensor | nn.Module]:
-        """Return all that is in memory before the step, as far as it is known."""
+        """Return the known tensors and modules that are in memory before the step."""
         return [self.model, *tensors_within(self.batch), *self.captured]
 
 
@@ -193,7 +193,7 @@ def training_step(
     """Return the step that the arguments of `fit` and `measure` describe; see `fit`.
 
     Raises:
-        UnsupportedError: A part of the model can have no hooks.
+        UnsupportedError: A part of the model cannot have hooks.
         UsageError: The arguments describe no step.
     """
     if not isinstance(model, nn.Module):
@@ -235,13 +235,12 @@ def training_step(
 def loss_function(
     model: nn.Module, batch: Any, loss: Callable[..., Tensor] | None
 ) -> Callable[[], Tensor]:
-    """Return a function that calls the model and returns the loss alone.
+    """Return a function that calls the model and returns only the loss.
 
-    The output ends with that call, as in a training loop: during backward the loss is
-    referenced, and not the logits.
+    As in a training loop, the model's output is released before backward.
 
     Raises:
-        UsageError: The batch is no pair, and the loss takes a target.
+        UsageError: The batch is no pair, but the loss takes a target.
     """
     inputs, target = batch, None
     with_target = loss is not None and takes_target(loss)
@@ -265,14 +264,14 @@ def loss_function(
 
 @contextmanager
 def untouched(step: TrainingStep) -> Iterator[TrainingStep]:
-    """Yield a step whose runs leave nothing changed.
+    """Yield a step that can be repeated; restore all state at the end.
 
-    That is parameters, gradients, buffers, Python attributes and generators of the
-    model, its batch, and everything else that the step reaches; see `Repetition`.
+    Covers parameters, gradients, buffers, Python attributes and generators of the
+    model, the batch, and everything else that the step reaches; see `Repetition`.
 
     After each `TrainingStep.begin` it is the same step again, with the same random
-    numbers. Gradients are taken off, so that each run starts as one after `zero_grad`
-    does. On an accelerator they wait on the CPU: a step makes new ones in their place.
+    numbers. The user's gradients are removed as by `zero_grad`; those on an accelerator
+    move to the CPU, to make room for a step's new ones.
 
     Raises:
         UsageError: A run calls an optimizer of the model.
@@ -295,7 +294,7 @@ def untouched(step: TrainingStep) -> Iterator[TrainingStep]:
 
 @contextmanager
 def _optimizers_refused(model: nn.Module) -> Iterator[None]:
-    """Refuse an optimizer's step on the model: it would train it, again and again."""
+    """Raise if an optimizer steps on the model, which every run would train."""
     mine = {id(parameter) for parameter in model.parameters()}
 
     def refuse(optimizer: Optimizer, args: object, kwargs: object) -> None:
@@ -317,9 +316,9 @@ def _optimizers_refused(model: nn.Module) -> Iterator[None]:
 def gradients_followed(
     parameters: Mapping[str, nn.Parameter], note: Callable[[str], object]
 ) -> Iterator[None]:
-    """Note, by its path, whenever backward adds to the gradient of a parameter."""
+    """Call `note` with a parameter's path whenever backward adds to its gradient."""
 
-    def added(name: str, parameter: Tensor) -> None:  # what a hook returns, torch takes
+    def added(name: str, parameter: Tensor) -> None:  # a hook must return None
         del parameter
         note(name)
 
@@ -338,10 +337,10 @@ def _devices_of(step: TrainingStep) -> list[torch.device]:
 
 
 def usable_device(device: torch.device | str) -> torch.device:
-    """Return the device of that name, where something can be computed here.
+    """Return the named device, after checking that it can be used.
 
     Raises:
-        UsageError: There is none, or nothing can be computed on it.
+        UsageError: It does not exist, or is the meta device.
 
     Examples:
         >>> usable_device("cpu")
@@ -362,7 +361,7 @@ def usable_device(device: torch.device | str) -> torch.device:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return where a model is: its first parameter or buffer, or the CPU."""
+    """Return the device of a model's first parameter or buffer, or the CPU."""
     for tensor in (*model.parameters(), *model.buffers()):
         return tensor.device
     return torch.device("cpu")
@@ -370,7 +369,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 @calls_user
 def call_model(model: nn.Module, inputs: Any) -> Any:
-    """Call a model: a tuple is positional arguments, a mapping keyword arguments."""
+    """Call a model with a tuple as positional or a mapping as keyword arguments."""
     if isinstance(inputs, Tensor):
         return model(inputs)
     if isinstance(inputs, Mapping):
@@ -381,7 +380,7 @@ def call_model(model: nn.Module, inputs: Any) -> Any:
 
 
 def takes_target(loss: Callable[..., Any]) -> bool:
-    """Return whether a loss is called with the output and a target."""
+    """Return whether a loss takes the output and a target."""
     target = loss.forward if isinstance(loss, nn.Module) else loss
     try:
         parameters = inspect.signature(target).parameters.values()
@@ -392,7 +391,7 @@ def takes_target(loss: Callable[..., Any]) -> bool:
 
 
 def loss_in(output: Any) -> Any:
-    """Return the loss that a model has returned, by itself or as `loss`."""
+    """Return the loss in a model's output: the output itself or its `loss`."""
     if isinstance(output, Tensor):
         return output
     if isinstance(output, Mapping) and "loss" in output:

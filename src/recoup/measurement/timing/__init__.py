@@ -1,4 +1,4 @@
-"""Time a step, a block or an operator; correct and predict times.
+"""Time a step, a block or an operator; predict times and calibrate predictions.
 
-Seconds only; bytes are in `recoup.measurement.tracing`.
+Bytes are measured in `recoup.measurement.tracing`.
 """

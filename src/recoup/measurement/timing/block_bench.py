@@ -1,4 +1,4 @@
-"""Measure one block by itself: the bytes and the time of an option, and of kernels."""
+"""Measure one block in isolation: bytes and time of its options and kernels."""
 
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -34,7 +34,7 @@ class SampleCall:
     Attributes:
         args: Positional arguments.
         kwargs: Keyword arguments.
-        autocast: How autocast stood.
+        autocast: The autocast settings.
     """
 
     args: tuple[Any, ...]
@@ -49,12 +49,12 @@ class SampleCall:
 
 @dataclass(frozen=True)
 class BlockKinds:
-    """The blocks of a step, grouped by what a compiler can share.
+    """The blocks of a step, grouped so that each kind can share compiled code.
 
     Attributes:
-        kinds: The number of the kind of each block, by path.
+        kinds: The kind's number of each block, by path.
         samples: A call of the first block of each kind.
-        refused: Blocks that are not compiled, and why.
+        refused: Reasons for the blocks that are not compiled.
     """
 
     kinds: Mapping[str, int]
@@ -63,7 +63,7 @@ class BlockKinds:
 
 
 def sample_calls(step: TrainingStep, blocks: Mapping[str, nn.Module]) -> BlockKinds:
-    """Run a step once, and return which blocks are alike and how they are called."""
+    """Run a step once; return its blocks by kind, with a sample call of each kind."""
     kinds: dict[str, int] = {}
     numbers: dict[Hashable, int] = {}
     samples: list[tuple[str, SampleCall]] = []
@@ -144,10 +144,9 @@ _IN_A_ROW = 10
 
 
 def _seconds_in_a_row(call: Callable[[], object], device: torch.device) -> float:
-    """Return the time of a call among some that follow each other, as in training.
+    """Return the time per call in a row of calls, as in training.
 
-    One alone would take as long as it takes to start it, where a device is faster than
-    its host. A CPU runs one.
+    On an accelerator a single call might measure launch latency only. A CPU runs one.
     """
     calls = 1 if device.type == "cpu" else _IN_A_ROW
 
@@ -159,10 +158,10 @@ def _seconds_in_a_row(call: Callable[[], object], device: torch.device) -> float
 
 
 class BlockBench:
-    """A block with a call of it, on which options are measured.
+    """A block with a sample call, to measure its options.
 
-    Between measurements the call waits on the CPU: on an accelerator it would count in
-    the peaks of whole steps.
+    Between measurements the call's tensors are on the CPU: on an accelerator they would
+    count in the peaks of whole steps.
     """
 
     def __init__(
@@ -202,7 +201,7 @@ class BlockBench:
         return found
 
     def seconds(self, forwards: Sequence[Forward], *, rounds: int) -> list[float]:
-        """Return the least times of options of the block, measured in turns."""
+        """Return the shortest time of each option, measured in turns."""
         times: list[list[float]] = [[] for _ in forwards]
         for _ in range(rounds):
             for forward, found in zip(forwards, times, strict=True):
@@ -212,9 +211,9 @@ class BlockBench:
         return [min(found) for found in times]
 
     def measure(self, forward: Forward) -> BlockOption:
-        """Return the bytes of an option of the block; its time is not measured.
+        """Return the bytes of an option of the block, without its time.
 
-        Its inputs are in use until backward ends, as if other blocks held them too.
+        The inputs stay alive until backward ends, as if other blocks also held them.
         """
         self.run(forward)
         with interval_meter(self._device) as meter:
@@ -236,7 +235,7 @@ class BlockBench:
             end.backward()
             del end
         self._clear()
-        # Several outputs mark the begin of backward, each when its gradient is there.
+        # Each output marks the start of backward when its gradient arrives.
         backward = [i for i in meter.intervals if i.mark == "backward"]
         marks = {interval.mark: interval for interval in meter.intervals}
         begin, held = marks["forward"], marks["held"]
@@ -269,7 +268,7 @@ def _moved(leaf: Any, device: torch.device) -> Any:
 
 
 def _fresh(leaf: Any) -> Any:
-    """Return an input as a block before would make it: not a leaf."""
+    """Return an input as an earlier block would pass it: not as a leaf."""
     if isinstance(leaf, Tensor) and leaf.requires_grad:
         return leaf.clone(memory_format=torch.preserve_format)
     return leaf
@@ -280,7 +279,7 @@ def _differentiable(outputs: Any) -> list[Tensor]:
 
 
 class _End(torch.autograd.Function):
-    """Ends a graph: gives outputs their gradients, and does not hold them."""
+    """Ends a graph: passes gradients to outputs without keeping the outputs alive."""
 
     @staticmethod
     def forward(ctx: Any, gradients: list[Tensor], *outputs: Tensor) -> Tensor:
@@ -293,15 +292,15 @@ class _End(torch.autograd.Function):
 
 
 _FUSED = 0.02
-"""What a fused operator costs, as a share of the time that its traffic would take: it
-is computed in registers, in a kernel that runs in any case."""
+"""The cost of a fused operator, as a share of its memory traffic's time: it runs in
+registers, in a kernel that runs anyway."""
 
 _COPY_BYTES = 1 << 26
 _REPEATS = 3
 
 
 class KernelTimes:
-    """Times kernels by running them on tensors of the same geometry, each once."""
+    """Times kernels on tensors of the same geometry, and caches the times."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -312,7 +311,7 @@ class KernelTimes:
         self.bytes_per_second = 2 * _COPY_BYTES / seconds
 
     def seconds(self, call: KernelCall, traffic_bytes: int) -> float:
-        """Return the time of a kernel; by its traffic if it cannot run by itself."""
+        """Return a kernel's time, estimated from traffic if it cannot run alone."""
         key = f"{call.target}{call.args}{call.kwargs}"
         known = self._seconds.get(key)
         if known is None:
@@ -335,16 +334,15 @@ class KernelTimes:
 
 @functools.cache
 def kernel_times(device: torch.device) -> KernelTimes:
-    """Return the times of a device's kernels, measured once in a process.
+    """Return the times of a device's kernels, measured once per process.
 
-    With the same times the same sets of saved values are found again, which have been
-    compiled before.
+    Equal times lead to equal sets of saved values, which have been compiled before.
     """
     return KernelTimes(device)
 
 
 def costed(joint: JointGraph, times: KernelTimes) -> JointForward:
-    """Return a block's forward with the cost of recomputing and saving its values."""
+    """Return a block's forward with the costs of recomputing and saving each value."""
     speed = times.bytes_per_second
     operations = []
     for number, operation in enumerate(joint.graph.operations):

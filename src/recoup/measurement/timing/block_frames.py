@@ -1,4 +1,4 @@
-"""Measure a step of compiled blocks: what is in use when each of them begins."""
+"""Measure a step of compiled blocks: the bytes in use around each of them."""
 
 import weakref
 from collections.abc import Mapping, Sequence
@@ -28,11 +28,11 @@ class StepMarks:
     Attributes:
         intervals: The bytes between marks; a mark is an event of a block.
         names: The blocks, in the order in which forward entered them.
-        unheld_bytes: For each block, the bytes of outputs that nothing held any more
-            when backward began.
-        passes: For each pass its first interval, and for each parameter that gets a
-            gradient in it, by its path, the interval in which that came into being;
-            `BEFORE`: it existed before the pass.
+        unheld_bytes: For each block, the bytes of outputs that were already freed when
+            backward began.
+        passes: For each pass its first interval, and, by parameter path, the interval
+            in which the gradient was created, or `BEFORE` if it existed before the
+            pass.
     """
 
     intervals: Sequence[Interval]
@@ -47,7 +47,7 @@ class StepMarks:
 
 
 def resident_bytes(step: TrainingStep, resident: Sequence[object]) -> int:
-    """Return the bytes that a meter which counts from zero does not see."""
+    """Return the resident bytes that a meter starting from zero does not count."""
     if step.device.type != "cpu":
         return 0
     ledger = StorageLedger()
@@ -83,7 +83,7 @@ def run_marked(
             order[name] = None
             mark("enter", name)
             first = next((t for t in tensors(inputs) if t.requires_grad), None)
-            # With the gradient of what a block made the backward of that block begins.
+            # The gradient of a block's output starts that block's backward instead.
             if first is not None and all(ref() is not first for ref in made_by_blocks):
                 first.register_hook(lambda _: mark("after", name))
 
@@ -134,7 +134,7 @@ def run_marked(
 
 
 class _Passes:
-    """The passes of a step, as `StepMarks` has them."""
+    """Collects the passes of a step for `StepMarks`."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._parameters = parameters
@@ -144,7 +144,7 @@ class _Passes:
         self._begin()
 
     def note(self, event: Event) -> None:
-        """Begin an interval, and a pass where forward goes on after a backward."""
+        """Begin an interval, and a new pass if forward follows a backward."""
         self._interval += 1
         if event == "enter" and self._has_backward:
             self._begin()
@@ -156,20 +156,20 @@ class _Passes:
         self.found.append((self._interval, dict.fromkeys(carried, BEFORE)))
 
     def note_gradient(self, name: str) -> None:
-        """Note that a parameter gets its gradient."""
+        """Record that a parameter gets its gradient."""
         self.found[-1][1].setdefault(name, self._interval)
 
 
 def marked_graph(marks: StepMarks, step: Graph) -> Graph | None:
-    """Return a marked step as a graph in which nothing can be planned.
+    """Return a marked step as a graph without anything to plan.
 
     Args:
         marks: The marks.
-        step: The same step as it was measured without a compiler. One of its passes may
-            stand for several that are alike.
+        step: The same step, measured without a compiler. One of its passes may
+            represent several equal ones.
 
     Returns:
-        The graph, with the passes of the measured step; None: they are not alike.
+        The graph, with the passes of the measured step; None if they do not match.
     """
     starts = [first for first, _ in marks.passes]
     ends = [*starts[1:], len(marks.intervals)]
@@ -197,10 +197,10 @@ def marked_graph(marks: StepMarks, step: Graph) -> Graph | None:
 def _pass_graph(
     intervals: Sequence[Interval], first: int, gradients: Mapping[str, int]
 ) -> Graph:
-    """Return the graph of one pass: each interval is a moment.
+    """Return the graph of one pass, with a moment for each interval.
 
-    A gradient counts from the interval after the one in which it came into being: that
-    one may have had its peak before.
+    A gradient counts from the interval after its creation, because the peak of that
+    interval may have been earlier.
     """
     events: list[Any] = [interval.mark for interval in intervals]
     half = next(
@@ -235,7 +235,7 @@ def block_step(
     references: Sequence[BlockOption],
     seconds: float,
 ) -> BlockStep:
-    """Return the step that a marked run with the reference options was.
+    """Return the step of a marked run with the reference options.
 
     Raises:
         UnsupportedError: A block ran again before its backward.
@@ -268,8 +268,8 @@ def block_step(
             continue
         if event == "leave" and number >= 0:
             outstanding.add(number)
-        # Blocks are counted as a prefix of forward's order: what a later one holds
-        # while an earlier one is done counts for both.
+        # Blocks are counted as a prefix of forward's order: the bytes of a later block
+        # also count for earlier ones that are done.
         count = max(outstanding, default=-1) + 1
         outside[count] = max(outside[count], interval.peak_bytes)
     return BlockStep(

@@ -1,4 +1,4 @@
-"""Host time of a step: recording and replaying, and times corrected by real steps."""
+"""Host time of a step for recording and replaying; times calibrated by real steps."""
 
 import time
 from collections import deque
@@ -23,16 +23,16 @@ from recoup.measurement.timing.pace import Pace, synchronize
 from recoup.planners.baselines import recompute_all
 
 RECORDING_BY_LEAST = 4.0
-"""How much longer it takes to record an operator of a model, in forward and where
-backward asks for it, than the simplest one in forward: 2.5 to 5 times for eight models
-of small tensors on the CPU."""
+"""Ratio of the time to record an operator of a model, in forward and backward, to that
+of the simplest operator in forward: 2.5 to 5 for eight models of small tensors on the
+CPU."""
 
 _OPERATORS = 128
 _REPEATS = 5
 
 
 def recording_seconds() -> float:
-    """Return what a region adds to each operator of a model in it, as it usually is.
+    """Return the host time that a region usually adds to each operator of a model.
 
     Costs a few milliseconds.
     """
@@ -42,8 +42,8 @@ def recording_seconds() -> float:
 def least_recording_seconds() -> float:
     """Return the host time that a region adds to the simplest operator of forward.
 
-    Runs a row of small operators on the CPU with and without a region, some
-    times each. Costs a few milliseconds.
+    Runs a row of small operators on the CPU several times, with and without a region.
+    Costs a few milliseconds.
 
     Examples:
         >>> 0 <= least_recording_seconds() < 0.01
@@ -59,7 +59,7 @@ def least_recording_seconds() -> float:
         return time.perf_counter() - start
 
     def recorded() -> float:
-        # Without `begin`: nobody who watches regions is to count this one.
+        # Without `begin`, so that observers of regions do not count this one.
         region = Region("a row", Options(verify="off"), "row")
         region.open()
         seconds = row()
@@ -73,13 +73,13 @@ def least_recording_seconds() -> float:
 
 
 STEP_BY_FORWARD = 2.5
-"""How much longer a plain step keeps the host than its forward without gradients does:
-1.7 times for a ResNet-50 with an H200, 2.0 for a DenseNet-121, 4.7 for a mixture of
-experts, which waits for the device in between."""
+"""Ratio of the host time of a plain step to that of its forward without gradients: 1.7
+for a ResNet-50 on an H200, 2.0 for a DenseNet-121, 4.7 for a mixture of experts, which
+synchronises in between."""
 
 REPLAY_BY_FORWARD = 1.5
-"""How much longer it takes to run an operator again than in a forward without
-gradients: 1.2 times for that ResNet, 1.6 for the DenseNet."""
+"""Ratio of the host time to replay an operator to that in a forward without gradients:
+1.2 for that ResNet, 1.6 for the DenseNet."""
 
 
 class Calls:
@@ -100,16 +100,14 @@ class Calls:
             yield
 
     def again(self, step: TrainingStep) -> float:
-        """Call the model so again without gradients; return the host's time for it.
-
-        Needs no memory to speak of.
+        """Repeat the calls without gradients, in little memory; return the host time.
 
         Returns:
-            Infinity if the model cannot be run without gradients.
+            Infinity if the model cannot run without gradients.
         """
         try:
             return min(self._timed_again(step) for _ in range(2))
-        except RuntimeError:  # it takes gradients in its forward
+        except RuntimeError:  # its forward computes gradients
             return float("inf")
 
     @torch.no_grad()
@@ -135,7 +133,7 @@ class Work(NamedTuple):
 
     @classmethod
     def of(cls, graph: Graph, segments: Sequence[Segment]) -> "Work":
-        """Count it."""
+        """Count the operators of a plan."""
         total = total_footprint(graph, segments)
         replayed = sum(len(replay.operations) for replay in total.replays)
         return cls(total.recorded, replayed)
@@ -148,20 +146,20 @@ def host_costs_of(
     plain_forward_seconds: float,
     least_seconds: float = 0.0,
 ) -> HostCosts:
-    """Return the host's time for the step.
+    """Return the host costs of the step.
 
-    A plain step may not fit to be run, so its time is estimated from its forward
-    without gradients, and so is that of a recomputed operator. What a step with
-    every block recomputed takes longer than both is recording: in forward, and where
-    backward asks for what was recorded. A host that is not waited for may itself wait,
-    for room in the device's queue: then it records in no more than the usual time.
+    A plain step may not fit in memory, so its host time, and that of a recomputed
+    operator, is estimated from a forward without gradients. The rest of the time of a
+    step with every block recomputed is recording, in forward and backward. If the step
+    is not CPU-bound, the host may wait for room in the device's queue, so recording is
+    limited to its usual time.
 
     Args:
         graph: The step.
         pace: The pace of the step with every block recomputed.
-        plain_forward_seconds: The host's time for a forward without gradients.
-        least_seconds: This host's time to record the simplest operator: no other
-            one takes less, whatever the times say.
+        plain_forward_seconds: The host time of a forward without gradients.
+        least_seconds: The host time to record the simplest operator, a lower bound for
+            all others.
     """
     work = Work.of(graph, recompute_all(graph))
     host = pace.host_seconds
@@ -183,10 +181,10 @@ def host_costs_of(
 
 
 def learned(thought: float, pace: Pace) -> float:
-    """Return by which factor the host takes longer than was thought.
+    """Return the factor from the predicted to the measured host time.
 
-    A host that issues one plan slower than thought is taken to be slower at everything.
-    One that is not waited for is known to be no slower than it was seen to be.
+    A host that runs one plan slower than predicted is assumed slower at everything. If
+    the step is not CPU-bound, the measured time is only an upper bound.
 
     Examples:
         >>> learned(2.0, Pace(seconds=4.0, host_seconds=4.0))
@@ -200,17 +198,17 @@ def learned(thought: float, pace: Pace) -> float:
 
 
 _LEAST_FACTOR = 0.1
-"""A plan that ran no longer than the plain step is not taken to cost nothing."""
+"""Lower bound on the factor of `compared`, because no plan is free."""
 
 Plans = Sequence[Sequence[Segment]]
 """The segments of each pass of a step, in the order of `Graph.passes`."""
 
 
 def calibrated(graph: Graph, floor_seconds: float) -> Graph:
-    """Return the graph with times by which the measured step took what it took.
+    """Return the graph, scaled so that its floor's predicted time is the given one.
 
-    Operators that add up to more than the step overlapped in it. Time that they do not
-    explain is in the plain step as well.
+    If the operators add up to more than the step, they overlapped: all times shrink.
+    Time beyond their sum is attributed to the plain step.
     """
     predicted = sum(
         simulate(each, recompute_all(each)).device_seconds for each in graph.passes
@@ -235,7 +233,7 @@ def issued(
     plain_forward_seconds: float,
     least_seconds: float = 0.0,
 ) -> Graph:
-    """Return the graph with the host's time for each pass; see `host_costs_of`."""
+    """Return the graph with the host costs of each pass; see `host_costs_of`."""
     total = sum(len(each.operations) for each in graph.passes) or 1
 
     def with_host(each: Graph) -> Graph:
@@ -253,11 +251,11 @@ def issued(
 
 
 def corrected(graph: Graph, plans: Plans, pace: Pace) -> Graph:
-    """Return the graph with times by which a plan takes what it was seen to take.
+    """Return the graph, scaled so that a plan's predicted time is its measured one.
 
-    Which of device and host the step waits for is known then, and so is how long that
-    one takes; the other takes no longer. All times of each are wrong by one factor.
-    Without a host apart from the device the graph stays as it is.
+    The pace shows whether device or host bounds the step, and that one's time; the
+    other takes at most as long. All times of each are scaled by one factor. On the CPU,
+    which has no separate host, the graph is unchanged.
     """
     passes = graph.passes
     costs = [simulate(*each) for each in zip(passes, plans, strict=True)]
@@ -280,10 +278,10 @@ def corrected(graph: Graph, plans: Plans, pace: Pace) -> Graph:
 def compared(
     graph: Graph, plans: Plans, planned_seconds: float, plain_seconds: float
 ) -> Graph:
-    """Return the graph with the times that a plan and the plain step were seen to take.
+    """Return the graph, scaled to the measured times of a plan and the plain step.
 
-    Both were run in turns, so that their ratio is right whatever else the machine does.
-    What the plan adds, in replays and recording, is wrong by one factor.
+    Both were run in turns, so that other load does not distort their ratio. The plan's
+    overhead, replays and recording, is scaled by one factor.
     """
     plain = sum(each.step_seconds for each in graph.passes)
     if not plain or not plain_seconds:
@@ -302,7 +300,7 @@ def compared(
 
 
 def scaled(graph: Graph, share: float) -> Graph:
-    """Return the graph with a share of the device's times, or a multiple.
+    """Return the graph with the device's times multiplied by `share`.
 
     Examples:
         >>> scaled(Graph((), 0, (), (), (), (), (), step_seconds=4.0), 0.5).step_seconds

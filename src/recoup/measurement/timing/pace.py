@@ -1,4 +1,4 @@
-"""The pace of a step: how long device and host take when steps follow each other."""
+"""The pace of a step: device and host time per step in a row of steps."""
 
 import statistics
 import time
@@ -11,10 +11,11 @@ from recoup.backend.operators.timers import Laps
 from recoup.measurement.steps.training_step import TrainingStep
 
 _SAME = 1.05
-"""Times that differ by less are taken for one."""
+"""Times that differ by less count as equal."""
 
 _UNHINDERED = 0.7
-"""A host that takes longer than the first run did, by more than this, is hindered."""
+"""If the first run takes less than this share of a later one's host time, the host was
+blocked by a full queue in the later run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +23,8 @@ class Pace:
     """The time of a step in a row of steps.
 
     Attributes:
-        seconds: From one step to the next.
-        host_seconds: The host's time for one; on the CPU the same.
+        seconds: The time from one step to the next.
+        host_seconds: The host time of one step; on the CPU the same.
     """
 
     seconds: float
@@ -38,12 +39,12 @@ class Pace:
 def pace_of(
     step: TrainingStep, *, repeats: int = 2, expected_seconds: float | None = None
 ) -> Pace:
-    """Return the times of a step among some runs that follow each other.
+    """Return the pace of a step, measured in a row of runs.
 
-    They are issued as training issues them: the host waits for an accelerator after the
-    last one alone, and one that finds it idle comes first and does not count.
+    As in training, the host synchronises only after the last run. The first run, which
+    starts on an idle accelerator, is not counted.
 
-    Costs one run more than the repeats with an accelerator, else as many.
+    Costs `repeats` runs, and one more on an accelerator.
     """
     if step.device.type == "cpu":
         seconds = min(_time_alone(step) for _ in range(repeats))
@@ -69,20 +70,20 @@ def judged(
     between: Sequence[float],
     expected_seconds: float | None = None,
 ) -> Pace:
-    """Return the pace that the times of some runs in a row show.
+    """Return the pace from the times of runs in a row.
 
-    A device's least time is its time: what is longer was disturbed. A host varies from
-    step to step, and is what is waited for: see `usual`. Which of the two it is, one
-    lap shows and the run that it is of. A host that had issued the first run,
-    to an idle device, in much less time had to wait itself: for room in the device's
-    queue. Putting the step back to its beginning is not part of it, and a device does
-    not wait for that unless it waits for the host.
+    The device's time is the shortest lap: longer ones were disturbed. A CPU-bound step
+    takes the `usual` host time, which varies. The shortest lap and the host time of its
+    run show which case it is. If the first run, on an idle device, took much less host
+    time, the device's full queue blocked the host, and the step is not CPU-bound.
+    Restoring the state is not part of the step; the device waits for it only in a
+    CPU-bound step.
 
     Args:
         laps: The seconds from each run to the next, on the device.
-        host: The host's time for each run, the first included.
-        between: The time after each to restore the step's state.
-        expected_seconds: The time that was predicted.
+        host: The host time of each run, including the first.
+        between: The time after each run to restore the step's state.
+        expected_seconds: The predicted time.
 
     Examples:
         >>> judged([9.0, 8.0], [3.0, 8.0, 8.0], [0.5, 0.5, 0.5])
@@ -100,11 +101,10 @@ def judged(
 
 
 def usual(times: Sequence[float], expected: float | None = None) -> float:
-    """Return the usual one of times that vary: the median, if nothing was expected.
+    """Return a typical value of varying times: the median, without a prediction.
 
-    Else what was expected, moved to the nearer quartile where it is not between both. A
-    few times that vary by 15 % do not say more than a prediction does; those that agree
-    with each other do.
+    Else the predicted time, clamped to the interquartile range. A few times that vary
+    by 15 % are no better than a prediction; those that agree with each other are.
 
     Examples:
         >>> usual([1.0, 2.0, 6.0])
@@ -130,7 +130,7 @@ def _time_alone(step: TrainingStep) -> float:
 
 
 def seconds_of(call: Callable[[], object], device: torch.device) -> float:
-    """Return how long a call takes until the device has finished."""
+    """Return the duration of a call until the device has finished."""
     synchronize(device)
     start = time.perf_counter()
     call()
@@ -141,7 +141,7 @@ def seconds_of(call: Callable[[], object], device: torch.device) -> float:
 def least_seconds(
     call: Callable[[], object], device: torch.device, repeats: int
 ) -> float:
-    """Return the least time of some calls."""
+    """Return the shortest duration of repeated calls."""
     return min(seconds_of(call, device) for _ in range(repeats))
 
 

@@ -1,4 +1,4 @@
-"""Times by a roofline: arithmetic and traffic over what a device does at best."""
+"""Roofline times: FLOPs and memory traffic over a device's peak rates."""
 
 from functools import partial
 from typing import Any
@@ -17,12 +17,12 @@ _REPEATS = 5
 
 
 class Roofline:
-    """A timer that runs an operator for its shapes and works its time out.
+    """A timer that runs an operator for its shapes only and estimates its time.
 
-    An operator takes the time of its arithmetic, or of reading its arguments and
-    writing its results, whichever is longer. Arithmetic is that of matrix products,
-    convolutions and attention, by torch's own formulas. What starting an operator takes
-    is not in it: the estimate is for operators that keep a device busy.
+    The estimate is the time of its arithmetic, or of reading its arguments and writing
+    its results, whichever is longer. Arithmetic is counted for matrix products,
+    convolutions and attention, by torch's formulas. Launch overhead is not included:
+    the estimate is for operators that keep a device busy.
 
     Examples:
         >>> from recoup.core.device_figures import figures_of
@@ -38,21 +38,21 @@ class Roofline:
         self._seconds: list[float] = []
 
     def run(self, call: partial[Any]) -> tuple[Any, int]:
-        """Run an operator once; return its result and the number of its time."""
+        """Run an operator once; return its result and its estimate's number."""
         out = call()
         self._seconds.append(self._estimate(call, out))
         return out, len(self._seconds) - 1
 
     def again(self, call: partial[Any], number: int) -> int:
-        """Return the number as it is: a second estimate is no better."""
+        """Return the same number: a second estimate is no better."""
         del call
         return number
 
     def join(self, number: int, other: int) -> None:
-        """Do nothing: the estimates of calls that are alike are equal."""
+        """Do nothing: equal calls have equal estimates."""
 
     def seconds(self, number: int) -> float:
-        """Return how long one call would take."""
+        """Return the estimated duration of one call."""
         return self._seconds[number]
 
     def _estimate(self, call: partial[Any], out: Any) -> float:
@@ -70,7 +70,7 @@ class Roofline:
 
 
 def flops_of(call: partial[Any], out: Any) -> int:
-    """Return the arithmetic of a call as torch counts it; 0: it is not counted.
+    """Return the FLOPs of a call as torch counts them, or 0 if it does not.
 
     Examples:
         >>> x = torch.empty(10, 10)
@@ -89,7 +89,7 @@ def flops_of(call: partial[Any], out: Any) -> int:
 def here() -> Figures:
     """Return the measured figures of this machine's CPU.
 
-    Multiplies two small matrices and copies 16 MiB, some times each.
+    Multiplies two small matrices and copies 16 MiB, several times each.
 
     Examples:
         >>> here().name
@@ -112,7 +112,7 @@ def here() -> Figures:
 
 
 def _touched_bytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor that are there to be read, expanded ones once."""
+    """Return the bytes of a tensor's memory, expanded dimensions counted once."""
     elements = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         elements *= size if stride else min(size, 1)
@@ -126,4 +126,4 @@ _SAME_AS: dict[Any, Any] = {
     )
     for half in ("", "_backward")
 }
-"""Operators without a formula that compute what others do."""
+"""Operators without a formula, mapped to equivalent ones."""

@@ -1,4 +1,4 @@
 """Trace a step: its operators, storages and saved tensors, as a graph.
 
-From what an observer sees to `recoup.core.graph`.
+Produces `recoup.core.graph` from observations of a running step.
 """

@@ -1,4 +1,4 @@
-"""One call of a model as it trains: its operators, and the bytes that they make."""
+"""A trace of one model call in training: its operators and the bytes they allocate."""
 
 from collections import defaultdict
 from functools import partial
@@ -18,8 +18,8 @@ from recoup.measurement.tracing.tracer import Ran, StepTracer
 class CallTrace(StepTracer):
     """Trace one forward while it runs, with any plan.
 
-    Without a meter and a timer: it resets no peak of the user's, and costs some ten
-    microseconds an operator.
+    Uses no meter and no timer: it resets no peak statistics, and costs some ten
+    microseconds per operator.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class CallTrace(StepTracer):
 
     @property
     def operators(self) -> list[tuple[str, list[int]]]:
-        """The name of each operator, and the bytes of each storage it made."""
+        """The name of each operator, and the bytes of each storage it allocated."""
         made: dict[int, list[int]] = defaultdict(list)
         for storage in self.trace.storages:
             made[storage.born].append(storage.bytes)
@@ -36,7 +36,7 @@ class CallTrace(StepTracer):
 
     @property
     def live_bytes(self) -> int:
-        """Bytes that the call has made and that are alive now."""
+        """Bytes that the call allocated and that are alive now."""
         self._lives.bury()
         return sum(
             storage.bytes
@@ -50,14 +50,14 @@ class CallTrace(StepTracer):
         self.__enter__()
 
     def end(self) -> None:
-        """Leave the mode, whatever an interrupt has left above it."""
+        """Leave the mode, also if an interrupt left other modes above it."""
         footing = self._footing
         if footing is not None:
-            # On one line: an interrupt must not come between leaving and knowing it.
+            # One statement: no interrupt may come between leaving and recording it.
             self._footing = footing.leave_mode(self)
 
     def _counted_bytes(self, storage: torch.UntypedStorage) -> int:
-        """Return what a storage counts in a measured step: allocators give blocks."""
+        """Return a storage's size, rounded up to blocks as in a measured step."""
         block_bytes = 1 if storage.device.type == "cpu" else BLOCK_BYTES
         return rounded_up(storage.nbytes(), block_bytes)
 
@@ -69,13 +69,13 @@ class CallTrace(StepTracer):
 def storage_bytes(
     graph: Graph, trace: CallTrace, operations: range
 ) -> tuple[dict[int, int], bool]:
-    """Return the bytes of a step's storages as a call made them.
+    """Return the bytes of a step's storages in a traced call.
 
-    Operators are matched in order; where the call has others, the n-th of a name is the
-    n-th of that name, if there are equally many.
+    Operators are matched in order. If the sequences differ, they are matched in order
+    for each name that occurs equally often.
 
     Returns:
-        The bytes, by the number of the storage, and whether all operators are the same.
+        The bytes by storage number, and whether the operator sequences are equal.
     """
     born: dict[int, list[int]] = defaultdict(list)
     for number, storage in enumerate(graph.storages):

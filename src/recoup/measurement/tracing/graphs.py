@@ -1,4 +1,4 @@
-"""From the traces of a step's passes to its graph."""
+"""Build the graph of a step from the traces of its passes."""
 
 import bisect
 from collections.abc import Callable, Collection, Sequence
@@ -32,7 +32,7 @@ def block_boundaries(
 ) -> tuple[int, ...]:
     """Return the numbers of the boundaries at which named modules begin and end.
 
-    The first and the last boundary of each call of the model are among them.
+    Includes the first and last boundary of each model call.
     """
     found = {0, len(boundaries) - 1} if boundaries else set[int]()
     for number, boundary in enumerate(boundaries):
@@ -44,13 +44,13 @@ def block_boundaries(
 
 
 _SLACK = 64
-"""A storage that a region held in the traced step, and that died so many moments after
-the region could free it, or earlier, was held by nobody else."""
+"""A storage that a region held in the traced step and that died at most this many
+moments after the region could free it had no other owner."""
 
 
 _NEAR = 16
-"""An operator that writes over what one so many operators before it has made is taken
-for an activation in place."""
+"""An operator that overwrites a value made at most this many operators earlier counts
+as an in-place activation."""
 
 
 def graph_of(
@@ -63,9 +63,9 @@ def graph_of(
 
     Args:
         trace: The trace.
-        seconds_of: How long the operator with a certain timing took.
-        blocks: The paths of the modules at which the traced step was cut: between
-            these it ran in segments that recompute everything.
+        seconds_of: Function from a timing's number to the operator's seconds.
+        blocks: The paths of the modules at which the traced step was cut into segments
+            that recompute everything.
     """
     forward = len(trace.operations)
     moments = trace.moment
@@ -98,7 +98,7 @@ def graph_of(
     traced = recompute_all(graph)
     graph = replace(graph, storages=_natural(graph, trace, traced))
     modelled = simulate(replace(graph, other_bytes=(0,) * moments), traced)
-    # What the model of the step has too much of is never taken off what is measured.
+    # Clamped: where the model overestimates, it must not reduce the measured bytes.
     other = [
         max(0, seen_bytes - model_bytes)
         for seen_bytes, model_bytes in zip(measured, modelled.settled_at, strict=True)
@@ -109,12 +109,11 @@ def graph_of(
 def boundaries_of(
     trace: Trace, blocks: Collection[str]
 ) -> tuple[tuple[Boundary, ...], tuple[BlockCall, ...]]:
-    """Return the places where modules are entered or left, and the calls of blocks.
+    """Return the boundaries where modules are entered or left, and the block calls.
 
-    Each place comes once: of those between the same operators a block's is taken, or
-    else the outermost.
-    Places where a region would have to copy a value that is about to be written over
-    are left out, but for the first and the last of each call of the model.
+    Of several boundaries between the same operators, keeps a block's, else the
+    outermost. Omits places where a region would have to copy a value that is soon
+    overwritten, except the first and the last of each model call.
     """
     torn = torn_places(trace)
     used = [
@@ -160,12 +159,12 @@ def boundaries_of(
 
 
 def torn_places(trace: Trace) -> set[int]:
-    """Return between which operations a value is made and soon written over.
+    """Return the places between a value's producer and an operator that overwrites it.
 
-    The numbers are those of the operations after the places. A region that begins
-    there needs the value as it was before, and copies it. An activation in place comes
-    a few operators after what made its input; what is written over much later is a
-    buffer that the model fills, and no reason not to cut.
+    Each place is given by the number of the operation after it. A region that begins
+    there needs the value before the write, and copies it. In-place activations follow
+    within a few operators; a value overwritten much later is a buffer that the model
+    fills, which is no reason not to cut.
     """
     torn: set[int] = set()
     last: dict[int, int] = {}
@@ -180,7 +179,7 @@ def torn_places(trace: Trace) -> set[int]:
 
 
 def torn_blocks(trace: Trace, blocks: Collection[str]) -> set[str]:
-    """Return the blocks that begin or end where a value is about to be written over."""
+    """Return the blocks that begin or end where a value is soon overwritten."""
     torn = torn_places(trace)
     return {
         boundary.module
@@ -210,10 +209,11 @@ def _storage(traced: TracedStorage, last: int) -> Storage:
 
 
 def _saves(trace: Trace, forward: int, moments: int) -> list[Save]:
-    """Return what was saved, with its life in backward.
+    """Return the saved tensors with their live ranges in backward.
 
-    What nobody asked for lives to the end. Of what a region holds beyond autograd's
-    need, the end of that need is taken to be where the next saved tensor is asked for.
+    One that is never unpacked lives to the end. A region may hold one longer than
+    autograd needs it; that need is assumed to end when the next saved tensor is
+    unpacked.
     """
     asked = sorted({save.used for save in trace.saves if save.used is not None})
     found: list[Save] = []
@@ -234,7 +234,7 @@ def _saves(trace: Trace, forward: int, moments: int) -> list[Save]:
 
 
 def _is_dropped(save: TracedSave, forward: int) -> bool:
-    """Return whether backward of this pass does not ask for a saved tensor."""
+    """Return whether backward of this pass never unpacks a saved tensor."""
     if save.used is not None:
         return False
     return save.is_later or (save.released is not None and save.released < forward)
@@ -248,7 +248,7 @@ def _released(save: TracedSave, last: int) -> int:
 
 
 def _held_for_dropped(graph: Graph, segments: Sequence[Segment]) -> dict[int, int]:
-    """Return until when regions hold storages for replays that are never asked for."""
+    """Return until when regions hold storages for replays that are never needed."""
     found: dict[int, int] = {}
     for segment in segments if graph.dropped else ():
         inside = graph.operations_between(segment.start, segment.stop)
@@ -266,11 +266,10 @@ def _held_for_dropped(graph: Graph, segments: Sequence[Segment]) -> dict[int, in
 def _natural(
     graph: Graph, trace: Trace, segments: Sequence[Segment]
 ) -> tuple[Storage, ...]:
-    """Return the storages with the lives they have if no region holds them.
+    """Return the storages with their live ranges if no region held them.
 
-    In the traced step regions held some of them into backward. Those are taken to die
-    when forward last read them, or when the last tensor died that modules had passed
-    on, if that was later.
+    In the traced step regions held some into backward. These are assumed to die at
+    forward's last read, or with the last tensor that modules passed on, if later.
     """
     last_read: dict[int, int] = {}
     held_until: dict[int, int] = {}
@@ -332,7 +331,7 @@ def step_graph(
     for numbers in kinds.values():
         largest = max((graphs[n] for n in numbers), key=_plain_bytes)
         seconds = sum(graphs[n].step_seconds for n in numbers)
-        # A plan is carried out in each of them, and so is what it recomputes.
+        # A plan is applied to each of them, so its recomputation repeats as well.
         whole = replace(scaled(largest, len(numbers)), step_seconds=seconds)
         found.append((_plain_bytes(largest), whole, numbers))
     found.sort(key=lambda item: -item[0])
@@ -349,7 +348,7 @@ def _plain_bytes(graph: Graph) -> int:
 
 
 def _kind(graph: Graph) -> object:
-    """Return what is equal for passes that one plan can serve."""
+    """Return a key that is equal for passes that can share a plan."""
     return (
         tuple(
             (operation.name, tuple(map(graph.bytes_of, operation.makes)))

@@ -1,8 +1,8 @@
-"""The user's own step, observed while it runs: its bytes, and its trace if asked for.
+"""Observe the user's own step while it runs: its bytes, and optionally its trace.
 
 Nothing runs twice. The instruments stay attached from the first call of a model to the
-end of the backward that follows, across user code, so they lie at the bottom of
-torch's stacks: modes and hooks that the user enters and leaves meanwhile are above.
+end of its backward, across user code. So they are at the bottom of torch's stacks,
+below modes and hooks that the user enters and leaves meanwhile.
 """
 
 import threading
@@ -43,13 +43,13 @@ from recoup.measurement.tracing.tracer import StepTracer
 
 
 class LiveMeter(StorageMeter):
-    """Count the bytes of a step of the user's own, without tensors made after it.
+    """Count the bytes of the user's own step, without tensors made after it.
 
-    Once backward has begun, tensors made outside of one belong to user code that
-    follows the step, as copies of gradients and an optimizer's state.
+    Once backward has begun, tensors made outside of backward belong to user code after
+    the step, such as copies of gradients and an optimizer's state.
 
     Attributes:
-        is_over: Nothing more is counted.
+        is_over: Whether counting has ended.
     """
 
     is_over = False
@@ -71,13 +71,13 @@ class LiveMeter(StorageMeter):
 
 
 def live_meter(device: torch.device) -> MemoryMeter:
-    """Return what counts the bytes of a step of the user's own."""
+    """Return a meter for the user's own step."""
     meter = device_meter(device)
     return LiveMeter(device) if isinstance(meter, StorageMeter) else meter
 
 
 def attach_meter(meter: MemoryMeter) -> None:
-    """Begin to count, below all modes that the user enters and leaves meanwhile."""
+    """Start a meter, below all modes that the user enters and leaves meanwhile."""
     if isinstance(meter, LiveMeter):
         enter_at_bottom(meter)
     else:
@@ -85,7 +85,7 @@ def attach_meter(meter: MemoryMeter) -> None:
 
 
 def detach_meter(meter: MemoryMeter) -> None:
-    """End what `attach_meter` began, wherever the meter lies on the stack of modes."""
+    """Stop a meter of `attach_meter`, at any position of the stack of modes."""
     if isinstance(meter, LiveMeter):
         leave_anywhere(meter)
     else:
@@ -93,14 +93,14 @@ def detach_meter(meter: MemoryMeter) -> None:
 
 
 class LiveTracer(StepTracer):
-    """Trace a step of the user's own: no operator is repeated for its time.
+    """Trace the user's own step, without repeating operators for timing.
 
-    What regions of the user's own save is theirs: it is no value for a plan, and what
-    they hold and recompute is in the measured bytes.
+    Values saved in the user's own regions cannot be planned; the bytes that these hold
+    and recompute are part of the measured bytes.
 
     Attributes:
-        highest_bytes: The most bytes in use so far, replays included.
-        is_over: Nothing more is traced.
+        highest_bytes: The most bytes in use so far, including replays.
+        is_over: Whether tracing has ended.
     """
 
     def __init__(
@@ -138,16 +138,16 @@ class LiveTracer(StepTracer):
         return out
 
     def note_peak(self) -> None:
-        """Remember the peak before it is reset."""
+        """Record the peak before it is reset."""
         self.highest_bytes = max(self.highest_bytes, self._meter.peak_bytes)
 
     def began(self, region: Watched) -> None:
-        """Follow what is saved in a region of this thread."""
+        """Record what is saved in a region of this thread."""
         if threading.get_ident() == self._thread:
             super().began(region)
 
     def hooks(self, region: Region) -> tuple[Pack, Unpack]:
-        """Return hooks that do what the region's own do, and record it."""
+        """Return the region's hooks, extended to record saved tensors."""
         if region.options.policy is self:
             return super().hooks(region)
 
@@ -166,20 +166,20 @@ class LiveTracer(StepTracer):
 
 
 class LiveStep:
-    """Instruments on a step of the user's own, from construction to `finish`.
+    """Instruments on the user's own step, from construction to `finish`.
 
     Args:
-        device: Where bytes are counted.
-        gradients: Returns the gradients there are now. Those that are there before
+        device: The device whose bytes are counted.
+        gradients: Function that returns the current gradients. Those that exist before
             the step count as part of it.
-        traced: Trace the step; False: only count its bytes.
-        resident: Other tensors that count and are alive in any case, as parameters.
+        traced: Whether to trace the step, not only count its bytes.
+        resident: Other tensors to count that outlive the step, such as parameters.
         parameters: Parameters whose gradients are recorded, by path.
-        ended: Called once with the peak in bytes, when backward has ended.
+        ended: Callback for the end of backward, with the peak in bytes.
 
     Attributes:
         tracer: The tracer, if the step is traced.
-        has_ended: A backward of it has ended.
+        has_ended: Whether a backward of the step has ended.
         start_bytes: Bytes in use before the step, without the gradients.
         peak_bytes: The most bytes that the step has added so far.
         fixed_bytes: Bytes that autograd saves in calls that no plan may change.
@@ -229,7 +229,7 @@ class LiveStep:
 
     @staticmethod
     def is_possible(*, traced: bool = False) -> bool:
-        """Return whether a step can be metered here, or traced."""
+        """Return whether a step can be metered, or traced, on this thread now."""
         if has_infrastructure_modes() or torch.compiler.is_compiling():
             return False
         return not traced or hooks_refused() is None
@@ -243,7 +243,7 @@ class LiveStep:
         *,
         traced: bool = False,
     ) -> "LiveStep":
-        """Return instruments that count a model, its gradients and its batch."""
+        """Attach instruments that count a model, its gradients and its batch."""
         return cls(
             device_of(model),
             partial(_gradients_of, weakref.ref(model)),
@@ -255,14 +255,14 @@ class LiveStep:
 
     @property
     def is_running(self) -> bool:
-        """Whether the instruments are attached, and its backward has not ended."""
+        """Whether the instruments are attached and backward has not ended."""
         return self._is_attached and not self.has_ended
 
     @property
     def left_bytes(self) -> int:
-        """Bytes that the step has made and that are alive, gradients apart.
+        """Live bytes that the step allocated, without gradients.
 
-        Where an allocator counts all of the process: at the end of its backward.
+        If the meter is process-wide, their number at the end of backward.
         """
         return self._left_now() if self._counts else self._left_bytes
 
@@ -271,9 +271,9 @@ class LiveStep:
         return max(0, live_bytes - bytes_of(self._gradients()))
 
     def call(self, model: nn.Module, prefix: str, *arguments: object) -> None:
-        """Record where modules begin and end in the call of a model that begins now.
+        """Record module boundaries in the call of a model that begins now.
 
-        Paths in the trace begin with the prefix, if there is one.
+        Prepends the prefix, if not empty, to paths in the trace.
         """
         if self.tracer is None:
             return
@@ -309,9 +309,9 @@ class LiveStep:
             self.tracer.reach(path, passed, entering=entering)
 
     def wait_for(self, output: object) -> None:
-        """End the call of the model; wait for the backward of what it returned."""
+        """End the call of the model; follow the backward of its output."""
         self._prefix = None
-        self.unfollow()  # copies of the model have none of the instruments
+        self.unfollow()  # so that copies of the model have no instruments
         for tensor in tensors_within(output):
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_hook(self._arrive)
@@ -321,18 +321,17 @@ class LiveStep:
             follow_backward(self)
 
     def unfollow(self) -> None:
-        """Take the hooks off the modules."""
+        """Remove the hooks from the modules."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
         self._followed = set()
 
     def end(self, task: int = -1) -> None:
-        """Read the peak; stop tracing if autograd holds nothing of the step any more.
+        """Read the peak; stop tracing once autograd has released all saved tensors.
 
-        Runs in a thread of autograd's own where the device has one. The meter stays
-        attached: autograd restores the stack of modes when the last callback of a
-        backward returns.
+        May run in an autograd thread. The meter stays attached: autograd restores the
+        stack of modes when the last callback of a backward returns.
         """
         del task
         self.has_ended = True
@@ -346,7 +345,7 @@ class LiveStep:
             ended(self.start_bytes + self.peak_bytes)
 
     def finish(self) -> bool:
-        """Detach everything; return False if that is for another thread to do."""
+        """Detach everything; return False if another thread must do so."""
         if self._is_attached and self._thread != threading.get_ident():
             return False
         self._stop_tracing()
@@ -356,8 +355,8 @@ class LiveStep:
         return True
 
     def __del__(self) -> None:
-        # A manager may be dropped with its model in the middle of a step. Nobody else
-        # would then ever take the instruments off the stacks of the thread.
+        # A manager may be dropped with its model during a step. Nothing else would then
+        # remove the instruments from the thread's stacks.
         if self._is_attached:
             self._stop_tracing()
             self._detach()
@@ -398,15 +397,15 @@ class LiveStep:
         return {boundary.model_call for boundary in self._traced.trace.boundaries}
 
     def torn(self, cuts: Collection[str]) -> set[str]:
-        """Return the cuts where a value is about to be written over."""
+        """Return the cuts where a value is soon overwritten."""
         return torn_blocks(self._traced.trace, cuts)
 
     def graph(self, cuts: Collection[str], fixed_calls: Collection[int]) -> Graph:
         """Return the graph of the step.
 
         Args:
-            cuts: The paths at which it was cut, each after the number of its call.
-            fixed_calls: Calls that no plan may change: what they take is as measured.
+            cuts: The paths at which it was cut, each prefixed with its call's number.
+            fixed_calls: Calls that no plan may change, with their measured bytes.
         """
         [trace, *_] = self._traced.close()
         self.fixed_bytes = _fix(trace, fixed_calls)
@@ -429,7 +428,7 @@ def _note_gradient(tracer: LiveTracer, name: str, _: Tensor) -> None:
 
 
 def _fix(trace: Trace, calls: Collection[int]) -> int:
-    """Take calls out of what can be planned; return the bytes that they save."""
+    """Exclude calls from planning; return the bytes that they save."""
     storages: set[int] = set()
     for call in calls:
         inside = [b for b in trace.boundaries if b.model_call == call]
@@ -448,7 +447,7 @@ def bytes_of(found: Iterable[Tensor]) -> int:
 
 @cache
 def _recording_seconds() -> float:
-    """Return what recording costs, measured where no mode or hook of the user's is."""
+    """Return `recording_seconds`, measured in a thread without the user's modes."""
     found: list[float] = []
     thread = threading.Thread(target=lambda: found.append(recording_seconds()))
     thread.start()

@@ -31,7 +31,7 @@ class Observation(NamedTuple):
     Attributes:
         graph: Its graph.
         cuts: The paths of the modules at which it was cut.
-        model_calls: How often it calls the model, or parts of it, in all passes.
+        model_calls: The number of calls of the model, or of parts, in all passes.
     """
 
     graph: Graph
@@ -50,8 +50,8 @@ def observe(
 ) -> Observation:
     """Run a step in which every block is recomputed, and return its graph.
 
-    Runs the step twice, or three times: once to warm up, then traced; once more if it
-    must be cut elsewhere.
+    Runs the step once to warm up and once traced, and once more if other cuts are
+    needed.
 
     Raises:
         UsageError: A named block does not exist, or the step does not call the model.
@@ -89,7 +89,7 @@ def observe(
 
 
 def called_blocks(model: nn.Module) -> tuple[str, ...]:
-    """Return the blocks of a model, or of all models that a container holds.
+    """Return the blocks of a model, or of all models in a container.
 
     Examples:
         >>> called_blocks(nn.ModuleDict({"a": nn.Linear(1, 1), "b": nn.Linear(1, 1)}))
@@ -97,7 +97,7 @@ def called_blocks(model: nn.Module) -> tuple[str, ...]:
     """
     if type(model).forward is not nn.Module.forward:
         return block_names(model)
-    # A part that several models share has one name.
+    # A module that several models share has one name.
     names = {module: name for name, module in model.named_modules()}
     found: dict[str, None] = {}
     for child in model.children():
@@ -107,12 +107,12 @@ def called_blocks(model: nn.Module) -> tuple[str, ...]:
 
 
 def cuts_of(model: nn.Module, blocks: Sequence[str]) -> tuple[str, ...]:
-    """Return the blocks at which a step is cut that is not known yet."""
+    """Return the blocks at which to cut a step that has not been traced yet."""
     return every_kth(blocks) if _are_leaves(model, blocks) else tuple(blocks)
 
 
 def every_kth(names: Sequence[str]) -> tuple[str, ...]:
-    """Return about the square root of as many names, evenly spread."""
+    """Return about sqrt(n) of n names, evenly spaced."""
     return tuple(names[:: max(1, math.isqrt(len(names)))])
 
 
@@ -145,7 +145,7 @@ def _trace(
 
 @contextmanager
 def cut(step: TrainingStep, cuts: Cuts) -> Iterator[None]:
-    """Cut the step's model while the block runs."""
+    """Cut the step's model in the block."""
     with removing() as handles:
         handles.append(Applied(step.model, cuts, roots=None))
         yield
@@ -154,7 +154,7 @@ def cut(step: TrainingStep, cuts: Cuts) -> Iterator[None]:
 @contextmanager
 def _boundaries_recorded(model: nn.Module, tracer: StepTracer) -> Iterator[None]:
     """Record in the trace where modules are entered and left."""
-    # The module that the step itself called, until it returns: most often the model.
+    # The module that the step itself called, usually the model, until it returns.
     root: nn.Module | None = None
 
     def record(
@@ -164,7 +164,7 @@ def _boundaries_recorded(model: nn.Module, tracer: StepTracer) -> Iterator[None]
         *passed: object,
     ) -> None:
         nonlocal root
-        # A part that is called in backward is recomputed by torch's own checkpointing.
+        # A call in backward is a recomputation by torch's own checkpointing.
         is_root = root is None and not (name and is_in_backward())
         if entering and (is_root or root is module):
             root = module

@@ -20,18 +20,17 @@ from recoup.errors import ChangedTensorError
 class SavedBytes:
     """Count what autograd saves for backward inside the block.
 
-    Each storage counts once, at the size it had when it was first saved, however
-    many operators save it. Of a recoup region around which this is entered, what
-    the region holds for its replay counts. Nothing else changes: gradients, lifetimes,
-    hooks active around it, and the error for a saved tensor that was written to are
-    those of the plain run.
+    Each storage counts once, at the size it had when it was first saved, however many
+    operators save it. A recoup region inside the block counts with what it holds for
+    its replay. Nothing else changes: gradients, lifetimes, outer hooks, and the error
+    for a saved tensor that was written to are those of the plain run.
 
     Args:
-        existing: Tensors and modules that are not counted, because they are alive
-            whether they are saved or not: usually the model.
+        existing: Tensors and modules that are not counted because they are alive
+            anyway, usually the model.
 
     Attributes:
-        tensors: How many times a tensor was saved.
+        tensors: The number of saved tensors, repeats included.
 
     Examples:
         >>> import torch
@@ -56,7 +55,7 @@ class SavedBytes:
         return self._ledger.total_bytes
 
     def __enter__(self) -> Self:
-        # Hooks do not nest by themselves: the innermost would win.
+        # Hooks do not nest on their own: only the innermost run.
         self._around = ambient_hooks()
         push_hooks(self._pack, _unpack)
         return self
@@ -80,7 +79,7 @@ class KeptTensor:
     """A saved tensor without its graph, and the version that was saved.
 
     With its graph, an operator that saves its own result would keep itself alive, in a
-    cycle that no collector sees. Autograd knows the graph.
+    reference cycle that no collector sees.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -88,7 +87,7 @@ class KeptTensor:
         self._version = version_of(tensor)
 
     def fetch(self) -> Tensor:
-        """Return the tensor, unless it was written to: with hooks torch checks none.
+        """Return the tensor, after the version check that torch omits with hooks.
 
         Raises:
             ChangedTensorError: It was written to.
@@ -106,7 +105,7 @@ class KeptTensor:
 
 @dataclass(frozen=True, slots=True)
 class _Passed:
-    """A saved tensor as packed by the hooks around, and their unpack."""
+    """A saved tensor, packed by the outer hooks, and their unpack."""
 
     packed: Any
     unpack: Unpack

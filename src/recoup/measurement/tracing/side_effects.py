@@ -1,10 +1,10 @@
-"""Side effects of a block's forward, looked for while one call of it runs.
+"""Detect side effects of a block's forward by observing one call.
 
-A block may be called again in backward only if its code changes nothing but what it
-returns. Nothing can prove that of Python code for all calls. So one call is watched for
-everything that could: attributes and globals that its code assigns, functions written
-in C that are not known to only compute, and objects, tensors and containers within its
-reach that differ after the call. When in doubt there is an effect.
+A block may be called again in backward only if its code has no side effects. This
+cannot be proved for all calls of Python code. So one call is observed for anything
+suspicious: assigned attributes and globals, C functions that are not known to be pure,
+and reachable objects, tensors and containers that differ after the call. In doubt, it
+has a side effect.
 """
 
 import dis
@@ -35,7 +35,7 @@ _STANDARD = str(Path(dis.__file__).parent)
 
 _ASSIGNING = frozenset({"STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL"})
 _MAKING = frozenset({"__init__", "__new__", "__post_init__"})
-"""Methods that assign attributes of an object that is new."""
+"""Methods that assign attributes of a new object."""
 
 _COMPUTING = frozenset(
     {
@@ -43,7 +43,7 @@ _COMPUTING = frozenset(
         *("_weakref", "_struct", "_bisect", "_heapq", "_typing", "_sre"),
     }
 )
-"""Modules written in C whose functions only compute."""
+"""C modules whose functions are pure."""
 
 _IMPURE_BUILTINS = frozenset(
     {
@@ -70,7 +70,7 @@ _LAZY = (types.GeneratorType, types.MappingProxyType, types.FrameType, types.Cod
 
 @lru_cache(maxsize=4096)
 def _assigns(code: types.CodeType) -> bool:
-    """Return whether code assigns attributes of objects that it has not made."""
+    """Return whether code assigns attributes of objects that it did not create."""
     if code.co_name in _MAKING or code.co_filename.startswith(_STANDARD):
         return False
     return any(
@@ -80,7 +80,7 @@ def _assigns(code: types.CodeType) -> bool:
 
 
 def _is_effect(function: Any) -> bool:
-    """Return whether a function written in C may do more than compute its result."""
+    """Return whether a C function may have side effects."""
     owner = getattr(function, "__self__", None)
     name = getattr(function, "__name__", "")
     home = owner.__name__ if isinstance(owner, types.ModuleType) else None
@@ -107,7 +107,7 @@ def _writes_files(function: Any) -> bool:
 
 
 class _Watch:
-    """Watches what one call runs, as a profile function."""
+    """A profile function that observes the functions one call runs."""
 
     def __init__(self) -> None:
         self.found: str = ""
@@ -142,7 +142,7 @@ def _name_of(function: Any) -> str:
 
 
 class _Reached:
-    """The objects and tensors that a call can reach, as they were before it."""
+    """The objects and tensors that a call can reach, with their state before it."""
 
     def __init__(self, *things: Any, through_code: bool) -> None:
         found = reach(*things, kind=object, through_code=through_code)
@@ -153,7 +153,7 @@ class _Reached:
         self.has_generator = any(isinstance(each, torch.Generator) for each in found)
 
     def change(self) -> str:
-        """Return what has changed since, in words; empty: nothing."""
+        """Describe what has changed since; empty if nothing."""
         for thing, before in self._contents:
             if before is not None and not _same(before, _contents(thing)):
                 return f"it changes an object of class {type(thing).__name__}"
@@ -168,7 +168,7 @@ def _state_of(tensor: Tensor) -> tuple[int, bool]:
 
 
 def _contents(thing: Any) -> Sequence[Any] | None:
-    """Return what an object refers to; None: it cannot change."""
+    """Return the objects that an object refers to, or None if it is not compared."""
     if isinstance(thing, types.FunctionType | types.MethodType | types.GeneratorType):
         return None
     if isinstance(thing, tuple):
@@ -203,13 +203,13 @@ def call_and_look(
     *,
     through_code: bool = True,
 ) -> tuple[Any, str]:
-    """Call a function; return its result, and the first side effect in words, or "".
+    """Call a function; return its result and its first side effect in words, or "".
 
     Args:
         function: The function.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
-        through_code: Look at what its code refers to as well: closures and globals.
+        through_code: Whether to include closures and globals that its code refers to.
 
     Examples:
         >>> call_and_look(lambda x: x + 1, (1,), {})
@@ -230,7 +230,7 @@ def call_and_look(
 
 
 def _escaped(changed: list[Any], result: Any) -> str:
-    """Return in words which changed container outlives a call and is not its result."""
+    """Describe a changed container that outlives the call and is not its result."""
     returned = {id(each) for each in reach(result, kind=object, through_code=False)}
     counts: dict[int, int] = {}
     for each in changed:
@@ -238,7 +238,7 @@ def _escaped(changed: list[Any], result: Any) -> str:
     while changed:
         each = changed.pop()
         counts[id(each)] -= 1
-        # Referred to by this variable, the argument of the count, and the list.
+        # References: this variable, `getrefcount`'s argument, and the list.
         is_alive = sys.getrefcount(each) > 2 + counts[id(each)]
         if is_alive and id(each) not in returned:
             return f"it changes a {type(each).__name__} that outlives it"
@@ -246,9 +246,9 @@ def _escaped(changed: list[Any], result: Any) -> str:
 
 
 def repeatable_blocks(step: TrainingStep, names: Iterable[str]) -> frozenset[str]:
-    """Return the blocks of a step whose calls have no side effects that can be seen.
+    """Return the blocks of a step whose calls have no visible side effects.
 
-    Costs one step at floor memory, which takes some times as long as others.
+    Costs one step at floor memory, several times slower than usual.
     """
     model = step.model
     blocks = {name: model.get_submodule(name) for name in names}
@@ -261,7 +261,7 @@ def repeatable_blocks(step: TrainingStep, names: Iterable[str]) -> frozenset[str
 
 
 def _is_plain(block: nn.Module) -> bool:
-    """Return whether a block is made of modules and parameters of the usual kinds."""
+    """Return whether a block has no sharded or scripted modules or other parameters."""
     return not any(
         is_sharded(type(module)) or isinstance(module, torch.jit.ScriptModule)
         for module in block.modules()
@@ -269,11 +269,11 @@ def _is_plain(block: nn.Module) -> bool:
 
 
 class SideEffects:
-    """Looks at the calls of blocks; keeps what was found.
+    """Observes the calls of blocks for side effects.
 
     Attributes:
-        reasons: For each block that was called, why it is not to be called again; empty
-            where nothing was found.
+        reasons: For each called block, why it must not be called again; empty if
+            nothing was found.
     """
 
     def __init__(self) -> None:
@@ -282,7 +282,7 @@ class SideEffects:
 
     @contextmanager
     def looking(self, blocks: Iterable[tuple[str, nn.Module]]) -> Iterator[None]:
-        """Look at the calls of blocks in the `with` block."""
+        """Observe the calls of blocks in the `with` block."""
         watched: list[nn.Module] = []
 
         def restore() -> None:
@@ -301,9 +301,9 @@ class SideEffects:
     def call(
         self, name: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call a block's own forward, and add what is found."""
+        """Call a block's own forward, and record its side effects."""
         kind = type(block)
-        is_new = kind not in self._kinds  # all blocks of a class have the same code
+        is_new = kind not in self._kinds  # blocks of one class have the same code
         self._kinds.add(kind)
         forward = types.MethodType(kind.forward, block)
         result, reason = call_and_look(forward, args, kwargs, through_code=is_new)
@@ -312,7 +312,7 @@ class SideEffects:
 
 
 class _Looking:
-    """Calls a block's own forward, and looks at what it does."""
+    """Calls a block's own forward, and observes it."""
 
     def __init__(self, found: SideEffects, name: str, block: nn.Module) -> None:
         self._found = found

@@ -1,4 +1,4 @@
-"""The trace of one training step as plain data, and the lifetimes written to it."""
+"""The trace of one training step as plain data, and its storage lifetimes."""
 
 import weakref
 from collections.abc import Iterable
@@ -35,8 +35,8 @@ class TracedStorage:
         born: The moment that made it; -1 if it existed before.
         dies: The last moment at which it exists; None: it outlives the step.
         value: The current value.
-        names: How many tensors that modules took or returned refer to it now.
-        unnamed: The last moment at which there was such a tensor.
+        names: The number of live tensors on it that modules took or returned.
+        unnamed: The last moment at which such a tensor existed.
     """
 
     bytes: int
@@ -58,15 +58,15 @@ class TracedValue:
 
 @dataclass
 class TracedSave:
-    """A tensor that autograd saved, with its life in backward.
+    """A tensor that autograd saved, with its live range in backward.
 
     Attributes:
         value: The saved value.
-        by_region: A region holds it longer than autograd does.
-        used: The moment that first asked for it.
+        by_region: Whether a region holds it, for longer than autograd.
+        used: The moment at which it was first unpacked.
         released: The last moment at which autograd held it.
         finished: The last moment at which a replayed copy of it existed.
-        is_later: It was asked for in a later pass.
+        is_later: Whether it was unpacked in a later pass.
     """
 
     value: int
@@ -95,8 +95,8 @@ class Trace:
 
     Attributes:
         roots: The paths of the modules that the step itself called, in order.
-        gradients: For each parameter with a gradient, by its path, the first moment
-            with the gradient; -1: it existed before the pass.
+        gradients: By parameter path, the first moment with the gradient, or -1 if it
+            existed before the pass.
     """
 
     operations: list[TracedOperation] = field(default_factory=list)
@@ -111,7 +111,7 @@ class Trace:
     gradients: dict[str, int] = field(default_factory=dict)
 
     def add_moments(self, other: "Trace") -> None:
-        """Append the moments of a pass that is not planned to those of backward."""
+        """Append the moments of an unplanned pass to those of backward."""
         for operation in other.operations:
             self.backward_bytes.append(operation.peak_bytes)
             self.backward_own_bytes.append(operation.own_bytes)
@@ -132,9 +132,9 @@ class Trace:
 
 
 class Lives:
-    """Numbers the storages of a step as they are seen, and books their deaths.
+    """Numbers the storages of a step as they appear, and records their deaths.
 
-    It holds weak references alone: nothing lives longer for being followed.
+    Holds weak references only, so tracing extends no lifetime.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Lives:
         self._named: dict[int, weakref.ref[Tensor]] = {}
         self._unnamed: list[int] = []
         self._copies: list[weakref.ref[Any]] = []
-        # What is saved without a storage is nothing that a plan could act on.
+        # Value 0 represents saved tensors without a storage, which cannot be planned.
         trace.storages.append(TracedStorage(0, -1, value=0))
         trace.values.append(TracedValue(0, -1))
         for storage in resident:
@@ -157,16 +157,16 @@ class Lives:
         return self._lookup(storage) is not None
 
     def value_in(self, storage: torch.UntypedStorage) -> int:
-        """Return what a storage contains now; one not seen before is from outside."""
+        """Return a storage's current value; an unknown storage existed before."""
         return self._trace.storages[self._number(storage)].value
 
     def value_of(self, tensor: Tensor) -> int:
-        """Return what a tensor names now."""
+        """Return a tensor's current value, or 0 if it has no storage."""
         storages = storages_in(tensor)
         return self.value_in(storages[0]) if storages else 0
 
     def admit(self, storage: torch.UntypedStorage, *, nbytes: int, born: int) -> int:
-        """Record a new storage; return the value in it."""
+        """Record a new storage; return its value."""
         trace = self._trace
         number = len(trace.storages)
         value = len(trace.values)
@@ -188,10 +188,10 @@ class Lives:
         return value
 
     def follow(self, tensor: Tensor) -> None:
-        """See how long a tensor lives whose storage a region may hold for longer.
+        """Record how long a tensor lives whose storage a region may hold for longer.
 
-        A region holds an alias, so the tensor itself dies when the model's code lets go
-        of it.
+        A region holds an alias, so the tensor itself dies when the model's code drops
+        it.
         """
         known = self._named.get(id(tensor))
         storages = storages_in(tensor)
@@ -204,7 +204,7 @@ class Lives:
         self._named[id(tensor)] = reference
 
     def follow_copy(self, save: TracedSave, tensor: Tensor) -> None:
-        """See how long a replayed copy of a saved tensor exists."""
+        """Record how long a replayed copy of a saved tensor exists."""
         trace = self._trace
         for storage in storages_in(tensor):
             if not self.knows(storage):
@@ -212,7 +212,7 @@ class Lives:
                 self._copies.append(reference)
 
     def bury(self) -> None:
-        """Book the deaths since the last moment."""
+        """Record the deaths since the last moment."""
         last = self._trace.moment - 1
         for number in self._deaths:
             self._trace.storages[number].dies = last

@@ -1,4 +1,4 @@
-"""Trace one training step: every operator, every saved tensor, every byte."""
+"""Trace one training step: its operators, saved tensors and memory."""
 
 import weakref
 from collections import Counter
@@ -52,17 +52,16 @@ def _is_ours() -> bool:
 
 
 class StepTracer(OperatorMode):
-    """Record a step while it runs in regions, or without.
+    """Record a step while it runs, in regions or without.
 
-    It is the policy of the regions too, so it sees what these could hold. A step
-    that calls the model again after a backward pass has several passes, each with a
-    trace of its own.
+    It is also the policy of the regions, so it sees what these could hold. A step that
+    calls the model again after a backward has several passes, with one trace each.
 
     Args:
-        meter: Entered already; says how many bytes are in use.
-        timer: Times the operators.
-        resident: Storages that are alive in any case: they count as nothing.
-        reruns: Run operators again for a better time.
+        meter: Memory meter, entered already.
+        timer: Timer of the operators.
+        resident: Storages that outlive the step, recorded with zero bytes.
+        reruns: Whether to run operators again for better times.
         parameters: The parameters whose gradients are recorded, by path.
     """
 
@@ -92,11 +91,11 @@ class StepTracer(OperatorMode):
         self._calls: Counter[tuple[str, bool]] = Counter()
 
     def attach(self, *, at_bottom: bool = False) -> None:
-        """Trace what this thread runs, and what autograd saves in no region.
+        """Start tracing operators on this thread and tensors saved outside regions.
 
         Args:
-            at_bottom: Stay below all modes and hooks of the thread, so that user code
-                may enter and leave its own meanwhile.
+            at_bottom: Whether to stay below all modes and hooks of the thread, so that
+                user code may enter and leave its own meanwhile.
         """
         if at_bottom:
             push_hooks_at_bottom(*self._plain_hooks)
@@ -107,11 +106,11 @@ class StepTracer(OperatorMode):
         subscribe(self)
 
     def stop(self) -> None:
-        """Follow no more regions; may be called on any thread."""
+        """Stop following regions; may be called on any thread."""
         unsubscribe(self)
 
     def detach(self) -> None:
-        """Leave the stacks of this thread, wherever in them the tracer is."""
+        """Remove the tracer from any position of this thread's stacks."""
         take_out_hooks(self._plain_hooks[0])
         leave_anywhere(self)
 
@@ -122,7 +121,7 @@ class StepTracer(OperatorMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run the operator and write it down."""
+        """Run the operator and record it."""
         kwargs = kwargs or {}
         facts = self._facts.get(func)
         if facts is None:
@@ -153,29 +152,29 @@ class StepTracer(OperatorMode):
         return False
 
     def began(self, region: Watched) -> None:
-        """Follow what is saved in a region."""
+        """Record what is saved in a region."""
         if isinstance(region, Region):
             region.tracer = self
 
     def ended(self, region: Watched) -> None:
-        """Nothing to note."""
+        """Do nothing."""
 
     def hooks(self, region: Region) -> tuple[Pack, Unpack]:
-        """Return the region's hooks, which record as well."""
+        """Return the region's hooks, extended to record saved tensors."""
         return self._noting(*region.hooks(), collector=region.collector)
 
     def _plain(self) -> tuple[Pack, Unpack]:
-        """Return hooks that record and keep the tensor, for what is in no region."""
+        """Return hooks that record and keep tensors, for use outside regions."""
         pack, unpack = self._noting(KeptTensor, KeptTensor.fetch)
         pack.is_transparent = True  # pyright: ignore[reportFunctionMemberAccess]
         return pack, unpack
 
     def call_model(self, root: str | None) -> None:
-        """Record a call of the model, or of a part, that begins now.
+        """Record the start of a call of the model, or of a part.
 
         Args:
-            root: The path of the module that is called; None: without gradients, so
-                that nothing of the call can be planned.
+            root: The path of the called module, or None for a call without gradients,
+                which cannot be planned.
         """
         if root is None:
             self._model_call = None
@@ -203,7 +202,8 @@ class StepTracer(OperatorMode):
     def reach(self, module: str, passed: object, *, entering: bool) -> None:
         """Record that a module is entered or left.
 
-        Not inside hooks of the model's own, where no region may begin or end.
+        Ignored inside the model's own saved-tensor hooks, where no region may begin or
+        end.
         """
         if self._model_call is None:
             return
@@ -226,10 +226,10 @@ class StepTracer(OperatorMode):
             )
 
     def close(self) -> list[Trace]:
-        """Return the trace of each pass, when the step has ended and the mode was left.
+        """Return the trace of each pass, after the step and the mode have ended.
 
-        A pass that ends without backward has nothing to plan: its moments are added to
-        those of a pass that has.
+        A pass without backward has nothing to plan: its moments are added to another
+        pass.
         """
         self._lives.bury()
         passes = [t for t in self.traces if t.boundaries and t.backward_bytes]
@@ -247,8 +247,8 @@ class StepTracer(OperatorMode):
         is_plannable: bool = True,
         collector: Collector | None = None,
     ) -> tuple[Pack, Unpack]:
-        """Return hooks that record; what is not plannable is saved as no value."""
-        # By identity: what stands for a saved tensor need not be hashable by value.
+        """Return hooks that record saved tensors; unplannable ones as value 0."""
+        # By id: a packed object need not be hashable.
         numbers: dict[int, tuple[Trace, int]] = {}
 
         def note(tensor: Tensor) -> Any:
@@ -289,7 +289,7 @@ class StepTracer(OperatorMode):
     ) -> Any:
         trace = self.trace
         moment = len(trace.operations)
-        # A replay makes a tensor like another without the other.
+        # A replay of `*_like` does not need the contents of its argument.
         given = storages_in((args[1:] if facts.shape_only else args, kwargs))
         reads = [self._lives.value_in(storage) for storage in given]
         ran = self._run(facts, partial(func, *args, **kwargs))
@@ -328,9 +328,10 @@ class StepTracer(OperatorMode):
         return self._meter.counted_bytes(storage.nbytes())
 
     def _time_again(self, facts: Facts, call: partial[Any], timing: int) -> int:
-        """Return the timing of an operator, which its first run makes too long.
+        """Return a better timing of an operator, because its first run is slower.
 
-        One that may not be repeated has the time of the fastest like it in the step.
+        An operator that must not be repeated gets the time of its fastest equal call in
+        the step.
         """
         if facts.opaque:
             return timing
@@ -347,7 +348,7 @@ class StepTracer(OperatorMode):
 
 
 class Ran(NamedTuple):
-    """An operator that has run, and its measurements."""
+    """The result of an operator, and its measurements."""
 
     out: Any
     timing: int = 0
