@@ -8,6 +8,7 @@ import copy
 import functools
 import threading
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -159,6 +160,22 @@ class TestGradients:
             trained(rerun), trained(lambda model, x: model(x)), strict=True
         ):
             assert torch.equal(found, expected)
+
+    @pytest.mark.parametrize(
+        "hooks", [lambda: CheckpointScope("outer"), torch.autograd.graph.save_on_cpu]
+    )
+    def test_outer_hooks_get_a_view_of_several_whose_base_was_written_to(self, hooks):
+        def trained(call, around):
+            base, x = leaf(6).reshape(2, 3).detach().requires_grad_(), leaf(3)
+            second = base.unbind()[1]
+            base.detach()[0] += 1  # from here on its graph cannot be made again
+            with around():
+                y = call(lambda x, view: (x.sin() + view.detach()).exp(), x, second)
+            y.sum().backward()
+            return x.grad
+
+        expected = trained(lambda function, *args: function(*args), nullcontext)
+        assert torch.equal(trained(rerun, hooks), expected)
 
 
 class TestCalls:

@@ -6,6 +6,7 @@ from threading import get_ident
 from typing import Any, Protocol
 from zlib import crc32
 
+import torch
 from torch import Tensor
 
 from recoup.backend.autograd.saved_tensors import (
@@ -106,7 +107,9 @@ def hand_over(holds: Sequence[Hold], mark: int = -1) -> None:
         return
     pack, unpack = hooks
     thread = get_ident()
-    with restoring(partial(HANDING.discard, thread)):
+    # As autograd calls hooks. With a graph, a view of several whose base was written to
+    # since could not be viewed again.
+    with torch.no_grad(), restoring(partial(HANDING.discard, thread)):
         HANDING.add(thread)
         for place, hold in enumerate(holds):
             if mark >= 0:
