@@ -1,10 +1,12 @@
 """Cleanup runs at whatever line an interrupt arrives, and runs once."""
 
 import itertools
+from collections import OrderedDict, deque
+from typing import Any
 
 import pytest
 
-from recoup.core.restoring import removing, restoring
+from recoup.core.restoring import refill, removing, restoring
 from tests.support.interrupts import Interrupter, interruptions
 
 pytestmark = pytest.mark.filterwarnings(
@@ -102,3 +104,25 @@ def test_without_enter_nothing_is_restored():
     calls: list[int] = []
     restoring(lambda: calls.append(1))
     assert not calls
+
+
+@pytest.mark.parametrize(
+    ("before", "items", "after"),
+    [
+        ({1: "a", 2: "b"}, [(3, "c"), (1, "d")], {3: "c", 1: "d"}),
+        (OrderedDict(a=1), [("b", 2), ("a", 3)], OrderedDict(b=2, a=3)),
+        ({1, 2}, [3, 4], {3, 4}),
+        (deque([1, 2], maxlen=2), [3], deque([3])),
+    ],
+)
+def test_an_interrupt_finds_a_container_as_before_or_refilled(before, items, after):
+    containers: list[Any] = []
+
+    def scenario() -> None:
+        containers.append(before.copy())
+        refill(containers[-1], items)
+
+    found = [containers[-1] for _ in interruptions(scenario, opcodes=True)]
+    assert all(each in (before, after) for each in found)
+    assert before in found
+    assert after in found

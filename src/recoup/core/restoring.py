@@ -2,8 +2,10 @@
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from functools import partial
+from operator import call
 from typing import Any, Protocol
 
 
@@ -87,6 +89,31 @@ class restoring:  # noqa: N801 (used as a verb: `with restoring(...):`)
     def __del__(self) -> None:
         if getattr(self, "is_due", False):
             self.restore()
+
+
+def refill(container: Any, items: Iterable[Any], kind: type | None = None) -> None:
+    """Replace the contents of a container; no interrupt finds it partly filled.
+
+    Python delivers interrupts between its own instructions, and this is one call of C,
+    unless a key's `__hash__` is Python code.
+
+    Args:
+        container: A dictionary, set or deque.
+        items: The new contents: pairs of key and value for a dictionary.
+        kind: The class whose methods are used; default: that of the container. Pass the
+            base class where a subclass may override them.
+
+    Examples:
+        >>> numbers = {1: "one", 2: "two"}
+        >>> refill(numbers, [(3, "three")])
+        >>> numbers
+        {3: 'three'}
+    """
+    methods: Any = kind or type(container)
+    fill = methods.extend if hasattr(methods, "extend") else methods.update
+    contents = list(items)
+    steps = partial(methods.clear, container), partial(fill, container, contents)
+    deque(map(call, steps), maxlen=0)
 
 
 class Removable(Protocol):

@@ -23,7 +23,7 @@ from recoup.backend.memory.meters import StorageMeter
 from recoup.backend.memory.storages import has_storage
 from recoup.backend.operators.properties import facts_of
 from recoup.backend.state.trees import map_leaves, named_tensors
-from recoup.core.restoring import restoring
+from recoup.core.restoring import refill, restoring
 from recoup.errors import UnsupportedError
 
 NEEDS_CONTENTS = (
@@ -178,8 +178,7 @@ class Shadows:
 
         def restore() -> None:
             for module, attributes in before:
-                module.__dict__.clear()
-                module.__dict__.update(attributes)
+                refill(module.__dict__, attributes.items())
 
         with restoring(restore):
             for module, attributes in before:

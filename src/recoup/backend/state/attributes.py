@@ -18,6 +18,7 @@ from recoup.backend.state.walk import (
     reach,
     slots_of,
 )
+from recoup.core.restoring import refill
 
 _MOST_ARRAY_BYTES = 1 << 24
 _PLAIN = (int, float, complex, str, bytes, type(None))
@@ -134,16 +135,14 @@ def _dictionary(now: dict[Any, Any], left_out: Iterable[str]) -> Callable[[], No
 
     before = [pair for pair in items_of(now) if not is_skipped(pair)]
     # Through the base class: subclasses may override with other behaviour.
-    base: Any = OrderedDict if isinstance(now, OrderedDict) else dict
+    base = OrderedDict if isinstance(now, OrderedDict) else dict
 
     def restore() -> None:
         pairs = items_of(now)
         kept = [pair for pair in pairs if is_skipped(pair)]
         ours = [pair for pair in pairs if not is_skipped(pair)]
         if not _are_same([*chain(*before)], [*chain(*ours)]):
-            base.clear(now)
-            for name, value in (*before, *kept):
-                base.__setitem__(now, name, value)
+            refill(now, (*before, *kept), base)
 
     return restore
 
@@ -156,12 +155,8 @@ def _items(now: Any) -> Callable[[], None]:
             return
         if isinstance(now, list):
             list.__setitem__(now, slice(None), before)
-        elif isinstance(now, set):
-            set.clear(now)
-            set.update(now, before)
         else:
-            deque.clear(now)
-            deque.extend(now, before)
+            refill(now, before, set if isinstance(now, set) else deque)
 
     return restore
 
