@@ -198,18 +198,18 @@ def _add_region(
     total.recorded += recorded_operators(len(inside), depth)
     for storage in graph.dying_inputs(inside):
         total.hold_until(storage, inside.stop - 1)
-    claims, kept = _own_claims(graph, region)
+    claims, kept, end = _own_claims(graph, region)
     for inner in segment.inner:
-        claims += _add_region(graph, _Region(inner, depth + 1), total, planned)
-    end = max([claim.dies for claim in (*claims, *kept)], default=0)
+        claims = claims + _add_region(graph, _Region(inner, depth + 1), total, planned)
+    if segment.inner:
+        end = max([claim.dies for claim in (*claims, *kept)], default=0)
     copied_bytes = _copied_bytes(graph, segment) if segment.inner else 0
     if copied_bytes:
         total.remade.append((copied_bytes, inside.stop, end))
     # The engine plans one replay for all saved values, held or not. Operators that
     # only lead to a held value are not part of it.
-    operations, roots = replayed(
-        graph, inside, [claim.value for claim in claims], segment.actions
-    )
+    demanded = {claim.value: None for claim in claims}
+    operations, roots = replayed(graph, inside, demanded, segment.actions)
     total.starts.append((segment, roots))
     wanted = _wanted(graph, segment, inside, claims)
     # The region around holds the values of an inner one: reading them replays as well.
@@ -217,8 +217,8 @@ def _add_region(
     if wanted:
         storages, left_bytes = _leave(graph, total, (first, depth), wanted)
         planned.append(_Planned(region, first, operations, storages, left_bytes))
-    read = {value for n in operations for value in graph.operations[n].reads}
     if depth:
+        read = {value for n in operations for value in graph.operations[n].reads}
         gone = _last_uses(claims)
         for value in read.intersection(roots):
             gone[value] = max((first, depth), gone.get(value, (first, depth)))
@@ -230,7 +230,8 @@ def _add_region(
         total.hold_until(graph.values[claim.value].storage, end)
     for value in _held_here(graph, segment, total, roots, end):
         used = [claim.used for claim in claims if claim.value == value]
-        moment = min([*used, first if value in read else end])
+        is_read = any(value in graph.operations[n].reads for n in operations)
+        moment = min([*used, first if is_read else end])
         storage = graph.values[value].storage
         total.offloads.append(Offload(storage, inside.stop, moment, end))
     return []
@@ -243,8 +244,7 @@ def _add_call(graph: Graph, segment: Segment, total: Footprint) -> None:
     die as in forward, except those that autograd saves.
     """
     inside = graph.operations_between(segment.start, segment.stop)
-    claims, kept = _own_claims(graph, _Region(segment, 0))
-    end = max([claim.dies for claim in (*claims, *kept)], default=0)
+    claims, kept, end = _own_claims(graph, _Region(segment, 0))
     inputs = {
         value
         for number in inside
@@ -277,35 +277,47 @@ def _wanted(
     graph: Graph, segment: Segment, inside: range, claims: Iterable[Claim]
 ) -> list[Claim]:
     """Return the claims that a replay must meet: made inside, and not held."""
-    values, operations, held = graph.values, graph.operations, segment.actions
+    remade_by, held = graph.remade_by, segment.actions
     return [
         claim
         for claim in claims
-        if (producer := values[claim.value].producer) in inside
-        and claim.value not in held
-        and operations[producer].replayable
+        if claim.value not in held and remade_by[claim.value] in inside
     ]
 
 
-def _own_claims(graph: Graph, region: _Region) -> tuple[list[Claim], list[Claim]]:
-    """Return the values that autograd saves in a region, outside its inner regions.
+class _OwnClaims(NamedTuple):
+    """What autograd saves in a region, outside its inner regions.
 
-    Returns:
-        The claims on the region; and the values held elsewhere: those from outside
-        and, in an inner region, those that no replay makes.
+    Attributes:
+        claims: The claims on the region.
+        kept: Those on values held elsewhere: made outside and, in an inner region,
+            those that no replay makes.
+        dies: The last moment of all.
     """
+
+    claims: list[Claim]
+    kept: list[Claim]
+    dies: int
+
+
+def _own_claims(graph: Graph, region: _Region) -> _OwnClaims:
+    """Return what autograd saves in a region; cached for regions without inner ones."""
     segment, depth = region
+    key = segment.start, segment.stop, depth > 0
+    if not segment.inner and key in graph.known_claims:
+        return graph.known_claims[key]
     inside = graph.operations_between(segment.start, segment.stop)
     claims: list[Claim] = []
     kept: list[Claim] = []
-    values, operations = graph.values, graph.operations
     for claim in _own_saves(graph, segment):
-        producer = values[claim.value].producer
-        if producer in inside and (not depth or operations[producer].replayable):
-            claims.append(claim)
-        else:
-            kept.append(claim)
-    return claims, kept
+        again, value = graph.remade_by[claim.value], graph.values[claim.value]
+        is_mine = again in inside or (not depth and value.producer in inside)
+        (claims if is_mine else kept).append(claim)
+    dies = max([claim.dies for claim in (*claims, *kept)], default=0)
+    found = _OwnClaims(claims, kept, dies)
+    if not segment.inner:
+        graph.known_claims[key] = found
+    return found
 
 
 def _held_here(
@@ -450,18 +462,14 @@ def replayed(
         The operations, in order; and the roots: values that these read or that are
         demanded, and that are held or come from outside.
     """
-    values, operations = graph.values, graph.operations
+    remade_by, operations = graph.remade_by, graph.operations
     required: set[int] = set()
     roots: dict[int, None] = {}
     stack = list(demanded)
     while stack:
         value = stack.pop()
-        producer = values[value].producer
-        if (
-            producer not in inside
-            or value in held
-            or not operations[producer].replayable
-        ):
+        producer = remade_by[value]
+        if producer not in inside or value in held:
             roots[value] = None
         elif producer not in required:
             required.add(producer)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise, takewhile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -384,11 +384,31 @@ class Graph:
         )
 
     @cached_property
+    def known_claims(self) -> dict[object, Any]:
+        """A cache of `recoup.core.footprint`: planners need few intervals."""
+        return {}
+
+    @cached_property
+    def remade_by(self) -> tuple[int, ...]:
+        """The operation that can make each value again; `BEFORE`: none can."""
+        return tuple(
+            value.producer
+            if value.producer >= 0 and self.operations[value.producer].replayable
+            else BEFORE
+            for value in self.values
+        )
+
+    @cached_property
     def arrays(self) -> StorageArrays:
         """The storages, as arrays."""
         found = [(s.bytes, max(s.born, 0), s.dies) for s in self.storages]
         columns = np.array(found, dtype=np.int64).reshape(-1, 3).T
         return StorageArrays(*np.ascontiguousarray(columns))
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """The bytes of each storage."""
+        return tuple(storage.bytes for storage in self.storages)
 
     @cached_property
     def mentioned(self) -> tuple[tuple[int, ...], ...]:

@@ -72,6 +72,27 @@ class Spans(NamedTuple):
         inside = (rows >= self.first[:, None]) & (rows <= self.last[:, None])
         return self.nbytes.astype(np.float64) @ inside
 
+    def at_each(self, rows: Integers, owners: Integers, count: int) -> Floats:
+        """Return the bytes in use at increasing moments, one row for each owner.
+
+        Args:
+            rows: The moments.
+            owners: The owner of each span, below `count`.
+            count: The number of owners.
+
+        Examples:
+            >>> two = Spans(*np.array([[5, 7], [1, 2], [2, 9], [0, 0]]))
+            >>> two.at_each(np.array([0, 2, 4]), np.array([0, 1]), 2).tolist()
+            [[0.0, 5.0, 0.0], [0.0, 7.0, 7.0]]
+        """
+        first = np.searchsorted(rows, self.first)
+        stop = np.maximum(np.searchsorted(rows, self.last, side="right"), first)
+        width = len(rows) + 1
+        starts = owners * width
+        changes = np.bincount(starts + first, self.nbytes, count * width)
+        changes -= np.bincount(starts + stop, self.nbytes, count * width)
+        return np.cumsum(changes.reshape(count, width)[:, :-1], axis=1)
+
 
 class MemoryUse:
     """The memory of a step, for any footprints of disjoint intervals of it.

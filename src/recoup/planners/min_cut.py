@@ -13,7 +13,6 @@ from math import inf
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
@@ -306,6 +305,10 @@ class _FlowGraph:
         self._places = np.argsort(order)[: len(edges)]
         self._columns = columns[order]
         self._rows = np.searchsorted(rows[order], np.arange(size + 1)).astype(np.int32)
+        amounts = np.zeros(2 * len(edges), dtype=np.int32)
+        self._graph: Any = csr_array(
+            (amounts, self._columns, self._rows), shape=(size, size)
+        )
 
     def reached(self, capacities: Integers, others: int) -> set[int]:
         """Return the nodes that node 0 reaches in the residual graph of a maximum flow.
@@ -315,14 +318,13 @@ class _FlowGraph:
         amounts = np.zeros(2 * self._edges, dtype=np.int32)
         amounts[self._places] = others
         amounts[self._places[: len(capacities)]] = capacities
-        flow: Any = maximum_flow(self._matrix(amounts), 0, 1).flow
-        residual = self._matrix(amounts - flow.data)
-        residual.eliminate_zeros()
+        self._graph.data = amounts
+        flow: Any = maximum_flow(self._graph, 0, 1).flow
+        is_open = amounts > flow.data
+        rows = np.concatenate([[0], np.cumsum(is_open)])[self._rows]
+        residual = csr_array(
+            (np.ones(rows[-1]), self._columns[is_open], rows.astype(np.int32)),
+            shape=self._graph.shape,
+        )
         order = breadth_first_order(residual, 0, return_predecessors=False)
         return set(order.tolist())
-
-    def _matrix(self, amounts: NDArray[np.int32]) -> Any:
-        # A copy of the order: SciPy modifies it when it eliminates zeros.
-        order = (self._columns.copy(), self._rows.copy())
-        size = len(self._rows) - 1
-        return csr_array((amounts, *order), shape=(size, size))

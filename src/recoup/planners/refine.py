@@ -181,13 +181,13 @@ class _Room:
     def __init__(
         self, refiner: _Refiner, options: Sequence[Option], room: Integers
     ) -> None:
-        self._bytes: list[int] = refiner.graph.arrays.bytes.tolist()
+        # Views are read as whole numbers of Python, and copy nothing.
+        self._bytes = memoryview(refiner.graph.arrays.bytes)
         until = held_until(refiner.use.until, footprints_of(options))
-        self._until: list[int] = until.tolist()
+        self._until = memoryview(until)
         half = self._half = refiner.use.half
-        forward = np.minimum.accumulate(room[:half][::-1])[::-1]
-        self._forward: list[int] = forward.tolist()
-        self._backward: list[int] = np.minimum.accumulate(room[half:]).tolist()
+        self._forward = memoryview(np.minimum.accumulate(room[:half][::-1])[::-1])
+        self._backward = memoryview(np.minimum.accumulate(room[half:]))
 
     def may_hold(self, more: _More) -> bool:
         """Return whether there is room until the first moment that it changes."""
