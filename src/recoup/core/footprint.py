@@ -14,7 +14,6 @@ passed through it, and frees each after its last use. While an inner region is a
 are those around it, and the values that the outermost one holds.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -82,6 +81,10 @@ class Footprint:
     @cached_property
     def spikes(self) -> dict[int, int]:
         """The bytes of replays at a moment beyond all others in use there."""
+        if len(self.replays) == 1 and not self.passing:  # for most options of planners
+            (one,) = self.replays
+            own_bytes = one.peak_bytes - one.left_bytes - one.fetched_bytes
+            return {one.moment: max(0, own_bytes - one.awaited_bytes)}
         return spikes(self.replays, self.passing)
 
     @cached_property
@@ -208,10 +211,15 @@ def _add_region(
         total.remade.append((copied_bytes, inside.stop, end))
     # The engine plans one replay for all saved values, held or not. Operators that
     # only lead to a held value are not part of it.
-    demanded = {claim.value: None for claim in claims}
+    demanded = [claim.value for claim in claims]
     operations, roots = replayed(graph, inside, demanded, segment.actions)
     total.starts.append((segment, roots))
-    wanted = _wanted(graph, segment, inside, claims)
+    remade_by, held = graph.remade_by, segment.actions
+    wanted = [
+        claim
+        for claim in claims
+        if claim.value not in held and remade_by[claim.value] in inside
+    ]
     # The region around holds the values of an inner one: reading them replays as well.
     first = min([c.used for c in (claims if depth else wanted)], default=end)
     if wanted:
@@ -227,7 +235,7 @@ def _add_region(
             *(Claim(value, first, gone[value], end) for value in roots),
         ]
     for claim in kept:
-        total.hold_until(graph.values[claim.value].storage, end)
+        total.hold_until(graph.storage_of[claim.value], end)
     for value in _held_here(graph, segment, total, roots, end):
         used = [claim.used for claim in claims if claim.value == value]
         is_read = any(value in graph.operations[n].reads for n in operations)
@@ -273,18 +281,6 @@ def _add_call(graph: Graph, segment: Segment, total: Footprint) -> None:
     )
 
 
-def _wanted(
-    graph: Graph, segment: Segment, inside: range, claims: Iterable[Claim]
-) -> list[Claim]:
-    """Return the claims that a replay must meet: made inside, and not held."""
-    remade_by, held = graph.remade_by, segment.actions
-    return [
-        claim
-        for claim in claims
-        if claim.value not in held and remade_by[claim.value] in inside
-    ]
-
-
 class _OwnClaims(NamedTuple):
     """What autograd saves in a region, outside its inner regions.
 
@@ -325,7 +321,7 @@ def _held_here(
 ) -> list[int]:
     """Add the values that the outermost region holds; return the offloaded ones."""
     inside = graph.operations_between(segment.start, segment.stop)
-    values, actions = graph.values, segment.actions
+    values, actions, holds = graph.values, segment.actions, total.holds
     away: list[int] = []
     for root in roots:
         value = values[root]
@@ -337,7 +333,9 @@ def _held_here(
             # It is overwritten later: only a copy can be held.
             total.remade.append((graph.bytes_of(root), inside.start, end))
             continue
-        total.hold_until(value.storage, end)
+        # The body of `hold_until`, inlined: planners ask for many thousands.
+        if end > holds.get(value.storage, BEFORE):
+            holds[value.storage] = end
     return away
 
 
@@ -389,13 +387,13 @@ def _leave(
     """
     gone: dict[int, tuple[int, int]] = {}
     for claim in wanted:
-        storage = graph.values[claim.value].storage
+        storage = graph.storage_of[claim.value]
         if storage not in gone or claim.gone > gone[storage]:
             gone[storage] = claim.gone
     moment = made[0]
     left_bytes = 0
     for storage, (until, depth) in gone.items():
-        nbytes = graph.storages[storage].bytes
+        nbytes = graph.sizes[storage]
         last = until
         if depth != THROUGH:
             total.passing.append(Passing(storage, nbytes, made, (until, depth)))
@@ -416,10 +414,10 @@ def _add_replays(
 
     Among several at one moment and depth, the last one is unknown.
     """
-    places = Counter((one.moment, one.region.depth) for one in planned)
+    places = [(one.moment, one.region.depth) for one in planned if passing]
     for one in planned:
         fetched: dict[int, int] = {}
-        if passing and places[one.moment, one.region.depth] == 1:
+        if places.count((one.moment, one.region.depth)) == 1:
             fetched = _fetched(graph, one, passing)
         peak_bytes, seconds = run_again(graph, one.operations, one.wanted, fetched)
         replay = Replay(
@@ -463,13 +461,14 @@ def replayed(
         demanded, and that are held or come from outside.
     """
     remade_by, operations = graph.remade_by, graph.operations
+    first, stop = inside.start, inside.stop
     required: set[int] = set()
     roots: dict[int, None] = {}
     stack = list(demanded)
     while stack:
         value = stack.pop()
         producer = remade_by[value]
-        if producer not in inside or value in held:
+        if not first <= producer < stop or value in held:
             roots[value] = None
         elif producer not in required:
             required.add(producer)

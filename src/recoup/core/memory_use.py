@@ -198,11 +198,9 @@ def _spikes(footprints: Sequence[Footprint]) -> dict[int, int]:
     if len(footprints) == 1:
         return footprints[0].spikes
     found: dict[int, int] = {}
-    shared = False
     for each in footprints:
-        shared = shared or not found.keys().isdisjoint(each.spikes)
-        found |= each.spikes
-    if not shared:
+        found.update(each.spikes)
+    if len(found) == sum([len(each.spikes) for each in footprints]):
         return found
     # Replays of several intervals at one moment run with values that others leave.
     return spikes(

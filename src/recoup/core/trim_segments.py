@@ -51,9 +51,9 @@ def recorded_narrowly(graph: Graph, segment: Segment, found: Footprint) -> int:
     """Return the number of recorded operators of a segment trimmed to one interval."""
     if not _may_be_narrowed(segment):
         return found.recorded
-    first = next(_saves_of_recomputed(graph, segment), None)
-    if first is None:
+    if not found.replays:
         return 0
+    first = next(_saves_of_recomputed(graph, segment))
     last = next(_saves_of_recomputed(graph, segment, backwards=True))
     (replay,) = found.replays
     around = _around(graph, segment, replay.operations, (first, last))
@@ -69,15 +69,14 @@ def _around(
     graph: Graph, segment: Segment, operations: Sequence[int], saves: Sequence[int]
 ) -> Interval:
     """Return the nearest boundaries around operators and saves of a segment."""
-    places, ends = graph.boundaries, (segment.start, segment.stop + 1)
-    ran, saved = attrgetter("operation"), attrgetter("saves")
+    ends, saved = (segment.start, segment.stop + 1), attrgetter("saves")
     start = min(
-        bisect_right(places, operations[0], *ends, key=ran),
-        bisect_right(places, saves[0], *ends, key=saved),
+        bisect_right(graph.places, operations[0], *ends),
+        bisect_right(graph.boundaries, saves[0], *ends, key=saved),
     )
     stop = max(
-        bisect_right(places, operations[-1], *ends, key=ran),
-        bisect_right(places, saves[-1], *ends, key=saved),
+        bisect_right(graph.places, operations[-1], *ends),
+        bisect_right(graph.boundaries, saves[-1], *ends, key=saved),
     )
     return start - 1, stop
 

@@ -199,23 +199,25 @@ class Costs(NamedTuple):
     """The costs of one option of an interval.
 
     Attributes:
-        replays: The operations of each replay, counted from the first of the interval.
+        first: The first operation of the interval that was priced.
+        replays: The operations of each replay there.
         recorded: The number of recorded operators, for a trimmed segment.
         held_bytes: Bytes held at the end of forward.
         use: The bytes in use at the rows of the interval, beyond those in any case.
     """
 
+    first: int
     replays: tuple[tuple[int, ...], ...]
     recorded: int
     held_bytes: int
     use: Floats
 
     def seconds(self, graph: Graph, first: int) -> float:
-        """Return the seconds of recomputing and recording."""
-        operations = graph.operations
+        """Return the seconds of recomputing and recording, in an equal interval."""
+        operations, further = graph.operations, first - self.first
         total = 0.0
         for replay in self.replays:
-            total += sum([operations[first + number].seconds for number in replay])
+            total += sum([operations[further + number].seconds for number in replay])
         return total + self.recorded * graph.recording_seconds
 
 
@@ -393,12 +395,12 @@ class IntervalOptions:
         )
         for held in sets:
             every = tuple(dict.fromkeys([*held, *free]))
-            key = (signature, "held", *sorted(interval.names[v] for v in every))
+            key = (signature, "held", *sorted([interval.names[v] for v in every]))
             yield _Candidate(key, partial(holding, graph, first, last, every))
         for segment in self._nestings(start, stop):
             shape = interval.shape_of(segment)
             for held in sets:
-                key = (signature, shape, *sorted(interval.names[v] for v in held))
+                key = (signature, shape, *sorted([interval.names[v] for v in held]))
                 yield _Candidate(key, partial(_nested, graph, segment, held))
 
     def _nestings(self, start: int, stop: int) -> Iterator[Segment]:
@@ -471,12 +473,9 @@ class IntervalOptions:
         alone = (dies[storages] < half) & ~crossing[storages]
         held_bytes = np.bincount(owners[alone], sizes[storages[alone]], len(options))
         for number, option in enumerate(options):
-            replays = tuple(
-                tuple(place - inside.start for place in replay.operations)
-                for replay in option.footprint.replays
-            )
+            replays = tuple([replay.operations for replay in option.footprint.replays])
             nbytes = kept_bytes + int(held_bytes[number])
-            yield Costs(replays, option.recorded, nbytes, use[number])
+            yield Costs(inside.start, replays, option.recorded, nbytes, use[number])
 
 
 def _nested(graph: Graph, segment: Segment, held: Iterable[int]) -> Option:
