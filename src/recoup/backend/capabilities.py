@@ -2,7 +2,8 @@
 
 Torch may change these between versions. `require` looks for them when the border is
 imported, so that a torch without one of them fails in one sentence and not in the
-middle of a step. `tests/backend/test_capabilities.py` compares list and source.
+middle of a step. `tests/backend/test_capabilities.py` compares list and source;
+`tests/backend/test_private_names.py` has a test of what each name must do.
 """
 
 import importlib
@@ -147,7 +148,7 @@ UNCHECKED = (
     "_hop_compile_and_call",  # functions of torch whose frames are recognised
     "_maybe_compile_and_run_fn",
 )
-"""Attributes that cannot be looked for; tests of their modules cover them."""
+"""Attributes that cannot be looked for; they have their tests like the others."""
 
 
 def require(names: Iterable[str]) -> None:

@@ -134,7 +134,11 @@ class MemoryUse:
 
     def bytes_at(self, footprints: Sequence[Footprint]) -> Integers:
         """Return the bytes in use at each moment."""
-        return self.spans(footprints).at_all(self.graph.moments) + self._other
+        return self.bytes_of(self.spans(footprints))
+
+    def bytes_of(self, spans: Spans) -> Integers:
+        """Return the bytes in use at each moment, from those of `spans`."""
+        return spans.at_all(self.graph.moments) + self._other
 
     def peak_bytes(self, footprints: Sequence[Footprint]) -> int:
         """Return the most bytes in use at any moment."""

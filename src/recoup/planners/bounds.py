@@ -110,8 +110,7 @@ def _priced(demand: Demand, room_bytes: int) -> Iterator[tuple[float, Choice]]:
         if right.held_bytes >= left.held_bytes or right.seconds <= left.seconds:
             break
         price = (right.seconds - left.seconds) / (left.held_bytes - right.held_bytes)
-        held = choose(demand, lambda v, p=price: p * demand.bytes_of(v))
-        middle = evaluate(demand, held)
+        middle = evaluate(demand, choose(demand, price))
         yield price, middle
         on_line = left.seconds + price * (left.held_bytes - middle.held_bytes)
         if middle.seconds >= on_line * (1 - 1e-9):
