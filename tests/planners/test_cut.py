@@ -27,8 +27,7 @@ def every_choice(demand):
 def test_at_any_price_no_set_of_values_is_cheaper_than_the_cut(graph):
     demand = whole_demand(graph)
     for price in (0.01, 0.05, 0.2, 1.0):
-        held = choose(demand, lambda value, p=price: p * demand.bytes_of(value))
-        found = evaluate(demand, held)
+        found = evaluate(demand, choose(demand, price))
         best = min(c.seconds + price * c.held_bytes for c in every_choice(demand))
         # Capacities are rounded to 2**-30 of their sum.
         assert found.seconds + price * found.held_bytes == pytest.approx(best)

@@ -2,7 +2,8 @@
 
 Torch may change these between versions. `require` checks them when this package is
 imported, so that a missing name fails with one clear error instead of in the middle of
-a step. `tests/backend/test_capabilities.py` compares this list with the source.
+a step. `tests/backend/test_capabilities.py` compares this list with the source;
+`tests/backend/test_private_names.py` tests what recoup expects of each name.
 """
 
 import importlib
@@ -147,7 +148,7 @@ UNCHECKED = (
     "_hop_compile_and_call",  # torch functions whose frames are recognised
     "_maybe_compile_and_run_fn",
 )
-"""Attributes that `require` cannot check; tests of their modules cover them."""
+"""Attributes that `require` cannot check; they have tests like the others."""
 
 
 def require(names: Iterable[str]) -> None:

@@ -14,7 +14,6 @@ passed through it, and frees each after its last use. While an inner region is a
 are those around it, and the values that the outermost one holds.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -82,6 +81,10 @@ class Footprint:
     @cached_property
     def spikes(self) -> dict[int, int]:
         """The bytes of replays at a moment beyond all others in use there."""
+        if len(self.replays) == 1 and not self.passing:  # for most options of planners
+            (one,) = self.replays
+            own_bytes = one.peak_bytes - one.left_bytes - one.fetched_bytes
+            return {one.moment: max(0, own_bytes - one.awaited_bytes)}
         return spikes(self.replays, self.passing)
 
     @cached_property
@@ -198,27 +201,32 @@ def _add_region(
     total.recorded += recorded_operators(len(inside), depth)
     for storage in graph.dying_inputs(inside):
         total.hold_until(storage, inside.stop - 1)
-    claims, kept = _own_claims(graph, region)
+    claims, kept, end = _own_claims(graph, region)
     for inner in segment.inner:
-        claims += _add_region(graph, _Region(inner, depth + 1), total, planned)
-    end = max([claim.dies for claim in (*claims, *kept)], default=0)
+        claims = claims + _add_region(graph, _Region(inner, depth + 1), total, planned)
+    if segment.inner:
+        end = max([claim.dies for claim in (*claims, *kept)], default=0)
     copied_bytes = _copied_bytes(graph, segment) if segment.inner else 0
     if copied_bytes:
         total.remade.append((copied_bytes, inside.stop, end))
     # The engine plans one replay for all saved values, held or not. Operators that
     # only lead to a held value are not part of it.
-    operations, roots = replayed(
-        graph, inside, [claim.value for claim in claims], segment.actions
-    )
+    demanded = [claim.value for claim in claims]
+    operations, roots = replayed(graph, inside, demanded, segment.actions)
     total.starts.append((segment, roots))
-    wanted = _wanted(graph, segment, inside, claims)
+    remade_by, held = graph.remade_by, segment.actions
+    wanted = [
+        claim
+        for claim in claims
+        if claim.value not in held and remade_by[claim.value] in inside
+    ]
     # The region around holds the values of an inner one: reading them replays as well.
     first = min([c.used for c in (claims if depth else wanted)], default=end)
     if wanted:
         storages, left_bytes = _leave(graph, total, (first, depth), wanted)
         planned.append(_Planned(region, first, operations, storages, left_bytes))
-    read = {value for n in operations for value in graph.operations[n].reads}
     if depth:
+        read = {value for n in operations for value in graph.operations[n].reads}
         gone = _last_uses(claims)
         for value in read.intersection(roots):
             gone[value] = max((first, depth), gone.get(value, (first, depth)))
@@ -227,10 +235,11 @@ def _add_region(
             *(Claim(value, first, gone[value], end) for value in roots),
         ]
     for claim in kept:
-        total.hold_until(graph.values[claim.value].storage, end)
+        total.hold_until(graph.storage_of[claim.value], end)
     for value in _held_here(graph, segment, total, roots, end):
         used = [claim.used for claim in claims if claim.value == value]
-        moment = min([*used, first if value in read else end])
+        is_read = any(value in graph.operations[n].reads for n in operations)
+        moment = min([*used, first if is_read else end])
         storage = graph.values[value].storage
         total.offloads.append(Offload(storage, inside.stop, moment, end))
     return []
@@ -243,8 +252,7 @@ def _add_call(graph: Graph, segment: Segment, total: Footprint) -> None:
     die as in forward, except those that autograd saves.
     """
     inside = graph.operations_between(segment.start, segment.stop)
-    claims, kept = _own_claims(graph, _Region(segment, 0))
-    end = max([claim.dies for claim in (*claims, *kept)], default=0)
+    claims, kept, end = _own_claims(graph, _Region(segment, 0))
     inputs = {
         value
         for number in inside
@@ -273,39 +281,39 @@ def _add_call(graph: Graph, segment: Segment, total: Footprint) -> None:
     )
 
 
-def _wanted(
-    graph: Graph, segment: Segment, inside: range, claims: Iterable[Claim]
-) -> list[Claim]:
-    """Return the claims that a replay must meet: made inside, and not held."""
-    values, operations, held = graph.values, graph.operations, segment.actions
-    return [
-        claim
-        for claim in claims
-        if (producer := values[claim.value].producer) in inside
-        and claim.value not in held
-        and operations[producer].replayable
-    ]
+class _OwnClaims(NamedTuple):
+    """What autograd saves in a region, outside its inner regions.
 
-
-def _own_claims(graph: Graph, region: _Region) -> tuple[list[Claim], list[Claim]]:
-    """Return the values that autograd saves in a region, outside its inner regions.
-
-    Returns:
-        The claims on the region; and the values held elsewhere: those from outside
-        and, in an inner region, those that no replay makes.
+    Attributes:
+        claims: The claims on the region.
+        kept: Those on values held elsewhere: made outside and, in an inner region,
+            those that no replay makes.
+        dies: The last moment of all.
     """
+
+    claims: list[Claim]
+    kept: list[Claim]
+    dies: int
+
+
+def _own_claims(graph: Graph, region: _Region) -> _OwnClaims:
+    """Return what autograd saves in a region; cached for regions without inner ones."""
     segment, depth = region
+    key = segment.start, segment.stop, depth > 0
+    if not segment.inner and key in graph.known_claims:
+        return graph.known_claims[key]
     inside = graph.operations_between(segment.start, segment.stop)
     claims: list[Claim] = []
     kept: list[Claim] = []
-    values, operations = graph.values, graph.operations
     for claim in _own_saves(graph, segment):
-        producer = values[claim.value].producer
-        if producer in inside and (not depth or operations[producer].replayable):
-            claims.append(claim)
-        else:
-            kept.append(claim)
-    return claims, kept
+        again, value = graph.remade_by[claim.value], graph.values[claim.value]
+        is_mine = again in inside or (not depth and value.producer in inside)
+        (claims if is_mine else kept).append(claim)
+    dies = max([claim.dies for claim in (*claims, *kept)], default=0)
+    found = _OwnClaims(claims, kept, dies)
+    if not segment.inner:
+        graph.known_claims[key] = found
+    return found
 
 
 def _held_here(
@@ -313,7 +321,7 @@ def _held_here(
 ) -> list[int]:
     """Add the values that the outermost region holds; return the offloaded ones."""
     inside = graph.operations_between(segment.start, segment.stop)
-    values, actions = graph.values, segment.actions
+    values, actions, holds = graph.values, segment.actions, total.holds
     away: list[int] = []
     for root in roots:
         value = values[root]
@@ -325,7 +333,9 @@ def _held_here(
             # It is overwritten later: only a copy can be held.
             total.remade.append((graph.bytes_of(root), inside.start, end))
             continue
-        total.hold_until(value.storage, end)
+        # The body of `hold_until`, inlined: planners ask for many thousands.
+        if end > holds.get(value.storage, BEFORE):
+            holds[value.storage] = end
     return away
 
 
@@ -377,13 +387,13 @@ def _leave(
     """
     gone: dict[int, tuple[int, int]] = {}
     for claim in wanted:
-        storage = graph.values[claim.value].storage
+        storage = graph.storage_of[claim.value]
         if storage not in gone or claim.gone > gone[storage]:
             gone[storage] = claim.gone
     moment = made[0]
     left_bytes = 0
     for storage, (until, depth) in gone.items():
-        nbytes = graph.storages[storage].bytes
+        nbytes = graph.sizes[storage]
         last = until
         if depth != THROUGH:
             total.passing.append(Passing(storage, nbytes, made, (until, depth)))
@@ -404,10 +414,10 @@ def _add_replays(
 
     Among several at one moment and depth, the last one is unknown.
     """
-    places = Counter((one.moment, one.region.depth) for one in planned)
+    places = [(one.moment, one.region.depth) for one in planned if passing]
     for one in planned:
         fetched: dict[int, int] = {}
-        if passing and places[one.moment, one.region.depth] == 1:
+        if places.count((one.moment, one.region.depth)) == 1:
             fetched = _fetched(graph, one, passing)
         peak_bytes, seconds = run_again(graph, one.operations, one.wanted, fetched)
         replay = Replay(
@@ -450,18 +460,15 @@ def replayed(
         The operations, in order; and the roots: values that these read or that are
         demanded, and that are held or come from outside.
     """
-    values, operations = graph.values, graph.operations
+    remade_by, operations = graph.remade_by, graph.operations
+    first, stop = inside.start, inside.stop
     required: set[int] = set()
     roots: dict[int, None] = {}
     stack = list(demanded)
     while stack:
         value = stack.pop()
-        producer = values[value].producer
-        if (
-            producer not in inside
-            or value in held
-            or not operations[producer].replayable
-        ):
+        producer = remade_by[value]
+        if not first <= producer < stop or value in held:
             roots[value] = None
         elif producer not in required:
             required.add(producer)

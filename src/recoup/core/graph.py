@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise, takewhile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -384,6 +384,21 @@ class Graph:
         )
 
     @cached_property
+    def known_claims(self) -> dict[object, Any]:
+        """A cache of `recoup.core.footprint`: planners need few intervals."""
+        return {}
+
+    @cached_property
+    def remade_by(self) -> tuple[int, ...]:
+        """The operation that can make each value again; `BEFORE`: none can."""
+        return tuple(
+            value.producer
+            if value.producer >= 0 and self.operations[value.producer].replayable
+            else BEFORE
+            for value in self.values
+        )
+
+    @cached_property
     def arrays(self) -> StorageArrays:
         """The storages, as arrays."""
         found = [(s.bytes, max(s.born, 0), s.dies) for s in self.storages]
@@ -391,10 +406,35 @@ class Graph:
         return StorageArrays(*np.ascontiguousarray(columns))
 
     @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """The bytes of each storage."""
+        return tuple(storage.bytes for storage in self.storages)
+
+    @cached_property
+    def storage_of(self) -> tuple[int, ...]:
+        """The storage of each value."""
+        return tuple(value.storage for value in self.values)
+
+    @cached_property
+    def versions(self) -> tuple[list[int], list[int], list[int]]:
+        """The values in the order of production, their producers and their storages.
+
+        Of the values that an operation makes of one storage, the first is the last.
+        """
+        every = [(v.producer, -n, v.storage) for n, v in enumerate(self.values)]
+        every.sort()
+        return [-n for _, n, _ in every], [p for p, *_ in every], [s for *_, s in every]
+
+    @cached_property
+    def places(self) -> tuple[int, ...]:
+        """The number of operations before each boundary."""
+        return tuple(boundary.operation for boundary in self.boundaries)
+
+    @cached_property
     def mentioned(self) -> tuple[tuple[int, ...], ...]:
         """The storages that each operation of forward reads and makes."""
         return tuple(
-            tuple(self.values[value].storage for value in (*each.reads, *each.makes))
+            tuple(self.storage_of[value] for value in (*each.reads, *each.makes))
             for each in self.operations
         )
 
@@ -445,7 +485,7 @@ class Graph:
 
     def bytes_of(self, value: int) -> int:
         """Return the bytes of a value's storage."""
-        return self.storages[self.values[value].storage].bytes
+        return self.sizes[self.storage_of[value]]
 
     def saves_between(self, start: int, stop: int) -> Sequence[Save]:
         """Return the tensors that autograd saves between two boundaries."""
@@ -454,8 +494,7 @@ class Graph:
 
     def operations_between(self, start: int, stop: int) -> range:
         """Return the operations between two boundaries."""
-        first, last = self.boundaries[start], self.boundaries[stop]
-        return range(first.operation, last.operation)
+        return range(self.places[start], self.places[stop])
 
 
 def module_paths(graph: Graph) -> list[str]:

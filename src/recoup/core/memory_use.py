@@ -72,6 +72,31 @@ class Spans(NamedTuple):
         inside = (rows >= self.first[:, None]) & (rows <= self.last[:, None])
         return self.nbytes.astype(np.float64) @ inside
 
+    def at_each(self, rows: Integers, owners: Integers, count: int) -> Floats:
+        """Return the bytes in use at increasing moments, one row for each owner.
+
+        Args:
+            rows: The moments.
+            owners: The owner of each span, below `count`.
+            count: The number of owners.
+
+        Examples:
+            >>> two = Spans(*np.array([[5, 7], [1, 2], [2, 9], [0, 0]]))
+            >>> two.at_each(np.array([0, 2, 4]), np.array([0, 1]), 2).tolist()
+            [[0.0, 5.0, 0.0], [0.0, 7.0, 7.0]]
+        """
+        first = np.searchsorted(rows, self.first)
+        stop = np.maximum(np.searchsorted(rows, self.last, side="right"), first)
+        width = len(rows) + 1
+        starts = owners * width
+        changes: Floats = np.bincount(
+            starts + first, weights=self.nbytes, minlength=count * width
+        )
+        changes -= np.bincount(
+            starts + stop, weights=self.nbytes, minlength=count * width
+        )
+        return np.cumsum(changes.reshape(count, width)[:, :-1], axis=1)
+
 
 class MemoryUse:
     """The memory of a step, for any footprints of disjoint intervals of it.
@@ -113,7 +138,11 @@ class MemoryUse:
 
     def bytes_at(self, footprints: Sequence[Footprint]) -> Integers:
         """Return the bytes in use at each moment."""
-        return self.spans(footprints).at_all(self.graph.moments) + self._other
+        return self.bytes_of(self.spans(footprints))
+
+    def bytes_of(self, spans: Spans) -> Integers:
+        """Return the bytes in use at each moment, from those of `spans`."""
+        return spans.at_all(self.graph.moments) + self._other
 
     def peak_bytes(self, footprints: Sequence[Footprint]) -> int:
         """Return the most bytes in use at any moment."""
@@ -177,11 +206,9 @@ def _spikes(footprints: Sequence[Footprint]) -> dict[int, int]:
     if len(footprints) == 1:
         return footprints[0].spikes
     found: dict[int, int] = {}
-    shared = False
     for each in footprints:
-        shared = shared or not found.keys().isdisjoint(each.spikes)
-        found |= each.spikes
-    if not shared:
+        found.update(each.spikes)
+    if len(found) == sum([len(each.spikes) for each in footprints]):
         return found
     # Replays of several intervals at one moment run with values that others leave.
     return spikes(

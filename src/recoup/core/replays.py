@@ -1,15 +1,13 @@
 """Replays: the memory and time of running operators again in backward."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from recoup.core.graph import Graph
 from recoup.core.segments import Segment
 
 
-@dataclass(frozen=True)
-class Replay:
+class Replay(NamedTuple):
     """One replay of a segment.
 
     Attributes:
@@ -71,26 +69,30 @@ def run_again(
         by_call: A call runs again: its variables keep values alive as in forward, not
             only until their last use.
     """
-    mentioned, storages = graph.mentioned, graph.storages
+    mentioned, sizes = graph.mentioned, graph.sizes
     last = {s: number for number in operations for s in mentioned[number]}
     if by_call:
-        stop = operations[-1]
+        stop, storages = operations[-1], graph.storages
         last = {s: max(n, min(storages[s].dies, stop)) for s, n in last.items()}
+    last.update(dict.fromkeys(wanted, len(graph.operations)))
     live = set(fetched)
-    live_bytes = peak_bytes = sum(storages[storage].bytes for storage in live)
+    live_bytes = peak_bytes = sum(sizes[storage] for storage in live)
     seconds = 0.0
     for number in operations:
         operation = graph.operations[number]
-        for storage in mentioned[number][len(operation.reads) :]:
+        for value in operation.makes:
+            storage = graph.values[value].storage
             if storage not in live:
                 live.add(storage)
-                live_bytes += storages[storage].bytes
-        peak_bytes = max(peak_bytes, live_bytes + operation.workspace_bytes)
+                live_bytes += sizes[storage]
+        used_bytes = live_bytes + operation.workspace_bytes
+        if used_bytes > peak_bytes:
+            peak_bytes = used_bytes
         seconds += operation.seconds
         for storage in tuple(live) if by_call else mentioned[number]:
-            if last[storage] == number and storage in live and storage not in wanted:
+            if last[storage] == number and storage in live:
                 live.discard(storage)
-                live_bytes -= storages[storage].bytes
+                live_bytes -= sizes[storage]
     return peak_bytes, seconds
 
 

@@ -4,7 +4,7 @@ A trimmed segment covers only the operators that are recomputed, and the saves.
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 
 from recoup.core.footprint import Footprint, footprint, replayed
@@ -35,7 +35,7 @@ def narrowed(graph: Graph, segment: Segment) -> tuple[Segment, ...]:
     inside = graph.operations_between(segment.start, segment.stop)
     needed: list[Interval] = []
     for save in _saves_of_recomputed(graph, segment):
-        value = graph.claims[save].value
+        value = graph.saves[save].value
         operations, _ = replayed(graph, inside, [value], segment.actions)
         needed.append(_around(graph, segment, operations, [save]))
     intervals: list[Interval] = []
@@ -51,11 +51,12 @@ def recorded_narrowly(graph: Graph, segment: Segment, found: Footprint) -> int:
     """Return the number of recorded operators of a segment trimmed to one interval."""
     if not _may_be_narrowed(segment):
         return found.recorded
-    saves = _saves_of_recomputed(graph, segment)
-    if not saves:
+    if not found.replays:
         return 0
+    first = next(_saves_of_recomputed(graph, segment))
+    last = next(_saves_of_recomputed(graph, segment, backwards=True))
     (replay,) = found.replays
-    around = _around(graph, segment, replay.operations, saves)
+    around = _around(graph, segment, replay.operations, (first, last))
     return recorded_operators(len(graph.operations_between(*around)))
 
 
@@ -68,31 +69,29 @@ def _around(
     graph: Graph, segment: Segment, operations: Sequence[int], saves: Sequence[int]
 ) -> Interval:
     """Return the nearest boundaries around operators and saves of a segment."""
-    places, ends = graph.boundaries, (segment.start, segment.stop + 1)
-    ran, saved = attrgetter("operation"), attrgetter("saves")
+    ends, saved = (segment.start, segment.stop + 1), attrgetter("saves")
     start = min(
-        bisect_right(places, operations[0], *ends, key=ran),
-        bisect_right(places, saves[0], *ends, key=saved),
+        bisect_right(graph.places, operations[0], *ends),
+        bisect_right(graph.boundaries, saves[0], *ends, key=saved),
     )
     stop = max(
-        bisect_right(places, operations[-1], *ends, key=ran),
-        bisect_right(places, saves[-1], *ends, key=saved),
+        bisect_right(graph.places, operations[-1], *ends),
+        bisect_right(graph.boundaries, saves[-1], *ends, key=saved),
     )
     return start - 1, stop
 
 
-def _saves_of_recomputed(graph: Graph, segment: Segment) -> list[int]:
-    """Return the saves in a segment of values that it makes and does not hold."""
-    claims, values, operations = graph.claims, graph.values, graph.operations
+def _saves_of_recomputed(
+    graph: Graph, segment: Segment, *, backwards: bool = False
+) -> Iterator[int]:
+    """Yield the saves in a segment of values that it makes and does not hold."""
     first, last = graph.boundaries[segment.start], graph.boundaries[segment.stop]
     inside = range(first.operation, last.operation)
-    return [
-        save
-        for save in range(first.saves, last.saves)
-        if (value := claims[save].value) not in segment.actions
-        and (producer := values[value].producer) in inside
-        and operations[producer].replayable
-    ]
+    saves = range(first.saves, last.saves)
+    for save in reversed(saves) if backwards else saves:
+        value = graph.saves[save].value
+        if value not in segment.actions and graph.remade_by[value] in inside:
+            yield save
 
 
 def _touch(graph: Graph, stop: int, start: int) -> bool:

@@ -119,11 +119,8 @@ def saved_sets(joint: JointForward, *, limit: int = 8) -> tuple[SavedSet, ...]:
 
 def _at(joint: JointForward, demand: Demand, price: float) -> SavedSet:
     """Return the best set at a price of a byte, in seconds."""
-
-    def cost(value: int) -> float:
-        return price * demand.bytes_of(value) + joint.save_seconds[value]
-
-    return _set_of(joint, evaluate(demand, choose(demand, cost)))
+    held = choose(demand, price, joint.save_seconds)
+    return _set_of(joint, evaluate(demand, held))
 
 
 def _fastest(joint: JointForward, demand: Demand) -> SavedSet:

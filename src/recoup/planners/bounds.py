@@ -8,6 +8,7 @@ moment. Both hold for every plan that keeps the order of operators: any segments
 or not, and any values held.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -50,27 +51,20 @@ def demand_at(graph: Graph, moment: int) -> tuple[Demand, int]:
     """Return the values needed after a moment, and the bytes in use there anyway."""
     half = len(graph.operations)
     inside = range(min(moment + 1, half))
-    there = {
-        number
-        for number, storage in enumerate(graph.storages)
-        if storage.born <= moment <= storage.dies
-    }
+    sizes, born, dies = graph.arrays
+    is_there = (born <= moment) & (moment <= dies)
     later: dict[int, None] = {}
     for save in graph.saves:
         if save.used <= moment <= save.released:
-            there.add(graph.values[save.value].storage)
+            is_there[graph.storage_of[save.value]] = True
         elif save.used > moment and graph.values[save.value].producer in inside:
             later[save.value] = None
     # The content of a storage is its last version; an earlier one would be a copy.
-    current: dict[int, int] = {}
-    for number, value in enumerate(graph.values):
-        if value.producer <= moment:
-            before = current.setdefault(value.storage, number)
-            if value.producer > graph.values[before].producer:
-                current[value.storage] = number
-    price_bytes = {number: 0 for s, number in current.items() if s in there}
-    base_bytes = graph.other_bytes[moment]
-    base_bytes += sum(graph.storages[storage].bytes for storage in there)
+    values, producers, storages = graph.versions
+    made = bisect_right(producers, moment)
+    current = dict(zip(storages[:made], values[:made], strict=True))
+    price_bytes = {number: 0 for s, number in current.items() if is_there[s]}
+    base_bytes = graph.other_bytes[moment] + int(sizes[is_there].sum())
     recording = graph.recording_seconds
     demand = Demand(graph, inside, tuple(later), price_bytes, recording, strict=False)
     return demand, base_bytes
@@ -116,8 +110,7 @@ def _priced(demand: Demand, room_bytes: int) -> Iterator[tuple[float, Choice]]:
         if right.held_bytes >= left.held_bytes or right.seconds <= left.seconds:
             break
         price = (right.seconds - left.seconds) / (left.held_bytes - right.held_bytes)
-        held = choose(demand, lambda v, p=price: p * demand.bytes_of(v))
-        middle = evaluate(demand, held)
+        middle = evaluate(demand, choose(demand, price))
         yield price, middle
         on_line = left.seconds + price * (left.held_bytes - middle.held_bytes)
         if middle.seconds >= on_line * (1 - 1e-9):

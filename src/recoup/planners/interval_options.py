@@ -3,7 +3,7 @@
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
 from typing import NamedTuple
@@ -12,7 +12,7 @@ import numpy as np
 
 from recoup.core.footprint import Footprint, footprint
 from recoup.core.graph import BEFORE, Floats, Graph, Integers
-from recoup.core.memory_use import MemoryUse
+from recoup.core.memory_use import MemoryUse, Spans
 from recoup.core.segments import Action, Interval, Segment
 from recoup.core.trim_segments import recorded_narrowly
 from recoup.planners.min_cut import demand_between, frontier_of
@@ -195,28 +195,29 @@ def _crossing(graph: Graph, inside: range) -> list[int]:
     ]
 
 
-@dataclass(frozen=True)
-class Costs:
+class Costs(NamedTuple):
     """The costs of one option of an interval.
 
     Attributes:
-        replays: The operations of each replay, counted from the first of the interval.
+        first: The first operation of the interval that was priced.
+        replays: The operations of each replay there.
         recorded: The number of recorded operators, for a trimmed segment.
         held_bytes: Bytes held at the end of forward.
         use: The bytes in use at the rows of the interval, beyond those in any case.
     """
 
+    first: int
     replays: tuple[tuple[int, ...], ...]
     recorded: int
     held_bytes: int
     use: Floats
 
     def seconds(self, graph: Graph, first: int) -> float:
-        """Return the seconds of recomputing and recording."""
-        operations = graph.operations
+        """Return the seconds of recomputing and recording, in an equal interval."""
+        operations, further = graph.operations, first - self.first
         total = 0.0
         for replay in self.replays:
-            total += sum([operations[first + number].seconds for number in replay])
+            total += sum([operations[further + number].seconds for number in replay])
         return total + self.recorded * graph.recording_seconds
 
 
@@ -311,8 +312,7 @@ def _halved(places: Sequence[int]) -> Segment:
 Make = Callable[[], Option]
 
 
-@dataclass(frozen=True)
-class IntervalOption:
+class IntervalOption(NamedTuple):
     """One option to run an interval.
 
     Attributes:
@@ -357,6 +357,7 @@ class IntervalOptions:
         self.places = tuple(places)
         self._memory_use = MemoryUse(graph)
         self._natural = self._memory_use.bytes_at([])
+        self._born = np.array([s.born for s in graph.storages], dtype=np.int64)
         self._finer = Finer(graph) if nest else None
         self._held_sets = [_by_producer(graph, held) for held in held_sets]
         self._memory = Memory() if memory is None else memory
@@ -394,12 +395,12 @@ class IntervalOptions:
         )
         for held in sets:
             every = tuple(dict.fromkeys([*held, *free]))
-            key = (signature, "held", *sorted(interval.names[v] for v in every))
+            key = (signature, "held", *sorted([interval.names[v] for v in every]))
             yield _Candidate(key, partial(holding, graph, first, last, every))
         for segment in self._nestings(start, stop):
             shape = interval.shape_of(segment)
             for held in sets:
-                key = (signature, shape, *sorted(interval.names[v] for v in held))
+                key = (signature, shape, *sorted([interval.names[v] for v in held]))
                 yield _Candidate(key, partial(_nested, graph, segment, held))
 
     def _nestings(self, start: int, stop: int) -> Iterator[Segment]:
@@ -420,9 +421,10 @@ class IntervalOptions:
     ) -> Iterator[IntervalOption]:
         """Yield the candidates with their costs."""
         known = self._memory.costs
-        for candidate in candidates:
-            if candidate.key not in known:
-                known[candidate.key] = self._costs(interval, candidate.make())
+        new = {each.key: each for each in candidates if each.key not in known}
+        if new:
+            options = [candidate.make() for candidate in new.values()]
+            known.update(zip(new, self._costs(interval, options), strict=True))
         costs = [known[candidate.key] for candidate in candidates]
         use = np.array([cost.use for cost in costs]) + self._natural[interval.rows]
         peaks = use.max(axis=1, initial=0).astype(np.int64).tolist()
@@ -433,33 +435,47 @@ class IntervalOptions:
                 self._seconds[candidate.key] = seconds
             yield IntervalOption(candidate.make, seconds, cost.held_bytes, peak_bytes)
 
-    def _costs(self, interval: PricedInterval, option: Option) -> Costs:
-        """Return the costs of an option.
+    def _costs(
+        self, interval: PricedInterval, options: Sequence[Option]
+    ) -> Iterator[Costs]:
+        """Yield the costs of options.
 
         Values read after the interval are charged here, once, whoever holds them;
         values read from before it are charged there. Values that only an open region
         holds are not counted: the whole plan is simulated in the end.
         """
-        storages, half = self.graph.storages, self._memory_use.half
-        found, inside = option.footprint, interval.inside
-        held = {
-            storage: last
-            for storage, last in found.holds.items()
-            if last >= half and storages[storage].born in inside
-        }
-        held_bytes = sum(
-            storages[storage].bytes
-            for storage in interval.crossing_storages.union(held)
-            if storages[storage].dies < half
+        sizes, _, dies = self.graph.arrays
+        half, inside = self._memory_use.half, interval.inside
+        holds = [option.footprint.holds for option in options]
+        owners = np.repeat(np.arange(len(holds)), [len(each) for each in holds])
+        storages = np.array([s for each in holds for s in each], dtype=np.int64)
+        lasts = np.array([m for each in holds for m in each.values()], dtype=np.int64)
+        born = self._born[storages]
+        mine = (lasts >= half) & (born >= inside.start) & (born < inside.stop)
+        owners, storages, lasts = owners[mine], storages[mine], lasts[mine]
+        firsts = np.maximum(dies[storages] + 1, born[mine])
+        spans = [
+            (owner, *span)
+            for owner, option in enumerate(options)
+            for found in (option.footprint,)
+            for span in (*found.remade, *((n, m, m) for m, n in found.spikes.items()))
+        ]
+        added, *others = np.array(spans, dtype=np.int64).reshape(-1, 4).T
+        columns = zip((sizes[storages], firsts, lasts), others, strict=True)
+        nbytes, first, last = map(np.concatenate, columns)
+        use = Spans(nbytes, first, last, first).at_each(
+            interval.rows, np.concatenate([owners, added]), len(options)
         )
-        counted = replace(found, holds=held)
-        until = self._memory_use.until
-        use = self._memory_use.added(counted, until).at(interval.rows)
-        replays = tuple(
-            tuple(number - inside.start for number in replay.operations)
-            for replay in found.replays
-        )
-        return Costs(replays, option.recorded, held_bytes, use)
+        # What is read after the interval, or held, and not in use in any case.
+        crossing = np.zeros(len(sizes), dtype=np.bool_)
+        crossing[list(interval.crossing_storages)] = True
+        kept_bytes = int(sizes[crossing & (dies < half)].sum())
+        alone = (dies[storages] < half) & ~crossing[storages]
+        held_bytes = np.bincount(owners[alone], sizes[storages[alone]], len(options))
+        for number, option in enumerate(options):
+            replays = tuple([replay.operations for replay in option.footprint.replays])
+            nbytes = kept_bytes + int(held_bytes[number])
+            yield Costs(inside.start, replays, option.recorded, nbytes, use[number])
 
 
 def _nested(graph: Graph, segment: Segment, held: Iterable[int]) -> Option:

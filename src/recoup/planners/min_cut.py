@@ -6,18 +6,17 @@ minimum cut (docs/design/planning.md); the prices at which it changes are found 
 bisection.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-from recoup.core.graph import Graph, Integers
+from recoup.core.graph import Floats, Graph, Integers
 
 # SciPy's flows are 32-bit integers. The sum of all finite capacities stays below this,
 # so that no flow overflows; prices are exact to one part in 2**30 of their sum.
@@ -107,18 +106,23 @@ def demand_between(
     return Demand(graph, inside, tuple(values), free)
 
 
-def choose(demand: Demand, price: Callable[[int], float]) -> frozenset[int]:
+def choose(
+    demand: Demand, byte_seconds: float, held_seconds: Sequence[float] | None = None
+) -> frozenset[int]:
     """Return the values to hold that minimise the sum of prices and replayed seconds.
 
     Costs one maximum flow over the operations on which demanded values depend.
+
+    Args:
+        demand: The values that backward needs.
+        byte_seconds: The price of a held byte.
+        held_seconds: A further price of holding each value of the graph.
     """
     network = demand.network
-    operations = demand.graph.operations
-    extra = demand.operation_seconds
-    return network.held_at(
-        [price(value) for value in network.values],
-        [operations[number].seconds + extra for number in network.operations],
-    )
+    prices = byte_seconds * network.nbytes
+    if held_seconds is not None:
+        prices += [held_seconds[value] for value in network.values]
+    return network.held_at(prices)
 
 
 def evaluate(demand: Demand, held: Iterable[int]) -> Choice:
@@ -173,8 +177,7 @@ def frontier_of(demand: Demand, *, limit: int = 24) -> tuple[Choice, ...]:
         byte_seconds = (right.seconds - left.seconds) / (
             left.held_bytes - right.held_bytes
         )
-        held = choose(demand, lambda v, p=byte_seconds: p * demand.bytes_of(v))
-        middle = evaluate(demand, held)
+        middle = evaluate(demand, choose(demand, byte_seconds))
         below = left.seconds + byte_seconds * (left.held_bytes - middle.held_bytes)
         if middle.seconds < below * (1 - 1e-7) - 1e-15:
             found[middle.held_bytes, middle.seconds] = middle
@@ -222,7 +225,7 @@ class Network:
 
     Attributes:
         values: All values that replays could need, by their place.
-        operations: All operations that they could run.
+        nbytes: The price of holding each.
         forced: The values that are held in any case.
     """
 
@@ -245,7 +248,9 @@ class Network:
                 nodes[producer] = len(nodes)
                 pending.extend(graph.operations[producer].reads)
         self.values = list(places)
-        self.operations = list(nodes)
+        self.nbytes = np.array([demand.bytes_of(v) for v in places], dtype=np.float64)
+        self._seconds = np.array([graph.operations[n].seconds for n in nodes])
+        self._seconds += demand.operation_seconds
         # Values are numbered from 2 on, operations after them.
         first = 2 + len(places)
         ends = {operation: first + place for operation, place in nodes.items()}
@@ -273,11 +278,9 @@ class Network:
             ],
         )
 
-    def held_at(
-        self, prices: Sequence[float], seconds: Sequence[float]
-    ) -> frozenset[int]:
+    def held_at(self, prices: Floats) -> frozenset[int]:
         """Return the values that the cheapest choice holds, except forced ones."""
-        costs = np.array([*prices, *seconds])
+        costs = np.concatenate([prices, self._seconds])
         is_finite = self._may_cut & (costs < inf)
         finite = np.where(is_finite, np.maximum(costs, 0.0), 0.0)
         whole = np.rint(finite * (_SCALE / (finite.sum() or 1.0))).astype(np.int64)
@@ -306,6 +309,10 @@ class _FlowGraph:
         self._places = np.argsort(order)[: len(edges)]
         self._columns = columns[order]
         self._rows = np.searchsorted(rows[order], np.arange(size + 1)).astype(np.int32)
+        amounts = np.zeros(2 * len(edges), dtype=np.int32)
+        self._graph: Any = csr_array(
+            (amounts, self._columns, self._rows), shape=(size, size)
+        )
 
     def reached(self, capacities: Integers, others: int) -> set[int]:
         """Return the nodes that node 0 reaches in the residual graph of a maximum flow.
@@ -315,14 +322,13 @@ class _FlowGraph:
         amounts = np.zeros(2 * self._edges, dtype=np.int32)
         amounts[self._places] = others
         amounts[self._places[: len(capacities)]] = capacities
-        flow: Any = maximum_flow(self._matrix(amounts), 0, 1).flow
-        residual = self._matrix(amounts - flow.data)
-        residual.eliminate_zeros()
+        self._graph.data = amounts
+        flow: Any = maximum_flow(self._graph, 0, 1).flow
+        is_open = amounts > flow.data
+        rows = np.concatenate([[0], np.cumsum(is_open)])[self._rows]
+        residual = csr_array(
+            (np.ones(rows[-1]), self._columns[is_open], rows.astype(np.int32)),
+            shape=self._graph.shape,
+        )
         order = breadth_first_order(residual, 0, return_predecessors=False)
         return set(order.tolist())
-
-    def _matrix(self, amounts: NDArray[np.int32]) -> Any:
-        # A copy of the order: SciPy modifies it when it eliminates zeros.
-        order = (self._columns.copy(), self._rows.copy())
-        size = len(self._rows) - 1
-        return csr_array((amounts, *order), shape=(size, size))

@@ -24,8 +24,7 @@ def crossing_bytes(graph: Graph) -> Floats:
         if 0 <= born < reader:
             changes[born + 1] += graph.storages[storage].bytes
             changes[reader + 1] -= graph.storages[storage].bytes
-    places = [boundary.operation for boundary in graph.boundaries]
-    return np.cumsum(changes)[places]
+    return np.cumsum(changes)[list(graph.places)]
 
 
 def narrow_places(
@@ -73,12 +72,11 @@ def _torn(graph: Graph) -> set[int]:
     writes: dict[int, list[int]] = {}
     for value in graph.values:
         writes.setdefault(value.storage, []).append(value.producer)
-    places = [boundary.operation for boundary in graph.boundaries]
     found: set[int] = set()
     for value in spoilt:
         later = [p for p in writes[value.storage] if p > value.producer]
-        low = bisect_right(places, value.producer)
-        high = bisect_right(places, min(later, default=-1))
+        low = bisect_right(graph.places, value.producer)
+        high = bisect_right(graph.places, min(later, default=-1))
         found.update(range(low, high))
     return found
 
@@ -130,8 +128,7 @@ def _weights(graph: Graph) -> Floats:
     weights = np.zeros(len(graph.operations) + 1)
     for value in {save.value for save in graph.saves}:
         weights[graph.values[value].producer + 1] += graph.bytes_of(value)
-    places = [boundary.operation for boundary in graph.boundaries]
-    return np.cumsum(weights)[places]
+    return np.cumsum(weights)[list(graph.places)]
 
 
 def _spread(

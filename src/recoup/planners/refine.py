@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from recoup.core.graph import Graph, Integers
-from recoup.core.memory_use import MemoryUse, held_until
+from recoup.core.graph import Graph
+from recoup.core.memory_use import MemoryUse
 from recoup.core.segments import Action, Segment
 from recoup.planners.interval_options import Option, footprints_of, kept_around, nested
 
@@ -35,7 +35,7 @@ def refine(
     around = kept_around(graph, [(s.start, s.stop) for s in segments])
     refiner = _Refiner(graph, MemoryUse(graph, [around]), budget_bytes)
     options = [nested(graph, segment) for segment in segments]
-    if refiner.room_at(options).min(initial=0) < 0:
+    if not _Room(refiner, options).is_enough:
         return tuple(segments)
     options = refiner.filled(options)
     for number, value in refiner.held(options)[: _SWAPS if swaps else 0]:
@@ -73,10 +73,6 @@ class _Refiner:
         default_factory=dict[int, tuple[Option, list[_More]]]
     )
 
-    def room_at(self, options: Sequence[Option]) -> Integers:
-        """Return the unused bytes of the budget at each moment."""
-        return self.budget_bytes - self.use.bytes_at(footprints_of(options))
-
     def filled(self, options: list[Option], *, most: int | None = None) -> list[Option]:
         """Return options that hold as much as fits.
 
@@ -84,9 +80,9 @@ class _Refiner:
         """
         tried = 0
         found = True
+        room = _Room(self, options)
         while found and (most is None or tried < most):
             found = False
-            room = _Room(self, options, self.room_at(options))
             for more, number in self.recomputed(options):
                 if most is not None and tried >= most:
                     break
@@ -96,10 +92,9 @@ class _Refiner:
                 trial = self.replaced(options, number, keep=more.values)
                 if trial[number].seconds >= options[number].seconds:
                     continue
-                room_at = self.room_at(trial)
-                if room_at.min(initial=0) >= 0:
-                    options, found = trial, True
-                    room = _Room(self, options, room_at)
+                left = _Room(self, trial)
+                if left.is_enough:
+                    options, room, found = trial, left, True
         return options
 
     def replaced(
@@ -176,28 +171,44 @@ class _Refiner:
 
 
 class _Room:
-    """A fast lower bound that rules out values that do not fit."""
+    """The unused bytes of the budget at each moment, with some options.
 
-    def __init__(
-        self, refiner: _Refiner, options: Sequence[Option], room: Integers
-    ) -> None:
-        self._bytes: list[int] = refiner.graph.arrays.bytes.tolist()
-        until = held_until(refiner.use.until, footprints_of(options))
-        self._until: list[int] = until.tolist()
-        half = self._half = refiner.use.half
-        forward = np.minimum.accumulate(room[:half][::-1])[::-1]
-        self._forward: list[int] = forward.tolist()
-        self._backward: list[int] = np.minimum.accumulate(room[half:]).tolist()
+    Attributes:
+        is_enough: Whether there are any at each moment.
+    """
+
+    def __init__(self, refiner: _Refiner, options: Sequence[Option]) -> None:
+        use = refiner.use
+        spans = use.spans(footprints_of(options))
+        self._room = refiner.budget_bytes - use.bytes_of(spans)
+        self.is_enough = bool(self._room.min(initial=0) >= 0)
+        self._sizes = refiner.graph.sizes
+        self._half = use.half
+        # A view is read as whole numbers of Python, and copies nothing.
+        self._until = spans.last[: len(self._sizes)].data
+
+    @cached_property
+    def _forward(self) -> memoryview:
+        """The least room from each moment of forward to its end."""
+        return np.minimum.accumulate(self._room[: self._half][::-1])[::-1].data
+
+    @cached_property
+    def _backward(self) -> memoryview:
+        """The least room from the begin of backward to each of its moments."""
+        return np.minimum.accumulate(self._room[self._half :]).data
 
     def may_hold(self, more: _More) -> bool:
-        """Return whether there is room until the first moment that it changes."""
+        """Return whether there is room until the first moment that it changes.
+
+        A fast lower bound, which rules out values that do not fit.
+        """
         until, last = self._until, self._half - 1
         first, is_new, least_bytes = 0, False, more.least_bytes
         for storage in more.storages:
             if until[storage] < last:
                 is_new, first = True, max(first, until[storage] + 1)
             else:
-                least_bytes -= self._bytes[storage]
+                least_bytes -= self._sizes[storage]
         if not is_new or least_bytes <= 0:
             return True
         if least_bytes > self._forward[first]:
