@@ -326,6 +326,21 @@ def test_a_compiled_run_is_planned_by_the_compiled_blocks(tmp_path):
     assert_nothing_is_left(trainer)
 
 
+def test_the_largest_batch_is_checked_by_the_compiled_blocks(tmp_path):
+    settings: dict[str, Any] = {"per_device_train_batch_size": 2, "max_steps": 4}
+    plain = train(tmp_path, **settings)
+    callback = RecoupCallback(1_400_000, compile="exact", slowdown=0.0)
+    trainer = train(tmp_path, callback, kind=Trainer, **settings)
+    largest = callback.largest_batch
+    assert largest is not None
+    assert largest.executor == "exact"
+    assert largest.size >= largest.plain_size > 1
+    assert largest.measured_peak_bytes <= largest.budget_bytes == 1_400_000
+    assert isinstance(callback.report, CompiledFit)
+    assert_same_run(trainer, plain)
+    assert_nothing_is_left(trainer)
+
+
 def test_training_twice_evaluating_and_predicting_equals_the_plain_run(tmp_path):
     callback = RecoupCallback(0.7)
     found = []
