@@ -329,6 +329,21 @@ def test_a_compiled_run_is_planned_by_the_compiled_blocks(tmp_path):
     assert_nothing_is_left(trainer)
 
 
+def test_lora_with_compiled_blocks_trains_bitwise_as_without_recoup(tmp_path):
+    plain = train(tmp_path, make=lora)
+    callback = RecoupCallback(0.8, compile="exact")
+    # A compiler cannot trace a meter.
+    trainer = train(tmp_path, callback, kind=Trainer, make=lora)
+    report = callback.report
+    assert isinstance(report, CompiledFit)
+    assert len(report.numbers()["compiled"]) == 2
+    assert report.difference == 0.0
+    assert report.measured_peak_bytes <= report.budget_bytes < report.plain_peak_bytes
+    assert len(losses(trainer)) == STEPS
+    assert_same_run(trainer, plain)
+    assert_nothing_is_left(trainer)
+
+
 def test_the_largest_batch_is_checked_by_the_compiled_blocks(tmp_path):
     settings: dict[str, Any] = {"per_device_train_batch_size": 2, "max_steps": 4}
     plain = train(tmp_path, **settings)
