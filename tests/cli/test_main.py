@@ -570,6 +570,10 @@ def test_the_largest_batch_is_found(tmp_path, capsys):
     assert found["measured_peak_bytes"] <= found["budget_bytes"] == 200_000
     assert run([*asked, "--limit", "3"]) == 0
     assert capsys.readouterr().out.startswith("batch 3 ")
+    assert run([*asked, "--json", "--compile", "exact"]) == 0
+    compiled = json.loads(capsys.readouterr().out)
+    assert (found["executor"], compiled["executor"]) == (False, "exact")
+    assert compiled["size"] == found["size"]
     # Each half of the batch needs half of the memory.
     asked[1] = f"{file}:make_step"
     assert run([*asked, "--json"]) == 0
@@ -584,6 +588,7 @@ def test_the_largest_batch_is_found(tmp_path, capsys):
 WRONG = [
     (["largest-batch", "steps.py:make", "--budget", "1MB"], TARGET, "raised TypeError"),
     (["largest-batch", "steps.py:make", "--budget", "50%"], TARGET, "raised TypeError"),
+    (["largest-batch", "steps.py:make", "--compile", "fast"], USAGE, "exact, inductor"),
     (["fit", "steps.py:make", "--budget", "8 bananas"], USAGE, "bananas"),
     (["fit", "steps.py:make", "--budget", "0"], USAGE, "a positive budget"),
     (["fit", "steps.py:make", "--budget", "120%"], USAGE, "up to 100%"),

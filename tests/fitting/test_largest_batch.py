@@ -1,12 +1,17 @@
 """The largest batch: it fits, the next one does not, and few sizes are measured."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import recoup
 from recoup.core.growth import on_line
+from recoup.engine.applied.compiled_blocks import compiled_blocks_in
 from recoup.errors import InfeasibleError, UsageError
+from recoup.fitting import largest_batch as module
+from recoup.fitting.compiled_fit import CompiledFit
 from recoup.fitting.largest_batch import largest_batch
 from tests.support.bits import tree_differences
 
@@ -15,7 +20,7 @@ def layer() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16))
 
 
-def stack() -> nn.Module:
+def stack() -> nn.Sequential:
     return nn.Sequential(*(layer() for _ in range(4)))
 
 
@@ -76,6 +81,60 @@ def test_bytes_at_a_third_size_are_exactly_those_that_are_measured():
     assert predicted.own_bytes == graphs[24].own_bytes
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("slowdown", [None, 9.0, 0.0])
+def test_the_size_is_checked_by_the_executor_that_is_asked_for(slowdown, monkeypatch):
+    reports: list[Any] = []
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        fitted = recoup.fit(*args, **kwargs)
+        reports.append(fitted[1])
+        return fitted
+
+    monkeypatch.setattr(module, "fit", noted)
+    model = stack()
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    found = largest_batch(
+        model,
+        samples,
+        200_000,
+        loss=torch.sum,
+        slowdown=slowdown,
+        compile="exact",
+    )
+    assert found.executor == "exact"
+    assert "blocks compiled (exact)" in str(found)
+    assert all(isinstance(report, CompiledFit) for report in reports)
+    if slowdown != 0.0:  # any size that fits is fast enough: the first is the largest
+        assert len(reports) == 1
+        assert found.size > found.plain_size
+    assert found.slowdown in [
+        r.predicted_seconds / r.plain_seconds - 1 for r in reports
+    ]
+    assert found.measured_peak_bytes in [r.measured_peak_bytes for r in reports]
+    assert found.measured_peak_bytes <= found.budget_bytes
+    # Compiled blocks may be slower, but not too slow for what fits without recoup.
+    is_fast = slowdown is None or found.slowdown <= slowdown
+    assert is_fast or found.size == found.plain_size
+    assert list(tree_differences(before, dict(model.state_dict()), where="")) == []
+    assert not compiled_blocks_in(model)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_blocks_that_the_user_compiled_are_searched_as_they_were_written():
+    plain, compiled = stack(), stack()
+    for block in compiled:
+        block.compile(backend="eager")
+    expected = largest_batch(plain, samples, 200_000, loss=torch.sum, slowdown=None)
+    found = largest_batch(
+        compiled, samples, 200_000, loss=torch.sum, slowdown=None, compile="exact"
+    )
+    assert found.size == expected.size
+    assert all(block._compiled_call_impl is not None for block in compiled)
+
+
 def test_steps_with_other_operators_are_not_on_one_line():
     one = recoup.measure(stack(), samples(2), loss=torch.sum)
     other = recoup.measure(Attention(), sequence(2), loss=torch.sum)
@@ -116,6 +175,7 @@ def test_room_is_left_for_the_state_of_an_optimizer_and_a_limit_is_kept():
         ({"budget": 0.5}, "in bytes"),
         ({"budget": "1MB", "slowdown": -1.0}, "slowdown"),
         ({"budget": "1MB", "limit": 0}, "limit"),
+        ({"budget": "1MB", "compile": "fast"}, "compile"),
     ],
 )
 def test_wrong_arguments_are_refused_before_anything_runs(arguments, words):

@@ -187,6 +187,87 @@ def test_calls_of_other_sizes_are_compared_with_their_own_plan():
         assert bool(said) == (max(peaks) > report.budget_bytes)
 
 
+def passes(
+    model: nn.Module, batches: list[Tensor], kept: list[Tensor] | None = None
+) -> None:
+    """Accumulate gradients over batches; keep the outputs if there is a list."""
+    for x in batches:
+        output = model(x)
+        if kept is not None:
+            kept.append(output)
+        loss = output.sum()
+        del output
+        loss.backward()
+
+
+def peak_of_passes(
+    model: nn.Module, batches: list[Tensor], *, keep: bool
+) -> tuple[int, list[recoup.errors.BudgetWarning]]:
+    """Run a step of several passes; return its peak, and the warnings."""
+    model.zero_grad(set_to_none=True)
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        StorageMeter() as meter,
+    ):
+        warnings.simplefilter("always")
+        meter.track(model, *batches)
+        passes(model, batches, [] if keep else None)
+    said = [w.message for w in caught]
+    kinds = recoup.errors.BudgetWarning
+    return meter.peak_bytes, [w for w in said if isinstance(w, kinds)]
+
+
+@pytest.mark.parametrize("rows", [(ROWS, 48, ROWS), (ROWS,) * 4, (48, ROWS, 48)])
+def test_outputs_of_all_earlier_passes_count(rows):
+    model, x = network(4), batch()
+    batches = [x[:count] for count in rows]
+    budget, said = 1 << 26, []
+    while not said:
+        _, report = recoup.fit(
+            model, step=lambda: passes(model, batches), budget=budget
+        )
+        peak, said = peak_of_passes(model, batches, keep=False)
+        assert peak <= report.budget_bytes
+        assert not said
+        peak, said = peak_of_passes(model, batches, keep=True)
+        assert len(said) == (peak > report.budget_bytes)
+        budget = peak - 1  # too small by one byte, if the plan is the same
+        report.remove()
+
+
+def test_outputs_that_the_measured_step_keeps_are_silent():
+    model, x = network(4), batch()
+    batches = [x, x[:48], x]
+    _, report = recoup.fit(model, step=lambda: passes(model, batches, []), budget=0.8)
+    for _ in range(2):
+        peak, said = peak_of_passes(model, batches, keep=True)
+        assert peak <= report.budget_bytes
+        assert not said
+
+
+def test_outputs_that_are_kept_from_step_to_step_add_up():
+    model, x = network(12), batch()
+    _, report = recoup.fit(model, x, 1.0, loss=torch.sum)
+    output_bytes = 12 * x.nbytes
+    report.remove()
+    budget = report.measured_peak_bytes + 5 * output_bytes // 2
+    _, report = recoup.fit(model, x, budget, loss=torch.sum)
+    outputs: list[Tensor] = []
+    for _ in range(5):
+        model.zero_grad(set_to_none=True)
+        with (
+            warnings.catch_warnings(record=True) as caught,
+            StorageMeter() as meter,
+        ):
+            warnings.simplefilter("always")
+            meter.track(model, x, *outputs)
+            outputs.append(model(x))
+            outputs[-1].sum().backward()
+        exceeds = meter.peak_bytes > report.budget_bytes
+        assert exceeds == (len(outputs) > 2)
+        assert len(caught) == (len(outputs) == 3)
+
+
 def as_measured(model: nn.Module, x: Tensor) -> None:
     model(x).sum().backward()
 

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from recoup.backend.memory.meters import StorageMeter
 from recoup.errors import InfeasibleError, UsageError
 from recoup.fitting.compiled_fit import CompiledFit
 from recoup.fitting.fit import Fit
 from recoup.integrations import first_step
-from recoup.train.budgeting.process_budget import fit_together
+from recoup.train.budgeting.process_budget import UnitPlan, fit_together
 from tests.support.bits import tree_differences
 from tests.support.processes import together
 from tests.support.trainings import Tokens, tiny_llama
@@ -26,6 +27,8 @@ from tests.support.trainings import Tokens, tiny_llama
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 
+from accelerate import DistributedType, PartialState
+from accelerate.utils import FullyShardedDataParallelPlugin
 from transformers import (
     Trainer,
     TrainerCallback,
@@ -326,6 +329,36 @@ def test_a_compiled_run_is_planned_by_the_compiled_blocks(tmp_path):
     assert_nothing_is_left(trainer)
 
 
+def test_lora_with_compiled_blocks_trains_bitwise_as_without_recoup(tmp_path):
+    plain = train(tmp_path, make=lora)
+    callback = RecoupCallback(0.8, compile="exact")
+    # A compiler cannot trace a meter.
+    trainer = train(tmp_path, callback, kind=Trainer, make=lora)
+    report = callback.report
+    assert isinstance(report, CompiledFit)
+    assert len(report.numbers()["compiled"]) == 2
+    assert report.difference == 0.0
+    assert report.measured_peak_bytes <= report.budget_bytes < report.plain_peak_bytes
+    assert len(losses(trainer)) == STEPS
+    assert_same_run(trainer, plain)
+    assert_nothing_is_left(trainer)
+
+
+def test_the_largest_batch_is_checked_by_the_compiled_blocks(tmp_path):
+    settings: dict[str, Any] = {"per_device_train_batch_size": 2, "max_steps": 4}
+    plain = train(tmp_path, **settings)
+    callback = RecoupCallback(1_400_000, compile="exact", slowdown=0.0)
+    trainer = train(tmp_path, callback, kind=Trainer, **settings)
+    largest = callback.largest_batch
+    assert largest is not None
+    assert largest.executor == "exact"
+    assert largest.size >= largest.plain_size > 1
+    assert largest.measured_peak_bytes <= largest.budget_bytes == 1_400_000
+    assert isinstance(callback.report, CompiledFit)
+    assert_same_run(trainer, plain)
+    assert_nothing_is_left(trainer)
+
+
 def test_training_twice_evaluating_and_predicting_equals_the_plain_run(tmp_path):
     callback = RecoupCallback(0.7)
     found = []
@@ -420,8 +453,8 @@ def test_the_callback_names_its_required_caller():
         callback.on_train_begin(None, None, None)
 
 
-def train_in_process(rank: int, folder: str) -> Any:
-    """Train without and with the callback; return parameters, peaks and the plan."""
+def join(rank: int) -> None:
+    """Make a process one of two that transformers trains with."""
     for name, value in (
         ("RANK", rank),
         ("LOCAL_RANK", rank),
@@ -432,6 +465,11 @@ def train_in_process(rank: int, folder: str) -> Any:
         os.environ[name] = str(value)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+
+
+def train_in_process(rank: int, folder: str) -> Any:
+    """Train without and with the callback; return parameters, peaks and the plan."""
+    join(rank)
     settings = {"ddp_backend": "gloo", "gradient_accumulation_steps": 2}
     plain = train(Path(folder), **settings)
     callback = RecoupCallback(int(0.8 * max(plain.peaks)))
@@ -451,4 +489,67 @@ def test_two_processes_agree_and_train_bitwise_as_without_recoup(tmp_path):
         assert each["differences"] == []
         ours, budget, plain = each["peaks"]
         assert ours <= budget < plain
+    assert found[0]["plan"] == found[1]["plan"]
+
+
+class ShardedTrainer(MeteredTrainer):
+    """Shards the model by accelerate's FSDP2, in processes without accelerators.
+
+    accelerate uses its plugin on accelerators only: on CPUs it replicates the model
+    with DistributedDataParallel instead, and says nothing.
+    """
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        state: Any = self.accelerator.state
+        state.fsdp_plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
+        state.distributed_type = DistributedType.FSDP
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+        self.is_fsdp_enabled = True
+
+
+def shards(trainer: Any) -> dict[str, torch.Tensor]:
+    """Return this process's part of each tensor of a sharded model."""
+    state = trainer.model.state_dict()
+    return {
+        name: tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        for name, tensor in state.items()
+    }
+
+
+def train_sharded(rank: int, folder: str) -> Any:
+    """Train with FSDP without and with the callback; return what differs."""
+    join(rank)
+    settings: dict[str, Any] = {
+        "kind": ShardedTrainer,
+        "fsdp": True,
+        "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
+        "ddp_backend": "gloo",
+    }
+    plain = train(Path(folder), **settings)
+    callback = RecoupCallback(int(0.9 * max(plain.peaks)))
+    ours = train(Path(folder), callback, **settings)
+    report = callback.report
+    assert isinstance(report, UnitPlan)
+    assert all(isinstance(p, DTensor) for p in ours.model.parameters())
+    assert_nothing_is_left(ours, plain)
+    return {
+        "differences": list(tree_differences(shards(plain), shards(ours), where="")),
+        "losses": (losses(plain), losses(ours)),
+        "steps": (len(plain.peaks), len(ours.peaks)),
+        "peaks": (max(ours.peaks), report.budget_bytes, max(plain.peaks)),
+        "plan": report.plan,
+    }
+
+
+def test_two_processes_that_shard_the_model_train_bitwise_as_without_recoup(tmp_path):
+    found = together(train_sharded, tmp_path, str(tmp_path), seconds=200)
+    for each in found:
+        assert isinstance(each, dict), each
+        assert each["differences"] == []
+        assert each["losses"][0] == each["losses"][1]
+        assert each["steps"] == (STEPS, STEPS), "rehearsals leave no trace"
+        ours, budget, plain = each["peaks"]
+        assert ours <= budget < plain
+        assert {"recompute", "keep costly"} & {*each["plan"]}
     assert found[0]["plan"] == found[1]["plan"]

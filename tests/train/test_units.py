@@ -109,7 +109,9 @@ def test_every_budget_is_met_with_the_same_bits():
             for one, p in zip(expected, model.parameters(), strict=True)
             if one is not None and p.grad is not None
         )
+        chosen = plan.plan
         plan.remove()
+        assert plan.plan == chosen, "the report of a training that has ended"
     assert len(seen) >= 2
 
 

@@ -309,7 +309,7 @@ def measure(
     )
 
 
-def largest_batch(
+def largest_batch(  # noqa: PLR0913 (as `recoup.largest_batch`)
     target: SizedTargetName,
     *,
     budget: BudgetText = None,
@@ -317,19 +317,23 @@ def largest_batch(
         float, typer.Option(min=0, help="Accepted extra time of a step: 0.33 is 33%.")
     ] = 0.33,
     limit: Annotated[int, typer.Option(min=1, help="The largest size.")] = 1 << 16,
+    compile: CompileText = None,  # noqa: A002 (the option's name)
     json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Find the largest batch that trains within a budget; checked on a real step."""
     del debug
     check_budget_text(budget)
+    check_compile(compile)
 
     from recoup.cli.targets import load_sized_target
     from recoup.cli.work import largest_batch_of, noise
 
     make = load_sized_target(target)
     busy = noise(make(1))
-    found = largest_batch_of(make, budget, slowdown, limit)
+    found = largest_batch_of(
+        make, budget, slowdown=slowdown, limit=limit, compile=compile
+    )
     if json:
         print(as_json({"target": target, **asdict(found), "busy": busy}))
         return

@@ -26,7 +26,7 @@ from recoup.fitting.benchmark import Entry, run_benchmark
 from recoup.fitting.budgets import budget_bytes, budget_for_floor, infeasible_with
 from recoup.fitting.collected_findings import frontier_and_rules, graph_findings
 from recoup.fitting.compiled_fit import CompiledFit
-from recoup.fitting.fit import Fit, fit
+from recoup.fitting.fit import Compile, Fit, fit
 from recoup.fitting.largest_batch import LargestBatch, largest_batch
 from recoup.fitting.measuring import frontier, measure
 from recoup.fitting.progress import bar
@@ -66,7 +66,12 @@ def fit_target(
 
 
 def largest_batch_of(
-    make: Callable[[int], Target], budget: str | None, slowdown: float, limit: int
+    make: Callable[[int], Target],
+    budget: str | None,
+    *,
+    slowdown: float,
+    limit: int,
+    compile: str | None,  # noqa: A002 (the option's name)
 ) -> LargestBatch:
     """Find the largest batch for the user's model, which is made once."""
     first = make(1)
@@ -80,6 +85,7 @@ def largest_batch_of(
             slowdown=slowdown,
             optimizer=first.optimizer,
             limit=limit,
+            compile=cast("Compile", compile or False),
         )
 
 

@@ -2,14 +2,17 @@
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from recoup.backend.compiler.partitioning import Executor
+from recoup.backend.compiler.suspension import suspended_compilation
 from recoup.backend.memory.meters import is_out_of_memory
 from recoup.core.display import as_html
 from recoup.core.graph import Graph
@@ -19,7 +22,9 @@ from recoup.core.units import parse_budget, print_bytes, print_seconds
 from recoup.errors import InfeasibleError, UsageError
 from recoup.fitting.arguments import actions_of, optimizers_of
 from recoup.fitting.budgets import Budget, budget_bytes
-from recoup.fitting.fit import fit
+from recoup.fitting.compiled_fit import CompiledFit
+from recoup.fitting.fit import Compile, check_compile, fit
+from recoup.fitting.fit_result import FitResult
 from recoup.measurement.steps.floor import measure_floor
 from recoup.measurement.steps.optimizers import missing_state_bytes, state_tensors
 from recoup.measurement.steps.training_step import device_of, training_step, untouched
@@ -46,10 +51,13 @@ class LargestBatch:
         budget_bytes: The budget.
         measured_peak_bytes: The peak of a real step with a batch of this size.
         slowdown: How much longer than the plain step it takes, predicted: 0.2 is 20 %.
+            Less than 0 where compiled blocks are faster.
         measured_seconds: The time of a real step.
         plain_size: The largest size without recoup, predicted; 0: none fits.
         measured_sizes: The sizes that ran.
         total_seconds: How long the search took.
+        executor: What ran the blocks of the real step: "exact" or "inductor"; False:
+            torch, eagerly.
     """
 
     size: int
@@ -60,17 +68,19 @@ class LargestBatch:
     plain_size: int
     measured_sizes: tuple[int, ...]
     total_seconds: float
+    executor: Literal[False] | Executor = False
 
     def _repr_html_(self) -> str:
         return as_html(str(self))
 
     def __str__(self) -> str:
+        compiled = f", blocks compiled ({self.executor})" if self.executor else ""
         return (
             f"batch {self.size} (plain {self.plain_size}) in a budget of "
             f"{print_bytes(self.budget_bytes)}: measured peak "
             f"{print_bytes(self.measured_peak_bytes)}; step "
             f"{print_seconds(self.measured_seconds)}, {self.slowdown:+.1%} by "
-            f"prediction; {len(self.measured_sizes)} sizes measured in "
+            f"prediction{compiled}; {len(self.measured_sizes)} sizes measured in "
             f"{print_seconds(self.total_seconds)}"
         )
 
@@ -87,6 +97,7 @@ def largest_batch(  # noqa: PLR0913 (as `fit`)
     accumulate: bool = False,
     allow: Iterable[Action] = (Action.KEEP,),
     limit: int = 1 << 16,
+    compile: Compile = False,  # noqa: A002 (torch's own word)
 ) -> LargestBatch:
     """Find the largest batch that trains within a budget, by planning.
 
@@ -95,7 +106,9 @@ def largest_batch(  # noqa: PLR0913 (as `fit`)
     `fit` with a batch of the size that was found.
 
     Costs four steps for each measured size, about five of them, some planning for each,
-    and one `fit`.
+    and one `fit`. With `compile=` sizes are searched by plans without a compiler, and
+    blocks are compiled only for the sizes that are checked: one, and a larger one if
+    the compiled step was fast enough for it.
 
     Args:
         model: The model.
@@ -113,6 +126,8 @@ def largest_batch(  # noqa: PLR0913 (as `fit`)
         accumulate: Gradients of earlier steps are there when a step begins.
         allow: Actions allowed on a value besides recomputing it.
         limit: No larger size is looked for.
+        compile: The executor of the blocks, as for `fit`. A step that fits without
+            recoup is never too slow.
 
     Raises:
         InfeasibleError: Not even a batch of size 1 fits.
@@ -139,6 +154,7 @@ def largest_batch(  # noqa: PLR0913 (as `fit`)
     if step is not None and loss is not None:
         raise UsageError("expected loss= or step=, got both; a step has its own loss.")
     check_slowdown(slowdown)
+    check_compile(compile)
     optimizers = optimizers_of(optimizer)
     reserved_bytes = sum(missing_state_bytes(each, device) for each in optimizers)
 
@@ -152,48 +168,93 @@ def largest_batch(  # noqa: PLR0913 (as `fit`)
             model, batch, loss=loss, step=run, accumulate=accumulate
         )
         moments = [tensor for each in optimizers for tensor in state_tensors(each)]
-        with untouched(measured) as repeated:
+        around = suspended_compilation(model) if compile else nullcontext()
+        with around, untouched(measured) as repeated:
             return measure_floor(repeated, resident=moments)
 
-    sizes = _Sizes(measure, allowed_bytes - reserved_bytes, actions_of(allow), slowdown)
-    size = sizes.largest(limit)
-    while True:
+    def checked(size: int) -> FitResult:
         batch, run = described(size)
+        _, report = fit(
+            model,
+            batch,
+            allowed_bytes,
+            loss=loss,
+            step=run,
+            optimizer=optimizer,
+            accumulate=accumulate,
+            allow=allow,
+            progress=False,
+            # A runtime value: the result is of either kind.
+            compile=cast("Literal['auto']", compile),
+        )
+        report.remove()
+        return report
+
+    sizes = _Sizes(measure, allowed_bytes - reserved_bytes, actions_of(allow), slowdown)
+    size, report = _largest_checked(sizes, checked, allowed_bytes, limit, bool(compile))
+    sizes.graphs.setdefault(size, report.graph)
+    return LargestBatch(
+        size=size,
+        budget_bytes=allowed_bytes,
+        measured_peak_bytes=report.measured_peak_bytes,
+        slowdown=_slowdown_of(report),
+        measured_seconds=report.measured_seconds,
+        plain_size=sizes.largest_plain(size),
+        measured_sizes=tuple(sorted(sizes.graphs)),
+        total_seconds=time.perf_counter() - started,
+        executor=_executor_of(report),
+    )
+
+
+def _largest_checked(
+    sizes: "_Sizes",
+    check: Callable[[int], FitResult],
+    allowed_bytes: int,
+    limit: int,
+    is_compiled: bool,  # noqa: FBT001
+) -> tuple[int, FitResult]:
+    """Return the largest size whose real step fits, and the result of `fit`.
+
+    What the step of one size takes is expected of the others too. After the first
+    compiled step that is fast enough a larger size is looked for once, because the
+    search has expected the time of a step without a compiler.
+    """
+    may_grow = is_compiled and sizes.slowdown is not None
+    best: tuple[int, FitResult] | None = None
+    size = sizes.largest(limit)
+    while best is None or size > best[0]:
         try:
-            _, report = fit(
-                model,
-                batch,
-                allowed_bytes,
-                loss=loss,
-                step=run,
-                optimizer=optimizer,
-                accumulate=accumulate,
-                allow=allow,
-                progress=False,
-            )
+            report = check(size)
         except InfeasibleError as error:
             if size == 1:
                 raise
             # What a real step takes beyond its prediction is left free.
             sizes.leave_free(error.floor_bytes - allowed_bytes)
         else:
-            report.remove()
-            found = report.predicted_seconds / report.plain_seconds - 1
-            if slowdown is None or found <= slowdown or size == 1:
-                break
-            sizes.expect_slowdown(size, found)
-        size = sizes.largest(size - 1, measure=False)
-    sizes.graphs.setdefault(size, report.graph)
-    return LargestBatch(
-        size=size,
-        budget_bytes=allowed_bytes,
-        measured_peak_bytes=report.measured_peak_bytes,
-        slowdown=found,
-        measured_seconds=report.measured_seconds,
-        plain_size=sizes.largest_plain(size),
-        measured_sizes=tuple(sorted(sizes.graphs)),
-        total_seconds=time.perf_counter() - started,
-    )
+            found = _slowdown_of(report)
+            if size == 1 or sizes.is_accepted(size, found):
+                best = size, report
+                if not may_grow:
+                    break
+                may_grow = False
+                sizes.expect_ratio(size, found)
+                size = sizes.largest(limit)
+                continue
+            expect = sizes.expect_ratio if is_compiled else sizes.expect_slowdown
+            expect(size, found)
+        limit = size - 1
+        size = sizes.largest(limit, measure=False)
+    return best
+
+
+def _executor_of(report: FitResult) -> Literal[False] | Executor:
+    if not isinstance(report, CompiledFit):
+        return False
+    return "inductor" if report.plan.executor == "inductor" else "exact"
+
+
+def _slowdown_of(report: FitResult) -> float:
+    return report.predicted_seconds / report.plain_seconds - 1
 
 
 def _allowed_bytes(budget: Budget, device: torch.device) -> int:
@@ -232,6 +293,7 @@ class _Sizes:
 
     Attributes:
         graphs: The steps that were measured, by size.
+        slowdown: The accepted slowdown; None: any.
     """
 
     def __init__(
@@ -245,7 +307,8 @@ class _Sizes:
         self._measure = measure
         self._target_bytes = target_bytes
         self._allow = allow
-        self._slowdown = slowdown
+        self.slowdown = slowdown
+        self._limit = slowdown
         self._known: dict[int, bool] = {}
 
     def leave_free(self, nbytes: int) -> None:
@@ -255,10 +318,26 @@ class _Sizes:
 
     def expect_slowdown(self, size: int, found: float) -> None:
         """Expect of all sizes the error that a prediction of one size had."""
-        assert self._slowdown is not None, "it was exceeded"
+        assert self._limit is not None, "it was exceeded"
         predicted = max(self._slowdown_of(self._graph(size)) or 0.0, 1e-6)
-        self._slowdown *= min(max(predicted / found, 0.5), 0.9)
+        self._limit *= min(max(predicted / found, 0.5), 0.9)
         self._known.clear()
+
+    def expect_ratio(self, size: int, found: float) -> None:
+        """Expect that compiled blocks change the time of all sizes as of one."""
+        assert self.slowdown is not None, "any slowdown is accepted"
+        assert self._limit is not None, "any slowdown is accepted"
+        predicted = self._slowdown_of(self._graph(size)) or 0.0
+        limit = (1 + self.slowdown) * (1 + predicted) / (1 + found) - 1
+        if found > self.slowdown:
+            limit = min(limit, 0.9 * self._limit)
+        self._limit = max(0.0, limit)
+        self._known.clear()
+
+    def is_accepted(self, size: int, found: float) -> bool:
+        """Return whether a step with this slowdown is fast enough."""
+        is_fast = self.slowdown is None or found <= self.slowdown
+        return is_fast or self._fits_plain(size)
 
     def largest(self, limit: int, *, measure: bool = True) -> int:
         """Return the largest size that fits; 1 if none does.
@@ -290,12 +369,16 @@ class _Sizes:
         return _last(
             0,
             limit,
-            lambda size: (
-                Search(self._graph(size), self._allow).plain_bytes <= self._target_bytes
-            ),
+            self._fits_plain,
         )
 
+    def _fits_plain(self, size: int) -> bool:
+        search = Search(self._graph(size), self._allow)
+        return search.plain_bytes <= self._target_bytes
+
     def _measured_fits(self, size: int) -> bool:
+        if size in self.graphs:
+            return self._fits(size)
         try:
             self.graphs[size] = self._measure(size)
         except Exception as error:
@@ -310,7 +393,7 @@ class _Sizes:
         if size not in self._known:
             found = self._slowdown_of(self._graph(size))
             self._known[size] = found is not None and (
-                self._slowdown is None or found <= self._slowdown
+                self._limit is None or found <= self._limit
             )
         return self._known[size]
 

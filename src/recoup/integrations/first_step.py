@@ -124,8 +124,7 @@ class FirstStep:
 
         try:
             self.report = fit_together(
-                # For a compiled model `fit` suspends the compiler anywhere in it.
-                model if self.compile and model is not called else unwrapped(called),
+                self._fitted(model),
                 rehearse,
                 self.budget,
                 # Frameworks wrap the optimizer under this name.
@@ -175,7 +174,7 @@ class FirstStep:
             )
         self.remove()
         self.largest = largest_batch(
-            unwrapped(called),
+            self._fitted(model),
             lambda size: of_size(batch, size),
             self.budget,
             step=lambda given: run(called, given),
@@ -184,9 +183,19 @@ class FirstStep:
             accumulate=accumulate,
             allow=self.allow,
             limit=limit,
+            compile=self.compile,
         )
         _log.info("%s", self.largest)
         return self.largest
+
+    def _fitted(self, model: nn.Module) -> nn.Module:
+        """Return what to fit of a model that the framework calls.
+
+        For a compiled model `fit` suspends the compiler anywhere in it.
+        """
+        called = eager(model)
+        is_suspended = self.compile and model is not called
+        return model if is_suspended else unwrapped(called)
 
     def check_compiled(self, model: Any) -> None:
         """Refuse a compiled model or step, unless recoup is to compile the blocks.

@@ -39,7 +39,8 @@ class RecoupCallback(Callback):
         budget: The most bytes on the device, as for `recoup.fit`: "8GiB", a number, or
             a share of the plain peak such as 0.6 (one process only). None reads the
             environment variable `RECOUP_BUDGET`; without that, the device's memory.
-        compile: The executor of the blocks, as for `recoup.fit`.
+        compile: The executor of the blocks, as for `recoup.fit`, also where the largest
+            batch is searched.
         allow: Actions allowed on a value besides recomputing it.
         slowdown: The accepted slowdown relative to the plain step, such as 0.3. If
             given, the largest batch within the budget is found, by repeating samples of

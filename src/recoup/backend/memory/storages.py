@@ -63,6 +63,7 @@ class StorageWatch:
 
     Attributes:
         nbytes: The bytes of its storage.
+        address: The address of its storage, which no other gets while it is watched.
 
     Examples:
         >>> t = torch.ones(3)
@@ -76,17 +77,17 @@ class StorageWatch:
         False
     """
 
-    __slots__ = ("__weakref__", "_address", "_tensor", "nbytes")
+    __slots__ = ("__weakref__", "_tensor", "address", "nbytes")
 
     def __init__(self, tensor: Tensor) -> None:
         self.nbytes: int = tensor.untyped_storage().nbytes()
         self._tensor = weakref.ref(tensor)
-        self._address = take_weak_reference(tensor.untyped_storage())
+        self.address: int = take_weak_reference(tensor.untyped_storage())
 
     @property
     def is_alive(self) -> bool:
         """Whether anything refers to the memory."""
-        return not torch.UntypedStorage._expired(self._address)
+        return not torch.UntypedStorage._expired(self.address)
 
     @property
     def is_referenced(self) -> bool:
@@ -95,7 +96,7 @@ class StorageWatch:
 
     def __del__(self) -> None:
         """Release the address."""
-        free_weak_reference(self._address)
+        free_weak_reference(self.address)
 
 
 def watches_of(tensors: Iterable[Tensor]) -> list[StorageWatch]:

@@ -15,6 +15,7 @@ from recoup.engine.applied.model_blocks import block_names
 from recoup.engine.verification.replay_check import Verify
 from recoup.fitting.following.adapted_pass import AdaptedPass
 from recoup.fitting.following.budget_warnings import BudgetWarnings
+from recoup.fitting.following.loop_memory import EarlierOutputs
 from recoup.fitting.following.watched_step import StepMeter
 from recoup.measurement.steps.training_step import device_of
 from recoup.measurement.timing.block_frames import StepMarks, marked_graph
@@ -69,6 +70,9 @@ class Adapted:
             )
             for each, part in zip(graph.passes, made.parts, strict=True)
         ]
+        earlier, said = EarlierOutputs(), set[str]()
+        for part in self.parts:
+            part.share(earlier, said)
         self._order = PassOrder(made)
         self._disorder = None if is_fixed else _Disorder(self.parts)
         self._roots = made.all_roots

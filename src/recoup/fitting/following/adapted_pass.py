@@ -36,7 +36,7 @@ from recoup.fitting.following.call_groups import (
     key_of,
     size_of,
 )
-from recoup.fitting.following.loop_memory import LoopMemory
+from recoup.fitting.following.loop_memory import EarlierOutputs, LoopMemory
 from recoup.fitting.following.replanning import replanned, verification_bytes
 from recoup.fitting.following.watched_step import (
     CallWatch,
@@ -165,6 +165,11 @@ class AdaptedPass:
         for other in self._others.values():
             other.stop()
 
+    def share(self, earlier: EarlierOutputs, said: set[str]) -> None:
+        """Share with other passes of the step outputs, and what was warned of."""
+        self._loop.earlier = earlier
+        self._warnings.said = said
+
     def finish_measuring(self) -> None:
         """Warn from now on of memory that only the training loop keeps."""
         self._loop.finish_measuring()
@@ -209,15 +214,13 @@ class AdaptedPass:
         if len(self._measured) < self.plan.model_calls:
             if not self._measured:
                 self.unseen_bytes = unseen_bytes(self._graph, model, found)
-            self._measured.append(
-                MeasuredCall(key, size_of(key), bytes_of(found), state)
-            )
+            measured = MeasuredCall(key, size_of(key), bytes_of(found), state)
+            self._measured.append(measured)
             self._chosen = self.plan
             return self.plan, CallWatch(self, None, self.plan)
         if self._observed is not None:
             self._learn(*self._observed)
-        other = self._others.get(state.trained)
-        if other is not None:
+        if (other := self._others.get(state.trained)) is not None:
             return other.choose(model, args, kwargs, is_alone=is_alone, metered=metered)
         case = self._cases.get((key, state))
         if case is None:
@@ -321,6 +324,7 @@ class AdaptedPass:
         other._unchecked = case.group.differences
         other.unmeasured, other.unseen_bytes = self.unmeasured, self.unseen_bytes
         other.finish_measuring()
+        other.share(self._loop.earlier, self._warnings.said)
         self._others[case.state.trained] = other
 
     def say_outside(self, name: str) -> None:
@@ -360,10 +364,8 @@ class AdaptedPass:
             group.metered_steps = 0  # it holds, or nothing smaller is known
             return
         group.metered_steps -= 1
-        step, used = (
-            self._steps.step_of(case.size, case),
-            segments_of(self._graph, plan),
-        )
+        step = self._steps.step_of(case.size, case)
+        used = segments_of(self._graph, plan)
         predicted_bytes = simulate(step, used or ()).peak_bytes
         if is_first:
             group.excess_bytes = expected_excess(
@@ -399,9 +401,7 @@ class AdaptedPass:
         size.update((a, n) for a, n in size_of(key).items() if a in size)
         group_size = group_of(measured.size, size)
         reader = self._reader
-        differences = (
-            [] if reader is None else reader.differences(measured.state, state)
-        )
+        differences = reader.differences(measured.state, state) if reader else []
         other = state if differences else None
         # Other tensors than the measured call had may mean other operators.
         other_paths = () if same else tuple(sorted(paths))
@@ -550,16 +550,17 @@ class AdaptedPass:
             held_bytes = self.open_bytes(segments_of(self._graph, self.plan) or ())
             self._warnings.say_open(times, self.plan.peak_bytes + held_bytes)
 
-    def _check_kept(self, case: CallCase | None, plan: Plan, kept: LoopKept) -> None:
-        """Warn if a step does not fit because of what the training loop keeps."""
-        if case is None:
-            step, used = self._graph, segments_of(self._graph, plan)
-        else:
+    def _check_kept(
+        self, case: CallCase | None, plan: Plan, kept: LoopKept
+    ) -> int | None:
+        """Return the room beside what the training loop keeps; warn if none is left."""
+        step, used, excess_bytes = self._graph, segments_of(self._graph, plan), 0
+        if case is not None:
             step, used = self._steps.step_of(case.size, case), self._segments_of(case)
+            excess_bytes = case.group.excess_bytes
         if used is None:
-            return
-        excess_bytes = 0 if case is None else case.group.excess_bytes
-        self._warnings.say_kept(step, used, kept, excess_bytes)
+            return None
+        return self._warnings.say_kept(step, used, kept, excess_bytes)
 
     def ended(
         self,

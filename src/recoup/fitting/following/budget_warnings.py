@@ -18,6 +18,10 @@ from recoup.fitting.following.loop_memory import advice_for, reasons_of
 class BudgetWarnings:
     """Warns of what exceeds a budget: of each kind once.
 
+    Args:
+        budget_bytes: The budget, without the reserved bytes.
+        reserved_bytes: The reserved bytes.
+
     Attributes:
         budget_bytes: The budget, without the reserved bytes.
         said: The kinds that were said.
@@ -123,15 +127,25 @@ class BudgetWarnings:
         segments: Sequence[Segment],
         kept: LoopKept,
         excess_bytes: int = 0,
-    ) -> None:
-        """Warn if a step does not fit because of what the training loop keeps."""
+    ) -> int | None:
+        """Warn if a step does not fit because of what the training loop keeps.
+
+        Returns:
+            The bytes that are left in the budget; None: a warning was given, now or
+            before.
+        """
         kept = kept.beyond(graph)
         reasons = reasons_of(kept)
-        if self.said.issuperset(reasons):
-            return
+        if reasons and self.said.issuperset(reasons):
+            return None
+        needed_bytes = peak_with(graph, segments, kept) + excess_bytes
+        room_bytes = self.budget_bytes - needed_bytes
+        if room_bytes >= 0 or not reasons:
+            return max(0, room_bytes)
         self.say(
             "expected a training loop that keeps what the measured step kept, got "
             f"{' and '.join(reasons.values())}: {{needs}}. To fit, {advice_for(kept)}.",
-            peak_with(graph, segments, kept) + excess_bytes,
+            needed_bytes,
             kinds=list(reasons),
         )
+        return None

@@ -2,8 +2,8 @@
 
 import threading
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from recoup.backend.autograd.saved_tensors import current_backward
@@ -19,8 +19,6 @@ OUTPUT = "output"
 
 _MOST_CHECKED = 256
 """So many different combinations are remembered, to be checked once."""
-
-_NOTHING = (0, 0, 0, 0, 0)
 
 
 def reasons_of(kept: LoopKept) -> dict[str, str]:
@@ -59,32 +57,70 @@ def advice_for(kept: LoopKept) -> str:
     return "; ".join(found)
 
 
+class EarlierOutputs:
+    """Outputs of passes whose backward has begun, as long as their memory exists.
+
+    All passes of a step share one: in each of them the memory counts that the loop
+    keeps of any earlier one.
+
+    Attributes:
+        watches: Those that were alive when last looked at, by address.
+    """
+
+    def __init__(self) -> None:
+        self.watches: dict[int, StorageWatch] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs: it has made no outputs."""
+        return {"watches": {}}
+
+    def add(self, outputs: Iterable[StorageWatch]) -> None:
+        """Watch the outputs of one more pass."""
+        for watch in outputs:
+            self.watches.setdefault(watch.address, watch)
+
+    def alive(self) -> dict[int, StorageWatch]:
+        """Return those whose memory exists; looks at each that is kept."""
+        known = list(self.watches.items())  # another thread may add some
+        self.watches = {n: one for n, one in known if one.is_alive}
+        return dict(self.watches)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self.watches = {}
+
+
 class LoopMemory:
     """What the training loop keeps from call to call, seen at the start of backward.
 
     While `recoup.fit` measures, it learns which outputs the measured step keeps. From
     `finish_measuring` on it reports other kept memory. In each step it looks at
-    a few parameters and at the outputs, however many parameters there are.
+    a few parameters and at the outputs that the loop keeps, however many parameters
+    there are.
 
     Args:
         check: Compares what a call needs with the budget: its case, its plan, and what
-            is kept.
+            is kept. Returns by how many bytes more may be kept; None: any.
+
+    Attributes:
+        earlier: The outputs of earlier passes.
     """
 
-    def __init__(self, check: Callable[[Any, Plan, LoopKept], None]) -> None:
+    def __init__(self, check: Callable[[Any, Plan, LoopKept], int | None]) -> None:
         self._check = check
+        self.earlier = EarlierOutputs()
         self._open: WeakValueDictionary[int, _Call] = WeakValueDictionary()
         self._numbers = 0
         self._is_measuring = True
         self._measured_outputs: set[int] = set()
-        self._measured_previous: set[int] = set()
-        self._previous: list[StorageWatch] = []
+        self._measured_previous_bytes = 0
+        self._measured_remaining_bytes = 0
         self._task = -1
-        self._checked: dict[object, Plan] = {}
+        self._checked: dict[object, tuple[Plan, _Bytes | None]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs: it has no open calls."""
-        state: dict[str, Any] = {**vars(self), "_previous": [], "_checked": {}}
+        state: dict[str, Any] = {**vars(self), "_checked": {}}
         del state["_open"]
         return state
 
@@ -95,7 +131,7 @@ class LoopMemory:
     def finish_measuring(self) -> None:
         """Report from now on what the measured step did not keep."""
         self._is_measuring = False
-        self._previous = []
+        self.earlier.clear()
 
     def forget(self) -> None:
         """Check everything again: the plan has changed."""
@@ -122,9 +158,9 @@ class LoopMemory:
         nodes = [tensor.grad_fn for tensor in found if tensor.grad_fn is not None]
         if not nodes:
             return
-        previous: dict[int, StorageWatch] = {}
-        if self._previous and not self.open_calls():
-            previous = {n: one for n, one in enumerate(self._previous) if one.is_alive}
+        previous: Mapping[int, StorageWatch] = {}
+        if self.earlier.watches and not self.open_calls():
+            previous = self.earlier.alive()
         self._numbers += 1
         call = _Call(
             self,
@@ -148,7 +184,7 @@ class LoopMemory:
         task, self._task = self._task, current_backward()
         if task == self._task or call.reader is None:
             return
-        outputs = self._previous = [watch for each in calls for watch in each.outputs]
+        outputs = [watch for each in calls for watch in each.outputs]
         alive = {
             number: watch
             for number, watch in enumerate(outputs)
@@ -156,43 +192,83 @@ class LoopMemory:
             if watch.is_alive and (call.is_measured_plan or watch.is_referenced)
         }
         first = calls[0]
+        self.earlier.add(outputs)
+        previous_bytes = _bytes_of(first.previous.values())
+        remaining_bytes = _bytes_of(w for w in first.previous.values() if w.is_alive)
         if self._is_measuring:
             self._measured_outputs.update(alive)
-            self._measured_previous.update(first.previous)
+            known = self._measured_previous_bytes, self._measured_remaining_bytes
+            self._measured_previous_bytes = max(known[0], previous_bytes)
+            self._measured_remaining_bytes = max(known[1], remaining_bytes)
             return
-        previous_bytes = remaining_bytes = output_bytes = 0
-        for number, watch in first.previous.items():
-            if number not in self._measured_previous:
-                previous_bytes += watch.nbytes
-                remaining_bytes += watch.nbytes if watch.is_alive else 0
-        for number, watch in alive.items():
-            if number not in self._measured_outputs:
-                output_bytes += watch.nbytes
-        seen = (
-            first.carried,
-            call.reader.carries_gradients(),
-            previous_bytes,
-            remaining_bytes,
-            output_bytes,
+        kept = _Bytes(
+            max(0, previous_bytes - self._measured_previous_bytes),
+            max(0, remaining_bytes - self._measured_remaining_bytes),
+            _bytes_of(
+                watch
+                for number, watch in alive.items()
+                if number not in self._measured_outputs
+                and watch.address not in first.previous
+            ),
         )
-        if seen == _NOTHING:
+        self._compare(call, first.carried, kept)
+
+    def _compare(self, call: "_Call", carried: int, kept: "_Bytes") -> None:
+        """Compare what the loop keeps with the budget, unless it is known to fit."""
+        assert call.reader is not None, "there is none before the first call"
+        carries = call.reader.carries_gradients()
+        if not (carried or carries or any(kept)):
             return
-        key = (id(call.case), *seen)
-        if self._checked.get(key) is call.plan:
+        key = (id(call.case), carried, carries)
+        plan, most = self._checked.get(key, (None, None))
+        if plan is call.plan and (most is None or kept.is_within(most)):
             return
         if len(self._checked) >= _MOST_CHECKED:
             self._checked.clear()
-        self._checked[key] = call.plan
-        self._check(call.case, call.plan, _kept(call.reader, *seen))
+        # Also if the warning is an error, it is said once.
+        self._checked[key] = (call.plan, None)
+        room_bytes = self._check(
+            call.case, call.plan, _kept(call.reader, carried, carries, kept)
+        )
+        if room_bytes is not None:
+            self._checked[key] = (call.plan, kept.grown(room_bytes))
+
+
+class _Bytes(NamedTuple):
+    """The bytes of outputs that a loop keeps and the measured step did not.
+
+    Attributes:
+        previous: Of earlier passes, during the first call.
+        remaining: Of those, from the start of backward.
+        own: Of the pass itself, during its backward.
+    """
+
+    previous: int
+    remaining: int
+    own: int
+
+    def is_within(self, most: "_Bytes") -> bool:
+        """Return whether no part of a step has more to keep than in another one."""
+        return (
+            self.previous <= most.previous
+            and self.remaining <= most.remaining
+            and self.remaining + self.own <= most.remaining + most.own
+        )
+
+    def grown(self, nbytes: int) -> "_Bytes":
+        """Return so many bytes more in each part of a step."""
+        return _Bytes(self.previous + nbytes, self.remaining + nbytes, self.own)
+
+
+def _bytes_of(watches: Iterable[StorageWatch]) -> int:
+    return sum(watch.nbytes for watch in watches)
 
 
 def _kept(
     reader: StateReader,
     in_forward: int,
     in_backward: int,
-    previous_bytes: int,
-    remaining_bytes: int,
-    output_bytes: int,
+    kept: _Bytes,
 ) -> LoopKept:
     now = reader.gradient_bytes() if in_backward else {}
     then = dict[str, int]()
@@ -200,9 +276,9 @@ def _kept(
         # Gradients that were dropped since then had the sizes of the parameters.
         then = now or reader.trained_bytes()
     return LoopKept(
-        Kept(then, previous_bytes),
-        Kept(then, remaining_bytes),
-        Kept(now, remaining_bytes + output_bytes),
+        Kept(then, kept.previous),
+        Kept(then, kept.remaining),
+        Kept(now, kept.remaining + kept.own),
     )
 
 
@@ -218,7 +294,7 @@ class _Call:
         reader: StateReader | None,
         is_measured_plan: bool,  # noqa: FBT001
         outputs: list[StorageWatch],
-        previous: dict[int, StorageWatch],
+        previous: Mapping[int, StorageWatch],
     ) -> None:
         # A graph that the user keeps does not keep the model.
         self._memory = weakref.ref(memory)

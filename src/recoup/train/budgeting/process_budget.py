@@ -122,8 +122,7 @@ class UnitPlan:
         return True
 
     def remove(self) -> None:
-        """Remove all regions of the units."""
-        self.level = 0
+        """Remove all regions of the units; `plan` stays what it was."""
         for unit in self._units:
             uncheckpoint_module(unit)
 
