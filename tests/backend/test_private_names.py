@@ -26,6 +26,7 @@ from torch.fx import GraphModule
 
 from recoup.backend import capabilities
 from recoup.backend.capabilities import COMPILER, DEVICE, NAMES, UNCHECKED
+from tests.support.twin import leftovers
 
 TESTS = Path(__file__).parents[1]
 KEYS = torch._C.DispatchKey
@@ -160,11 +161,12 @@ def pushes_hooks(push):
 
 def pops_hooks(pop):
     torch._C._autograd._push_saved_tensors_default_hooks(id, id)
-    pop()
-    gone = torch._C._autograd._top_saved_tensors_default_hooks(False) is None
-    if not gone:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-    return gone
+    try:
+        pop()
+    finally:
+        if is_left := torch._C._autograd._top_saved_tensors_default_hooks(False):
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+    return not is_left
 
 
 def says_why_hooks_are_disabled(message):
@@ -654,6 +656,13 @@ def exists(test: str) -> bool:
     text = (TESTS / file).read_text() if (TESTS / file).is_file() else ""
     names = (n.name for n in ast.walk(ast.parse(text)) if hasattr(n, "name"))
     return name.startswith("test_") and name in names
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays():
+    """Also laws of something else leave no hooks, modes or flags behind."""
+    yield
+    assert list(leftovers()) == []
 
 
 @pytest.mark.parametrize("name", DIRECT)
