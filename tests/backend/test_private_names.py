@@ -662,8 +662,12 @@ def exists(test: str) -> bool:
 
 
 @pytest.fixture(autouse=True)
-def nothing_stays():
+def nothing_stays(monkeypatch):
     """Also laws of something else leave no hooks, modes or flags behind."""
+    # Torch shares these flags among threads: concurrent ones may have left one set.
+    flags = [n for n, flag in vars(DISPATCH).items() if flag is True]
+    for name in flags:
+        monkeypatch.setattr(DISPATCH, name, False)
     yield
     assert list(leftovers()) == []
 

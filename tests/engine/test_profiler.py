@@ -428,9 +428,7 @@ class TestTheClass:
             CheckpointProfiler.stop_tracking()
 
     def test_its_methods_are_documented(self):
-        assert "Set the counts back" in (
-            CheckpointProfiler.start_tracking.__doc__ or ""
-        )
+        assert "Reset the counts" in (CheckpointProfiler.start_tracking.__doc__ or "")
 
 
 class TestThreads:

@@ -502,7 +502,8 @@ class ShardedTrainer(MeteredTrainer):
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         state: Any = self.accelerator.state
-        state.fsdp_plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
+        options: dict[str, Any] = dict(self.args.fsdp_plugin_args or {})
+        state.fsdp_plugin = FullyShardedDataParallelPlugin(**options)
         state.distributed_type = DistributedType.FSDP
         PartialState._shared_state["distributed_type"] = DistributedType.FSDP
         self.is_fsdp_enabled = True

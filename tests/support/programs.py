@@ -363,6 +363,7 @@ class Machine:
             case "backward" if self._given is None:
                 self._gradients(f"line {position}", [line.first, line.second])
             case "off":
+                self._note_use(tensor)
                 with torch.no_grad():
                     self.slots.append(tensor * 2)
             case "keep" | "recompute" | "unmark":

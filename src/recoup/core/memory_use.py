@@ -89,13 +89,10 @@ class Spans(NamedTuple):
         stop = np.maximum(np.searchsorted(rows, self.last, side="right"), first)
         width = len(rows) + 1
         starts = owners * width
-        changes: Floats = np.bincount(
-            starts + first, weights=self.nbytes, minlength=count * width
-        )
-        changes -= np.bincount(
-            starts + stop, weights=self.nbytes, minlength=count * width
-        )
-        return np.cumsum(changes.reshape(count, width)[:, :-1], axis=1)
+        nbytes = self.nbytes.astype(np.float64)
+        changes = np.bincount(starts + first, nbytes, count * width)
+        changes -= np.bincount(starts + stop, nbytes, count * width)
+        return changes.reshape(count, width)[:, :-1].cumsum(axis=1)
 
 
 class MemoryUse:
