@@ -80,7 +80,7 @@ def gradients_equal(device: torch.device) -> bool:
         True
     """
     generator = torch.Generator().manual_seed(0)
-    start = torch.randn(32, 32, generator=generator).to(device)
+    start = torch.randn(32, 32, generator=generator, device="cpu").to(device)
     found: list[torch.Tensor] = []
     for inside in (False, True):
         x = start.clone().requires_grad_()

@@ -94,7 +94,8 @@ class Processes:
         """
         if self.count == 1:
             return [report]
-        mine = torch.tensor(list(map(float, astuple(report))), dtype=torch.float64)
+        numbers = list(map(float, astuple(report)))
+        mine = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         gathered = [torch.empty_like(mine) for _ in range(self.count)]
         with self.watching():
             distributed.all_gather(gathered, mine, group=self._connected())
@@ -134,7 +135,8 @@ class Processes:
         others count as zero.
         """
         model: Any = self._model
-        used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)
+        has_gradient = [p.grad is not None for p in parameters]
+        used = torch.tensor(has_gradient, dtype=torch.int32, device="cpu")
         distributed.all_reduce(used, group=self._connected())
         for parameter, count in zip(parameters, used.tolist(), strict=True):
             if not count:

@@ -86,7 +86,9 @@ class BufferPool:
                 return waiting.popleft()
             self._busiest_bytes = max(self._busiest_bytes, self._in_use_bytes)
             self._let_go()
-        memory = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
+        memory = torch.empty(
+            size, dtype=torch.uint8, device="cpu", pin_memory=self._pinned
+        )
         return Buffer(memory)
 
     def give(self, buffer: Buffer) -> None:

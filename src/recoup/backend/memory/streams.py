@@ -111,7 +111,7 @@ class NoStreams:
 
     def allocate(self, nbytes: int) -> Tensor:
         """Return CPU memory."""
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def now(self) -> StreamMark:
         """Return a reached mark: everything has run."""
@@ -171,7 +171,7 @@ def link_bytes_per_second(device: torch.device) -> float:
     if device.type != "cuda":
         return 0.0
     try:
-        host = torch.empty(_BYTES, dtype=torch.uint8, pin_memory=True)
+        host = torch.empty(_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
         there = torch.empty(_BYTES, dtype=torch.uint8, device=device)
     except torch.OutOfMemoryError:
         return 0.0

@@ -284,7 +284,7 @@ class _End(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gradients: list[Tensor], *outputs: Tensor) -> Tensor:
         ctx.gradients = gradients[: len(outputs)]
-        return torch.zeros((), requires_grad=True)
+        return torch.zeros((), device="cpu", requires_grad=True)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:

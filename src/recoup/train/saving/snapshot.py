@@ -304,7 +304,7 @@ def _is_count(number: object) -> bool:
 
 
 def _read_tensor(file: BinaryIO, entry: _Entry) -> Tensor:
-    tensor = torch.empty(entry.nbytes, dtype=torch.uint8)
+    tensor = torch.empty(entry.nbytes, dtype=torch.uint8, device="cpu")
     memory = memory_of(tensor)
     file.seek(entry.start)
     if file.readinto(memory) != entry.nbytes:  # pyright: ignore[reportAttributeAccessIssue]
