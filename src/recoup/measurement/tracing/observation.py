@@ -1,7 +1,8 @@
 """One observed step: traced while every block is recomputed."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
@@ -12,17 +13,28 @@ from recoup.backend.autograd.saved_tensors import is_in_backward, records_gradie
 from recoup.backend.memory.ledger import storages_in
 from recoup.backend.memory.meters import MemoryMeter
 from recoup.backend.operators.timers import Timer
+from recoup.backend.state.model_state import listed
 from recoup.backend.state.trees import tensors
+from recoup.core.callers import user_stacklevel
 from recoup.core.graph import Graph
 from recoup.core.restoring import removing, restoring
 from recoup.engine.applied.applied_plan import Applied
 from recoup.engine.applied.model_blocks import block_names
 from recoup.engine.applied.planned_runs import Cuts
-from recoup.errors import UsageError
+from recoup.errors import BudgetWarning, UsageError
 from recoup.measurement.steps.training_step import TrainingStep, gradients_followed
 from recoup.measurement.tracing.graphs import step_graph, torn_blocks
 from recoup.measurement.tracing.trace import Trace
 from recoup.measurement.tracing.tracer import StepTracer
+
+_OWN_CHECKPOINTING = (
+    "expected a model that keeps its activations, got one that calls {} again in "
+    "backward (torch.utils.checkpoint): recoup can only plan the rest, so the smallest "
+    "feasible budget is larger and the step slower than need be. Disable the model's "
+    "own checkpointing first (gradient_checkpointing=False in the arguments of a "
+    "trainer, model.gradient_checkpointing_disable(), "
+    "model.set_grad_checkpointing(False))."
+)
 
 
 class Observation(NamedTuple):
@@ -53,6 +65,9 @@ def observe(
     Runs the step once to warm up and once traced, and once more if other cuts are
     needed.
 
+    Warns:
+        BudgetWarning: The model has checkpointing of its own, which is active.
+
     Raises:
         UsageError: A named block does not exist, or the step does not call the model.
     """
@@ -82,6 +97,11 @@ def observe(
     if torn:
         cuts = tuple(name for name in cuts if name not in torn)
         traces, clock = _trace(step, cuts, resident, meter(), timer())
+    called_again = {name for trace in traces for name in trace.called_again}
+    if called_again:
+        paths = [name for name, _ in step.model.named_modules() if name in called_again]
+        warning = BudgetWarning(_OWN_CHECKPOINTING.format(listed(outermost(paths))))
+        warnings.warn(warning, stacklevel=user_stacklevel())
     graph = step_graph(
         traces, clock.seconds, blocks=cuts, recording_seconds=recording_seconds
     )
@@ -104,6 +124,27 @@ def called_blocks(model: nn.Module) -> tuple[str, ...]:
         for each in called_blocks(child) or ("",):
             found[names[child.get_submodule(each)]] = None
     return tuple(found)
+
+
+def outermost(names: Iterable[str]) -> list[str]:
+    """Return the paths that lie inside no other of them, in order.
+
+    Examples:
+        >>> outermost(["a.b", "a.b.c", "a.bc", "a.b.c.d"])
+        ['a.b', 'a.bc']
+    """
+    found = dict.fromkeys(names)
+    return [
+        name
+        for name in found
+        if not any(parent in found for parent in _parents_of(name))
+    ]
+
+
+def _parents_of(path: str) -> Iterator[str]:
+    while path:
+        path = path.rpartition(".")[0]
+        yield path
 
 
 def cuts_of(model: nn.Module, blocks: Sequence[str]) -> tuple[str, ...]:

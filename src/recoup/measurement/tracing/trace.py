@@ -97,6 +97,7 @@ class Trace:
         roots: The paths of the modules that the step itself called, in order.
         gradients: By parameter path, the first moment with the gradient, or -1 if it
             existed before the pass.
+        called_again: The paths of the modules that backward called again, in order.
     """
 
     operations: list[TracedOperation] = field(default_factory=list)
@@ -109,6 +110,7 @@ class Trace:
     boundaries: list[TracedBoundary] = field(default_factory=list)
     roots: list[str] = field(default_factory=list)
     gradients: dict[str, int] = field(default_factory=dict)
+    called_again: dict[str, None] = field(default_factory=dict)
 
     def add_moments(self, other: "Trace") -> None:
         """Append the moments of an unplanned pass to those of backward."""

@@ -20,6 +20,7 @@ from recoup.backend.autograd.saved_tensors import (
     Unpack,
     ambient_hooks,
     current_backward,
+    is_in_backward,
     push_hooks,
 )
 from recoup.backend.memory.ledger import storages_in
@@ -209,6 +210,8 @@ class StepTracer(OperatorMode):
             return
         call = self._calls[module, entering]
         self._calls[module, entering] += 1
+        if entering and call and is_in_backward():
+            self.trace.called_again[module] = None
         hooks = ambient_hooks()
         if not self._in_backward and hooks and getattr(hooks[0], "is_noting", False):
             trace = self.trace
