@@ -117,6 +117,9 @@ NOT_THE_SAME = {"blocks left out at random", "functions of its own"}
 
 
 @pytest.mark.parametrize("name", sorted(ODD.keys() - NOT_THE_SAME))
+@pytest.mark.filterwarnings(
+    "ignore:expected a model that keeps its activations:recoup.errors.BudgetWarning"
+)
 def test_models_that_are_built_in_odd_ways_are_measured_as_they_are(name):
     odd = ODD[name]
     model, x = odd.make(), odd_batch()
