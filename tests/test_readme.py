@@ -39,7 +39,7 @@ def test_the_change_of_a_hugging_face_script_is_that_of_the_guide():
 def test_the_command_that_asks_about_7b_works_on_its_file(
     tmp_path, monkeypatch, capsys
 ):
-    """With a smaller model; the README's own takes 13 s."""
+    """With a smaller model; the README's own takes 11 s."""
     pytest.importorskip("transformers", reason="transformers is not installed")
     monkeypatch.chdir(tmp_path)
     sizes = "vocab_size=128, hidden_size=64, num_hidden_layers=2, num_attention_heads=2"

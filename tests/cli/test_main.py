@@ -494,6 +494,22 @@ def test_every_figure_includes_the_later_state_of_the_optimizer(
             assert found == (fitted["floor_bytes"], fitted["plain_peak_bytes"])
 
 
+@pytest.mark.parametrize(
+    "command", [["measure"], ["fit", "--points", "2"], ["frontier", "--points", "2"]]
+)
+@pytest.mark.parametrize(
+    ("function", "is_counted"), [("make", False), ("named", True), ("own_step", True)]
+)
+def test_a_missing_optimizer_is_named(steps, capsys, command, function, is_counted):
+    name, *others = command
+    assert run([name, f"{steps}:{function}", *others]) == 0
+    out = capsys.readouterr().out
+    assert ("No optimizer was given" in out) is not is_counted
+    # Two moments of 4 layers with two matrices of 16 by 64 and their biases.
+    moments_kib = 2 * 4 * (2 * 16 * 64 + 64 + 16) * 4 / 1024
+    assert (f"AdamW takes {moments_kib} KiB" in out) is not is_counted
+
+
 @pytest.mark.parametrize("command", ["measure", "fit"])
 def test_the_printed_floor_is_the_smallest_feasible_budget(steps, capsys, command):
     assert (

@@ -245,7 +245,7 @@ def fit(  # noqa: PLR0913 (one for each output)
     print_verdict(found)
     front = frontier_text(found) if len(found.plans) > 2 else ""
     rules = comparison_text(found) if found.baselines else ""
-    print_texts(summary_text(found), front, rules, busy)
+    print_texts(summary_text(found), front, rules, loaded.uncounted(), busy)
     for path in (page, plan, findings):
         if path is not None:
             print(f"wrote {path}")
@@ -302,6 +302,7 @@ def measure(
     print_texts(
         table_of([target, ""], rows),
         estimate_words(found.estimated_for),
+        loaded.uncounted(),
         f"Memory over the step\n{timeline_text(drawn)}",
         alive_text(drawn),
         blocks_text(found.step, view),
@@ -383,7 +384,7 @@ def frontier(  # noqa: PLR0913 (one for each output)
             extra = {"executor": compile, "busy": busy}
             print(as_json({"target": target, **extra, "plans": plans}))
         else:
-            print_texts(plans_text(compiled), busy)
+            print_texts(plans_text(compiled), loaded.uncounted(), busy)
         return
     found = frontier_findings(
         loaded, points, offload=offload, mode=MeasureMode(dry=dry, device=device)
@@ -399,7 +400,12 @@ def frontier(  # noqa: PLR0913 (one for each output)
         print(as_json({"target": target, **extra, "plans": plans}))
         return
     print_verdict(found)
-    print_texts(frontier_text(found), estimate_words(found.estimated_for), busy)
+    print_texts(
+        frontier_text(found),
+        estimate_words(found.estimated_for),
+        loaded.uncounted(),
+        busy,
+    )
 
 
 def compare(

@@ -6,10 +6,13 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import fill
 from types import ModuleType
 from typing import Any, cast
 
 from recoup.cli.statuses import TARGET, USAGE, CommandError
+from recoup.core.units import print_bytes
+from recoup.report.texts import WIDTH
 
 _FORM = (
     "Name it as module:function or path/to/file.py:function; it returns (model, "
@@ -38,6 +41,28 @@ class Target:
     loss: Any = None
     optimizer: Any = None
     step: Any = None
+
+    def uncounted(self) -> str:
+        """Return a note if no optimizer was given, whose state would count.
+
+        Examples:
+            >>> from torch import nn
+            >>> print(Target("a:b", nn.Linear(512, 512)).uncounted())
+            No optimizer was given, so its state is not counted. AdamW takes 2 MiB here.
+            Return it after the loss, or as "optimizer" in a dictionary.
+            >>> Target("a:b", nn.Linear(2, 2), optimizer=object()).uncounted()
+            ''
+        """
+        if self.optimizer is not None or self.step is not None:
+            return ""
+        trained = [each for each in self.model.parameters() if each.requires_grad]
+        moments_bytes = 2 * sum(each.numel() * each.element_size() for each in trained)
+        return fill(
+            "No optimizer was given, so its state is not counted. AdamW takes "
+            f"{print_bytes(moments_bytes)} here. Return it after the loss, or as "
+            '"optimizer" in a dictionary.',
+            WIDTH,
+        )
 
 
 def load_target(name: str, *, dry: bool = False) -> Target:
