@@ -40,6 +40,7 @@ from recoup.fitting.collected_findings import environment, resident_bytes
 from recoup.fitting.decision import Infeasible
 from recoup.fitting.fit_result import FitResult
 from recoup.fitting.following.adaptation import Adapted
+from recoup.fitting.following.optimizer_memory import forget_optimizers
 from recoup.fitting.progress import Progress
 from recoup.measurement.steps.gradient_difference import difference_from, gradients_of
 from recoup.measurement.steps.training_step import TrainingStep, device_of
@@ -103,6 +104,7 @@ class CompiledFit(FitResult):
         if self._applied is not None:
             self._applied.remove()
             self._applied = None
+            forget_optimizers(self.model)
             if self._loop is not None:
                 self._loop.remove()
         return self.model

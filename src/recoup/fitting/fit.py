@@ -41,6 +41,10 @@ from recoup.fitting.collected_findings import (
 from recoup.fitting.compiled_fit import CompiledFit, fit_compiled, fit_with_regions
 from recoup.fitting.fit_result import FitResult, fastest
 from recoup.fitting.following.adaptation import Adapted
+from recoup.fitting.following.optimizer_memory import (
+    forget_optimizers,
+    watch_optimizers,
+)
 from recoup.fitting.progress import Progress, progress_for
 from recoup.measurement.steps.training_step import (
     TrainingStep,
@@ -122,6 +126,7 @@ class Fit(FitResult):
         if self._adapted is not None:
             self._adapted.remove()
             self._adapted = None
+            forget_optimizers(self.model)
         return self.model
 
     def tighten(self) -> bool:
@@ -412,6 +417,9 @@ def fit(  # noqa: PLR0913 (a step can be described in several ways)
             )
         if isinstance(report, CompiledFit):
             report.apply()
+        watch_optimizers(
+            described.model, optimizers, report.measured_peak_bytes, report.budget_bytes
+        )
         report.total_seconds = time.perf_counter() - started
         if isinstance(report, Fit):
             report.verify = verify
