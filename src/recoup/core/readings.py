@@ -6,6 +6,7 @@ neither must do anything else.
 
 import dataclasses
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -149,7 +150,9 @@ class DataFile:
             f"be printed and amounts are from 0 to {MOST}. {self.advice}"
         )
 
-    def _misfit(self, where: str, missing: set[str], unknown: set[str]) -> RecoupError:
+    def _misfit(
+        self, where: str, missing: Collection[str], unknown: Collection[str]
+    ) -> RecoupError:
         """Return the error for an object with other fields than its dataclass."""
         names = sorted(missing) or sorted(unknown)
         verb = "lacks" if missing else "has an unknown field,"
