@@ -363,11 +363,12 @@ class Hold:
             whole = flat(tensor)
             self.geometry = self.geometry or geometry_of(tensor)
             self.packed = pack(whole)
+        self.leaf: weakref.ref[Tensor] | None = None
         self.unpack = unpack
         self.tensor = None
-        # A region around has an alias, which an assignment to `.data` does not move.
-        is_here = self.address is not None and self.resident is not None
-        self.leaf = weakref.ref(tensor) if is_here else None
+        if self.address is not None and self.resident is not None:
+            # A region around has an alias, which assigning to `.data` does not move.
+            self.leaf = weakref.ref(tensor)
         if any(_shares(tensor, kept) for kept in tensors(self.packed)):
             self.guard = tensor  # the hooks kept the tensor itself: it may change
 
