@@ -338,6 +338,7 @@ class TestKept:
 
     def test_torchs_own_operators_are_believed_and_those_of_others_are_not(self):
         assert not any(facts_of(overload).is_unproven for overload in ALL)
+        assert not any(facts_of(overload).may_draw for overload in ALL)
         with torch.library._scoped_library("recoup_others", "DEF") as library:
             library.define("read(Tensor x) -> Tensor")
             library.define("write(Tensor(a!) x) -> ()")
@@ -356,10 +357,14 @@ class TestKept:
             )
             namespace = torch.ops.recoup_facts
             assert facts_of(namespace.plain.default) == Facts(
-                name="recoup_facts.plain.default", makes_more=True, is_unproven=True
+                name="recoup_facts.plain.default",
+                makes_more=True,
+                is_unproven=True,
+                may_draw=True,
             )
             assert facts_of(namespace.write.default).writes == (0, "y")
             assert facts_of(namespace.draw.default).random
+            assert not facts_of(namespace.draw.default).may_draw
 
 
 class TestRecurrentLayers:

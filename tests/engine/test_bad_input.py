@@ -1,5 +1,7 @@
 """Bad input: one clear error each, and nothing left behind."""
 
+import contextlib
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -188,10 +190,13 @@ def test_a_backward_through_a_cleared_region_is_an_error_that_names_it():
         y.sum().backward()
 
 
+_calls = itertools.count()
+
+
 @torch.library.custom_op("recoup_tests::unsteady", mutates_args=())
 def unsteady(x: Tensor) -> Tensor:
-    """Draw from a generator without saying so."""
-    return x + torch.rand_like(x)
+    """Return another result at every call: no generator tells why."""
+    return x + next(_calls)
 
 
 def test_a_nondeterministic_operator_is_an_error_that_names_it():
@@ -225,3 +230,25 @@ def test_a_tensor_that_is_given_other_memory_inside_a_region():
         mask.data = torch.zeros(3)
     with pytest.raises(ChangedTensorError, match=r"other memory .* `\.data`"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_parameter_that_is_given_other_memory_before_backward(depth):
+    x = leaf()
+    with contextlib.ExitStack() as regions:
+        for level in range(depth):
+            regions.enter_context(CheckpointScope(f"level {level}", verify="off"))
+        y = (x.sin() * x).tanh()
+    x.data = torch.zeros(3)
+    with pytest.raises(ChangedTensorError, match=r"other memory, .* `\.data`"):
+        y.sum().backward()
+
+
+def test_a_parameter_is_not_changed_where_only_hooks_that_copy_keep_it():
+    x = leaf()
+    used = x.detach().clone()
+    with torch.autograd.graph.save_on_cpu(), CheckpointScope("block"):
+        y = x * x
+    x.data = torch.zeros(3)
+    (found,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(found, 2 * used)

@@ -7,7 +7,11 @@ import weakref
 import pytest
 
 from recoup import CheckpointScope
-from recoup.backend.operators.fingerprints import fingerprint, is_fingerprinting
+from recoup.backend.operators.fingerprints import (
+    fingerprint,
+    fingerprints_within,
+    is_fingerprinting,
+)
 from tests.support.interrupted_steps import (
     STEPS,
     WRITE_PLACES,
@@ -79,6 +83,23 @@ def test_after_an_interrupted_fingerprint_operators_are_seen_again():
         assert not is_fingerprinting(), where
         tried += 1
     assert tried >= 3
+
+
+def test_an_interrupted_limit_of_fingerprints_ends_with_its_block():
+    asked: list[str] = []
+
+    def limited() -> None:
+        with fingerprints_within(lambda: asked.append("") or 0):
+            fingerprint(X)
+
+    tried = 0
+    names = ("fingerprints_within", "__enter__", "__exit__", "fingerprint")
+    for where in interruptions(limited, only=names):
+        asked.clear()
+        fingerprint(X)
+        assert not asked, where
+        tried += 1
+    assert tried >= 6
 
 
 def test_the_interrupter_interrupts_where_it_says():

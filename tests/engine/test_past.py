@@ -14,8 +14,8 @@ from recoup.backend.memory.storages import geometry_of
 from recoup.engine.recording.intervals import Intervals, hull_of, runs_of
 from recoup.engine.recording.region import STATE_BYTES
 from recoup.errors import ChangedTensorError
-from tests.support.counting import Alive
-from tests.support.twin import Region, compare
+from tests.support.counting import Alive, Peak
+from tests.support.twin import Region, compare, plain
 
 ROWS, COLUMNS = 32, 4
 WIDE = 1 << 14
@@ -202,6 +202,28 @@ def test_an_output_that_is_filled_while_it_is_read_is_recomputed(fill):
 
     assert compare(step, always) == []
     assert kept_of(step) == set()
+
+
+def peak_of_scan(context: Any) -> int:
+    """Return the most bytes of a step that fills an output; nobody else holds it."""
+    x = torch.rand(64, 256)
+    w = torch.ones(1, requires_grad=True)
+
+    def forward() -> Tensor:
+        with context("scan"):
+            out = torch.empty(64, 256)
+            with torch.no_grad():
+                for t in range(64):
+                    out[t] = x[t] * 0.5 + (out[t - 1] if t else 0)
+            return (out * w).sin().sum()
+
+    with Peak() as peak:
+        forward().backward()
+    return peak.peak_bytes
+
+
+def test_an_output_that_is_filled_while_it_is_read_takes_no_more_than_the_plain_step():
+    assert peak_of_scan(off) <= peak_of_scan(plain)
 
 
 def kept_of(step: Any) -> set[str]:

@@ -29,10 +29,15 @@ def library() -> Iterator[Any]:
         made.define("change(Tensor x, float by) -> Tensor")
         made.define("fill(Tensor[] into, *, Tensor source) -> ()")
         made.define("honest(Tensor(a!) x) -> ()")
+        made.define("noisy(Tensor x, float rate) -> Tensor")
+        made.define("noisy_(Tensor(a!) x, float rate) -> ()")
         made.impl("double", lambda x: x * 2, "CPU")
         made.impl("change", change, "CPU")
         made.impl("fill", fill, "CPU")
         made.impl("honest", honest, "CPU")
+        for key in ("CPU", "CUDA"):
+            made.impl("noisy", noisy, key)
+        made.impl("noisy_", noisy_, "CPU")
         yield getattr(torch.ops, name)
 
 
@@ -44,6 +49,16 @@ def change(x: Tensor, by: float) -> Tensor:
 
 def honest(x: Tensor) -> None:
     x.mul_(3)
+
+
+def noisy(x: Tensor, rate: float) -> Tensor:
+    """Draw, as kernels of other libraries do: no tag of the schema tells."""
+    return x + torch.rand_like(x) + torch.rand(()).item() if rate > 0 else x * 2
+
+
+def noisy_(x: Tensor, rate: float) -> None:
+    if rate > 0:
+        x.add_(torch.rand_like(x))
 
 
 def fill(into: list[Tensor], *, source: Tensor) -> None:
@@ -138,11 +153,7 @@ class TestWrites:
         for _ in range(2):
             with unverified("block"):
                 library.double(x.detach())
-        assert (kernel.is_unproven, kernel.simple, kernel.facts.writes) == (
-            False,
-            True,
-            (),
-        )
+        assert (kernel.is_unproven, kernel.facts.writes) == (False, ())
 
     def test_an_operator_that_writes_nothing_is_recomputed_even_at_first_sight(
         self, library
@@ -176,6 +187,39 @@ class TestWrites:
         of_torch = [k for k in KERNELS.values() if k.facts.name.startswith("aten.")]
         assert of_torch
         assert not any(kernel.is_unproven for kernel in of_torch)
+
+
+class TestDraws:
+    @pytest.mark.parametrize("region", [unverified, verified])
+    @pytest.mark.parametrize("depth", [1, 2])
+    @pytest.mark.parametrize("rates", [(0.5, 0.5), (0.0, 0.0, 0.5, 0.5), (0.5, 0.0)])
+    def test_a_draw_that_no_schema_declares_is_bitwise_the_twins(
+        self, library, region, depth, rates
+    ):
+        def step(region: Region) -> dict[str, Any]:
+            x = torch.randn(4, 4, requires_grad=True)
+            found = []
+            for rate in rates:
+                with region("outer") if depth == 2 else plain(), region("inner"):
+                    noise = library.noisy(x.detach(), rate)
+                    more = x.detach() * 2
+                    library.noisy_(more, rate)
+                    y = (x * noise).sin() * (x * more.exp()).cos()
+                found.append(torch.autograd.grad(y.sum(), x))
+            return {"gradients": found}
+
+        assert compare(step, region) == []
+
+    @pytest.mark.cuda
+    def test_draws_from_two_generators_are_kept(self, library):
+        x = torch.randn(4, 4, device="cuda", requires_grad=True)
+        scope = unverified("block")
+        with scope:
+            noise = library.noisy(x.detach(), 0.5)
+            y = (x * noise).sin()
+        (found,) = torch.autograd.grad(y.sum(), x)
+        assert torch.equal(found, noise * (x * noise).cos())
+        assert sum(scope.kept_operators.values()) == 1
 
 
 class TestSignature:

@@ -150,6 +150,22 @@ def quiet_add(target: Tensor, other: Tensor) -> None:
         target.add_(fitting(other, target))
 
 
+@torch.library.custom_op("recoup_programs::noisy", mutates_args=())
+def noisy(x: Tensor) -> Tensor:
+    """Draw, as kernels of other libraries do: no tag of the schema tells."""
+    return x * torch.rand_like(x)
+
+
+@torch.library.custom_op("recoup_programs::noisy_", mutates_args={"x"})
+def noisy_(x: Tensor, y: Tensor) -> None:
+    x.mul_(torch.rand_like(x)).add_(y)
+
+
+def foreign_write(target: Tensor, other: Tensor) -> None:
+    with torch.no_grad():
+        noisy_(target, fitting(other, target))
+
+
 WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "add_": lambda a, b: a.add_(fitting(b, a)),
     "mul_": lambda a, b: a.mul_(fitting(b, a)),
@@ -167,6 +183,7 @@ WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "out": lambda a, b: torch.mul(a, 0.5, out=a),
     "foreach_": lambda a, b: torch.ops.aten._foreach_add_([a, b], 1.0),
     "quiet_add_": quiet_add,
+    "foreign_": foreign_write,
     "t_": lambda a, b: a.t_() if a.dim() == 2 else None,
 }
 
@@ -183,4 +200,5 @@ RANDOM: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
     "uniform_": lambda a, _: a * torch.empty_like(a.detach()).uniform_(),
     "own_normal_": lambda a, g: a * a.detach().clone().normal_(generator=g),
     "randperm": lambda a, _: first_four(a)[torch.randperm(4)],
+    "foreign": lambda a, _: a + noisy(a.detach()),
 }

@@ -6,6 +6,7 @@ neither must do anything else.
 
 import dataclasses
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -149,6 +150,17 @@ class DataFile:
             f"be printed and amounts are from 0 to {MOST}. {self.advice}"
         )
 
+    def _misfit(
+        self, where: str, missing: Collection[str], unknown: Collection[str]
+    ) -> RecoupError:
+        """Return the error for an object with other fields than its dataclass."""
+        names = sorted(missing) or sorted(unknown)
+        verb = "lacks" if missing else "has an unknown field,"
+        return self.error(
+            f"this {self.noun} is damaged: {where} {verb} {names[0]!r:.60}. "
+            f"{self.advice}"
+        )
+
     def _wrong(self, why: str) -> RecoupError:
         return self.error(f"this is not a {self.noun}: {why}. {self.advice}")
 
@@ -160,8 +172,7 @@ class DataFile:
             given = cast("dict[str, Any]", data)
             hints, needed = _fields(kind)
             if not needed <= set(given) <= set(hints):
-                missing = sorted(needed - set(given)) or sorted(set(given) - set(hints))
-                raise self.damaged(f"{missing[0]} of {where}", given.get(missing[0]))
+                raise self._misfit(where, needed - set(given), set(given) - set(hints))
             read = {
                 key: self._read(item, hints[key], key) for key, item in given.items()
             }

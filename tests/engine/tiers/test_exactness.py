@@ -57,6 +57,16 @@ def test_a_model_in_one_scope_around_its_own_scopes_is_bitwise_the_twin(name):
 
 
 @pytest.mark.parametrize("tier", EXACT)
+def test_tensors_without_contents_stay_where_they_are(tier):
+    x = torch.randn(4, 4, device="meta", requires_grad=True)
+    with CheckpointScope("meta", store=EXACT[tier]):
+        y = (x @ x).tanh().sin()
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.is_meta
+
+
+@pytest.mark.parametrize("tier", EXACT)
 def test_what_a_tier_holds_may_be_turned_round_in_place(tier):
     def step(region: Region) -> dict[str, Tensor | None]:
         given = torch.randn(4, 4, requires_grad=True)

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -109,11 +109,25 @@ class _Room:
 _ROOM = _Room()
 
 
-@contextmanager
-def fingerprints_within(free_bytes: Callable[[], int]) -> Iterator[None]:
+class _Limiting(restoring):
+    """Limits the memory of fingerprints in the block."""
+
+    __slots__ = ("_free_bytes",)
+
+    def __init__(self, free_bytes: Callable[[], int]) -> None:
+        super().__init__(partial(setattr, _ROOM, "free_bytes", _ROOM.free_bytes))
+        self._free_bytes = free_bytes
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        _ROOM.free_bytes = self._free_bytes
+
+
+def fingerprints_within(free_bytes: Callable[[], int]) -> restoring:
     """Limit the memory of fingerprints in the block to the free bytes.
 
-    They take at least `least_fingerprint_bytes`. The limit does not change the result.
+    They take at least `least_fingerprint_bytes`. The limit does not change the result,
+    and an interrupt leaves none behind.
 
     Args:
         free_bytes: Callback that returns the free bytes.
@@ -125,11 +139,7 @@ def fingerprints_within(free_bytes: Callable[[], int]) -> Iterator[None]:
         >>> bool(narrow == fingerprint(a))
         True
     """
-    before, _ROOM.free_bytes = _ROOM.free_bytes, free_bytes
-    try:
-        yield
-    finally:
-        _ROOM.free_bytes = before
+    return _Limiting(free_bytes)
 
 
 def _fingerprint(tensor: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ class Facts:
         overwrites: It writes without reading the previous contents.
         makes_more: It returns tensors other than those it writes to.
         random: It draws from a generator.
+        may_draw: It belongs to a library whose schemas may not tell that it draws.
         dropout_at: The position of a dropout rate, or -1; it draws only if the rate is
             above zero.
         uninitialised: It returns, or enlarges a tensor by, uninitialised memory.
@@ -58,6 +59,7 @@ class Facts:
     overwrites: bool = False
     makes_more: bool = False
     random: bool = False
+    may_draw: bool = False
     dropout_at: int = -1
     uninitialised: bool = False
     asks_gradient_mode: bool = False
@@ -136,6 +138,7 @@ class Facts:
             or self.opaque
             or self.may_vary
             or self.is_unproven
+            or self.may_draw
             or self.ragged
             or self.asks_gradient_mode
             or self.shape_only
@@ -171,6 +174,7 @@ def facts_of(operator: Any) -> Facts:
     library = base.split("::")[0]
     written = _writes(schema) or _hidden_writes(base)
     statistics = _statistics(base, schema)
+    is_random = torch.Tag.nondeterministic_seeded in tags or _takes_generator(schema)
     return Facts(
         name=name,
         passes=_passes(operator, written),
@@ -180,7 +184,8 @@ def facts_of(operator: Any) -> Facts:
         writes=written,
         overwrites=base in _OVERWRITING or _is_out(written),
         makes_more=any(returned.alias_info is None for returned in schema.returns),
-        random=torch.Tag.nondeterministic_seeded in tags or _takes_generator(schema),
+        random=is_random,
+        may_draw=library not in _KNOWN and not is_random,
         dropout_at=_place_of("dropout_p", schema),
         uninitialised=base in _UNINITIALISED or base in _RESIZING,
         asks_gradient_mode=base in _ASKING,
@@ -346,7 +351,8 @@ _COLLECTIVES = frozenset(
     }
 )
 
-# Torch's own libraries: their schemas and `_hidden_writes` declare all writes.
+# Torch's own libraries: their schemas and `_hidden_writes` declare all writes, and tags
+# all draws.
 _KNOWN = _COLLECTIVES | {
     "_quantized",
     "aten",

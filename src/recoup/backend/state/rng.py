@@ -36,6 +36,28 @@ def default_generator(device: torch.device) -> Generator:
     return module.default_generators[index]
 
 
+def generators_at_hand(
+    args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[Generator]:
+    """Return the default generators that a kernel with these arguments may draw from.
+
+    That of the CPU, and that of the arguments' device, unless it cannot be read now (as
+    during graph capture) or has none.
+
+    Examples:
+        >>> generators_at_hand((torch.zeros(2),), {}) == [torch.default_generator]
+        True
+    """
+    found = [torch.default_generator]
+    device = _device_of(args, kwargs)
+    if device.type not in ("cpu", "meta"):
+        module = torch.get_device_module(device)
+        is_capturing = getattr(module, "is_current_stream_capturing", bool)()
+        if hasattr(module, "default_generators") and not is_capturing:
+            found.append(default_generator(device))
+    return found
+
+
 def same_state(before: Tensor, after: Tensor) -> bool:
     """Return whether two states of a generator are equal; faster than torch.equal."""
     length = before.numel()

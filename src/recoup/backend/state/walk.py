@@ -15,7 +15,7 @@ from recoup.backend.compiler.recognition import uncompiled
 
 _MOST_OBJECTS = 100_000
 _MOST_ITEMS = 10_000
-_LEAVES = (
+LEAVES = (
     str,
     bytes,
     bytearray,
@@ -31,6 +31,8 @@ _LEAVES = (
     torch.Size,
     Tensor,
 )
+"""Types of objects that are not walked into."""
+
 _BASES = (list, tuple, set, frozenset, deque, OrderedDict, dict)
 _LIBRARIES = frozenset(
     {"torch", "numpy", "jax", "jaxlib", "recoup"} | sys.stdlib_module_names
@@ -93,7 +95,7 @@ def reach(
         walk.seen.add(id(thing))
         if isinstance(thing, kind):
             found[id(thing)] = thing
-        if not isinstance(thing, _LEAVES):
+        if not isinstance(thing, LEAVES):
             waiting += [
                 part for part in walk.parts(thing) if _is_followed(part, wanted)
             ]
@@ -254,7 +256,7 @@ class _Walk:
 
 def _is_followed(thing: Any, kind: type | tuple[type, ...]) -> bool:
     # Most visited objects are leaves: do not queue them.
-    return not isinstance(thing, _LEAVES) or isinstance(thing, kind)
+    return not isinstance(thing, LEAVES) or isinstance(thing, kind)
 
 
 def items_of(container: Any) -> list[Any]:

@@ -27,6 +27,7 @@ from recoup.backend.memory.storages import (
     fitted,
     flat,
     geometry_of,
+    has_contents,
     has_storage,
     shaped,
     storage_address,
@@ -47,6 +48,8 @@ HELD: Any = object()
 
 MOVED = -2
 """The version of a tensor that was given other memory after it was used."""
+
+GIVEN_OTHER_MEMORY = "was given other memory, by an assignment to `.data`"
 
 
 @final
@@ -241,6 +244,8 @@ class Hold:
 
     Attributes:
         version: The tensor's version when it was used, or None while it is not known.
+        leaf: The leaf of autograd that a region around keeps by an alias, weakly. Set
+            by `hand_over`.
         owner: The wrapper that the tensor is a part of, weakly, with its version.
         tier: Where the value is to be kept, if not on its device.
         stored: The value in its tier, once it has been put there.
@@ -253,6 +258,7 @@ class Hold:
         "geometry",
         "guard",
         "is_frozen",
+        "leaf",
         "owner",
         "packed",
         "past",
@@ -357,8 +363,12 @@ class Hold:
             whole = flat(tensor)
             self.geometry = self.geometry or geometry_of(tensor)
             self.packed = pack(whole)
+        self.leaf: weakref.ref[Tensor] | None = None
         self.unpack = unpack
         self.tensor = None
+        if self.address is not None and self.resident is not None:
+            # A region around has an alias, which assigning to `.data` does not move.
+            self.leaf = weakref.ref(tensor)
         if any(_shares(tensor, kept) for kept in tensors(self.packed)):
             self.guard = tensor  # the hooks kept the tensor itself: it may change
 
@@ -442,6 +452,9 @@ class Hold:
         """Return the value in what the hooks that keep it have given back."""
         self.check(self.guard, user)
         self.check_owner(user)
+        leaf = None if self.leaf is None else self.leaf()
+        if leaf is not None and storage_address(leaf) != self.address:
+            raise changed_tensor(leaf, user, GIVEN_OTHER_MEMORY)
         return tensor if self.geometry is None else shaped(tensor, self.geometry)
 
     def check(self, tensor: Tensor | None, user: str) -> None:
@@ -476,8 +489,7 @@ class Hold:
         if tensor is None:
             return
         if storage_address(tensor) != self.address:
-            happened = "was given other memory, by an assignment to `.data`"
-            raise changed_tensor(tensor, user, happened)
+            raise changed_tensor(tensor, user, GIVEN_OTHER_MEMORY)
         if tensor.untyped_storage().nbytes() == 0 and tensor.numel() > 0:
             happened = (
                 "has no memory now: it belongs to another sharded unit of FSDP than "
@@ -553,6 +565,8 @@ def bytes_of(values: Iterable[TapeValue]) -> int:
 def can_move(tensor: Tensor, tier: Tier) -> bool:
     """Return whether a tensor is plain memory, and enough of it to be worth moving."""
     if type(tensor) is not Tensor or not has_storage(tensor):
+        return False
+    if not has_contents(tensor):
         return False
     nbytes = tensor.untyped_storage().nbytes()
     return nbytes > 0 and tier.takes(nbytes)

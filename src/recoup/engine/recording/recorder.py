@@ -26,7 +26,11 @@ from recoup.backend.operators.properties import (
     without_contents,
 )
 from recoup.backend.operators.repeatable import is_repeatable
-from recoup.backend.state.rng import generator_of, same_state
+from recoup.backend.state.rng import (
+    generator_of,
+    generators_at_hand,
+    same_state,
+)
 from recoup.backend.state.trees import tensors
 from recoup.core.restoring import restoring
 from recoup.engine.lifetime.operations import TapeOperation
@@ -292,12 +296,15 @@ class Recorder(OperatorMode):
         except NotImplementedError:
             return self._unrecorded(kernel, args, kwargs)
         earlier = self._before_writes(targets)
+        is_kept = False
         if facts.random:
             out = self._run_random(operation, args, kwargs)
+        elif facts.may_draw:
+            out, is_kept = self._run_watched(operation, args, kwargs)
         else:
             out = self._run(kernel, args, kwargs)
         self._count_writes(facts, targets)
-        if facts.copies and crosses_devices(args, out):
+        if is_kept or (facts.copies and crosses_devices(args, out)):
             self.tape.unrecorded.append(facts.name)
             for target in targets:
                 self.tape.forget(target)
@@ -420,6 +427,31 @@ class Recorder(OperatorMode):
         if not same_state(state, generator.get_state()):
             operation.random = (generator, state)
         return out
+
+    def _run_watched(
+        self,
+        operation: TapeOperation,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[Any, bool]:
+        """Run an operator of another library, and see whether it draws.
+
+        Its kernel may draw from the generator of its device, or from the CPU's.
+
+        Returns:
+            Its results, and whether they must be kept: a replay sets one generator.
+        """
+        generators = generators_at_hand(args, kwargs)
+        before = [(each, each.get_state()) for each in generators]
+        out = self._run(operation.kernel, args, kwargs)
+        drawn = [
+            (each, state)
+            for each, state in before
+            if not same_state(state, each.get_state())
+        ]
+        if len(drawn) == 1:
+            operation.random = drawn[0]
+        return out, len(drawn) > 1
 
     def _unrecorded(
         self,

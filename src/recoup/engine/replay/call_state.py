@@ -2,7 +2,7 @@
 
 import operator
 import weakref
-from collections.abc import Hashable, Iterator, MutableMapping
+from collections.abc import Callable, Hashable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FunctionType
 from typing import Any, Protocol
@@ -19,7 +19,13 @@ from recoup.backend.memory.storages import (
     writes_hidden,
 )
 from recoup.backend.state.snapshots import BufferSlot, buffer_slots, put_in_place
-from recoup.backend.state.walk import HOOKS, attributes_of, reach, variables_of
+from recoup.backend.state.walk import (
+    HOOKS,
+    attributes_of,
+    is_of_library,
+    reach,
+    variables_of,
+)
 from recoup.core.restoring import restoring
 from recoup.engine.lifetime.values import changed_tensor
 from recoup.engine.recording.region import STATE_BYTES
@@ -313,12 +319,15 @@ def _check_versions(versions: list[tuple[Tensor, int]], name: str) -> None:
 
 
 _Namespace = dict[Any, Any] | list[Any]
+_Reader = Callable[[Any], tuple[Any, ...]]
 
 
 class BlockView:
     """The namespaces that a block's forward reads: module attributes and variables.
 
-    Found once, so that copying their contents at each call takes microseconds.
+    Those of the modules, of the objects in them, and of the objects in these, as far as
+    they are no library's and not large. Found once, so that copying their contents at
+    each call takes microseconds.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -328,6 +337,7 @@ class BlockView:
         self._lists: list[list[Any]] = []
         self._parameters: list[dict[str, Any]] = []
         hooks: list[dict[Any, Any]] = []
+        found: list[Any] = []
         seen: set[int] = set()
         for module in self.modules:
             attributes = attributes_of(module)
@@ -336,28 +346,83 @@ class BlockView:
             for name, value in attributes.items():
                 if name in HOOKS:
                     hooks += [value] if isinstance(value, dict) else []
-                elif isinstance(value, dict | list):
+                elif getattr(type(value), "belongs_to_plan", False):
+                    continue
+                elif name not in _REGISTRIES:
+                    found.append(value)
+                elif value:
                     self._add(value, seen)
-                elif not isinstance(value, _LEAVES):
-                    self._add(attributes_of(value), seen)
+        self._follow(found, seen)
         self._sized: list[Any] = [*self._namespaces, *self._lists, *hooks]
         self._size = sum(map(len, self._sized))
         function: Any = type(block).forward
         self._globals: dict[str, Any] = getattr(function, "__globals__", {})
         self._names = [n for n, _ in variables_of(function) if n in self._globals]
+        self._readers: list[tuple[_Reader, _Namespace]] = [
+            (_reader(space), space) for space in self._namespaces
+        ]
+        self._readers += [(tuple, space) for space in self._lists]
+        self._known = self._identities()
 
-    def _add(self, space: _Namespace, seen: set[int]) -> None:
-        if space and id(space) not in seen:
-            seen.add(id(space))
-            if isinstance(space, dict):
-                self._namespaces.append(space)
+    def _add(self, space: _Namespace, seen: set[int]) -> bool:
+        """Add a namespace; return whether it is a new one."""
+        if id(space) in seen:
+            return False
+        seen.add(id(space))
+        if isinstance(space, dict):
+            self._namespaces.append(space)
+        else:
+            self._lists.append(space)
+        return True
+
+    def _follow(self, values: list[Any], seen: set[int]) -> None:
+        """Add the namespaces of attributes' values, and of what these refer to."""
+        attributes = len(values)
+        for place, value in enumerate(values):
+            is_far = place >= attributes
+            if isinstance(value, tuple):
+                values += value[:_MOST_ITEMS]
+                continue
+            if isinstance(value, dict | list):
+                space = value
+            elif isinstance(value, _LEAVES) or (
+                is_far and is_of_library(type(value).__module__)
+            ):
+                continue
             else:
-                self._lists.append(space)
+                space = attributes_of(value)
+                if not space:
+                    continue
+            if is_far and len(space) > _MOST_ITEMS:
+                continue
+            if self._add(space, seen) and len(values) < attributes + _MOST_FOLLOWED:
+                values += space.values() if isinstance(space, dict) else space
+
+    def _identities(self) -> list[list[int]]:
+        return [list(map(id, values_of(space))) for values_of, space in self._readers]
 
     @property
     def is_current(self) -> bool:
-        """Whether no attribute, item or hook was added or removed."""
-        return sum(map(len, self._sized)) == self._size
+        """Whether no attribute, item or hook was added or removed, and no object.
+
+        Numbers, tensors and other constants may be replaced: each call copies them.
+        """
+        if sum(map(len, self._sized)) != self._size:
+            return False
+        try:
+            now = self._identities()
+        except KeyError:  # one was removed and another one added
+            return False
+        if now == self._known:
+            return True
+        for (values_of, space), new, old in zip(
+            self._readers, now, self._known, strict=True
+        ):
+            for value, one, other in zip(values_of(space), new, old, strict=True):
+                if one != other and not _is_constant(value):
+                    return False
+        self._known = now
+        return True
 
     def contents(self) -> "_Contents":
         """Return copies of all namespaces and the values of global variables."""
@@ -409,6 +474,27 @@ _LEAVES = (
 )
 """Types of attributes that are compared by identity, not by their contents."""
 
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
+_MOST_ITEMS = 256
+"""Larger containers are not followed, unless they are attributes of a module."""
+
+_MOST_FOLLOWED = 2000
+"""How many objects are looked at besides the attributes of modules."""
+
+
+def _reader(space: dict[Any, Any]) -> _Reader:
+    """Return a function that reads the items of a dictionary which are no hooks."""
+    names = [name for name in space if name not in HOOKS]
+    # Of one name alone it would return no tuple.
+    return operator.itemgetter(*names, names[0]) if names else lambda _: ()
+
+
+def _is_constant(value: Any) -> bool:
+    """Return whether a call reads nothing of a value that may change."""
+    if isinstance(value, tuple):
+        return all(map(_is_constant, value))
+    return isinstance(value, _LEAVES) and not isinstance(value, nn.Module)
+
 
 def _fill(space: _Namespace, contents: _Namespace) -> None:
     if isinstance(space, dict):
@@ -427,8 +513,7 @@ larger ones are copied only in the first calls."""
 class BlockState:
     """The state of modules and variables that one call of a block has read.
 
-    Attributes that were assigned since are restored for the second call. Changes inside
-    an object that is two attributes away are not detected.
+    Attributes and items that were assigned since are restored for the second call.
     """
 
     def __init__(self, view: BlockView, key: Hashable) -> None:

@@ -10,9 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 
-from recoup.backend.state.walk import reach
+from recoup.backend.state.walk import LEAVES, reach
 from recoup.errors import CaptureError, UnsupportedError, UsageError
 from recoup.loops.drive import LoopMachine
 from recoup.loops.state_digest import StateDigest
@@ -213,18 +212,6 @@ def is_continuous(value: Any) -> bool:
     return isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "fc"
 
 
-_LEAVES = (
-    str,
-    bytes,
-    int,
-    float,
-    complex,
-    type(None),
-    type,
-    types.ModuleType,
-    torch.device,
-    torch.dtype,
-)
 _LIBRARIES = ("torch.", "numpy.", "math.", "builtins.")
 
 
@@ -248,7 +235,7 @@ def rebuilt(function: Any, others: dict[int, Any]) -> Any:
 def _rebuilt(thing: Any, others: dict[int, Any], begun: dict[int, Any]) -> Any:
     if id(thing) in others:
         return others[id(thing)]
-    if id(thing) in begun or isinstance(thing, _LEAVES):
+    if id(thing) in begun or isinstance(thing, LEAVES):
         return begun.get(id(thing), thing)
     begun[id(thing)] = thing  # a recursive function keeps referring to itself
     made = _copied(thing, lambda part: _rebuilt(part, others, begun))
