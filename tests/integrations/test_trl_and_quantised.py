@@ -152,7 +152,7 @@ def maker_of(training: str) -> Make:
 
     def make(folder: Path, callbacks: list[Any]) -> Any:
         # DPO would load the model that it compares with from a hub.
-        compared = {"ref_model": tiny_llama()} if name == "DPO" else {}
+        compared: dict[str, Any] = {"ref_model": tiny_llama()} if name == "DPO" else {}
         configuration = getattr(trl, f"{name}Config")(
             **settings(folder), **options, max_length=48, gradient_checkpointing=False
         )
