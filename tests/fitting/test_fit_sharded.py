@@ -5,6 +5,7 @@
 # pyright: reportArgumentType=false
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,57 @@ def test_processes_that_share_parameters_get_one_plan(tmp_path):
     assert first == second
     _, budget, peak, _ = first
     assert peak <= budget
+
+
+def train_replicated(rank: int, *, wrapped: bool) -> tuple[int, list[bool], list[int]]:
+    """Fit a replicated model in as many attempts as a process needs; train it.
+
+    Returns the attempts, whether each gradient is that of the twin, and peaks.
+    """
+    model, twin = (DistributedDataParallel(normalised()) for _ in range(2))
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(256, 32, generator=generator)
+
+    def fit(budget: float) -> recoup.results.Fit:
+        if wrapped:
+            return recoup.fit(model, x, budget, loss=mean_square)[1]
+        return recoup.fit(
+            model.module, step=lambda: mean_square(model(x)).backward(), budget=budget
+        )[1]
+
+    attempts = 1
+    try:
+        report = fit(0.8 if rank == 0 else 1)
+    except recoup.errors.InfeasibleError as error:
+        attempts += 1
+        report = fit(error.floor_bytes)
+    equal = []
+    for number in range(3):
+        x = torch.randn(256, 32, generator=generator.manual_seed(2 * number + rank))
+        for each in (model, twin):
+            each.zero_grad()
+            mean_square(each(x)).backward()
+        pairs = zip(model.parameters(), twin.parameters(), strict=True)
+        equal += [torch.equal(one.grad, other.grad) for one, other in pairs]
+        states = zip(model.buffers(), twin.buffers(), strict=True)
+        equal += [torch.equal(one, other) for one, other in states]
+    return attempts, equal, [report.measured_peak_bytes, report.budget_bytes]
+
+
+def normalised() -> nn.Sequential:
+    return nn.Sequential(*blocks(), nn.BatchNorm1d(32))
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_replicas_that_fit_in_different_numbers_of_steps_train_as_their_twins(
+    tmp_path, wrapped
+):
+    work = partial(train_replicated, wrapped=wrapped)
+    found = together(work, tmp_path)
+    assert [each[0] for each in found] == [1, 2], found
+    for _, equal, (peak, budget) in found:
+        assert all(equal)
+        assert peak <= budget
 
 
 class Graph(nn.Module):

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+import recoup
 from recoup.backend.compiler.recognition import is_compiled
 from recoup.backend.memory.meters import StorageMeter
 from recoup.errors import UnsupportedError
@@ -135,6 +136,21 @@ def test_another_budget_fits_again_and_is_kept():
     assert second is fitted("80%")
     assert peak() <= second.budget_bytes == int(0.8 * first.plain_peak_bytes)
     second.remove()
+
+
+def test_an_optimizer_that_accelerate_wraps_reserves_what_it_will_take():
+    for shared in (AcceleratorState, GradientState, PartialState):
+        shared._reset_state()
+    model, found = small_stack(), []
+    batch = tuple(map(torch.stack, zip(*Rows(64), strict=True)))
+    optimizer = torch.optim.Adam(model.parameters())
+    for each in (optimizer, Accelerator(cpu=True).prepare(optimizer)):
+        _, report = recoup.fit(
+            model, batch, 0.9, loss=nn.functional.mse_loss, optimizer=each
+        )
+        found.append(report.reserved_bytes)
+        report.remove()
+    assert found[0] == found[1] > 0
 
 
 def test_a_model_compiled_by_accelerate_is_refused_without_compile():

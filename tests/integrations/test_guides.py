@@ -55,6 +55,18 @@ def assert_same_model(one: Any, other: Any) -> None:
 
 
 def test_the_guide_to_transformers(tmp_path):
+    plain, ours = run_both("transformers.md", trainer_parts(tmp_path))
+    assert_trained(plain["trainer"], ours["trainer"])
+
+
+def test_the_tutorial_on_lora_with_the_trainer(tmp_path):
+    pytest.importorskip("peft", reason="peft is not installed")
+    plain, ours = run_both("../tutorials/lora.md", trainer_parts(tmp_path))
+    assert_trained(plain["trainer"], ours["trainer"])
+
+
+def trainer_parts(folder: Path) -> Any:
+    """Return what makes the variables of a script with transformers' Trainer."""
     pytest.importorskip("transformers", reason="transformers is not installed")
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     from transformers import TrainingArguments
@@ -63,7 +75,7 @@ def test_the_guide_to_transformers(tmp_path):
 
     def make() -> dict[str, Any]:
         arguments = TrainingArguments(
-            output_dir=str(tmp_path),
+            output_dir=str(folder),
             per_device_train_batch_size=4,
             max_steps=3,
             use_cpu=True,
@@ -71,13 +83,21 @@ def test_the_guide_to_transformers(tmp_path):
             save_strategy="no",
             disable_tqdm=True,
         )
-        return {"model": tiny_llama(), "arguments": arguments, "dataset": Tokens()}
+        model = tiny_llama()
+        return {
+            "model": model,
+            "base": model,
+            "arguments": arguments,
+            "dataset": Tokens(),
+        }
 
-    plain, ours = run_both("transformers.md", make)
-    assert_same_model(plain["trainer"].model, ours["trainer"].model)
-    (logged,) = [
-        row for row in ours["trainer"].state.log_history if "recoup_budget_bytes" in row
-    ]
+    return make
+
+
+def assert_trained(plain: Any, ours: Any) -> None:
+    """Two Trainers: the same parameters, the second within its budget, logged."""
+    assert_same_model(plain.model, ours.model)
+    (logged,) = [row for row in ours.state.log_history if "recoup_budget_bytes" in row]
     assert logged["recoup_measured_peak_bytes"] <= logged["recoup_budget_bytes"]
     assert logged["recoup_budget_bytes"] < logged["recoup_plain_peak_bytes"]
 

@@ -275,6 +275,93 @@ def test_an_infeasible_budget_makes_the_batch_smaller(tmp_path):
     assert_nothing_is_left(trainer)
 
 
+class Ragged(Tokens):
+    """Sentences of 16 to 48 tokens."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        length = 16 + index * 13 % 33
+        return {name: row[:length] for name, row in super().__getitem__(index).items()}
+
+
+def padded(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    longest = max(len(row["labels"]) for row in rows)
+    blanks = {"input_ids": 0, "labels": -100}
+    return {
+        name: torch.tensor(
+            [row[name] + [blank] * (longest - len(row[name])) for row in rows]
+        )
+        for name, blank in blanks.items()
+    }
+
+
+class OwnLoss(MeteredTrainer):
+    """Divides the loss by the tokens of all accumulated batches, and logs it."""
+
+    divisors: list[int]
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: Any,
+        return_outputs: bool = False,  # noqa: FBT001, FBT002 (the Trainer's)
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        labels = inputs.pop("labels")
+        output = model(**inputs)
+        loss = nn.functional.cross_entropy(
+            output.logits[:, :-1].flatten(0, 1),
+            labels[:, 1:].flatten(),
+            reduction="mean" if num_items_in_batch is None else "sum",
+        )
+        if num_items_in_batch is not None:
+            self.divisors.append(int(num_items_in_batch))
+            loss = loss / num_items_in_batch
+        if model.training:
+            self.log({"own": loss.item()})
+        return (loss, output) if return_outputs else loss
+
+
+class ToAFile(TrainerCallback):
+    """Sends what is logged where no library can take it back."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        with self._file.open("a") as file:
+            file.write(f"{kwargs['logs'].get('own')}\n")
+
+
+def test_a_loss_function_of_the_user_is_counted_and_logged_as_without_recoup(tmp_path):
+    found = []
+    for callback in (None, RecoupCallback(0.75)):
+        file = tmp_path / f"{len(found)}.log"
+        trainer = made(
+            [ToAFile(file), *([callback] if callback else [])],
+            tmp_path,
+            OwnLoss,
+            gradient_accumulation_steps=2,
+            eval_strategy="steps",
+            eval_steps=10,
+        )
+        trainer.train_dataset, trainer.data_collator = Ragged(), padded
+        trainer.divisors = []
+        trainer.train()
+        own = [line for line in file.read_text().splitlines() if line != "None"]
+        found.append((trainer, callback, own))
+    (plain, _, expected), (ours, callback, logged) = found
+    assert callback is not None
+    assert callback.report is not None
+    assert len(logged) == 2 * STEPS
+    assert logged == expected, "rehearsals leave no trace"
+    assert ours.divisors == plain.divisors
+    assert len({*ours.divisors}) > 1
+    assert_same_run(ours, plain)
+    assert max(ours.peaks) <= callback.report.budget_bytes < max(plain.peaks)
+    assert_nothing_is_left(ours)
+    assert "log" not in vars(ours)
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("slowdown", [None, 100.0])
 def test_a_batch_that_does_not_fit_becomes_the_largest_that_does(

@@ -6,6 +6,7 @@ from typing import Any, cast
 from torch import nn
 from torch.optim import Optimizer
 
+from recoup.backend.training.optimizer_steps import inner_optimizer
 from recoup.core.segments import Action
 from recoup.errors import UsageError
 
@@ -36,7 +37,7 @@ def actions_of(allow: Iterable[Action]) -> frozenset[Action]:
 def optimizers_of(
     optimizer: Optimizer | Sequence[Optimizer] | None,
 ) -> tuple[Optimizer, ...]:
-    """Return the given optimizers: none, one, or several.
+    """Return the given optimizers, without wrappers: none, one, or several.
 
     Raises:
         UsageError: Something else is given.
@@ -59,7 +60,7 @@ def optimizers_of(
                 "torch.optim.Adam(model.parameters()), or a list of them, got "
                 f"{what}."
             )
-    return found
+    return tuple(map(inner_optimizer, found))
 
 
 def one_model(model: nn.Module | Sequence[nn.Module], step: object) -> nn.Module:

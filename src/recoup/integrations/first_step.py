@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from recoup.backend.compiler.recognition import eager, is_compiled
 from recoup.backend.state.trees import map_leaves
+from recoup.backend.training.optimizer_steps import inner_optimizer
 from recoup.core.segments import Action
 from recoup.core.units import parse_budget
 from recoup.errors import InfeasibleError, UnsupportedError, UsageError
@@ -127,8 +128,7 @@ class FirstStep:
                 self._fitted(model),
                 rehearse,
                 self.budget,
-                # Frameworks wrap the optimizer under this name.
-                optimizer=getattr(optimizer, "optimizer", optimizer),
+                optimizer=inner_optimizer(optimizer) if optimizer else None,
                 processes=processes,
                 accumulate=accumulate,
                 allow=self.allow,
@@ -179,7 +179,7 @@ class FirstStep:
             self.budget,
             step=lambda given: run(called, given),
             slowdown=self.slowdown,
-            optimizer=getattr(optimizer, "optimizer", optimizer),
+            optimizer=optimizer,
             accumulate=accumulate,
             allow=self.allow,
             limit=limit,

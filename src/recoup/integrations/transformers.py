@@ -5,7 +5,8 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -194,8 +195,9 @@ class RecoupCallback(TrainerCallback, ExportableState):
             # Some steps pop labels from their inputs.
             step(called, copy.copy(given), *args, **kwargs)
 
-        # A BatchEncoding is not a dict for code that looks for its tensors.
-        self._fit(model, {**inputs}, run)
+        with _silent(self._trainer):
+            # A BatchEncoding is not a dict for code that looks for its tensors.
+            self._fit(model, {**inputs}, run)
         self._numbers = self._first.numbers()
         self._trainer.log(dict(self._numbers))
 
@@ -235,6 +237,18 @@ def _too_large(why: str) -> Exception:
     return torch.OutOfMemoryError(
         f"recoup: with this batch the budget is out of memory. {why}"
     )
+
+
+@contextmanager
+def _silent(trainer: Any) -> Iterator[None]:
+    """Drop what a loss function logs: nothing takes it back from files and services."""
+    own = {name: each for name, each in vars(trainer).items() if name == "log"}
+    trainer.log = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        del trainer.log
+        vars(trainer).update(own)
 
 
 def _calling_trainer() -> Any:

@@ -130,6 +130,15 @@ def members_of(optimizer: Optimizer) -> list[Optimizer]:
     return optimizer.members if isinstance(optimizer, JointOptimizer) else [optimizer]
 
 
+def inner_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Return what a framework has wrapped, or the optimizer itself.
+
+    Lightning, Fabric and accelerate return wrappers that are optimizers too.
+    """
+    inner = getattr(optimizer, "optimizer", None)
+    return inner_optimizer(inner) if isinstance(inner, Optimizer) else optimizer
+
+
 class StepWatch:
     """Counts optimizer steps as writes while any region waits for its backward.
 

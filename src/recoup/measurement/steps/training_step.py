@@ -2,13 +2,14 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -271,7 +272,8 @@ def untouched(step: TrainingStep) -> Iterator[TrainingStep]:
 
     After each `TrainingStep.begin` it is the same step again, with the same random
     numbers. The user's gradients are removed as by `zero_grad`; those on an accelerator
-    move to the CPU, to make room for a step's new ones.
+    move to the CPU, to make room for a step's new ones. Replicas of the model exchange
+    neither gradients nor buffers.
 
     Raises:
         UsageError: A run calls an optimizer of the model.
@@ -287,9 +289,30 @@ def untouched(step: TrainingStep) -> Iterator[TrainingStep]:
                 unsubscribe(observer)
         repetition.restore()
 
-    with restoring(restore), _optimizers_refused(step.model):
+    with restoring(restore), _optimizers_refused(step.model), _unsynchronised(step):
         repetition.take_gradients()
         yield replace(step, run=repetition.watched(step.run), repetition=repetition)
+
+
+@contextmanager
+def _unsynchronised(step: TrainingStep) -> Iterator[None]:
+    """Let replicas of a model exchange nothing: each process runs as often as it needs.
+
+    An exchange that only some take part in would meet one of their training steps. Not
+    for a static graph, whose first backward must synchronise.
+    """
+    modules = [each for each in step.resident() if isinstance(each, nn.Module)]
+    parts = dict.fromkeys(part for each in modules for part in each.modules())
+    with ExitStack() as stack:
+        for part in parts:
+            if isinstance(part, DistributedDataParallel) and not part.static_graph:
+                synchronises = part.require_forward_param_sync
+                stack.callback(
+                    setattr, part, "require_forward_param_sync", synchronises
+                )
+                stack.enter_context(part.no_sync())
+                part.require_forward_param_sync = False
+        yield
 
 
 @contextmanager
