@@ -8,7 +8,10 @@ then all of them are timed in turns: a round runs each for some steps. Models ha
 random weights; nothing is downloaded.
 
 With `--lock FILE` several processes may work on different models: all of them compile
-for torch's budgets at once, but one at a time fits and measures.
+at once, for torch's budgets and inside `fit`, but one at a time measures. Contenders
+that are not prepared `--limit` seconds after the start are left out, and no round
+begins after `--end`: rows are written with the rounds that ran. `--compile-only`
+fills the compiler's caches for torch's budgets, beside a process that needs them.
 
     python -m benchmarks.cases.ecosystem --models llama,t5 --limit 240
 """
@@ -25,6 +28,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -42,10 +46,20 @@ from benchmarks.harness import (
 from benchmarks.zoo.peers import Compiled
 from recoup.backend.memory.meters import interval_meter
 from recoup.engine.applied.model_blocks import block_names, repeated_names
+from recoup.fitting.block_search import BlockSearch
 from recoup.fitting.compiled_fit import CompiledFit
+from recoup.measurement.timing.block_bench import BlockBench
 
 Active = Callable[[], AbstractContextManager[object]]
 """Puts a prepared contender on the model."""
+
+
+_STARTED = time.perf_counter()
+
+
+def seconds_since_start() -> float:
+    """Return how long ago this program began."""
+    return time.perf_counter() - _STARTED
 
 
 class OutOfTimeError(Exception):
@@ -68,14 +82,69 @@ def time_limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+class Turns:
+    """The device, which one of several processes at a time may measure on.
+
+    Args:
+        path: The file that is locked; None: there are no others.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._file = None if path is None else path.open("w")
+        self._holds = False
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Wait until no other process is in this block."""
+        self._take()
+        try:
+            yield
+        finally:
+            self._give()
+
+    @contextmanager
+    def given(self) -> Iterator[None]:
+        """Let others measure while this process compiles."""
+        if not self._holds:
+            yield
+            return
+        self._give()
+        try:
+            yield
+        finally:
+            self._take()
+
+    def _take(self) -> None:
+        if self._file is not None:
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+        self._holds = True
+
+    def _give(self) -> None:
+        self._holds = False
+        if self._file is not None:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+            time.sleep(0.1)  # or this process takes it again before another wakes
+
+
 @contextmanager
-def exclusive(path: Path | None) -> Iterator[None]:
-    """Wait until no other process is in this block for the same file."""
-    if path is None:
-        yield
-        return
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+def compiling_beside(turns: Turns) -> Iterator[None]:
+    """Let others measure whenever `fit` calls something that is not compiled yet."""
+    measure, apply = BlockBench.measure, BlockSearch.apply
+
+    def measured(bench: BlockBench, forward: Any) -> Any:
+        with turns.given():
+            bench.run(forward)
+        return measure(bench, forward)
+
+    def applied(search: BlockSearch, plan: Any) -> None:
+        apply(search, plan)
+        with turns.given():
+            search.run()
+
+    with (
+        mock.patch.object(BlockBench, "measure", measured),
+        mock.patch.object(BlockSearch, "apply", applied),
+    ):
         yield
 
 
@@ -247,7 +316,7 @@ class Comparison:
         self, name: str, device: torch.device, options: argparse.Namespace
     ) -> None:
         self._options = options
-        self._ends = 0.0
+        self._turns = Turns(options.lock)
         self.bench = Bench(name, device, steps=options.steps)
         self.contenders: list[Contender] = []
 
@@ -255,16 +324,24 @@ class Comparison:
         """Prepare every contender, time all of them in turns; yield their rows."""
         options = self._options
         knobs = {
-            f"torch knob {share}": knob(self.bench, share, options.row_limit)
+            f"torch knob {share}": knob(self.bench, share, self._left(options.limit))
             for share in options.knobs
         }
-        with exclusive(options.lock):
-            self._ends = time.perf_counter() + options.limit
+        if options.compile_only:
+            return
+        with self._turns.held(), compiling_beside(self._turns):
             self._prepare_all(knobs)
-            for _ in range(options.rounds):
+        for _ in range(options.rounds):
+            with self._turns.held():
+                if not self._left(options.end):
+                    break
                 self._run_round()
         for contender in self.contenders:
             yield contender.name, contender.row()
+
+    def _left(self, end: float) -> float:
+        """Return the seconds that are left to prepare a contender."""
+        return min(self._options.row_limit, max(end - seconds_since_start(), 0.0))
 
     def _prepare_all(self, knobs: Mapping[str, Active]) -> None:
         options, bench = self._options, self.bench
@@ -295,9 +372,8 @@ class Comparison:
         contender = Contender(name)
         self.contenders.append(contender)
         begun = time.perf_counter()
-        limit = min(self._options.row_limit, self._ends - begun)
         try:
-            with time_limit(limit):
+            with time_limit(self._left(self._options.limit)):
                 contender.remark, active = prepare()
                 with active():
                     contender.peak_bytes = self.bench.peak_bytes()
@@ -328,8 +404,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument(
-        "--limit", type=float, default=1e6, help="seconds to prepare one model"
+        "--limit", type=float, default=1e6, help="nothing is prepared after: seconds"
     )
+    parser.add_argument(
+        "--end", type=float, default=1e6, help="no round begins after: seconds"
+    )
+    parser.add_argument("--compile-only", action="store_true", help="for torch's knobs")
     parser.add_argument(
         "--row-limit", type=float, default=240, help="seconds to prepare a contender"
     )

@@ -17,7 +17,7 @@ from recoup.core.compiled_plan import BlockPartition, CompiledPlan
 from recoup.engine.applied.compiled_blocks import CompiledForward, probe
 from recoup.engine.applied.offloaded_saves import HOST
 from recoup.engine.tiers.account import ACCOUNTS
-from recoup.measurement.timing.block_bench import costed, kernel_times
+from recoup.measurement.timing.block_bench import KernelTimes, costed
 from recoup.planners.block_choice import saved_sets
 
 pytestmark = [
@@ -186,7 +186,7 @@ def test_inductor_recomputes_the_masks_of_forward_within_the_budget():
     block, hidden = model[0], tokens(256).requires_grad_()
     joint = probe(block, "inductor", hidden)
     assert joint.draws
-    fastest, *_, smallest = saved_sets(costed(joint, kernel_times(DEVICE)))
+    fastest, *_, smallest = saved_sets(costed(joint, KernelTimes(DEVICE)))
     found = []
     for saved in (fastest, smallest):
         part = BlockPartition("", 0, joint.digest, saved.names, 1 << 30, 0)
@@ -202,7 +202,7 @@ def test_inductor_recomputes_the_masks_of_forward_within_the_budget():
 def test_saved_values_wait_on_the_host_and_come_back_bitwise(executor):
     block, batch = stack(Layer, 1)[0], tokens().requires_grad_()
     joint = probe(block, executor, batch)
-    fastest, *_ = saved_sets(costed(joint, kernel_times(DEVICE)))
+    fastest, *_ = saved_sets(costed(joint, KernelTimes(DEVICE)))
     kept = BlockPartition("", 0, joint.digest, fastest.names, 1 << 40, 0)
     moved_bytes = saved_bytes(joint, fastest.names, least=HOST.smallest_bytes)
     found, moved = [], []

@@ -23,6 +23,8 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import recoup
+from recoup.backend.memory.meters import interval_meter
+from recoup.core.compiled_plan import CompiledPlan
 from recoup.errors import UnsupportedError
 from tests.support.odd_models import mean_square
 from tests.support.processes import together
@@ -226,6 +228,51 @@ def test_compiled_blocks_of_a_sharded_model_are_refused_in_one_sentence(mesh):
     with pytest.raises(UnsupportedError, match="compile='exact' needs whole"):
         recoup.fit(model, batch(), 0.9, loss=mean_square, compile="exact")
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def train_planned_then_sharded(rank: int, text: str) -> tuple[bool, int, int]:
+    """Train in one of several processes with a plan that was made before sharding.
+
+    Returns whether the losses and parameters are bitwise those of a sharded twin
+    without a plan, and the bytes that blocks save in forward, without and with it.
+    """
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model, twin = (sharded(blocks(), mesh) for _ in range(2))
+    applied = recoup.apply_plan(model, CompiledPlan.from_json(text))
+    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(rank))
+    outcomes: list[list[Tensor]] = []
+    held: list[int] = []
+    for each in (twin, model):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        outcome: list[Tensor] = []
+        for _ in range(3):
+            with interval_meter(torch.device("cpu")) as meter:
+                loss = mean_square(each(x))
+                meter.mark("backward")
+                loss.backward()
+            held.append(meter.intervals[-1].live_bytes)
+            optimizer.step()
+            optimizer.zero_grad()
+            outcome.append(loss.detach())
+        outcome += [local(parameter.detach()) for parameter in each.parameters()]
+        outcomes.append(outcome)
+    applied.remove()
+    is_bitwise = all(map(torch.equal, *outcomes))
+    return is_bitwise, held[2], held[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_compiled_plan_made_before_sharding_trains_bitwise_after_it(tmp_path, count):
+    x = torch.randn(64, 32)
+    _, report = recoup.fit(blocks(), x, 0.8, loss=mean_square, compile="exact")
+    assert any(block.digest for block in report.plan.blocks)
+    text = report.plan.to_json()
+    for answer in together(train_planned_then_sharded, tmp_path, text, count=count):
+        assert not isinstance(answer, str), answer
+        is_bitwise, plain_bytes, planned_bytes = answer
+        assert is_bitwise
+        assert planned_bytes < plain_bytes
 
 
 @pytest.mark.sweep

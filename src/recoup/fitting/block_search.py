@@ -1,7 +1,7 @@
 """The search for what compiled blocks save: options per kind, a choice for all."""
 
 import sys
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -9,6 +9,7 @@ from torch import nn
 
 from recoup.backend.compiler.joint_graphs import JointGraph
 from recoup.backend.compiler.partitioning import Executor, saved_bytes
+from recoup.backend.compiler.stored_times import StoredTimes, times_of
 from recoup.core.compiled_plan import (
     BlockOption,
     BlockPartition,
@@ -34,8 +35,8 @@ from recoup.measurement.timing.block_bench import (
     BlockBench,
     BlockKinds,
     Forward,
+    KernelTimes,
     costed,
-    kernel_times,
 )
 from recoup.measurement.timing.block_frames import (
     StepMarks,
@@ -59,6 +60,9 @@ _ENOUGH = 4
 """The most options of a kind of block to compile for speed: the smallest, two
 neighbours that fill the budget, and a replacement for a mispredicted one."""
 
+_REGION = BlockPartition("", 0, "", (), 0, 0)
+"""Runs a block in a region that recomputes all of it."""
+
 _UNKNOWN = BlockOption(0, False, 0, 0, 0.0, is_measured=False)
 
 
@@ -72,6 +76,8 @@ class BlockKind:
         bench: The bench that measures options on it.
         executor: The executor of captured graphs.
         partitions: The partition of each option; None runs the block uncompiled.
+        times: Times of options that are known.
+        likeness: What options of equal time share; empty: unknown.
         sets: The saved sets of the first options, from fastest to smallest.
         moves: The bytes of each of these that can be offloaded, which adds as many
             options; empty without offloading.
@@ -80,6 +86,8 @@ class BlockKind:
     Attributes:
         options: The measured or predicted costs of each option.
         compiled: The number of compiled options.
+        is_varied: Whether its blocks share no compiled code, since they differ in
+            numbers: each option is compiled for each block that uses it.
     """
 
     number: int
@@ -87,6 +95,8 @@ class BlockKind:
     bench: BlockBench
     executor: Executor
     partitions: list[BlockPartition | None]
+    times: StoredTimes
+    likeness: str = ""
     sets: Sequence[SavedSet] = ()
     moves: Sequence[int] = ()
     link_bytes_per_second: float = 0.0
@@ -96,16 +106,26 @@ class BlockKind:
         self.partitions += [p and replace(p, offloads=True) for p in first]
         self.options = [_UNKNOWN] * len(self.partitions)
         self.compiled = 0
+        self.is_varied = False
 
     @property
     def reference(self) -> int:
         """The option of the reference step, which holds almost nothing."""
-        return compiled_first(self.sets) if self.sets else 1
+        if self.is_varied or not self.sets:
+            return self._region
+        return compiled_first(self.sets)
+
+    @property
+    def _region(self) -> int:
+        regions = (n for n, p in enumerate(self.partitions) if p and not p.digest)
+        return next(regions)
 
     def measure_first(self) -> None:
         """Measure the reference, or all options if nothing can be compiled."""
-        for option in (self.reference,) if self.sets else (0, 1):
+        for option in (compiled_first(self.sets),) if self.sets else (0, 1):
             self.measure(option)
+        if self.is_varied:
+            self.add_region()
 
     def measure(self, option: int) -> None:
         """Compile and measure an option; update the predictions of the others."""
@@ -122,7 +142,7 @@ class BlockKind:
     def add_region(self) -> None:
         """Add and measure an option that recomputes the whole block in a region."""
         if all(partition is None or partition.digest for partition in self.partitions):
-            self.partitions.append(_region(self.number))
+            self.partitions.append(_REGION)
             self.options.append(self._measured(len(self.options)))
 
     def _predicted(self, option: int) -> BlockOption:
@@ -162,10 +182,20 @@ class BlockKind:
         self.bench.unpark()
         try:
             measured = self.bench.measure(forward)
-            (seconds,) = self.bench.seconds([forward], rounds=_BENCH_ROUNDS)
+            return replace(measured, seconds=self._seconds(partition, forward))
         finally:
             self.bench.park()
-        return replace(measured, seconds=seconds)
+
+    def _seconds(self, partition: BlockPartition | None, forward: Forward) -> float:
+        def measured() -> float:
+            (seconds,) = self.bench.seconds([forward], rounds=_BENCH_ROUNDS)
+            return seconds
+
+        if partition is None or not self.likeness:
+            return measured()
+        names = partition.saves if partition.digest else "region"
+        key = f"{type(self.block).__qualname__} {self.executor} {names} {self.likeness}"
+        return self.times.seconds(key, measured)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +239,9 @@ class BlockSearch:
         self.applied: CompiledBlocks | None = None
         self.kinds: list[BlockKind] = []
         self.kind_of: dict[str, int] = {}
+        self._code_of: dict[str, int] = {}
+        self._times = times_of(step.device, executor)
+        self._kernels = KernelTimes(step.device, self._times)
         self.eager: dict[str, str] = {}
         self.draws = False
         self.order: tuple[str, ...] = ()
@@ -216,40 +249,37 @@ class BlockSearch:
         self.marks: StepMarks | None = None
 
     def capture(self, found: BlockKinds, blocks: Mapping[str, nn.Module]) -> None:
-        """Find the options of each kind of block."""
+        """Find the options of each kind of block, and measure the first of them.
+
+        Blocks that differ in numbers only are one kind, with code for each.
+        """
         self.eager = dict(found.refused)
-        self.kind_of = dict(found.kinds)
-        times = kernel_times(self._step.device)
-        for number, (name, call) in enumerate(found.samples):
+        self._code_of = dict(found.kinds)
+        kind_of_code: list[int] = []
+        alike: dict[Hashable, int] = {}
+        for code, (name, call) in enumerate(found.samples):
             self._tell(f"capturing {name}")
             block = blocks[name]
-            sets: Sequence[SavedSet] = ()
-            moves: Sequence[int] = ()
-            link = self._plain.link_bytes_per_second
-            partitions: list[BlockPartition | None] = [None, _region(number)]
+            joint: JointGraph | None = None
+            likeness: Hashable = code
             try:
                 joint = call.run(partial(probe, block, self._executor))
+                likeness = (_geometry(block), joint.likeness())
             except UnsupportedError as error:
-                alike = (n for n, kind in found.kinds.items() if kind == number)
-                self.eager.update(dict.fromkeys(alike, str(error)))
+                names = (n for n, kind in found.kinds.items() if kind == code)
+                self.eager.update(dict.fromkeys(names, str(error)))
+            number = alike.setdefault(likeness, len(self.kinds))
+            kind_of_code.append(number)
+            if number == len(self.kinds):
+                bench = BlockBench(block, call, self._step.device)
+                self.kinds.append(self._kind(code, block, bench, joint))
             else:
-                self.draws = self.draws or joint.draws
-                sets = [
-                    replace(found, forward_bytes=forward, backward_bytes=backward)
-                    for found in saved_sets(costed(joint, times))
-                    for forward, backward in (joint.peaks(found.names),)
-                ]
-                partitions = [_partition(number, joint, s.names) for s in sets]
-                if link:
-                    least = HOST.smallest_bytes
-                    moves = [saved_bytes(joint, s.names, least=least) for s in sets]
-                self._tell(f"compiling {type(block).__name__}")
-            bench = BlockBench(block, call, self._step.device)
-            kind = BlockKind(
-                number, block, bench, self._executor, partitions, sets, moves, link
-            )
+                self.kinds[number].is_varied = True
+        self.kind_of = {n: kind_of_code[code] for n, code in found.kinds.items()}
+        for kind in self.kinds:
+            if kind.sets:
+                self._tell(f"compiling {type(kind.block).__name__}")
             kind.measure_first()
-            self.kinds.append(kind)
         if not any(p and p.digest for kind in self.kinds for p in kind.partitions):
             first = [f"{name}: {why}" for name, why in list(self.eager.items())[:2]]
             raise UnsupportedError(
@@ -257,14 +287,38 @@ class BlockSearch:
                 f"({'; '.join(first)}). Use compile=False."
             )
 
+    def _kind(
+        self, code: int, block: nn.Module, bench: BlockBench, joint: JointGraph | None
+    ) -> BlockKind:
+        """Return a kind of block with its options, none of them measured."""
+        options = (len(self.kinds), block, bench, self._executor)
+        if joint is None:
+            return BlockKind(*options, [None, _REGION], self._times)
+        self.draws = self.draws or joint.draws
+        sets = [
+            replace(found, forward_bytes=forward, backward_bytes=backward)
+            for found in saved_sets(costed(joint, self._kernels))
+            for forward, backward in (joint.peaks(found.names),)
+        ]
+        link = self._plain.link_bytes_per_second
+        least = HOST.smallest_bytes
+        return BlockKind(
+            *options,
+            [_partition(code, joint, saved.names) for saved in sets],
+            self._times,
+            joint.likeness(),
+            sets,
+            [saved_bytes(joint, s.names, least=least) for s in sets] if link else (),
+            link,
+        )
+
     def reference(self) -> BlockStep:
         """Measure a step in which every block holds as little as possible."""
         references = [kind.reference for kind in self.kinds]
         self.apply(self.plan_of({n: references[k] for n, k in self.kind_of.items()}))
         self._tell("measuring the compiled step at the least memory")
         for _ in range(2):
-            self._step.begin()
-            self._step.run()
+            self.run()
         marks = run_marked(self._step, self._blocks(), resident=self._resident)
         self.order = marks.names
         chosen = zip(self.kinds, references, strict=True)
@@ -289,8 +343,7 @@ class BlockSearch:
                 return predicted, None, last
             self.apply(self.plan_of(dict(zip(self.order, last, strict=True))))
             self._tell("checking the choice on a real step")
-            self._step.begin()
-            self._step.run()
+            self.run()
             marks = run_marked(self._step, self._blocks(), resident=self._resident)
             self.rounds += 1
             self.marks = marks
@@ -313,7 +366,14 @@ class BlockSearch:
             partition = kind.partitions[option]
             if partition is not None:
                 held_bytes = kind.options[option].held_bytes
-                blocks.append(replace(partition, module=name, held_bytes=held_bytes))
+                blocks.append(
+                    replace(
+                        partition,
+                        module=name,
+                        kind=self._code_of[name],
+                        held_bytes=held_bytes,
+                    )
+                )
         return CompiledPlan(
             self._executor,
             tuple(blocks),
@@ -358,6 +418,11 @@ class BlockSearch:
         if loop is None:
             self.apply(plan)
         return loop
+
+    def run(self) -> None:
+        """Run the step as it is now, and compile what is not."""
+        self._step.begin()
+        self._step.run()
 
     def take_off(self) -> None:
         """Restore the blocks' own forwards."""
@@ -411,5 +476,8 @@ def _partition(kind: int, joint: JointGraph, saves: tuple[str, ...]) -> BlockPar
     return BlockPartition("", kind, joint.digest, saves, nbytes, 0)
 
 
-def _region(kind: int) -> BlockPartition:
-    return BlockPartition("", kind, "", (), 0, 0)
+def _geometry(block: nn.Module) -> Hashable:
+    """Return what blocks of one kind share besides their graph."""
+    tensors = (*block.parameters(), *block.buffers())
+    shapes = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
+    return type(block), shapes

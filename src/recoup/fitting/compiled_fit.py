@@ -315,8 +315,8 @@ def _refuse_sharded(model: nn.Module, executor: Executor) -> None:
         raise UnsupportedError(
             f"compile={executor!r} needs whole parameters, got a "
             f"{type(model).__name__} that fully_shard has sharded: its blocks are "
-            "captured without the hooks that gather them. Use compile=False, or "
-            "DistributedDataParallel."
+            "captured without the hooks that gather them. Use compile=False, or fit "
+            "the model before it is sharded and apply the plan afterwards."
         )
 
 

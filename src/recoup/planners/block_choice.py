@@ -269,7 +269,7 @@ def choose_options(
 
 
 _WORTH = 0.005
-"""Options that together gain less than this share of the step's time are dropped."""
+"""Options that together gain less than this share of the blocks' time are dropped."""
 
 
 def worth_measuring(
@@ -282,7 +282,8 @@ def worth_measuring(
 
     Measuring an option costs seconds, since it is compiled. Of the predicted options in
     a choice, only those are measured without which it does not fit, or is slower by a
-    share of the step.
+    share of the blocks' time. (That of the step varies from run to run: with it a
+    second fit could ask for other options than the first.)
 
     Args:
         step: The step.
@@ -310,7 +311,8 @@ def worth_measuring(
         return None, frozenset()
     used = Counter(zip((f.kind for f in step.frames), wanted, strict=True))
     needed = {pair for pair in used if pair not in usable}
-    limit = seconds(wanted) + _WORTH * step.seconds
+    references = sum(frame.reference.seconds for frame in step.frames)
+    limit = seconds(wanted) + _WORTH * references
     # Those of the fewest blocks gain least.
     for pair in sorted(needed, key=lambda each: (used[each], each)):
         among = usable | needed - {pair}

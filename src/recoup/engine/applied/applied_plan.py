@@ -387,8 +387,12 @@ _FOLLOWING = threading.Lock()
 with a model."""
 
 
-def digest_of(model: nn.Module) -> str:
+def digest_of(model: nn.Module, *, is_unsharded: bool = False) -> str:
     """Return a hash of a model's module types and parameter shapes and dtypes.
+
+    Args:
+        model: The model.
+        is_unsharded: Whether to give the hash that it had before `fully_shard`.
 
     Examples:
         >>> digest_of(nn.Linear(2, 2)) == digest_of(nn.Linear(2, 2))
@@ -398,7 +402,10 @@ def digest_of(model: nn.Module) -> str:
     """
     digest = hashlib.sha256()
     for name, module in model.named_modules():
-        digest.update(f"{name}:{type(module).__name__};".encode())
+        kind = type(module)
+        if is_unsharded and is_sharded(kind):
+            kind = kind.__mro__[2]  # after fully_shard's own class and FSDPModule
+        digest.update(f"{name}:{kind.__name__};".encode())
     for name, parameter in model.named_parameters():
         digest.update(f"{name}:{tuple(parameter.shape)}:{parameter.dtype};".encode())
     return digest.hexdigest()[:16]

@@ -191,7 +191,8 @@ class CompiledBlocks:
     """
 
     def __init__(self, model: nn.Module, plan: CompiledPlan) -> None:
-        if plan.model not in ("", digest_of(model)):
+        # Blocks are gathered by hooks around the forward that is replaced here.
+        if plan.model not in ("", digest_of(model, is_unsharded=True)):
             raise PlanError(
                 f"expected a plan for this {type(model).__name__}, got one for a model "
                 "of other modules or parameters; make it anew with recoup.fit."

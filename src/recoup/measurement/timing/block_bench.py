@@ -1,6 +1,5 @@
 """Measure one block in isolation: bytes and time of its options and kernels."""
 
-import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from recoup.backend.autograd.autocast import AutocastState, autocast_as, autocast_states
 from recoup.backend.compiler.joint_graphs import JointGraph, KernelCall, TensorSpec
+from recoup.backend.compiler.stored_times import StoredTimes
 from recoup.backend.memory.ledger import storages_in
 from recoup.backend.memory.meters import interval_meter
 from recoup.backend.state.trees import leaves, map_leaves, tensors
@@ -300,27 +300,35 @@ _REPEATS = 3
 
 
 class KernelTimes:
-    """Times kernels on tensors of the same geometry, and caches the times."""
+    """Times kernels on tensors of the same geometry.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: The device.
+        stored: Times that are known.
+    """
+
+    def __init__(self, device: torch.device, stored: StoredTimes | None = None) -> None:
         self._device = device
-        self._seconds: dict[str, float] = {}
-        source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device)
-        target = torch.empty_like(source)
-        seconds = self._timed(lambda: target.copy_(source))
+        self._stored = stored or StoredTimes(None)
+        seconds = self._stored.seconds("copy", self._copy_seconds)
         self.bytes_per_second = 2 * _COPY_BYTES / seconds
+
+    def _copy_seconds(self) -> float:
+        source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=self._device)
+        target = torch.empty_like(source)
+        return self._timed(lambda: target.copy_(source))
 
     def seconds(self, call: KernelCall, traffic_bytes: int) -> float:
         """Return a kernel's time, estimated from traffic if it cannot run alone."""
-        key = f"{call.target}{call.args}{call.kwargs}"
-        known = self._seconds.get(key)
-        if known is None:
+
+        def measured() -> float:
             try:
-                known = self._run(call)
+                return self._run(call)
             except (RuntimeError, TypeError, ValueError, IndexError):
-                known = traffic_bytes / self.bytes_per_second
-            self._seconds[key] = known
-        return known
+                return traffic_bytes / self.bytes_per_second
+
+        key = f"{call.target}{call.args}{call.kwargs}"
+        return self._stored.seconds(key, measured)
 
     @torch.no_grad()
     def _run(self, call: KernelCall) -> float:
@@ -330,15 +338,6 @@ class KernelTimes:
     def _timed(self, function: Callable[[], object]) -> float:
         function()
         return min(_seconds_in_a_row(function, self._device) for _ in range(_REPEATS))
-
-
-@functools.cache
-def kernel_times(device: torch.device) -> KernelTimes:
-    """Return the times of a device's kernels, measured once per process.
-
-    Equal times lead to equal sets of saved values, which have been compiled before.
-    """
-    return KernelTimes(device)
 
 
 def costed(joint: JointGraph, times: KernelTimes) -> JointForward:

@@ -1,0 +1,105 @@
+"""Measured times of this machine, stored beside the compiler's caches.
+
+Times vary between measurements, and a partition that was chosen by other times is
+compiled anew. With the times of an earlier process, a process chooses the partitions
+that the compiler's caches have.
+"""
+
+import functools
+import hashlib
+import json
+import math
+import platform
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+
+class StoredTimes:
+    """Times by key: measured once, then read from a file.
+
+    Processes append to the file; of several times of one key the first one counts.
+
+    Args:
+        path: The file; None: times are known in this process only.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._seconds: dict[str, float] = {}
+        for key, seconds in _lines(path):
+            self._seconds.setdefault(key, seconds)
+
+    def seconds(self, key: str, measured: Callable[[], float]) -> float:
+        """Return the time of a key; measure and store it if it is unknown."""
+        digest = hashlib.sha256(key.encode()).hexdigest()[:32]
+        if digest not in self._seconds:
+            self._seconds[digest] = measured()
+            self._store(digest)
+        return self._seconds[digest]
+
+    def _store(self, digest: str) -> None:
+        if self._path is None:
+            return
+        line = json.dumps([digest, self._seconds[digest]]) + "\n"
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a") as file:
+                file.write(line)  # one write: lines of processes do not mix
+        except OSError:
+            self._path = None  # a full disk, or a folder that cannot be written to
+
+
+def _lines(path: Path | None) -> Iterator[tuple[str, float]]:
+    try:
+        text = path.read_text() if path is not None else ""
+    except (OSError, UnicodeDecodeError):
+        return
+    for line in text.splitlines():
+        try:
+            key, seconds = json.loads(line)
+            if isinstance(key, str) and 0 <= seconds < math.inf:
+                yield key, float(seconds)
+        except (ValueError, TypeError):
+            continue  # half a line of a process that was ended
+
+
+@functools.cache
+def times_of(device: torch.device, executor: str) -> StoredTimes:
+    """Return the times of a device.
+
+    They are in the folder of Inductor's caches (`TORCHINDUCTOR_CACHE_DIR`), unless
+    caches are disabled there (`TORCHINDUCTOR_FORCE_DISABLE_CACHES=1`), or the executor
+    has no caches.
+    """
+    return StoredTimes(_path(device) if executor == "inductor" else None)
+
+
+def _path(device: torch.device) -> Path | None:
+    from torch._inductor import config
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    if config.force_disable_caches:
+        return None
+    environment = "\n".join(
+        (
+            "1",  # the version of the file
+            torch.__version__,
+            _name_of(device),
+            str(torch.get_num_threads()) if device.type == "cpu" else "",
+            torch.get_float32_matmul_precision(),
+            str(torch.are_deterministic_algorithms_enabled()),
+        )
+    )
+    name = hashlib.sha256(environment.encode()).hexdigest()[:16]
+    return Path(cache_dir(), "recoup", f"times-{name}.jsonl")
+
+
+def _name_of(device: torch.device) -> str:
+    if device.type == "cpu":
+        return f"{platform.processor() or platform.machine()}"
+    try:
+        return str(getattr(torch, device.type).get_device_name(device))
+    except (AttributeError, RuntimeError):
+        return device.type
