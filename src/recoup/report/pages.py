@@ -12,7 +12,8 @@ from jinja2 import Environment, StrictUndefined, select_autoescape
 from markupsafe import Markup
 
 from recoup.core.units import print_bytes, print_seconds
-from recoup.report.charts import frontier_chart, memory_chart, opacities
+from recoup.report import charts
+from recoup.report.charts import memory_chart, opacities
 from recoup.report.findings import Baseline, Findings, to_json
 from recoup.report.modules import block_rows
 from recoup.report.texts import (
@@ -52,8 +53,7 @@ def page(findings: Findings) -> str:
             f"The smallest budget that can be met is {floor_words(findings)}. "
             f"{estimate_words(findings.estimated_for)}"
         ).strip(),
-        frontier=Markup(frontier_chart(findings).svg()),
-        memory=Markup(memory_chart(findings).svg()),
+        charts=charts,
         legend=[
             (layer.name, layer.category, opacity)
             for layer, opacity in zip(
@@ -129,12 +129,10 @@ def _file(name: str) -> str:
 
 
 @cache
-def _environment() -> Environment:
-    return Environment(
+def _template(name: str) -> Any:
+    environment = Environment(
         autoescape=select_autoescape(default=True, default_for_string=True),
         undefined=StrictUndefined,
     )
-
-
-def _template(name: str) -> Any:
-    return _environment().from_string(_file(name))
+    environment.filters["svg"] = lambda picture: Markup(picture.svg())
+    return environment.from_string(_file(name))
