@@ -14,6 +14,7 @@ from markupsafe import Markup
 from recoup.core.units import print_bytes, print_seconds
 from recoup.report import charts
 from recoup.report.charts import memory_chart, opacities
+from recoup.report.drawing import Picture
 from recoup.report.findings import Baseline, Findings, to_json
 from recoup.report.modules import block_rows
 from recoup.report.texts import (
@@ -54,6 +55,7 @@ def page(findings: Findings) -> str:
             f"{estimate_words(findings.estimated_for)}"
         ).strip(),
         charts=charts,
+        svg=_svg,
         legend=[
             (layer.name, layer.category, opacity)
             for layer, opacity in zip(
@@ -124,6 +126,10 @@ def _numbers(findings: Findings) -> list[tuple[str, ...]]:
     return rows
 
 
+def _svg(picture: Picture) -> Markup:
+    return Markup(picture.svg())
+
+
 def _file(name: str) -> str:
     return (_TEMPLATES / name).read_text(encoding="utf-8")
 
@@ -134,5 +140,4 @@ def _template(name: str) -> Any:
         autoescape=select_autoescape(default=True, default_for_string=True),
         undefined=StrictUndefined,
     )
-    environment.filters["svg"] = lambda picture: Markup(picture.svg())
     return environment.from_string(_file(name))
