@@ -118,7 +118,7 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 class _Watcher:
-    """Counts what autograd would have saved in each region."""
+    """Counts the bytes that autograd would have saved in each region."""
 
     def __init__(self) -> None:
         self.found: list[Watched] = []

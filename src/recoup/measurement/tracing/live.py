@@ -120,7 +120,7 @@ class LiveTracer(StepTracer):
         self.highest_bytes = max(self.highest_bytes, self._meter.peak_bytes)
 
     def began(self, region: Watched) -> None:
-        """Record what is saved in a region of this thread."""
+        """Record the tensors saved in a region of this thread."""
         if threading.get_ident() == self._thread:
             super().began(region)
 
